@@ -65,10 +65,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --tasks: a file of --items of another model; adds the differences to it, with "
         "intervals of a paired bootstrap; may be repeated",
     )
+    parser.add_argument(
+        "--teacher-text",
+        action="store_true",
+        help="compare student and teacher also on held-out prompts that the teacher continues",
+    )
+    parser.add_argument(
+        "--speculative",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="TOKENS",
+        help="measure the tokens per verification of drafts of that many tokens, e.g. 2 4 8",
+    )
 
 
 def _objection(arguments: argparse.Namespace) -> str | None:
     weights = [one for one in (arguments.hf, arguments.checkpoint) if one is not None]
+    on_tasks = arguments.tasks or arguments.lm_eval
     if weights and not (arguments.tasks or arguments.lm_eval):
         return "--hf and --checkpoint are evaluated on tasks; add --tasks"
     if arguments.tasks and arguments.lm_eval:
@@ -82,6 +96,10 @@ def _objection(arguments: argparse.Namespace) -> str | None:
     for path in (arguments.json, arguments.items):
         if path is not None and not path.parent.is_dir():
             return f"{path}: the folder {path.parent} is not there; make it"
+    if (arguments.teacher_text or arguments.speculative) and (weights or on_tasks):
+        return "--teacher-text and --speculative compare a run's models; give the run alone"
+    if any(length < 1 for length in arguments.speculative):
+        return "--speculative takes lengths of drafts, 1 or more tokens"
     return NO_RUN if not weights and run_and_overrides(arguments)[0] is None else None
 
 
@@ -218,7 +236,12 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
     ) as device:
         from megatron_distill.train.assemble.trained_run import evaluate
 
-        figures = evaluate(config, device)
+        figures = evaluate(
+            config,
+            device,
+            teacher_text=arguments.teacher_text,
+            drafts=arguments.speculative,
+        )
     if launch.rank == 0:
         _write_out(figures, arguments.json)
     place = "" if arguments.json is None else f"; the figures are in {arguments.json}"
@@ -237,6 +260,7 @@ COMMAND = Command(
 
     megatron-distill evaluate runs/first
     megatron-distill evaluate runs/first parallel.tensor=2 --processes 2
+    megatron-distill evaluate runs/first --teacher-text --speculative 2 4 8
     megatron-distill evaluate runs/first --tasks mmlu=data/mmlu quiz.yaml --limit 500
     megatron-distill evaluate --hf models/llama --tasks mmlu=data/mmlu --json mmlu.json""",
     add_arguments=_add_arguments,

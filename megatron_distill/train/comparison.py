@@ -32,7 +32,14 @@ from megatron_distill.train.objective import Head
 from megatron_distill.train.step import Student, run_student
 from megatron_distill.train.validation import HeldOut, evaluating
 
-__all__ = ["LONGEST_DRAFT", "compare_held_out"]
+__all__ = [
+    "LONGEST_DRAFT",
+    "SUM_NAMES",
+    "block_sums",
+    "compare_held_out",
+    "summary_of",
+    "token_sums",
+]
 
 LONGEST_DRAFT: Final = 8
 _BINS: Final = 15  # of equal width, as usual for calibration errors
@@ -53,7 +60,7 @@ def _names() -> tuple[str, ...]:
     return (*weights, *_FIGURES, "agreement", *_ACCEPTED, *blocks, *bins)
 
 
-_NAMES: Final = _names()
+SUM_NAMES: Final = _names()
 
 
 @torch.no_grad()
@@ -70,7 +77,7 @@ def compare_held_out(student: Student, held_out: HeldOut) -> dict[str, object]:
     )
     beside = held_out.objective.aligned is None and held_out.objective.several is None
     teacher = held_out.teacher if beside else None
-    sums = dict.fromkeys(_NAMES, 0.0)
+    sums = dict.fromkeys(SUM_NAMES, 0.0)
     with evaluating(student):
         for step in held_out.steps:
             batches = step.micro_batches
@@ -78,10 +85,10 @@ def compare_held_out(student: Student, held_out: HeldOut) -> dict[str, object]:
             found = run_student(
                 student, signals, [objective] * len(batches), step, forward_only=True
             )
-            values = torch.stack([found[name] for name in _NAMES]).tolist()
-            for name, value in zip(_NAMES, values, strict=True):
+            values = torch.stack([found[name] for name in SUM_NAMES]).tolist()
+            for name, value in zip(SUM_NAMES, values, strict=True):
                 sums[name] += value
-    return _summary(sums)
+    return summary_of(sums)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class _Comparison:
     groups: Groups
     features: FeatureLosses | None = None
     feature_weights: tuple[float, ...] = ()
-    report_names: tuple[str, ...] = ("total", *_NAMES)
+    report_names: tuple[str, ...] = ("total", *SUM_NAMES)
     source_report_names: tuple[str, ...] = ()
 
     def __call__(
@@ -124,10 +131,10 @@ class _Comparison:
         )
         found = self._compare(own, signal, batch.labels_bs.reshape(-1), rows)
         weights = batch.kd_weights_bs.reshape(-1)[rows].double()
-        sums = _token_sums(found, weights) | self._block_sums(found, weights, rows, batch)
+        sums = token_sums(found, weights) | self._block_sums(found, weights, rows, batch)
         report = {
             name: (sums[name] / step.positions).float() if name in sums else weights.new_zeros(())
-            for name in _NAMES
+            for name in SUM_NAMES
         }
         return hidden_sbh.new_zeros((), dtype=torch.float32), {
             name: value.float() for name, value in report.items()
@@ -159,7 +166,7 @@ class _Comparison:
         fields = self._whole(local.view(3, *shape))
         begins_bS = torch.zeros_like(fields[0], dtype=torch.bool)
         begins_bS[:, batch.sequence_index_s] = True
-        return _blocks(fields[0] > 0, begins_bS, batch.document_ids_bS, fields[1], fields[2])
+        return block_sums(fields[0] > 0, begins_bS, batch.document_ids_bS, fields[1], fields[2])
 
     def _whole(self, local_fbs: Tensor) -> Tensor:
         """Fields ``[f, b, S]`` of the whole sequence from those of each context rank."""
@@ -185,7 +192,7 @@ def _topk(signal: Signal) -> TopK | None:
     return target if isinstance(target, TopK) else None
 
 
-def _token_sums(found: TokenComparison, weights: Tensor) -> dict[str, Tensor]:
+def token_sums(found: TokenComparison, weights: Tensor) -> dict[str, Tensor]:
     """Weighted sums over the tokens, fp64 scalars by name."""
     sums = {"weight": weights.sum()}
     for name in (*_FIGURES, *_ACCEPTED):
@@ -219,7 +226,7 @@ def _bin_sums(found: TokenComparison, weights: Tensor, agrees: Tensor | None) ->
     return sums
 
 
-def _blocks(
+def block_sums(
     valid_bS: Tensor,
     begins_bS: Tensor,
     documents_bS: Tensor,
@@ -245,8 +252,8 @@ def _blocks(
     return sums
 
 
-def _summary(sums: Mapping[str, float]) -> dict[str, object]:
-    """The means, under their public names."""
+def summary_of(sums: Mapping[str, float]) -> dict[str, object]:
+    """The means, under their public names, from sums under those of `SUM_NAMES`."""
     weight = sums["weight"]
     if not weight:
         return {}

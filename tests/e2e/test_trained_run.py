@@ -47,7 +47,8 @@ def _evaluate(rank: int, world: int, folder: str, overrides: list[str]) -> dict[
     prepare_megatron_core(on_cuda=False)
     from megatron_distill.train.assemble.trained_run import evaluate
 
-    return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
+    config = load_trained_run(folder, overrides, world_size=world)
+    return evaluate(config, CPU, teacher_text=True, drafts=[2])
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,13 @@ def test_an_evaluation_repeats_the_runs_own_validation(
     assert tokens[0] == pytest.approx(1.0 + compared["acceptance"], rel=1e-6)
     assert tokens == sorted(tokens)
     assert len(tokens) == 8
+    on_own = on_one_rank["comparison_on_teacher_text"]
+    assert on_own.keys() == compared.keys()
+    assert on_own["label_nll"] != compared["label_nll"]
+    sampled = on_one_rank["speculative"]["sampled"]["2"]
+    gap = sampled["tokens_per_verification"] - sampled["expected"]
+    assert abs(gap) < 4 * sampled["stderr"]
+    assert on_one_rank["speculative"]["greedy"]["2"]["blocks"] > 10
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,11 @@ def test_a_student_drafts_for_itself_without_a_rejection(pool: Pool, trained: Pa
     assert compared["entropy_gap"] == pytest.approx(0.0, abs=1e-7)
     drafts = compared["tokens_per_verification"]
     assert drafts == pytest.approx({str(g): g + 1.0 for g in range(1, 9)}, rel=1e-6)
+    assert found["comparison_on_teacher_text"]["acceptance"] == pytest.approx(1.0, abs=1e-6)
+    for rule in ("sampled", "greedy"):
+        measured = found["speculative"][rule]["2"]
+        assert measured["blocks"] > 10
+        assert measured["tokens_per_verification"] == 3.0
 
 
 def _write(rank: int, world: int, folder: str, overrides: list[str]) -> list[int]:

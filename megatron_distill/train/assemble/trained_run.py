@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Execution
+from megatron_distill.models.generation import Sampling, Stops, WriteRow
 from megatron_distill.models.generation.model import CachedGPT
-from megatron_distill.runtime.collectives import together
+from megatron_distill.models.sharded_weights import has_sharded_weights
+from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.train.assemble.distillation import open_held_out, open_run
+from megatron_distill.train.assemble.distillation import OpenRun, open_held_out, open_run
+from megatron_distill.train.assemble.evaluation import awake
 from megatron_distill.train.assemble.models import job_groups, resolve_model
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer, read_tokenizer
 from megatron_distill.train.comparison import compare_held_out
+from megatron_distill.train.evaluation.speculative import RULES, block_figures, speculate
+from megatron_distill.train.evaluation.teacher_text import Text, compare_texts, held_out_prompts
 from megatron_distill.train.metrics import LabelTotals, public_names
 from megatron_distill.train.optimizer import wrap_data_parallel
 from megatron_distill.train.step import Student
-from megatron_distill.train.validation import validate
+from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.own_layout import OwnLayout
+from megatron_distill.train.validation import HeldOut, evaluating, validate
+
+_NEW_TOKENS = 128  # that continue a held-out prompt, or half a sequence if that is less
 
 
-def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
+def evaluate(
+    config: RunConfig, device: Device, *, teacher_text: bool = False, drafts: Sequence[int] = ()
+) -> dict[str, object]:
     """Return the held-out figures of the student, and of its teacher if the configuration has one.
 
     Names, including `sources` and `teachers`, are those of the `validation` objects of a run's
-    metrics; `comparison` has the figures of `compare_held_out`.
+    metrics; `comparison` has the figures of `compare_held_out`. `teacher_text`: the same figures on
+    texts that the teacher writes, `comparison_on_teacher_text`. `drafts`: lengths of drafts that
+    `speculative` has the measured tokens per verification of.
 
     Raises a MegatronDistillError on all ranks together.
     """
@@ -57,7 +70,96 @@ def evaluate(config: RunConfig, device: Device) -> dict[str, object]:
             found["sources"] = sources
         if teachers:
             found["teachers"] = teachers
-        return found | {"comparison": compare_held_out(student, held_out)}
+        found["comparison"] = compare_held_out(student, held_out)
+        if teacher_text or drafts:
+            found |= _on_own_texts(
+                config, opened, student, held_out, teacher_text=teacher_text, drafts=drafts
+            )
+        return found
+
+
+def _on_own_texts(
+    config: RunConfig,
+    opened: OpenRun,
+    student: Student,
+    held_out: HeldOut,
+    *,
+    teacher_text: bool,
+    drafts: Sequence[int],
+) -> dict[str, object]:
+    """Return the figures on continuations of the held-out prompts; see `evaluate`."""
+    teacher = _teacher_beside(opened)
+    groups, device = opened.site.groups, opened.site.execution.device
+    size, cache_gib = opened.vocabulary.size, config.generation.cache_gib
+    drafter = CachedGPT(
+        student.chunks,
+        opened.student.architecture,
+        groups,
+        device,
+        vocab_size=size,
+        cache_gib=cache_gib,
+    )
+    verifier = replace(drafter, chunks=[teacher.model], architecture=teacher.architecture)
+    tokenizer = opened.samples.tokenizer
+    stop_ids = from_first_rank(lambda: () if tokenizer is None else (tokenizer.eos_id,))
+    length = config.data.sequence_length
+    prompts = held_out_prompts(held_out.steps, groups, most=max(1, length // 4))
+    tokens = min(_NEW_TOKENS, max(1, length // 2))
+    found: dict[str, object] = {}
+    with evaluating(student), awake(opened, "teacher", teacher):
+        if teacher_text:
+            rows = [WriteRow(ids, number, tokens) for number, ids in enumerate(prompts)]
+            written = verifier.write(
+                rows,
+                sampling=Sampling(temperature=1.0, seed=config.seed),
+                stops=Stops(ids=stop_ids),
+            )
+            texts = [Text(row.ids, text.ids) for row, text in zip(rows, written, strict=True)]
+            found["comparison_on_teacher_text"] = compare_texts(verifier, drafter, texts)
+        if drafts:
+            found["speculative"] = {
+                rule: {
+                    str(draft): block_figures(
+                        speculate(
+                            verifier,
+                            drafter,
+                            prompts,
+                            draft=draft,
+                            tokens=tokens,
+                            rule=rule,
+                            seed=config.seed,
+                            stop_ids=stop_ids,
+                        ),
+                        rule,
+                    )
+                    for draft in drafts
+                }
+                for rule in RULES
+            }
+    return found
+
+
+def _teacher_beside(opened: OpenRun) -> OnlineTeacher:
+    """Return the live teacher with the student's tokens and layout; raises ConfigError."""
+    teacher = opened.teacher.models.get("teacher")
+    named = "--speculative and --teacher-text"
+    if teacher is None:
+        raise ConfigError(
+            f"{named} read and write with the run's teacher, and no single live one is on the "
+            "student's ranks; give its weights, teacher.hf or teacher.checkpoint"
+        )
+    if opened.teacher.aligned is not None:
+        raise ConfigError(f"{named}: the teacher has another tokenizer; leave them out")
+    if isinstance(teacher, OwnLayout):
+        raise ConfigError(
+            f"{named}: the teacher has a layout of its own; set teacher.parallel=null"
+        )
+    if has_sharded_weights(teacher.model):
+        raise ConfigError(
+            f"{named}: a teacher with sharded weights writes no text; set "
+            "teacher.shard_weights=false"
+        )
+    return teacher
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_distill.train.comparison import LONGEST_DRAFT, _blocks
+from megatron_distill.train.comparison import LONGEST_DRAFT, block_sums
 
 
 def test_blocks_stay_within_documents_and_trained_labels() -> None:
@@ -14,7 +14,7 @@ def test_blocks_stay_within_documents_and_trained_labels() -> None:
     valid = torch.rand(2, 12, generator=generator) > 0.15
     begins = torch.rand(2, 12, generator=generator) > 0.3
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
-    found = _blocks(valid, begins, documents, least, most)
+    found = block_sums(valid, begins, documents, least, most)
     for length in range(1, LONGEST_DRAFT + 1):
         count, sums = 0, {"overlap": 0.0, "overlap_most": 0.0}
         for row in range(2):

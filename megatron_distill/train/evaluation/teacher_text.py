@@ -1,0 +1,160 @@
+"""A student beside its teacher on texts that the teacher writes.
+
+The output of speculative decoding follows the teacher, so a draft's acceptance belongs on such
+texts, and not on those of a corpus.
+
+Shapes: N positions of some texts, b texts, S positions of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distill.losses.comparison import compare_with_logits
+from megatron_distill.models.generation.batches import RowSize, batches_of
+from megatron_distill.models.generation.model import CachedGPT
+from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.runtime.batch import Batch, StepBatches
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.comparison import SUM_NAMES, block_sums, summary_of, token_sums
+from megatron_distill.train.evaluation.reader import Reader
+
+__all__ = ["Text", "compare_texts", "held_out_prompts"]
+
+Ids = tuple[int, ...]
+
+_POSITIONS = 2**13  # of one pass
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, of one id at least, and its continuation."""
+
+    prompt: Ids
+    written: Ids
+
+
+def held_out_prompts(steps: Sequence[StepBatches], groups: Groups, *, most: int) -> list[Ids]:
+    """Return the first ids of each held-out sequence, at most `most`, of one document.
+
+    In the order of the samples; the same in every layout and on every rank.
+
+    Collective: data x context group, one all-gather of the held-out ids.
+    """
+    own = [part for step in steps for batch in step.micro_batches for part in _beginnings(batch)]
+    shared: list[list[tuple[int, dict[int, int]]] | None]
+    shared = [None] * groups.data_context.size()
+    dist.all_gather_object(shared, own, group=groups.data_context)
+    found: dict[int, dict[int, int]] = {}
+    for sample, tokens in (one for part in shared if part for one in part):
+        found.setdefault(sample, {}).update(tokens)
+    return [
+        tuple(tokens[place] for place in range(min(most, len(tokens))))
+        for _, tokens in sorted(found.items())
+        if tokens
+    ]
+
+
+def _beginnings(batch: Batch) -> list[tuple[int, dict[int, int]]]:
+    """Return of each sequence its sample, and this rank's ids of its first document by position."""
+    batch = batch.on_host
+    places = batch.sequence_index_s.tolist()
+    found = []
+    for sample, tokens, documents in zip(
+        batch.sample_ids_b.tolist(),
+        batch.tokens_bs.tolist(),
+        batch.document_ids_bS.tolist(),
+        strict=True,
+    ):
+        first = documents[0]
+        ends = (place for place, document in enumerate(documents) if document != first)
+        end = 0 if first < 0 else next(ends, len(documents))
+        inside = {place: token for place, token in zip(places, tokens, strict=True) if place < end}
+        found.append((sample, inside))
+    return found
+
+
+@torch.inference_mode()
+def compare_texts(
+    teacher: CachedGPT, student: CachedGPT, texts: Sequence[Text]
+) -> dict[str, object]:
+    """Return the figures of `compare_held_out` on the continuations, the same on every rank.
+
+    Every token has the same weight. Both models have the same tokens and layout. The data and
+    context ranks share the texts; where experts are spread over them, all read every text together.
+
+    Collective: those of `Stage.run` and of `compare_with_logits`; at the end 8 bytes per figure,
+    reduced over the data x context group and broadcast over the pipeline.
+    """
+    groups, ranks = student.groups, student.groups.data_context
+    in_step = groups.layout.expert > 1
+    shard = vocab_shard(student.architecture, groups, tokens=student.vocab_size)
+    readers = Reader.of(teacher, shard), Reader.of(student, shard)
+    chosen = [number for number, text in enumerate(texts) if text.written]
+    own = set(chosen[ranks.rank() :: ranks.size()])
+    rows = sorted(chosen if in_step else own, key=lambda number: (-_length(texts[number]), number))
+    sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=student.device)
+    batches = batches_of(
+        [RowSize(_length(text), 0) for text in texts],
+        rows,
+        row_bytes=lambda _: 0,
+        cache_bytes=0,
+        positions=_POSITIONS,
+    )
+    for numbers in batches:
+        part = _sums(readers, [texts[number] for number in numbers], [n in own for n in numbers])
+        if part is not None:
+            sums += part
+    for reader in readers:
+        reader.stage.finish()
+    if ranks.size() > 1:
+        dist.all_reduce(sums, group=ranks)
+    if groups.pipeline.size() > 1:
+        dist.broadcast(sums, group=groups.pipeline, group_src=groups.pipeline.size() - 1)
+    return summary_of(dict(zip(SUM_NAMES, sums.tolist(), strict=True)))
+
+
+def _sums(
+    readers: tuple[Reader, Reader], texts: Sequence[Text], counted: Sequence[bool]
+) -> Tensor | None:
+    """Return the sums of a batch of texts, of those that count, on the last stage."""
+    teacher, student = readers
+    ids = [(*text.prompt, *text.written) for text in texts]
+    given, own = (reader.begin([row[:-1] for row in ids], 0) for reader in readers)
+    if given is None or own is None:
+        return None
+    device, shard = student.stage.device, student.stage.shard
+    places, start = [], 0
+    for text, row in zip(texts, ids, strict=True):
+        places.append(range(start + len(text.prompt) - 1, start + len(row) - 1))
+        start += len(row) - 1
+    found = compare_with_logits(
+        student.stage.states(own),
+        teacher.stage.states(given),
+        torch.tensor([token for row in ids for token in row[1:]], device=device),
+        torch.tensor([index for place in places for index in place], device=device),
+        shard=shard,
+        group=student.stage.groups.tensor,
+    )
+    assert found.overlap is not None
+    sizes = torch.tensor([len(place) for place in places], device=device)
+    counts = torch.tensor(counted, dtype=torch.float64, device=device)
+    inside_bS = torch.arange(int(sizes.max()), device=device) < sizes[:, None]
+    overlap_bS = torch.zeros(inside_bS.shape, dtype=torch.float64, device=device)
+    overlap_bS[inside_bS] = found.overlap
+    valid_bS = inside_bS & (counts > 0)[:, None]
+    documents_bS = torch.zeros_like(valid_bS, dtype=torch.int64)
+    sums = token_sums(found, counts.repeat_interleave(sizes)) | block_sums(
+        valid_bS, valid_bS, documents_bS, overlap_bS, overlap_bS
+    )
+    nothing = overlap_bS.new_zeros(())
+    return torch.stack([sums.get(name, nothing).double() for name in SUM_NAMES])
+
+
+def _length(text: Text) -> int:
+    return len(text.prompt) + len(text.written) - 1

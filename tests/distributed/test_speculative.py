@@ -1,0 +1,186 @@
+"""Speculative decoding and texts of the teacher: the law of the text, blocks, every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+TOKENS = 190
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # The teacher's head has other rows than the student's, and its layers windows.
+    "windows": ({"sliding_window": 5, "sliding_layers": (0, 2), "vocab_size": 216}, {}),
+    "experts": ({"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}, {}),
+}
+
+
+def _models(groups: Any, kind: str) -> tuple[Any, Any]:
+    """A teacher and a student that is near it: the same seed, and two of its layers."""
+    from megatron_distill.models.generation.model import CachedGPT
+
+    found = []
+    for changes in KINDS[kind]:
+        shape = small_architecture(init_std=0.15, max_position_embeddings=64, **changes)
+        chunks = build(shape, groups, seed=11)
+        device = torch.device("cpu")
+        found.append(CachedGPT(chunks, shape, groups, device, vocab_size=TOKENS, cache_gib=1.0))
+    return found[0], found[1]
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(4)
+    lengths = (5, 1, 9, 3, 12)
+    return [
+        tuple(torch.randint(3, TOKENS, (length,), generator=generator).tolist())
+        for length in lengths
+    ]
+
+
+def _everything(rank: int, world: int, layout: dict[str, int], kind: str) -> dict[str, Any]:
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.generation import Sampling, Stops, WriteRow
+        from megatron_distill.train.evaluation.speculative import speculate
+        from megatron_distill.train.evaluation.teacher_text import Text, compare_texts
+
+        teacher, student = _models(groups, kind)
+        rows = [WriteRow(ids, number, 14) for number, ids in enumerate(_prompts())]
+        greedy = teacher.write(rows, sampling=Sampling(), stops=Stops(ids=(7,)))
+        sampled = teacher.write(
+            rows, sampling=Sampling(temperature=1.0, seed=2), stops=Stops(ids=(7,))
+        )
+        texts = [Text(row.ids, text.ids) for row, text in zip(rows, sampled, strict=True)]
+
+        def blocks(rule: Any, verifier: Any = teacher) -> Any:
+            return speculate(
+                verifier, student, _prompts(), draft=3, tokens=14, rule=rule, seed=5, stop_ids=(7,)
+            )
+
+        return {
+            "written": [text.ids for text in greedy],
+            "greedy": blocks("greedy"),
+            "sampled": blocks("sampled"),
+            "itself": blocks("sampled", student),
+            "texts": [(text.prompt, text.written) for text in texts],
+            "compared": compare_texts(teacher, student, texts),
+        }
+
+
+def _expected(blocks: Any) -> list[float]:
+    return [block.expected for text in blocks for block in text.blocks]
+
+
+LAYOUTS: list[tuple[int, str, dict[str, int]]] = [
+    (2, "windows", {"tensor": 2}),
+    (2, "windows", {"pipeline": 2}),
+    (2, "windows", {}),
+    (2, "experts", {"expert": 2}),
+]
+
+
+@pytest.mark.parametrize(("world", "kind", "layout"), LAYOUTS, ids=str)
+def test_blocks_and_figures_are_the_same_in_every_layout(
+    pool: Pool, world: int, kind: str, layout: dict[str, int]
+) -> None:
+    (alone,) = pool.run(1, _everything, {}, kind)
+    assert [text.ids for text in alone["greedy"]] == alone["written"]
+    counts = {block.tokens for text in alone["greedy"] + alone["sampled"] for block in text.blocks}
+    assert len(counts) > 1, "some drafts should be accepted, and some not"
+    for text in alone["itself"]:
+        for block in text.blocks:
+            assert block.tokens == 4
+            assert block.expected == pytest.approx(4.0, abs=1e-4)
+    for found in pool.run(world, _everything, layout, kind):
+        for name in ("greedy", "sampled", "itself"):
+            assert [text.ids for text in found[name]] == [text.ids for text in alone[name]]
+            assert _expected(found[name]) == pytest.approx(_expected(alone[name]), abs=1e-4)
+        assert found["compared"].keys() == alone["compared"].keys()
+        for name in ("acceptance", "forward_kl", "reverse_kl", "top1_agreement", "label_nll"):
+            assert found["compared"][name] == pytest.approx(alone["compared"][name], abs=1e-5)
+        tokens = alone["compared"]["tokens_per_verification"]
+        assert found["compared"]["tokens_per_verification"] == pytest.approx(tokens, abs=1e-5)
+
+
+def _dense(rank: int, world: int) -> tuple[Any, Any]:
+    """Whole distributions of both models after each id of each text, in float64."""
+    found = _everything(rank, world, {}, "windows")
+    with megatron_groups() as groups:
+        from megatron_distill.models.gpt import run_model
+        from megatron_distill.runtime.batch import Batch
+
+        models = _models(groups, "windows")
+        both = []
+        for prompt, written in found["texts"]:
+            ids = torch.tensor([(*prompt, *written)])
+            shares = []
+            for model in models:
+                with torch.no_grad():
+                    model.chunks[0].eval()
+                    hidden = run_model(model.chunks[0], Batch.untrained(ids), context_size=1)[:, 0]
+                    logits = hidden.double() @ model.chunks[0].head_weight()[:TOKENS].double().T
+                shares.append(logits.softmax(-1)[len(prompt) - 1 : -1])
+            both.append((shares[0], shares[1]))
+    return found["compared"], both
+
+
+def test_figures_on_texts_of_the_teacher_equal_dense_ones(pool: Pool) -> None:
+    ((found, both),) = pool.run(1, _dense)
+    overlaps = [torch.minimum(p, q).sum(1) for p, q in both]
+    acceptance = float(torch.cat(overlaps).mean())
+    assert found["acceptance"] == pytest.approx(acceptance, abs=1e-6)
+    forward = torch.cat([(p * (p / q).log()).sum(1) for p, q in both])
+    assert found["forward_kl"] == pytest.approx(float(forward.mean()), abs=1e-6)
+    for length in (1, 3):
+        blocks = [
+            1 + float(part[start : start + length].cumprod(0).sum())
+            for part in overlaps
+            for start in range(len(part) - length + 1)
+        ]
+        expected = sum(blocks) / len(blocks)
+        value = found["tokens_per_verification"][str(length)]
+        assert value == pytest.approx(expected, abs=1e-6)
+
+
+SMALL_TOKENS, ROWS = 6, 3000
+
+
+def _many(rank: int, world: int) -> tuple[list[tuple[int, ...]], list[float], dict[str, float]]:
+    """Many texts of two ids after one prompt, and the teacher's probability of each."""
+    with megatron_groups() as groups:
+        from megatron_distill.models.generation import ScoreRow
+        from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.train.evaluation.speculative import block_figures, speculate
+
+        models = []
+        for seed in (3, 4):
+            shape = small_architecture(num_layers=1, vocab_size=8, init_std=0.3)
+            chunks = build(shape, groups, seed=seed)
+            models.append(
+                CachedGPT(chunks, shape, groups, torch.device("cpu"), vocab_size=SMALL_TOKENS)
+            )
+        teacher, student = models
+        texts = speculate(
+            teacher, student, [(1, 4, 2)] * ROWS, draft=2, tokens=2, rule="sampled", seed=9
+        )
+        answers = tuple((a, b) for a in range(SMALL_TOKENS) for b in range(SMALL_TOKENS))
+        (scores,) = teacher.score([ScoreRow((1, 4, 2), answers)])
+        logs = [score.log_prob for score in scores]
+        return [text.ids for text in texts], logs, block_figures(texts, "sampled")
+
+
+def test_the_text_follows_the_teacher_and_blocks_the_expectation(pool: Pool) -> None:
+    ((ids, logs, figures),) = pool.run(1, _many)
+    counts = torch.zeros(SMALL_TOKENS, SMALL_TOKENS, dtype=torch.float64)
+    for first, second in ids:
+        counts[first, second] += 1
+    expected = ROWS * torch.tensor(logs, dtype=torch.float64).exp().view_as(counts)
+    assert float(expected.sum()) == pytest.approx(ROWS, rel=1e-6)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    # 35 degrees of freedom: their 99.9 % quantile.
+    assert statistic < 66.6
+    assert 1.3 < figures["tokens_per_verification"] < 2.9, "drafts should differ from the teacher"
+    gap = figures["tokens_per_verification"] - figures["expected"]
+    assert abs(gap) < 4 * figures["stderr"]
