@@ -6,6 +6,7 @@ r query heads for each of them, d head size, S most new positions of a row, m = 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -47,7 +48,7 @@ class Step(Protocol):
 class Keys:
     """A part of the keys and values, [b, g, K, d] or [1, g, K, d] for all rows alike.
 
-    visible: bool, broadcast to [b, 1, m, K]; None: all.
+    visible: bool, broadcast to [b, 1, m, K], or what is added to the scores; None: all.
     """
 
     keys: Tensor
@@ -249,70 +250,92 @@ class Extend(_Rows):
     def __init__(self, cache: Cache, counts: Sequence[int], padding: int = 0) -> None:
         super().__init__(cache, counts, padding)
         self._visible: dict[tuple[int | None, int], Tensor] = {}
-        self._with_prefix: dict[tuple[int | None, int, int], Tensor] = {}
+        self._masks: dict[tuple[int | None, int, int], Tensor] = {}
 
     def attend(
         self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """See `Step`."""
         store, new, rule = self.cache.layers[layer], self.new, _rule(core)
-        old = store.ordered(self.cache.length)
+        prefix = self.cache.prefix
+        before = (None, None) if prefix is None else prefix.layers[layer]
         keys, values = (
-            self._joined(before, after[new])
-            for before, after in zip(old, (key, value), strict=True)
+            self._joined(first, old, added[new])
+            for first, old, added in zip(
+                before, store.ordered(self.cache.length), (key, value), strict=True
+            )
         )
         groups, repeats, size = query.shape[1:]
         # [b, g, r, S, d]; the places before a row's first new position stay zero.
         padded = query.new_zeros(self.cache.rows, groups, repeats, self.most, size)
         padded[self.rows_N, :, :, self.columns_N] = query[new]
-        seen = self._seen(layer, keys, values, rule.window)
-        per_query = 4 * self.cache.rows * groups * repeats * seen.keys.shape[2]
+        # Without a soft cap the largest tensor is the mask, which all heads share.
+        heads = repeats if rule.softcap is None else groups * repeats
+        per_query = 4 * self.cache.rows * heads * keys.shape[2]
         length = max(1, BLOCK_BYTES // max(1, per_query))
         attended = torch.cat(
             [
-                _block(padded[:, :, :, start : start + length], start, seen, rule)
+                self._block(padded[:, :, :, start : start + length], start, keys, values, rule)
                 for start in range(0, self.most, length)
             ],
             dim=3,
         )
-        store.replace(keys, values, self.cache.length + self.most)
+        earlier = 0 if before[0] is None else before[0].shape[2]
+        end = self.cache.length + self.most
+        store.replace(keys[:, :, earlier:], values[:, :, earlier:], end)
         found = torch.zeros_like(query)
         found[new] = attended[self.rows_N, :, :, self.columns_N]
         return found
 
-    def _seen(self, layer: int, keys: Tensor, values: Tensor, window: int | None) -> Keys:
-        """Return all keys of each row, with those of the prefix, and which each position sees.
+    def _joined(self, prefix: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+        """Return all keys of each row, [b, g, K, d], with rows ending together.
 
-        The prefix is copied to each row: then one fused attention has all keys, without scores in
-        memory. Visible is [b, S, K].
+        prefix: [1, g, p, d], copied to each row: then one fused attention has all keys, without
+        scores in memory. old: [b, g, t, d]; new: [N, g, d]. K = p + t + S.
         """
-        own = self._own(window, keys.shape[2])
+        rows, groups, stored, size = old.shape
+        first = 0 if prefix is None else prefix.shape[2]
+        joined = old.new_zeros(rows, groups, first + stored + self.most, size)
+        if prefix is not None:
+            joined[:, :, :first] = prefix
+        if stored and any(self.shifts):
+            slots = torch.arange(stored + self.most, device=old.device) - self.shifts_b[:, None]
+            index = slots.clamp(0, stored - 1)[:, None, :, None]
+            joined[:, :, first:] = old.gather(2, index.expand_as(joined[:, :, first:]))
+        elif stored:
+            joined[:, :, first : first + stored] = old
+        joined[self.rows_N, :, first + stored + self.columns_N] = new
+        return joined
+
+    def _block(
+        self, query: Tensor, start: int, keys: Tensor, values: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """Return the attention of a block of columns from `start` on, [b, g, r, q, d]."""
+        rows, groups, repeats, count, size = query.shape
+        kind = rule.window, keys.shape[2], start
+        if kind not in self._masks:
+            columns = slice(start, start + count)
+            seen = _for_heads(self._seen(rule.window, keys.shape[2])[:, columns], repeats)
+            if rule.softcap is None:
+                seen = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -math.inf)
+            if count < self.most:  # one block at a time
+                self._masks.clear()
+            self._masks[kind] = seen
+        flat = query.reshape(rows, groups, repeats * count, size)
+        found = attend_to(flat, [Keys(keys, values, self._masks[kind])], rule)
+        return found.view(rows, groups, repeats, count, size)
+
+    def _seen(self, window: int | None, keys: int) -> Tensor:
+        """Return which of all keys each new position sees, bool [b, S, K]."""
         prefix = self.cache.prefix
         if prefix is None:
-            return Keys(keys, values, own)
-        before = [part.expand(self.cache.rows, -1, -1, -1) for part in prefix.layers[layer]]
-        earlier = before[0].shape[2]
-        kind = window, keys.shape[2], earlier
-        if kind not in self._with_prefix:
-            seen = self._of_prefix(window, earlier)
-            if seen is None:
-                seen = own.new_ones(1, 1, 1).expand(*own.shape[:2], earlier)
-            self._with_prefix[kind] = torch.cat([seen, own], 2)
-        joined = (torch.cat(pair, 2) for pair in zip(before, (keys, values), strict=True))
-        return Keys(*joined, self._with_prefix[kind])
-
-    def _joined(self, old: Tensor, new: Tensor) -> Tensor:
-        """Return old [b, g, t, d] and new [N, g, d] as [b, g, t + S, d], rows ending together."""
-        rows, groups, earlier, size = old.shape
-        joined = old.new_zeros(rows, groups, earlier + self.most, size)
-        if earlier and any(self.shifts):
-            slots = torch.arange(earlier + self.most, device=old.device) - self.shifts_b[:, None]
-            index = slots.clamp(0, earlier - 1)[:, None, :, None].expand_as(joined)
-            joined = old.gather(2, index)
-        elif earlier:
-            joined[:, :, :earlier] = old
-        joined[self.rows_N, :, earlier + self.columns_N] = new
-        return joined
+            return self._own(window, keys)
+        earlier = prefix.length if window is None else min(window, prefix.length)
+        own = self._own(window, keys - earlier)
+        seen = self._of_prefix(window, earlier)
+        if seen is None:
+            seen = own.new_ones(1, 1, 1).expand(*own.shape[:2], earlier)
+        return torch.cat([seen, own], 2)
 
     def _own(self, window: int | None, keys: int) -> Tensor:
         """Return which stored and new keys each new position sees, bool [b, S, K]."""
@@ -337,16 +360,6 @@ class Extend(_Rows):
         positions = prefix.length + columns - self.starts_b[:, None]
         places = torch.arange(prefix.length - keys, prefix.length, device=self.rows_N.device)
         return places > (positions - window)[..., None]
-
-
-def _block(query: Tensor, start: int, seen: Keys, rule: AttentionRule) -> Tensor:
-    """Return the attention of a block of columns from `start` on, [b, g, r, q, d]."""
-    rows, groups, repeats, count, size = query.shape
-    assert seen.visible is not None
-    visible = _for_heads(seen.visible[:, start : start + count], repeats)
-    flat = query.reshape(rows, groups, repeats * count, size)
-    found = attend_to(flat, [Keys(seen.keys, seen.values, visible)], rule)
-    return found.view(rows, groups, repeats, count, size)
 
 
 def _for_heads(visible: Tensor, repeats: int) -> Tensor:
