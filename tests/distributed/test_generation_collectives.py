@@ -81,7 +81,12 @@ CONTINUED = sum(len(answer) - 1 for answer in ANSWERS) * ROWS
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}], ids=str
+    "sampling",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+    ],
+    ids=str,
 )
 def test_tensor_ranks_exchange_hidden_states_and_numbers_of_rows(
     pool: Pool, sampling: dict[str, Any]
@@ -114,6 +119,7 @@ def test_stages_send_hidden_states_on_and_numbers_of_rows_back(pool: Pool) -> No
         assert max(one.bytes for one in writing + scoring) < VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"context": 2}], ids=str)
 def test_data_and_context_ranks_exchange_results_alone(pool: Pool, layout: dict[str, int]) -> None:
     for writing, scoring in pool.run(2, _moved, layout, {}):

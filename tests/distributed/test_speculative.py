@@ -73,15 +73,15 @@ def _expected(blocks: Any) -> list[float]:
     return [block.expected for text in blocks for block in text.blocks]
 
 
-LAYOUTS: list[tuple[int, str, dict[str, int]]] = [
-    (2, "windows", {"tensor": 2}),
-    (2, "windows", {"pipeline": 2}),
-    (2, "windows", {}),
-    (2, "experts", {"expert": 2}),
+LAYOUTS = [
+    pytest.param(2, "windows", {"tensor": 2}, id="TP2"),
+    pytest.param(2, "windows", {"pipeline": 2}, id="PP2", marks=pytest.mark.slow),
+    pytest.param(2, "windows", {}, id="DP2", marks=pytest.mark.slow),
+    pytest.param(2, "experts", {"expert": 2}, id="EP2", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("world", "kind", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("world", "kind", "layout"), LAYOUTS)
 def test_blocks_and_figures_are_the_same_in_every_layout(
     pool: Pool, world: int, kind: str, layout: dict[str, int]
 ) -> None:
