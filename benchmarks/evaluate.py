@@ -164,8 +164,11 @@ def _save_model(folder: Path, place: Path) -> None:
         assert len(ids) == 1, "a choice is not one token"
     tokenizer.hugging_face.save_pretrained(folder)
     torch.manual_seed(3)
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
-    config = transformers.LlamaConfig(**MODEL, **ends, vocab_size=tokenizer.vocab_size)
+    shape: dict[str, Any] = {
+        **MODEL, "vocab_size": tokenizer.vocab_size, "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_id, "pad_token_id": None,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(**shape)
     model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)

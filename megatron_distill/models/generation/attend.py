@@ -258,7 +258,9 @@ class Extend(_Rows):
         """See `Step`."""
         store, new, rule = self.cache.layers[layer], self.new, _rule(core)
         prefix = self.cache.prefix
-        before = (None, None) if prefix is None else prefix.layers[layer]
+        before: tuple[Tensor | None, Tensor | None] = (None, None)
+        if prefix is not None:
+            before = prefix.layers[layer]
         keys, values = (
             self._joined(first, old, added[new])
             for first, old, added in zip(

@@ -24,7 +24,6 @@ from megatron_distill.config import (
 )
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
-from megatron_distill.evaluation.requests import Scorer
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.paired import TaskItems, differences
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
@@ -235,7 +234,6 @@ def _evaluated(
     Collective: with a writer that of `_shared`, since stop strings need the tokenizer everywhere.
     """
     settings = (longest_input(shape, section), section.batch_tokens, is_requested)
-    scorer: Scorer
     if has_sharded_weights(chunks[0]):
         shard = vocab_shard(shape, groups, tokens=tokens)
         scorer = PassScorer(chunks[0], shape, shard, groups, device, *settings)
@@ -248,11 +246,11 @@ def _evaluated(
         vocab_size=tokens,
         cache_gib=cache_gib,
     )
-    scorer, writer = ModelScorer(cached, *settings), None
+    writer: ModelWriter | None = None
     if writes or any(task.task.kind == "generation" for task in tasks):
         decoding = replace(cached, decode=_shared(tokenizer).decode)
         writer = ModelWriter(decoding, stop_requested=is_requested)
-    return EvaluatedModel(role, scorer, tasks, in_use, writer)
+    return EvaluatedModel(role, ModelScorer(cached, *settings), tasks, in_use, writer)
 
 
 def _shared(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -243,7 +243,8 @@ class _Run:
         The student reads the last draft too, so that both caches have the same positions.
         """
         ids_b = torch.tensor([row.ids[-1] for row in rows], device=self.device)
-        drafted, hidden = [], []
+        drafted: list[Tensor] = []
+        hidden: list[Tensor] = []
         for place in range(self.draft + 1):
             hidden_bH = self.student.read([[token] for token in ids_b.tolist()])
             if place == self.draft:

@@ -129,7 +129,8 @@ def _sums(
     if given is None or own is None:
         return None
     device, shard = student.stage.device, student.stage.shard
-    places, start = [], 0
+    places: list[range] = []
+    start = 0
     for text, row in zip(texts, ids, strict=True):
         places.append(range(start + len(text.prompt) - 1, start + len(row) - 1))
         start += len(row) - 1
