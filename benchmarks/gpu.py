@@ -260,7 +260,8 @@ def _utilisation(case: Case, tokens_per_second: float) -> tuple[float, str]:
 
     prepare_megatron_core(on_cuda=torch.cuda.is_available())
     from benchmarks.steps.subject import architecture
-    from megatron_distill.train.throughput import mfu, step_flops_per_token
+    from megatron_distill.models.flops import step_flops_per_token
+    from megatron_distill.train.throughput import mfu
 
     shapes = [architecture(body, case) for body in (case.workload.student, case.workload.teacher)]
     flops = step_flops_per_token(*shapes, sequence_length=case.workload.sequence_length).total

@@ -61,6 +61,8 @@ SUBMIT: Final = Group(
 )
 COMMANDS: Final[Mapping[str, Entry | Group]] = {
     "train": Entry("train a student, with a teacher or without", "train"),
+    "plan": Entry("layouts that fit a number of devices, with time and memory", "plan"),
+    "calibrate": Entry("measure this machine for plan, or refine a device by a run", "calibrate"),
     "capture": Entry("run a teacher once and store its outputs", "capture"),
     "evaluate": Entry("held-out losses of a trained student", "evaluate"),
     "generate": Entry("text from a trained student", "generate"),

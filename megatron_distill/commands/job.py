@@ -39,12 +39,14 @@ class Job(Generic[J]):
     """One kind of job: `load` reads its file, `run` runs it in an initialised world.
 
     `layout` describes its ranks, from their number and those of teachers alone; None: there is no
-    `--print-layout`.
+    `--print-layout`. `plan` describes the layouts that fit a number of devices of a name; None:
+    there is no `--plan`.
     """
 
     load: Callable[[Path, Sequence[str]], J]
     run: Callable[[J, Device, TerminationRequest], bool]
     layout: Callable[[J, int, TeacherRanks], str] | None = None
+    plan: Callable[[J, int, str], str] | None = None
 
     def command(self, *, description: str, example: str) -> Command:
         """Return the job as a command; `example` shows changes to its configuration."""
@@ -59,6 +61,12 @@ class Job(Generic[J]):
                     "--print-layout",
                     metavar="RANKS",
                     help="show the division of 16 or 2x8 ranks (on 2 machines), stop",
+                )
+            if self.plan is not None:
+                parser.add_argument(
+                    "--plan",
+                    metavar="NxDEVICE",
+                    help="show the layouts that fit, as for 64xh100-80gb, stop",
                 )
             parser.add_argument(
                 "words",
@@ -80,6 +88,8 @@ class Job(Generic[J]):
             return self._print_config(given)
         if getattr(given, "print_layout", None) is not None:
             return self._print_layout(given)
+        if getattr(given, "plan", None) is not None:
+            return self._print_plan(given)
         # From here on a signal takes effect at the end of a step.
         with TerminationRequest() as termination:
             termination.expect_from_torchrun()
@@ -102,6 +112,17 @@ class Job(Generic[J]):
         teachers = teacher_ranks(config, ranks_per_node=per_node)
         check_layout(config, nodes * per_node, teachers=teachers)
         sys.stdout.write(self.layout(config, nodes * per_node, teachers))
+        return 0
+
+    def _print_plan(self, given: argparse.Namespace) -> int:
+        assert self.plan is not None
+        count, _, device = given.plan.partition("x")
+        if not count.isdecimal() or not int(count) or not device:
+            raise ConfigError(
+                f"--plan {given.plan}: write a number of devices and a device, as 64xh100-80gb"
+            )
+        name, overrides = _file_and_overrides(given)
+        sys.stdout.write(self.plan(self.load(config_file(name), overrides), int(count), device))
         return 0
 
     def _join(

@@ -36,7 +36,13 @@ def _layout(config: RunConfig, ranks: int, teachers: TeacherRanks) -> str:
     return layout_report(config, ranks=ranks, teachers=teachers)
 
 
-COMMAND = Job(load=_load, run=_train, layout=_layout).command(
+def _plan(config: RunConfig, devices: int, device: str) -> str:
+    from megatron_distill.commands.plan import plan_of
+
+    return plan_of(config, devices, device)
+
+
+COMMAND = Job(load=_load, run=_train, layout=_layout, plan=_plan).command(
     description="""Train a student, with a teacher or without.
 
     megatron-distill train tiny.yaml train.steps=10

@@ -20,6 +20,7 @@ FLOORS = {
     "models": 5,
     "data": 5,
     "evaluation": 6,
+    "planning": 6,
     "train": 7,
     "commands": 8,
     "cli": 9,

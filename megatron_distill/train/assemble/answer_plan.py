@@ -17,6 +17,7 @@ from megatron_distill.config import (
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture, Recompute
+from megatron_distill.models.flops import balanced_stages
 from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.store import CaptureSettings
@@ -25,7 +26,6 @@ from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
 from megatron_distill.train.teachers.moved_head import head_messages
 from megatron_distill.train.teachers.sent_topk import sent_settings, top_k_columns
 from megatron_distill.train.teachers.units import Grid, Message, Units
-from megatron_distill.train.throughput import balanced_stages
 
 __all__ = ["answer_plan", "answer_settings", "head_parts", "plain_terms", "sent_records"]
 

@@ -32,6 +32,7 @@ from megatron_distill.losses import (
     ValueSchedule,
 )
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.flops import stage_layers
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.pipeline_stages import (
@@ -70,7 +71,7 @@ from megatron_distill.train.teachers.live import (
 from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
-from megatron_distill.train.throughput import Throughput, stage_layers
+from megatron_distill.train.throughput import Throughput
 from megatron_distill.train.validation import HeldOut, read_held_out
 
 

@@ -13,6 +13,7 @@ from megatron_distill.config import (
 )
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.flops import StepFlops, step_flops_per_token
 from megatron_distill.models.sharded_weights import weights_of_rank
 from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.runtime.progress import size
@@ -21,7 +22,6 @@ from megatron_distill.train.assemble.answer_plan import answer_plan, sent_record
 from megatron_distill.train.assemble.models import has_model, layout_of, read_model
 from megatron_distill.train.assemble.routing import members, share_of_units
 from megatron_distill.train.teachers.answers import AnswerPlan
-from megatron_distill.train.throughput import StepFlops, step_flops_per_token
 
 __all__ = ["layout_report"]
 

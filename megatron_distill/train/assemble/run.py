@@ -41,6 +41,7 @@ from megatron_distill.train.assemble.models import export_source, job_groups, te
 from megatron_distill.train.assemble.own_ranks import publish_data, publish_start, run_teacher
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
+from megatron_distill.train.assemble.start_memory import memory_warning
 from megatron_distill.train.assemble.stored import require_samples
 from megatron_distill.train.assemble.tasks import open_run_tasks
 from megatron_distill.train.banner import memory_of_run, run_banner, steps_row
@@ -98,6 +99,10 @@ def _assemble(
     """
     with device.meet("tokenizer"):
         found = _checked_folder(config, resources)
+        ranks = groups.world.size()
+        warning = from_first_rank(lambda: memory_warning(config, device, ranks=ranks))
+        if warning is not None:
+            _LOGGER.warning("%s", warning)
         publish_data(config.data, device)
         keep_best = config.checkpoint.keep_best
         tasks = open_run_tasks(config.evaluation, keep_best, device.torch_device)

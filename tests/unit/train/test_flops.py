@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 
 from megatron_distill.models.architecture import Architecture, MixtureOfExperts
-from megatron_distill.train.throughput import (
+from megatron_distill.models.flops import (
     forward_flops_per_token,
     heads_in_layers,
-    mfu,
-    peak_flops_per_second,
     step_flops_per_token,
 )
+from megatron_distill.train.throughput import mfu, peak_flops_per_second
 
 STUDENT = Architecture(
     num_layers=2,

@@ -1,0 +1,102 @@
+"""Measure the machine at hand for `plan`, or refine a device by the measured steps of a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_distill.commands.command import PROGRAM, Command
+from megatron_distill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_distill.planning.device import Device
+
+__all__ = ["COMMAND"]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the file (DEVICE.yaml, here)")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", help="refine --device by this run's metrics.jsonl"
+    )
+    parser.add_argument("--device", metavar="NAME", help="with --run: the device of the run")
+
+
+def _check(given: argparse.Namespace) -> str | None:
+    if (given.run is None) != (given.device is None):
+        return "--run and --device go together: the run, and the device that it ran on"
+    return None
+
+
+def _run(given: argparse.Namespace) -> int:
+    from megatron_distill.planning.device import write_device
+
+    device = _measured() if given.run is None else _refined(given.run, given.device)
+    path = given.output or Path(f"{device.name}.yaml")
+    write_device(device, path)
+    sys.stdout.write(f"{path}: use it as `{PROGRAM} plan CONFIG --device {path}`\n")
+    return 0
+
+
+def _measured() -> Device:
+    import torch
+
+    from megatron_distill.planning.calibration import measure_machine
+
+    return measure_machine("gpu" if torch.cuda.is_available() else "cpu")
+
+
+def _refined(folder: Path, name: str) -> Device:
+    from megatron_distill.config import check_layout, load_config, teacher_ranks
+    from megatron_distill.planning.device import load_device
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+
+    device = load_device(name)
+    log, settings = folder / "metrics.jsonl", folder / "config.yaml"
+    for path in (log, settings):
+        if not path.is_file():
+            raise ConfigError(f"--run {folder}: there is no {path.name}; give a run's folder")
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.models.flops import step_flops_per_token
+    from megatron_distill.planning.refine import read_steps, refined
+    from megatron_distill.train.assemble.planned_run import (
+        configured_choice,
+        open_shapes,
+        planned_run,
+    )
+
+    config = load_config(settings, [])
+    measured = read_steps(log)
+    student, teacher = open_shapes(config)
+    run = planned_run(config, student, teacher)
+    flops = step_flops_per_token(
+        student,
+        teacher,
+        sequence_length=run.sequence_length,
+        teacher_length=run.teacher_length,
+    )
+    ranks = measured.devices(flops.total)
+    teachers = teacher_ranks(config, ranks_per_node=min(ranks, device.node.devices))
+    check_layout(config, ranks, teachers=teachers)
+    own = sum(count for _, count in teachers)
+    choice = configured_choice(config, run, ranks=ranks, teachers=own)
+    found = refined(device, run, choice, measured, shared_by=ranks)
+    lines = [f"{measured.count} steps of {measured.step:.3f} s on {ranks} devices; factors:"]
+    lines += [f"  {phase} {factor:.2f}" for phase, factor in found.factors.items()]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return found.model_copy(update={"name": f"{device.name}-refined"})
+
+
+COMMAND = Command(
+    description="""Measure the machine at hand for `plan`, in less than a minute.
+
+    megatron-distill calibrate --output this-cpu.yaml
+    megatron-distill calibrate --run runs/first --device this-cpu.yaml
+
+With --run, phases of a step that the run measured correct the predictions for that device.""",
+    add_arguments=_add_arguments,
+    run=_run,
+    check=_check,
+)

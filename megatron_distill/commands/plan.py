@@ -1,0 +1,176 @@
+"""Plan a run: the layouts that fit a number of devices, their time and memory; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from megatron_distill.commands.command import Command
+from megatron_distill.commands.job import config_file
+from megatron_distill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_distill.config import RunConfig
+    from megatron_distill.planning.device import Device
+    from megatron_distill.planning.run import PlannedRun
+    from megatron_distill.planning.search import Planned
+
+__all__ = ["COMMAND", "plan_of"]
+
+_SHOWN: Final = 10
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the YAML file of a run, here or shipped")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the run")
+    parser.add_argument("--devices", type=int, required=True, help="number of devices")
+    parser.add_argument(
+        "--device", required=True, metavar="NAME", help="a shipped device, or a YAML file"
+    )
+    parser.add_argument(
+        "--simulate",
+        type=Path,
+        metavar="FOLDER",
+        help="walk a step of one layout; write timeline.png and trace.json there",
+    )
+    parser.add_argument(
+        "--row", type=int, default=1, help="with --simulate: row of the table, 0: as configured (1)"
+    )
+    parser.add_argument("--shown", type=int, default=_SHOWN, help=f"layouts to show ({_SHOWN})")
+
+
+def _check(given: argparse.Namespace) -> str | None:
+    for name in ("devices", "shown"):
+        if getattr(given, name) < 1:
+            return f"--{name} {getattr(given, name)}: must be 1 or more"
+    return None
+
+
+def _run(given: argparse.Namespace) -> int:
+    from megatron_distill.config import load_config
+
+    config = load_config(config_file(given.config), given.overrides)
+    plan = make_plan(config, given.devices, given.device, shown=given.shown)
+    sys.stdout.write(plan.text)
+    if given.simulate is not None:
+        sys.stdout.write(_simulated(plan, given.row, given.simulate))
+    return 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan in words, and the values that it is made of; `configured` None: it does not run."""
+
+    text: str
+    run: PlannedRun
+    device: Device
+    rows: Sequence[Planned]
+    configured: Planned | None
+
+
+def plan_of(config: RunConfig, devices: int, device_name: str) -> str:
+    """Return the plan of a run on so many devices. Raises ConfigError or CheckpointError."""
+    return make_plan(config, devices, device_name, shown=_SHOWN).text
+
+
+def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) -> Plan:
+    """Plan a run on so many devices. Raises ConfigError or CheckpointError."""
+    from megatron_distill.planning.device import load_device
+
+    machine = load_device(device_name)
+    if machine.cores is not None and devices > machine.node.devices:
+        raise ConfigError(
+            f"--devices {devices}: {device_name} is one machine with room for "
+            f"{machine.node.devices} ranks; plan at most as many"
+        )
+    device = machine.shared_by(devices)
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.planning.report import plan_report
+    from megatron_distill.planning.search import Search
+    from megatron_distill.train.assemble.planned_run import (
+        open_shapes,
+        planned_run,
+        shape_rule,
+        teacher_places,
+    )
+
+    student, teacher = open_shapes(config)
+    run = planned_run(config, student, teacher)
+    places = teacher_places(config.teacher, config.objective)
+    search = Search(run, device, devices, shape_rule(config, student, teacher), places)
+    ranking = search.ranking(shown=shown)
+    configured = _configured(config, run, device, devices)
+    is_live = "shared" in places
+    text = plan_report(
+        run,
+        device,
+        devices,
+        ranking,
+        shown=shown,
+        store=search.with_store() if is_live else None,
+        capture=search.capture() if is_live else None,
+        configured=configured,
+    )
+    rows = ranking.fitting[:shown]
+    return Plan(text, run, device, rows, None if isinstance(configured, str) else configured)
+
+
+def _configured(config: RunConfig, run: PlannedRun, device: Device, devices: int) -> Planned | str:
+    """Return the configuration's own layout, or the reason why it does not run."""
+    from megatron_distill.config import check_layout, teacher_ranks
+    from megatron_distill.planning.search import planned
+    from megatron_distill.train.assemble.planned_run import configured_choice
+
+    teachers = teacher_ranks(config, ranks_per_node=min(devices, device.node.devices))
+    try:
+        check_layout(config, devices, teachers=teachers)
+    except ConfigError as error:
+        return str(error)
+    own = sum(count for _, count in teachers)
+    choice = configured_choice(config, run, ranks=devices, teachers=own)
+    return planned(run, choice, device)
+
+
+def _simulated(plan: Plan, row: int, folder: Path) -> str:
+    """Simulate a layout, write its picture and trace, and return the comparison in words."""
+    from megatron_distill.planning.report import choice_name
+    from megatron_distill.planning.schedule import chrome_trace, simulate
+    from megatron_distill.planning.timeline import draw_timeline
+
+    if not 0 <= row <= len(plan.rows):
+        raise ConfigError(f"--row {row}: the table has the rows 1 to {len(plan.rows)}")
+    chosen = plan.rows[row - 1] if row else plan.configured
+    if chosen is None:
+        raise ConfigError("--row 0: the configured layout does not run on these devices")
+    timeline = simulate(plan.run, chosen.choice, plan.device, chosen.time)
+    folder.mkdir(parents=True, exist_ok=True)
+    picture, trace = folder / "timeline.png", folder / "trace.json"
+    name = f"{choice_name(chosen.choice)}, {chosen.choice.devices:,} x {plan.device.title}"
+    draw_timeline(timeline, picture, title=f"{name}: {timeline.seconds:.3f} s per step")
+    trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+    idle = [timeline.idle_share(lane) for lane in range(len(timeline.names))]
+    difference = timeline.seconds / chosen.time.total - 1
+    return (
+        f"\nSimulated: {name}: {timeline.seconds:.3f} s, {difference:+.1%} of the prediction; "
+        f"stages wait {min(idle):.0%} to {max(idle):.0%} of it\n  {picture}\n  {trace}\n"
+    )
+
+
+COMMAND = Command(
+    description="""Plan a run: layouts that fit, ranked, with time and memory. Needs no GPU.
+
+    megatron-distill plan run.yaml --devices 64 --device h100-80gb
+    megatron-distill plan tiny.yaml --devices 2 --device this-cpu.yaml --simulate plan
+
+Without a measurement the figures are arithmetic; docs/planning.md says how far to trust them.""",
+    add_arguments=_add_arguments,
+    run=_run,
+    check=_check,
+)

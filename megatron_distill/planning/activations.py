@@ -1,0 +1,188 @@
+"""Bytes that the layers of the student save for the backward pass, per token of a micro-batch.
+
+Counted are the tensors that autograd saves in our layers: torch's on a CPU, fused ones on a GPU.
+Source of the method: Reducing Activation Recomputation in Large Transformer Models, arXiv
+2205.05198, section 4; here with grouped queries, gates, experts and attention without scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from megatron_distill.planning.operations import layer_kinds
+
+if TYPE_CHECKING:
+    from megatron_distill.models.architecture import Architecture
+    from megatron_distill.planning.run import Choice, PlannedRun
+
+
+__all__ = ["Activations", "LayerBytes", "activation_bytes", "layer_bytes"]
+
+_FP32: Final = 4
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token that one layer saves, and those alive in its passes alone.
+
+    saved: without recomputation. kept: with the run's recomputation. live: while a recomputed
+    part runs backward.
+    """
+
+    saved: float
+    kept: float
+    live: float
+
+
+def layer_bytes(
+    run: PlannedRun, choice: Choice, *, has_experts: bool, recomputed: bool, is_fused: bool
+) -> LayerBytes:
+    """Return the bytes per token of one layer on one rank.
+
+    is_fused: the layers are a GPU's. recomputed: this layer is, with `full`.
+    """
+    shape, width = run.student, run.width
+    layout = choice.layout
+    split = layout.tensor
+    across = 1 / (split if layout.sequence else 1)
+    hidden = shape.hidden_size
+    count = 4 if shape.post_norms else 2
+    # The output of a post norm goes into a sum, which saves nothing.
+    norms = 2 * hidden * width * across
+    inputs = count * _norm_input(shape, width, is_fused=is_fused) * across
+    scores = _core_attention(shape, width / split, is_fused=is_fused)
+    if has_experts:
+        inner = _experts(run, choice, is_fused=is_fused)
+    else:
+        inner = _feed_forward(shape, shape.ffn_hidden_size, is_fused=is_fused) * width / split
+    if shape.hidden_dropout:
+        inputs += 2 * hidden * across * (1 if is_fused else width)
+    saved = inputs + norms + scores[0] + scores[1] + inner
+    if choice.recompute == "full" and recomputed:
+        return LayerBytes(saved, hidden * width * across, saved)
+    if choice.recompute != "selective":
+        return LayerBytes(saved, saved, 0.0)
+    dropped = {
+        "attention": scores[1],
+        "mlp": inner,
+        "layernorm": norms,
+    }
+    gone = sum(dropped[module] for module in choice.modules)
+    return LayerBytes(saved, saved - gone, max(dropped[module] for module in choice.modules))
+
+
+def _norm_input(shape: Architecture, width: int, *, is_fused: bool) -> float:
+    """Return the bytes that a norm saves: its input, and torch's RMSNorm two fp32 matrices."""
+    if is_fused or shape.norm == "layernorm":
+        return shape.hidden_size * width + _FP32
+    return 2 * _FP32 * shape.hidden_size + _FP32
+
+
+def _core_attention(shape: Architecture, width: float, *, is_fused: bool) -> tuple[float, float]:
+    """Return the bytes around the scores, and those that recomputing the core attention drops."""
+    queries = shape.num_attention_heads * shape.head_size
+    keys = shape.num_kv_heads * shape.head_size
+    joint = queries + 2 * keys
+    around = queries  # the input of the output projection
+    if shape.positions == "rope":
+        # Turned queries and keys, and the values: alone, or as a view of the joint projection.
+        around += queries + keys + (keys if is_fused else joint)
+        around += 0 if is_fused else 4 * shape.head_size  # cosines and sines
+    else:
+        around += joint
+    if shape.qk_norm:
+        around += queries + keys if is_fused else 2 * queries + keys
+    return around * width, _FP32 * shape.num_attention_heads
+
+
+def _feed_forward(shape: Architecture, inner: int, *, is_fused: bool) -> float:
+    """Return the numbers of a feed-forward: its activation's inputs and its product's."""
+    if not shape.is_gated:
+        return 2.0 * inner
+    # Gate and up projection and their product; unfused also both activations of the gate.
+    return (3.0 if is_fused and shape.activation == "swiglu" else 5.0) * inner
+
+
+def _experts(run: PlannedRun, choice: Choice, *, is_fused: bool) -> float:
+    """Return the bytes per token of the router, the sorted rows and the experts."""
+    shape, moe, width = run.student, run.student.moe, run.width
+    assert moe is not None
+    layout = choice.layout
+    # Tokens of an expert group are divided over its ranks, and so are those of tensor ranks.
+    rows = moe.top_k * width / layout.tensor
+    inner = _feed_forward(shape, moe.ffn_hidden_size, is_fused=is_fused) * rows
+    sorted_rows = shape.hidden_size * moe.top_k * width
+    sorted_rows *= 2 if layout.expert > 1 else 1
+    if layout.expert > 1:
+        sorted_rows /= layout.tensor
+    router = _FP32 * moe.num_experts + 48.0 * moe.top_k
+    shared = 0.0
+    if moe.shared_ffn_hidden_size:
+        shared = _feed_forward(shape, moe.shared_ffn_hidden_size, is_fused=is_fused)
+        shared *= width / layout.tensor
+    return inner + sorted_rows + router + shared
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a pipeline rank's activations.
+
+    in_flight: of all chunks that wait for their backward pass, at the most. one: of the last of
+    them. live: within the backward pass of one layer, recomputed tensors and gradients.
+    """
+
+    in_flight: float
+    one: float
+    live: float
+
+
+def activation_bytes(run: PlannedRun, choice: Choice, stage: int, *, is_fused: bool) -> Activations:
+    """Return the activations of a pipeline rank.
+
+    1F1B holds min(m, p - stage) micro-batches; with v chunks the first rank holds
+    (v - 1) p + 2 (p - 1) + 1 chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
+    """
+    layout = choice.layout
+    tokens = choice.micro_batch_size * run.sequence_length / layout.context
+    kinds = layer_kinds(run.student)
+    known: dict[tuple[bool, bool], LayerBytes] = {}
+    limit = choice.recomputed_layers
+    per_chunk = []
+    for chunk in choice.chunk_layers(stage):
+        total = 0.0
+        for index, layer in enumerate(chunk):
+            key = (kinds[layer][0], limit is None or index < limit)
+            if key not in known:
+                known[key] = layer_bytes(
+                    run, choice, has_experts=key[0], recomputed=key[1], is_fused=is_fused
+                )
+            total += known[key].kept
+        per_chunk.append(total * tokens)
+    live = max((one.live for one in known.values()), default=0.0)
+    live += max(_gradients(run, choice, has_experts=kind[0]) for kind in known)
+    across = layout.tensor if layout.sequence else 1
+    embedded = tokens * run.student.hidden_size * run.width / across
+    per_chunk[0] += embedded * (stage == 0 and layout.pipeline > 1)
+    count = choice.micro_batches(run)
+    return Activations(_in_flight(choice, stage, count, per_chunk), per_chunk[0], live * tokens)
+
+
+def _gradients(run: PlannedRun, choice: Choice, *, has_experts: bool) -> float:
+    """Return the bytes per token of gradients within a layer: of its widest part, and hidden."""
+    shape = run.student
+    inner = float(shape.ffn_hidden_size)
+    if has_experts and shape.moe is not None:
+        inner = shape.moe.top_k * shape.moe.ffn_hidden_size
+    widest = (3 if shape.is_gated else 2) * inner / choice.layout.tensor
+    return (widest + 2 * shape.hidden_size) * run.width
+
+
+def _in_flight(choice: Choice, stage: int, micro_batches: int, per_chunk: list[float]) -> float:
+    """Return the most bytes of chunks that wait for their backward pass at once."""
+    pipeline, chunks = choice.layout.pipeline, len(per_chunk)
+    if chunks == 1:
+        return min(micro_batches, pipeline - stage) * per_chunk[0]
+    # Forward passes before the first backward pass, in groups of `pipeline` micro-batches.
+    warm = min(2 * (pipeline - stage - 1) + (chunks - 1) * pipeline + 1, micro_batches * chunks)
+    return sum(per_chunk[number // pipeline % chunks] for number in range(warm))

@@ -1,0 +1,193 @@
+"""Devices as data: rates, memory and links, each file with its source and date."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.atomic_files import replace_file
+
+__all__ = [
+    "CALIBRATED",
+    "Curve",
+    "Device",
+    "Link",
+    "Phase",
+    "Precision",
+    "device_names",
+    "load_device",
+    "write_device",
+]
+
+Phase = Literal["teacher", "forward", "loss", "backward", "communication", "optimizer"]
+Precision = Literal["bf16", "fp32", "fp8"]
+# The file that `megatron-distill calibrate` writes, by the kind of the machine.
+CALIBRATED: Final = {"cpu": "this-cpu", "gpu": "this-gpu"}
+_FOLDER: Final = Path(__file__).parent / "devices"
+Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Link(_Table):
+    """A connection of devices.
+
+    devices: that it connects. gb_per_s: of one device in one direction. efficiency: share of it
+    that collectives reach. latency_us: of one collective.
+    """
+
+    devices: int = Field(ge=1)
+    gb_per_s: Positive
+    efficiency: float = Field(gt=0, le=1)
+    latency_us: float = Field(ge=0)
+
+    def seconds(self, byte_count: float, *, ranks: int) -> float:
+        """Return the time of an all-gather or a reduce-scatter of `byte_count` over `ranks`.
+
+        byte_count: of the whole tensor. Each rank receives all of it but its own part.
+        """
+        if ranks < 2 or not byte_count:
+            return 0.0
+        moved = byte_count * (ranks - 1) / ranks
+        return self.latency_us * 1e-6 + moved / (self.gb_per_s * 1e9 * self.efficiency)
+
+    def message(self, byte_count: float) -> float:
+        """Return the time of one message between two devices."""
+        return self.latency_us * 1e-6 + byte_count / (self.gb_per_s * 1e9 * self.efficiency)
+
+
+class Device(_Table):
+    """One device, as the planner needs it.
+
+    Attributes:
+        memory_gib: that a process can allocate; reserved_gib of it by the driver and libraries.
+        peak_tflops: of dense matrix products, by precision.
+        product_efficiency: share of the peak over the GFLOP of one product, ascending.
+        attention_efficiency: share of the peak of a fused attention, forward and backward.
+        memory_gb_per_s, memory_efficiency: of element-wise work; the share over its megabytes.
+        kernel_us: of starting one operation.
+        logit_ns: of one logit of one model in the losses, where arithmetic and not memory limits
+            it; 0: memory does.
+        cores: of a CPU, which its ranks share; None: ranks share nothing.
+        threads: of one rank of a CPU.
+        thread_efficiency: of a CPU, speed of n threads over n.
+        node, network: links inside a node, and between nodes.
+        factors: measured over predicted time of a step's phases, from a run's log; see `refine`.
+        source, date: of the figures. efficiency_source: of the shares, which no maker publishes.
+    """
+
+    name: str
+    title: str
+    kind: Literal["gpu", "cpu"] = "gpu"
+    memory_gib: Positive
+    reserved_gib: float = Field(default=0.0, ge=0)
+    peak_tflops: dict[Precision, Positive]
+    product_efficiency: Curve
+    attention_efficiency: tuple[Positive, Positive]
+    memory_gb_per_s: Positive
+    memory_efficiency: Curve
+    kernel_us: float = Field(ge=0)
+    logit_ns: float = Field(default=0.0, ge=0)
+    cores: int | None = None
+    threads: int = 1
+    thread_efficiency: float = Field(default=1.0, gt=0, le=1)
+    factors: dict[Phase, Positive] = Field(default_factory=dict)
+    node: Link
+    network: Link
+    source: str
+    efficiency_source: str
+    date: str
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that a process can allocate."""
+        return self.memory_gib * 2**30
+
+    def shared_by(self, ranks: int) -> Device:
+        """Return the device of one rank where `ranks` of a machine share the cores of a CPU."""
+        if self.cores is None:
+            return self
+        threads = self.cores / ranks
+        factor = threads if threads <= 1 else threads * self.thread_efficiency
+        return self.model_copy(
+            update={
+                "peak_tflops": {key: value * factor for key, value in self.peak_tflops.items()},
+                "memory_gb_per_s": self.memory_gb_per_s * factor,
+                "logit_ns": self.logit_ns / factor,
+                "kernel_us": self.kernel_us / min(1.0, threads),
+                "memory_gib": self.memory_gib / ranks,
+                "cores": None,
+                "threads": max(1, self.cores // ranks),
+            }
+        )
+
+    def factor(self, phase: Phase) -> float:
+        """Return the measured over the predicted time of a phase, 1 without a measurement."""
+        return self.factors.get(phase, 1.0)
+
+    def link(self, span: int) -> Link:
+        """Return the link of a group whose ranks lie within `span` consecutive ranks."""
+        return self.node if span <= self.node.devices else self.network
+
+
+def share(curve: Curve, size: float) -> float:
+    """Return the value of a curve, linear in the logarithm of `size` between its points."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (left, low), (right, high) in pairwise(curve):
+        if size <= right:
+            return low + (high - low) * log(size / left) / log(right / left)
+    return curve[-1][1]
+
+
+def device_names() -> tuple[str, ...]:
+    """Return the names of the shipped devices."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def load_device(name: str) -> Device:
+    """Return a device by the name of a shipped file, or by the path of a file.
+
+    Raises ConfigError: there is no such device, or a key of its file is wrong.
+    """
+    shipped, own = _FOLDER / f"{name}.yaml", Path(name)
+    path = shipped if shipped.is_file() else own
+    if not path.is_file() and own.suffix != ".yaml":
+        path = own.with_name(f"{own.name}.yaml")
+    if not path.is_file():
+        hint = ", or run `megatron-distill calibrate`, which writes one"
+        raise ConfigError(
+            f"--device {name}: there is no such device; the shipped ones are "
+            f"{', '.join(device_names())}; give one of them, the path of a YAML file{hint}"
+        )
+    return read_device(path)
+
+
+def read_device(path: Path) -> Device:
+    """Read a device's file. Raises ConfigError: it is no YAML, or a key is wrong."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Device.model_validate(tree)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: no device, because it is not valid YAML: {error}") from error
+    except ValidationError as error:
+        found = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+        )
+        raise ConfigError(f"{path}: {found}; correct these keys") from error
+
+
+def write_device(device: Device, path: Path) -> None:
+    """Write a device's file."""
+    tree = device.model_dump(mode="json", exclude_defaults=True)
+    text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
+    replace_file(path, text.encode())

@@ -1,0 +1,237 @@
+"""Bytes of the fullest rank of a run, by part, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Final
+
+from megatron_distill.planning.activations import activation_bytes
+from megatron_distill.planning.device import Device
+from megatron_distill.planning.parameters import RankNumbers, stage_numbers
+from megatron_distill.planning.run import Choice, PlannedRun
+
+__all__ = ["MemoryNeed", "memory_need", "student_states", "teacher_rank_need"]
+
+_FP32: Final = 4
+# Of the allocator, for pieces between blocks: share of what comes and goes in a step.
+_SLACK: Final = 0.05
+# Row blocks of the losses: elements, and fp32 buffers of one temperature (docs/losses.md).
+_BLOCK: Final = {"cpu": 2**18, "gpu": 2**25}
+_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
+_BLOCK_BUFFERS: Final = 3
+# A bf16 product that a CPU adds to an fp32 sum.
+_WIDE_PRODUCT: Final = 2**21
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of one rank at its peak, by part.
+
+    teacher: its weights. hidden_states: its answers that wait for the student. loss_chunk: logits
+    of both models, and the blocks in which they are reduced. reserved: by the driver and libraries.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    teacher: float = 0.0
+    hidden_states: float = 0.0
+    loss_chunk: float = 0.0
+    buffers: float = 0.0
+    reserved: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def lasting(self) -> float:
+        """Bytes that live from step to step."""
+        return self.weights + self.gradients + self.optimizer + self.teacher
+
+    @property
+    def transient(self) -> float:
+        """Bytes that come and go within a step."""
+        return self.activations + self.hidden_states + self.loss_chunk + self.buffers
+
+
+def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tuple[int, int, int]:
+    """Return bytes of weights, fp32 gradients, and the optimizer's state on one rank.
+
+    Adam has two fp32 moments, and with bf16 an fp32 weight. The distributed optimizer shards them.
+    """
+    layout, width = choice.layout, run.width
+    replicas = experts = 1
+    if run.is_distributed:
+        replicas = choice.ranks // (layout.tensor * layout.pipeline)
+        experts = choice.ranks // (layout.expert * layout.pipeline)
+    state = _FP32 * (2 if width == _FP32 else 3)
+    share = -(-numbers.dense // replicas) - (-numbers.experts // experts)
+    return numbers.total * width, numbers.total * _FP32, state * share
+
+
+def memory_need(
+    run: PlannedRun, choice: Choice, device: Device, numbers: Sequence[RankNumbers]
+) -> MemoryNeed:
+    """Return the need of the student's fullest rank, or of a teacher's own rank if that is more.
+
+    numbers: the student's parameters of each pipeline rank.
+    """
+    needs = [
+        stage_need(run, choice, device, numbers[stage], stage)
+        for stage in range(choice.layout.pipeline)
+    ]
+    if choice.place == "own ranks":
+        needs.append(teacher_rank_need(run, choice, device))
+    return max(needs, key=lambda need: need.total)
+
+
+def stage_need(
+    run: PlannedRun, choice: Choice, device: Device, numbers: RankNumbers, stage: int
+) -> MemoryNeed:
+    """Return the need of one rank of the student's pipeline."""
+    weights, gradients, optimizer = student_states(run, choice, numbers)
+    held = activation_bytes(run, choice, stage, is_fused=device.kind == "gpu")
+    is_last = stage == choice.layout.pipeline - 1
+    chunk = _loss_chunk(run, choice, device) if is_last else 0.0
+    waiting = _hidden_states(run, choice, stage)
+    # The loss, the backward pass of the last layer, and that of the embedding follow each other.
+    peak = max(
+        held.in_flight + chunk,
+        held.in_flight + held.live,
+        held.in_flight - held.one + _embedding_gradient(run, choice, stage),
+    )
+    buffers = peak - held.in_flight - chunk
+    transient = peak + waiting
+    return MemoryNeed(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=held.in_flight,
+        teacher=_teacher_weights(run, choice, stage) if choice.place == "shared" else 0.0,
+        hidden_states=waiting,
+        loss_chunk=chunk,
+        buffers=buffers + (_SLACK * transient if device.kind == "gpu" else 0.0),
+        reserved=device.reserved_gib * 2**30,
+    )
+
+
+def _embedding_gradient(run: PlannedRun, choice: Choice, stage: int) -> float:
+    """Return the bytes of the gradient of the embedding, which exists whole before it is added."""
+    if stage:
+        return 0.0
+    split = choice.layout.tensor
+    rows = run.student.padded_vocab_size(split) // split
+    return float(rows * run.student.hidden_size * run.width)
+
+
+def _loss_chunk(run: PlannedRun, choice: Choice, device: Device) -> float:
+    """Return the logits of a chunk of each model that has a head here, and their row blocks.
+
+    Source: docstring of `ops.fused_linear.fused_linear`.
+    """
+    split = choice.layout.tensor
+    tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
+    columns = run.student.padded_vocab_size(split) // split
+    rows = min(tokens, run.chunk_tokens or max(1, _CHUNK[device.kind] // columns))
+    live = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
+    heads = 1 + (live and run.teacher is not None)
+    per_block = max(1, round(_BLOCK[device.kind] / columns)) * device.threads
+    buffers = _BLOCK_BUFFERS + (heads if run.width < _FP32 else 0)
+    block = min(rows, per_block) * columns * _FP32 * buffers
+    gradient = tokens * run.student.hidden_size * run.width
+    product = 0.0
+    if device.kind == "cpu" and run.width < _FP32:
+        product = min(_WIDE_PRODUCT, columns * run.student.hidden_size) * run.width
+    return heads * rows * columns * run.width + block + gradient + product
+
+
+def _hidden_states(run: PlannedRun, choice: Choice, stage: int) -> float:
+    """Return the teacher's answers on a rank of the student's pipeline."""
+    if choice.place in ("none", "store") or run.teacher is None:
+        return 0.0
+    layout = choice.layout
+    length = run.teacher_length or run.sequence_length
+    tokens = choice.micro_batch_size * length / layout.context
+    per_token = run.teacher.hidden_size * run.width / (layout.tensor if layout.sequence else 1)
+    if choice.runs_within:
+        return tokens * run.teacher.hidden_size * run.width
+    if stage != layout.pipeline - 1:
+        return 0.0
+    count = choice.micro_batches(run)
+    if choice.place == "own ranks":
+        if run.sent_ids is not None:
+            per_token = run.sent_ids * 8.0 + 8
+        return tokens * per_token * count * (run.steps_ahead + 1)
+    if run.offloads_hidden:
+        return tokens * per_token
+    return tokens * per_token * count
+
+
+def _teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:
+    """Return the bytes of the teacher's weights on a rank; a student's stage is a teacher's."""
+    assert run.teacher is not None
+    layout = choice.teacher_layout
+    assert layout is not None
+    numbers = stage_numbers(run.teacher, layout, choice.teacher_layers)
+    one = (
+        numbers[min(stage, layout.pipeline - 1)]
+        if choice.is_same_layout
+        else max(numbers, key=lambda each: each.total)
+    )
+    count: float = one.total
+    if run.shards_teacher:
+        ranks = (choice.teacher_ranks or choice.ranks) // (layout.tensor * layout.pipeline)
+        ends = one.total - _layer_numbers(run, choice, stage)
+        layers = one.total - ends
+        count = ends + layers / ranks + 2 * one.largest_layer * (ranks > 1)
+    return count * run.width
+
+
+def _layer_numbers(run: PlannedRun, choice: Choice, stage: int) -> int:
+    """Return the numbers of the layers alone of a teacher's stage."""
+    assert run.teacher is not None
+    layout = choice.teacher_layout
+    assert layout is not None
+    numbers = stage_numbers(run.teacher, layout, choice.teacher_layers)
+    index = min(stage, layout.pipeline - 1)
+    layers = choice.teacher_layers[index]
+    return min(numbers[index].total, layers * numbers[index].largest_layer)
+
+
+def teacher_rank_need(run: PlannedRun, choice: Choice, device: Device) -> MemoryNeed:
+    """Return the need of a rank that runs the teacher alone."""
+    assert run.teacher is not None
+    layout = choice.teacher_layout
+    assert layout is not None
+    shape = run.teacher
+    length = run.teacher_length or run.sequence_length
+    tokens = choice.micro_batch_size * length / layout.context
+    weights = max(_teacher_weights(run, choice, stage) for stage in range(layout.pipeline))
+    # A forward pass holds a layer's inputs and its widest tensor.
+    widest = 2 * shape.hidden_size + 3 * shape.ffn_hidden_size / layout.tensor
+    queries = (shape.num_attention_heads + 2 * shape.num_kv_heads) * shape.head_size
+    alive = tokens * run.width * (widest + 2 * queries / layout.tensor)
+    answers = tokens * shape.hidden_size * run.width * 2
+    chunk = 0.0
+    if run.sent_ids is not None:
+        columns = shape.padded_vocab_size(layout.tensor) // layout.tensor
+        rows = min(tokens, run.chunk_tokens or max(1, _CHUNK[device.kind] // columns))
+        chunk = rows * columns * (run.width + _FP32)
+    slack = _SLACK if device.kind == "gpu" else 0.0
+    return MemoryNeed(
+        teacher=weights,
+        activations=alive,
+        hidden_states=answers,
+        loss_chunk=chunk,
+        buffers=slack * (alive + answers + chunk),
+        reserved=device.reserved_gib * 2**30,
+    )

@@ -1,0 +1,384 @@
+"""Seconds of the operations of a model's layers and heads on one rank, from a device's rates.
+
+A product takes its FLOPs over the device's peak and the share that products of this size reach.
+Everything else takes its bytes over the memory's rate. One micro-batch, one rank; n tokens of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, Literal
+
+from megatron_distill.planning.device import Device, Precision, share
+
+if TYPE_CHECKING:
+    from megatron_distill.models.architecture import Architecture
+    from megatron_distill.runtime.groups import Layout
+
+__all__ = [
+    "LayerTimes",
+    "Passes",
+    "Rank",
+    "Recomputed",
+    "attended_positions",
+    "element_seconds",
+    "head_passes",
+    "layer_kinds",
+    "slice_of",
+]
+
+Recomputed = Literal["none", "selective", "full"]
+# Backward of a fused attention computes the scores again: five products where forward has two.
+_FUSED_BACKWARD: Final = 2.5
+# Time of the slowest expert rank over the mean of all.
+_IMBALANCE: Final = 1.2
+# Passes over a matrix of logits besides the products: the student's are read for their statistics,
+# read and written for the gradient; the teacher's are read for both.
+_STUDENT_LOGIT_PASSES: Final = 3
+_TEACHER_LOGIT_PASSES: Final = 2
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a layout on a device, and a micro-batch on it.
+
+    Attributes:
+        tokens: of the micro-batch on this rank.
+        attended: mean number of positions that a token attends to, in layers without and with a
+            sliding window.
+        scores: whether attention writes its scores to memory, as before fused attention.
+        overlapped: the share of the tensor-parallel messages that products hide.
+    """
+
+    device: Device
+    precision: Precision
+    layout: Layout
+    tokens: int
+    attended: tuple[float, float]
+    scores: bool = False
+    overlapped: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number of activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    def product(self, rows: float, inner: float, columns: float, *, count: float = 1.0) -> float:
+        """Return the time of `count` products [rows, inner] times [inner, columns]."""
+        flops = 2.0 * rows * inner * columns
+        if not flops:
+            return 0.0
+        device = self.device
+        # An A100 has no FP8, a CPU neither: there the products are those of the next precision.
+        peak = device.peak_tflops.get(self.precision) or device.peak_tflops["bf16"]
+        reached = share(device.product_efficiency, flops / 1e9)
+        work = max(flops / (peak * 1e12 * reached), self._traffic(rows, inner, columns))
+        return count * (work + device.kernel_us * 1e-6)
+
+    def _traffic(self, rows: float, inner: float, columns: float) -> float:
+        numbers = rows * inner + inner * columns + rows * columns
+        return numbers * self.width / (self.device.memory_gb_per_s * 1e9)
+
+    def passes(self, byte_count: float, *, kernels: int = 1) -> float:
+        """Return the time of element-wise work that reads and writes `byte_count` in all."""
+        return element_seconds(self.device, byte_count, kernels=kernels)
+
+    def fused_attention(self, flops: float, *, backward: bool) -> float:
+        """Return the time of a fused attention's products."""
+        device = self.device
+        peak = device.peak_tflops["fp32" if self.precision == "fp32" else "bf16"] * 1e12
+        return flops / (peak * device.attention_efficiency[backward]) + device.kernel_us * 1e-6
+
+
+def element_seconds(device: Device, byte_count: float, *, kernels: int = 1) -> float:
+    """Return the time of element-wise work that reads and writes `byte_count` in all."""
+    if not byte_count:
+        return 0.0
+    reached = share(device.memory_efficiency, byte_count / kernels / 1e6)
+    return byte_count / (device.memory_gb_per_s * 1e9 * reached) + kernels * device.kernel_us * 1e-6
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch: forward and backward work, and messages in both.
+
+    `backward` includes recomputation. tensor, context, expert: messages of both passes that no
+    work hides.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_messages: float = 0.0
+    backward_messages: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(*(a + b for a, b in zip(self._values, other._values, strict=True)))
+
+    def times(self, factor: float) -> Passes:
+        """Return the time of `factor` such passes."""
+        return Passes(*(factor * value for value in self._values))
+
+    def scaled(self, forward: float, backward: float) -> Passes:
+        """Return the passes with measured factors of each; the parts of messages by their mean."""
+        before = self.forward_messages + self.backward_messages
+        messages = self.forward_messages * forward, self.backward_messages * backward
+        mean = sum(messages) / before if before else 1.0
+        parts = (mean * part for part in (self.tensor, self.context, self.expert))
+        return Passes(self.forward * forward, self.backward * backward, *messages, *parts)
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return tuple(vars(self).values())
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time of the forward pass."""
+        return self.forward + self.forward_messages
+
+    @property
+    def backward_seconds(self) -> float:
+        """Time of the backward pass."""
+        return self.backward + self.backward_messages
+
+
+def attended_positions(length: int, window: int | None, document: int | None) -> float:
+    """Return the mean number of positions that a token attends to, itself included.
+
+    document: mean length of the documents that attention does not cross; None: one per sequence.
+    """
+    visible = min(length, document or length)
+    if window is None or window >= visible:
+        return (visible + 1) / 2
+    return window * (2 * visible - window + 1) / (2 * visible)
+
+
+class LayerTimes:
+    """The times of a model's layers on one rank, each kind of layer computed once."""
+
+    def __init__(self, shape: Architecture, rank: Rank) -> None:
+        self._shape, self._rank = shape, rank
+        self._layers: dict[LayerKind, _Layer] = {}
+        self._known: dict[object, Passes] = {}
+
+    def passes(
+        self,
+        layers: range,
+        *,
+        recompute: Recomputed,
+        modules: tuple[str, ...] = (),
+        trains: bool = True,
+    ) -> Passes:
+        """Return the time of these layers; a model that does not train has no backward pass.
+
+        modules: of a layer that `selective` computes again.
+        """
+        counts = tuple(sorted(Counter(layer_kinds(self._shape)[slice_of(layers)]).items()))
+        key = (counts, recompute, modules, trains)
+        if key not in self._known:
+            total = Passes()
+            for kind, count in counts:
+                one = _passes(self._of_kind(kind), recompute, modules, trains=trains)
+                total += one.times(count)
+            self._known[key] = total
+        return self._known[key]
+
+    def _of_kind(self, kind: LayerKind) -> _Layer:
+        if kind not in self._layers:
+            has_experts, is_windowed = kind
+            attended = self._rank.attended[is_windowed]
+            self._layers[kind] = _layer(self._shape, self._rank, attended, has_experts=has_experts)
+        return self._layers[kind]
+
+
+# Whether a layer has experts, and whether its attention has the sliding window.
+LayerKind = tuple[bool, bool]
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(shape: Architecture) -> tuple[LayerKind, ...]:
+    """Return the kind of every layer of a model."""
+    moe = shape.moe
+    return tuple(
+        (
+            moe is not None and layer not in moe.dense_layers,
+            shape.sliding_window is not None
+            and (shape.sliding_layers is None or layer in shape.sliding_layers),
+        )
+        for layer in range(shape.num_layers)
+    )
+
+
+def slice_of(layers: range) -> slice:
+    """Return consecutive layers as a slice of all."""
+    return slice(layers.start, layers.stop)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    products: float  # forward; backward takes twice as long
+    attention: tuple[float, float]
+    elements: tuple[float, float]
+    tensor: tuple[float, float]
+    context: tuple[float, float]
+    expert: float
+    feed_forward: float  # forward, its element-wise work included
+
+
+def _passes(one: _Layer, recompute: Recomputed, modules: Sequence[str], *, trains: bool) -> Passes:
+    forward = one.products + one.attention[0] + one.elements[0]
+    messages = one.tensor[0] + one.context[0] + one.expert
+    if not trains:
+        parts = one.tensor[0], one.context[0], one.expert
+        return Passes(forward, 0.0, messages, 0.0, *parts)
+    backward = 2 * one.products + one.attention[1] + one.elements[1]
+    tensor, context, expert = one.tensor[1], one.context[1], one.expert
+    if recompute == "full":
+        backward += forward
+        tensor, context = tensor + one.tensor[0], context + one.context[0]
+        expert *= 2
+    elif recompute == "selective":
+        backward += one.attention[0] if "attention" in modules else 0.0
+        backward += one.feed_forward if "mlp" in modules else 0.0
+        backward += one.elements[0] / 2 if "layernorm" in modules else 0.0
+        if "mlp" in modules:
+            # Half of a layer's messages, and those of its experts.
+            tensor, expert = tensor + one.tensor[0] / 2, 2 * expert
+    return Passes(
+        forward,
+        backward,
+        messages,
+        tensor + context + expert,
+        one.tensor[0] + tensor,
+        one.context[0] + context,
+        one.expert + expert,
+    )
+
+
+def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: bool) -> _Layer:
+    """Return the times of one layer, forward and backward."""
+    layout, tokens, hidden, width = rank.layout, rank.tokens, shape.hidden_size, rank.width
+    split = layout.tensor
+    queries = shape.num_attention_heads * shape.head_size / split
+    keys = shape.num_kv_heads * shape.head_size / split
+    attention = _attention(shape, rank, attended)
+    products = rank.product(tokens, hidden, queries + 2 * keys)
+    products += rank.product(tokens, queries, hidden)
+    whole = tokens / split if layout.sequence else tokens
+    # Two norms read and write, two residual sums read two and write one; queries and keys turn.
+    elements = rank.passes(whole * hidden * width * 10, kernels=6 if shape.post_norms else 4)
+    elements += rank.passes(tokens * (queries + keys) * width * 2, kernels=2)
+    if shape.hidden_dropout:
+        elements += rank.passes(2 * whole * hidden * (1 + width), kernels=2)
+    feed_forward, inner_elements, expert = _feed_forward(shape, rank, has_experts=has_experts)
+    elements += inner_elements
+    message = tokens * hidden * width
+    link = rank.device.link(split)
+    once = link.seconds(message, ranks=split) * (1 - rank.overlapped)
+    # Two gathers and two scatters, or two sums, which cost the same; in backward the gathered
+    # inputs are needed again.
+    tensor = (4 * once, (6 if layout.sequence else 4) * once)
+    context_bytes = 2 * keys * width * tokens * layout.context
+    link = rank.device.link(split * layout.context)
+    keys_once = link.seconds(context_bytes, ranks=layout.context)
+    return _Layer(
+        products + feed_forward,
+        attention,
+        (elements, 2 * elements),
+        tensor,
+        (keys_once, 2 * keys_once),
+        expert,
+        feed_forward + inner_elements,
+    )
+
+
+def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float, float]:
+    """Return forward and backward time of scores, softmax and the sum of values."""
+    heads = shape.num_attention_heads / rank.layout.tensor
+    if not rank.scores:
+        flops = 4.0 * rank.tokens * heads * shape.head_size * attended
+        return (
+            rank.fused_attention(flops, backward=False),
+            rank.fused_attention(_FUSED_BACKWARD * flops, backward=True),
+        )
+    # Every score of the square is in memory: causal masks save nothing.
+    length = 2 * attended - 1
+    sequences = rank.tokens * rank.layout.context / length
+    batched = sequences * heads
+    # All heads of all sequences are one batched product.
+    flops = 4.0 * batched * length * length * shape.head_size
+    reached = share(rank.device.product_efficiency, flops / 2e9)
+    once = flops / (rank.device.peak_tflops["bf16"] * 1e12 * reached)
+    scores = batched * length * length
+    # Softmax reads and writes, dropout too with a byte of mask; the products read and write once.
+    softmax = rank.passes(scores * (6 * rank.width + 1), kernels=3)
+    return once + softmax, 2 * once + rank.passes(scores * (8 * rank.width + 1), kernels=3)
+
+
+def _feed_forward(
+    shape: Architecture, rank: Rank, *, has_experts: bool
+) -> tuple[float, float, float]:
+    """Return products, element-wise work and the experts' messages of one pass, forward."""
+    gates = 2 if shape.is_gated else 1
+
+    def dense(tokens: float, inner: float, *, count: float = 1.0) -> tuple[float, float]:
+        products = rank.product(tokens, shape.hidden_size, gates * inner, count=count)
+        products += rank.product(tokens, inner, shape.hidden_size, count=count)
+        return products, rank.passes(count * tokens * inner * rank.width * (gates + 1))
+
+    moe, layout, tokens = shape.moe, rank.layout, rank.tokens
+    if not has_experts or moe is None:
+        return *dense(tokens, shape.ffn_hidden_size / layout.tensor), 0.0
+    # The ranks of an expert group exchange tokens; each then has as many as before.
+    own = moe.num_experts / layout.expert
+    if layout.expert > 1:
+        rows = tokens / layout.tensor * moe.top_k * _IMBALANCE
+        products, elements = dense(rows / own, moe.ffn_hidden_size, count=own)
+    else:
+        rows = float(tokens * moe.top_k)
+        products, elements = dense(rows / own, moe.ffn_hidden_size / layout.tensor, count=own)
+    products += rank.product(tokens, shape.hidden_size, moe.num_experts)
+    # Rows are sorted by expert and back, and weighted.
+    elements += rank.passes(rows * shape.hidden_size * rank.width * 6, kernels=6)
+    if moe.shared_ffn_hidden_size:
+        more = dense(tokens, moe.shared_ffn_hidden_size / layout.tensor)
+        products, elements = products + more[0], elements + more[1]
+    messages = 0.0
+    if layout.expert > 1:
+        link = rank.device.link(layout.tensor * layout.expert)
+        sent = tokens / layout.tensor * moe.top_k * shape.hidden_size * rank.width
+        messages = 2 * _IMBALANCE * link.seconds(sent, ranks=layout.expert)
+    return products, elements, messages
+
+
+def head_passes(
+    student: Architecture | None, teacher: Architecture | None, rank: Rank, *, chunks: int
+) -> Passes:
+    """Return the time of the heads and the losses of a micro-batch on the last stage.
+
+    teacher: its head runs here too; None: there is none, or its answers are ready. student None:
+    a capture. chunks: of the logits, each with one exchange of statistics.
+    """
+    forward = backward = 0.0
+    split = rank.layout.tensor
+    for shape, passes in ((student, _STUDENT_LOGIT_PASSES), (teacher, _TEACHER_LOGIT_PASSES)):
+        if shape is None:
+            continue
+        columns = shape.padded_vocab_size(split) / split
+        rows = rank.tokens / chunks
+        forward += rank.product(rows, shape.hidden_size, columns, count=chunks)
+        if shape is student:
+            backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
+        logits = rank.tokens * columns
+        arithmetic = logits * rank.device.logit_ns * 1e-9
+        forward += max(arithmetic, rank.passes(logits * rank.width * passes, kernels=chunks))
+    link = rank.device.link(split)
+    statistics = chunks * link.seconds(80.0 * rank.tokens / chunks * split, ranks=split)
+    hidden = 0.0 if student is None else rank.tokens * student.hidden_size * rank.width
+    edge = link.seconds(hidden, ranks=split)
+    return Passes(forward, backward, statistics + edge, edge, statistics + 2 * edge)

@@ -1,0 +1,104 @@
+"""Parameters of each pipeline rank, exactly, from a model's shape and layout; nothing is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Final
+
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.weights import EXPERT_BIAS, Parameter, parameters
+from megatron_distill.runtime.groups import Layout
+
+__all__ = ["RankNumbers", "stage_numbers"]
+
+# Tensors that the tensor-parallel ranks share; every other one is whole on each.
+_CUT: Final = (
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_proj.weight",
+    "linear_fc1.weight",
+    "linear_fc1.bias",
+    "linear_fc2.weight",
+)
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """Parameters on one rank; `experts` are those that an expert group divides."""
+
+    dense: int
+    experts: int
+    largest_layer: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+@lru_cache(maxsize=4096)
+def stage_numbers(
+    shape: Architecture, layout: Layout, layers: tuple[int, ...]
+) -> tuple[RankNumbers, ...]:
+    """Return the parameters of a rank of each pipeline stage.
+
+    layers: of each stage, virtual ones included, in the order of the forward pass.
+    """
+    everything = parameters(shape)
+    per_layer = _layers(shape, layout, everything)
+    first = sum(_ends(shape, layout, everything, prefix="embedding."))
+    last = sum(_ends(shape, layout, everything, prefix="decoder.final_layernorm."))
+    head = sum(_ends(shape, layout, everything, prefix="output_layer."))
+    if shape.tied_embeddings and layout.pipeline > 1:
+        # The last stage has a copy of the word embeddings, without the positions'.
+        head = _rows(shape, layout) * shape.hidden_size
+    found = []
+    for rank in range(layout.pipeline):
+        dense, experts = (first if rank == 0 else 0), 0
+        dense += last + head if rank == layout.pipeline - 1 else 0
+        largest = 0
+        for stage in range(rank, len(layers), layout.pipeline):
+            begin = sum(layers[:stage])
+            for of_dense, of_experts in per_layer[begin : begin + layers[stage]]:
+                dense, experts = dense + of_dense, experts + of_experts
+                largest = max(largest, of_dense + of_experts)
+        found.append(RankNumbers(dense, experts, largest))
+    return tuple(found)
+
+
+def _layers(
+    shape: Architecture, layout: Layout, everything: Sequence[Parameter]
+) -> list[tuple[int, int]]:
+    """Return the numbers of every layer, dense and of divided experts."""
+    sizes = [[0, 0] for _ in range(shape.num_layers)]
+    for parameter in everything:
+        if not parameter.per_layer or parameter.key.endswith(EXPERT_BIAS):
+            continue
+        count = prod(parameter.shape)
+        divided = parameter.per_expert and layout.expert > 1
+        if parameter.key.endswith(_CUT) and not divided:
+            count //= layout.tensor
+        if parameter.per_expert:
+            assert shape.moe is not None
+            count *= shape.moe.num_experts // layout.expert
+        for layer in range(shape.num_layers):
+            if parameter.is_in(layer):
+                sizes[layer][divided] += count
+    return [(dense, experts) for dense, experts in sizes]
+
+
+def _rows(shape: Architecture, layout: Layout) -> int:
+    return shape.padded_vocab_size(layout.tensor) // layout.tensor
+
+
+def _ends(
+    shape: Architecture, layout: Layout, everything: Sequence[Parameter], *, prefix: str
+) -> list[int]:
+    return [
+        _rows(shape, layout) * one.shape[1] if one.is_vocabulary else prod(one.shape)
+        for one in everything
+        if one.key.startswith(prefix)
+    ]

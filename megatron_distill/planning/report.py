@@ -1,0 +1,277 @@
+"""A ranking in words and tables: time, memory, reasons, the place of the teacher, days."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import Final
+
+from megatron_distill.errors import counted
+from megatron_distill.models.flops import step_flops_per_token
+from megatron_distill.planning.device import Device
+from megatron_distill.planning.memory import MemoryNeed
+from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.search import USABLE, Capture, Planned, Ranking, layout_name
+
+__all__ = ["changed_settings", "choice_name", "need_in_words", "plan_report", "settings", "table"]
+
+_GIB: Final = 2**30
+_DAY: Final = 86_400.0
+_PLACES: Final = {
+    "none": "no teacher",
+    "shared": "shared ranks",
+    "own ranks": "own ranks",
+    "store": "store",
+}
+
+
+def plan_report(
+    run: PlannedRun,
+    device: Device,
+    devices: int,
+    ranking: Ranking,
+    *,
+    shown: int,
+    store: Planned | None,
+    capture: Capture | None,
+    configured: Planned | str,
+) -> str:
+    """Return the whole report.
+
+    store, capture: the fastest run with a store, and the fastest capture of it. configured: the
+    layout of the configuration itself, or the reason why it does not run.
+    """
+    lines = [f"plan for {devices:,} x {device.title}, {ranking.tried:,} choices tried", ""]
+    best = ranking.fitting[:shown]
+    if not best:
+        lines += ["Nothing fits. The popular layouts:", ""]
+    else:
+        lines += [*_ranked(run, device, best), "", "Time of a step (ms):", ""]
+        lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
+        lines += ["", *_cost(run, best[0])]
+    lines += ["", *_configured(device, devices, configured, best)]
+    if run.teacher is not None and best:
+        lines += ["", *_teacher(ranking, store, capture)]
+    if ranking.missing:
+        lines += ["", "Popular layouts that are not above:", ""]
+        lines += [f"  {one.name:<12} {one.reason}" for one in ranking.missing]
+    lines += ["", f"Rates: {device.source} ({device.date}). Shares of them: "
+              f"{device.efficiency_source}."]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def choice_name(choice: Choice) -> str:
+    """Return a choice's layout, micro-batch, recomputation and teacher in one line."""
+    name = f"{layout_name(choice.layout, choice.data)}, micro-batch {choice.micro_batch_size}"
+    if choice.recompute != "none":
+        what = f" {'+'.join(choice.modules)}" if choice.recompute == "selective" else ""
+        name += f", recompute {choice.recompute}{what}"
+    return name
+
+
+def _teacher_name(choice: Choice) -> str:
+    if choice.teacher_layout is None or choice.is_same_layout:
+        return _PLACES[choice.place]
+    name = layout_name(choice.teacher_layout, choice.teacher_data)
+    return f"{choice.teacher_ranks} own, {name}" if choice.teacher_ranks else f"shared, {name}"
+
+
+def settings(choice: Choice) -> list[str]:
+    """Return the changes to a configuration that make this choice."""
+    layout = choice.layout
+    words = [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
+    words += [f"parallel.virtual_pipeline={layout.virtual_pipeline or 'null'}"]
+    words += [f"parallel.context={layout.context}", f"parallel.expert={layout.expert}"]
+    words += [f"parallel.sequence={str(layout.sequence).lower()}"]
+    words += ["parallel.layers_per_stage={}"]
+    words += [f"train.micro_batch_size={choice.micro_batch_size}"]
+    words += [f"train.recompute={choice.recompute}"]
+    if choice.recompute == "selective":
+        words += [f"train.recompute_modules=[{','.join(choice.modules)}]"]
+    own = choice.teacher_layout
+    if own is not None and choice.place in ("shared", "own ranks"):
+        words += [f"teacher.ranks={choice.teacher_ranks or 'null'}", "teacher.nodes=null"]
+        if choice.is_same_layout:
+            words += ["teacher.parallel=null"]
+        else:
+            words += [
+                "teacher.parallel={"
+                f"tensor: {own.tensor}, pipeline: {own.pipeline}, expert: {own.expert}, "
+                f"sequence: {str(own.sequence).lower()}" + "}"
+            ]
+    return words
+
+
+def changed_settings(choice: Choice, there: Choice) -> list[str]:
+    """Return the settings of a choice that differ from those of another one."""
+    known = settings(there)
+    return [word for word in settings(choice) if word not in known]
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Align columns; the first `left` to the left, the rest to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _ranked(run: PlannedRun, device: Device, best: Sequence[Planned]) -> list[str]:
+    flops = step_flops_per_token(
+        run.student,
+        run.teacher,
+        sequence_length=run.sequence_length,
+        teacher_length=run.teacher_length,
+    )
+    peak = device.peak_tflops["fp32" if run.precision == "fp32" else "bf16"] * 1e12
+    rows = [("", "layout", "teacher", "step (s)", "tokens/s", "MFU", "memory (GiB)")]
+    for number, one in enumerate(best, start=1):
+        seconds = one.time.total
+        per_token = flops.total
+        if one.choice.place in ("store", "none"):
+            per_token -= flops.teacher_forward
+        used = per_token * run.tokens / seconds / one.choice.devices / peak
+        rows.append(
+            (
+                str(number),
+                choice_name(one.choice),
+                _teacher_name(one.choice),
+                f"{seconds:.3f}" if seconds < 10 else f"{seconds:.2f}",
+                f"{run.tokens / seconds:,.0f}",
+                f"{used:.0%}",
+                f"{one.memory.total / _GIB:.1f}",
+            )
+        )
+    return table(rows, left=3)
+
+
+def _parts(rows: list[dict[str, float]], *, scale: float) -> list[str]:
+    """Return a table of parts, without those that are zero in every row."""
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    heading = ["", *(name.replace("_", " ") for name in names), "sum"]
+    digits = 0 if max(sum(row.values()) for row in rows) * scale >= 1000 else 1
+    body = [
+        [str(number), *(f"{row[name] * scale:,.{digits}f}" for name in names),
+         f"{sum(row.values()) * scale:,.{digits}f}"]
+        for number, row in enumerate(rows, start=1)
+    ]  # fmt: skip
+    return table([heading, *body])
+
+
+def _times(best: Sequence[Planned]) -> list[str]:
+    return _parts([one.time.parts for one in best], scale=1e3)
+
+
+def _memory(best: Sequence[Planned]) -> list[str]:
+    return _parts([one.memory.parts for one in best], scale=1 / _GIB)
+
+
+def _cost(run: PlannedRun, best: Planned) -> Iterator[str]:
+    seconds, devices = best.time.total, best.choice.devices
+    hours = seconds * devices / 3600
+    if not run.steps:
+        per_billion = 1e9 / run.tokens * seconds
+        yield (
+            f"Cost of 1: {per_billion / 3600:.2f} hours and {per_billion * devices / 3600:,.1f} "
+            "device-hours per billion tokens; the steps follow from train.epochs at the start"
+        )
+        return
+    total = run.steps * run.tokens
+    yield (
+        f"Cost of 1: {run.steps:,} steps = {total / 1e9:,.2f} billion tokens in "
+        f"{run.steps * seconds / _DAY:.2f} days, {run.steps * hours:,.0f} device-hours"
+    )
+
+
+def _configured(
+    device: Device, devices: int, one: Planned | str, best: Sequence[Planned]
+) -> Iterator[str]:
+    if isinstance(one, str):
+        yield f"Configured: does not run on {devices:,} devices. {one}"
+    else:
+        verdict = "fits" if one.fits(device) else "does not fit"
+        text = (
+            f"Configured: {choice_name(one.choice)}, {_teacher_name(one.choice)}: {verdict}, "
+            f"{one.memory.total / _GIB:.1f} of {USABLE * device.memory_gib:.1f} usable GiB; step "
+            f"{one.time.total:.3f} s"
+        )
+        if best:
+            text += f", {one.time.total / best[0].time.total:.2f} times the first row's"
+        yield text
+    if best:
+        yield "The first row's keys:"
+        yield "  " + " ".join(_quoted(word) for word in settings(best[0].choice))
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if any(mark in word for mark in "{[ ") else word
+
+
+def _teacher(ranking: Ranking, store: Planned | None, capture: Capture | None) -> Iterator[str]:
+    """Compare the places of the teacher and recommend one, with the reason."""
+    rows = [("teacher", "best layout", "step (s)", "device-hours per 1,000 steps")]
+    found = {
+        "shared": ranking.best("shared"),
+        "own ranks": ranking.best("own ranks"),
+        "store": store or ranking.best("store"),
+    }
+    by_place = {place: one for place, one in found.items() if one is not None}
+    for place, one in by_place.items():
+        hours = one.time.total * one.choice.devices / 3.6
+        name = choice_name(one.choice)
+        if one.choice.teacher_layout is not None and not one.choice.is_same_layout:
+            name += f"; {_teacher_name(one.choice)}"
+        rows.append((_PLACES[place], name, f"{one.time.total:.3f}", f"{hours:,.1f}"))
+    yield "The place of the teacher:"
+    yield ""
+    yield from table(rows, left=2)
+    live = min(
+        (by_place[place] for place in ("shared", "own ranks") if place in by_place),
+        key=lambda one: one.time.total,
+        default=None,
+    )
+    yield ""
+    if live is None:
+        yield "No live teacher fits beside the student."
+    else:
+        place = live.choice.place
+        other = by_place.get("own ranks" if place == "shared" else "shared")
+        reason = "the only live one that fits"
+        if other is not None:
+            gain = other.time.total / live.time.total - 1
+            reason = f"its step is {gain:.0%} shorter than with {_PLACES[other.choice.place]}"
+        yield f"Recommended live: {_PLACES[place]}, because {reason}."
+    if "store" in by_place and capture is not None:
+        yield _break_even(capture, live, by_place["store"])
+
+
+def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
+    """Return the number of runs over the same tokens from which a store costs less."""
+    text = f"A store: its capture takes {capture.seconds_per_step:.3f} s per step's tokens "
+    text += f"({capture.name})"
+    if live is None:
+        return f"{text}; it is the only way."
+    saved = live.time.total - store.time.total
+    if saved <= 0:
+        return f"{text}, and a run with it is no faster: keep the teacher live."
+    runs = max(1, ceil(capture.seconds_per_step / saved))
+    return (
+        f"{text}, and each run with it saves {saved:.3f} s per step: it pays from "
+        f"{counted(runs, 'run')} or epochs over the same tokens on. It serves terms on top-k or "
+        "sampled ids, not those on the whole vocabulary."
+    )
+
+
+def need_in_words(need: MemoryNeed) -> str:
+    """Return the sum and the parts of a need of memory."""
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {count / _GIB:.2f}"
+        for name, count in need.parts.items()
+        if count >= 0.005 * _GIB
+    )
+    return f"{need.total / _GIB:.2f} GiB ({parts})"

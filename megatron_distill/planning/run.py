@@ -1,0 +1,156 @@
+"""A run as the planner sees it, and one choice of layout for it; plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+from megatron_distill.planning.operations import Recomputed, attended_positions
+
+if TYPE_CHECKING:
+    from megatron_distill.models.architecture import Architecture
+    from megatron_distill.planning.device import Precision
+    from megatron_distill.runtime.groups import Layout
+
+__all__ = ["Choice", "PlannedRun", "TeacherPlace"]
+
+TeacherPlace = Literal["none", "shared", "own ranks", "store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """The parts of a configuration that decide memory and time, without a layout.
+
+    Attributes:
+        teacher: of a live teacher, or the one that a store would be captured from; None: no teacher
+            or only a store, whose model is unknown.
+        teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
+        document_length: mean tokens of a document; None: attention sees whole sequences.
+        steps: of the run; 0: not known, as with epochs.
+        chunk_tokens: of the losses; None: chosen by the device.
+        sent_ids: ids per token that a teacher on its own ranks sends; None: hidden states.
+        store_ids: ids per token of a store.
+    """
+
+    student: Architecture
+    teacher: Architecture | None
+    sequence_length: int
+    teacher_length: int | None = None
+    document_length: int | None = None
+    global_batch_size: int
+    steps: int = 0
+    precision: Precision = "bf16"
+    student_fp8: bool = False
+    teacher_fp8: bool = False
+    chunk_tokens: int | None = None
+    is_distributed: bool = True
+    overlaps_gradients: bool = True
+    overlaps_parameters: bool = False
+    bucket_size: int | None = None
+    shards_teacher: bool = False
+    offloads_hidden: bool = False
+    steps_ahead: int = 1
+    sent_ids: int | None = None
+    store_ids: int = 64
+    writes_scores: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight and of a number of the activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the student in one step."""
+        return self.global_batch_size * self.sequence_length
+
+    def attended(self, shape: Architecture, length: int) -> tuple[float, float]:
+        """Return the mean attended positions of layers without and with a window."""
+        document = self.document_length
+        return (
+            attended_positions(length, None, document),
+            attended_positions(length, shape.sliding_window, document),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run it: layouts, micro-batch, recomputation, and the place of the teacher.
+
+    Attributes:
+        ranks: of the student; the teacher's own come on top.
+        layers: of each stage of the student, virtual ones included, in the order of the forward
+            pass.
+        modules: of each layer that `selective` computes again.
+        recomputed_layers: of each stage with `full`; None: all.
+        teacher_layout: of a live teacher; None: there is none.
+    """
+
+    layout: Layout
+    ranks: int
+    micro_batch_size: int
+    layers: tuple[int, ...]
+    recompute: Recomputed = "none"
+    modules: tuple[str, ...] = ("attention",)
+    recomputed_layers: int | None = None
+    place: TeacherPlace = "none"
+    teacher_layout: Layout | None = None
+    teacher_layers: tuple[int, ...] = ()
+    teacher_ranks: int = 0
+
+    @property
+    def devices(self) -> int:
+        """All ranks."""
+        return self.ranks + self.teacher_ranks
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of the student."""
+        return self.ranks // self.layout.model_ranks
+
+    @property
+    def teacher_data(self) -> int:
+        """Replicas of the live teacher."""
+        assert self.teacher_layout is not None
+        return (self.teacher_ranks or self.ranks) // self.teacher_layout.model_ranks
+
+    @property
+    def is_same_layout(self) -> bool:
+        """Whether a teacher on shared ranks has the student's layout."""
+        layout = self.layout.without_virtual_stages()
+        return self.place == "shared" and self.teacher_layout == layout
+
+    @property
+    def runs_within(self) -> bool:
+        """Whether the teacher runs inside the student's forward step, a micro-batch at a time."""
+        return self.is_same_layout and self.layout.pipeline == 1
+
+    def micro_batches(self, run: PlannedRun) -> int:
+        """Return the micro-batches of one replica of the student in a step."""
+        return run.global_batch_size // (self.data * self.micro_batch_size)
+
+    def teacher_micro_batches(self, run: PlannedRun) -> int:
+        """Return the micro-batches of the busiest replica of the teacher in a step."""
+        return -(-run.global_batch_size // (self.teacher_data * self.micro_batch_size))
+
+    def chunk_layers(self, rank: int) -> list[range]:
+        """Return the layers of each chunk on a pipeline rank of the student."""
+        return _chunks(self.layers, self.layout.pipeline, rank)
+
+    def teacher_stage(self, rank: int) -> range:
+        """Return the layers of the teacher's stage."""
+        assert self.teacher_layout is not None
+        return _chunks(self.teacher_layers, self.teacher_layout.pipeline, rank)[0]
+
+
+def _chunks(layers: tuple[int, ...], pipeline: int, rank: int) -> list[range]:
+    bounds = _bounds(layers)
+    return [range(bounds[stage], bounds[stage + 1]) for stage in range(rank, len(layers), pipeline)]
+
+
+@lru_cache(maxsize=1024)
+def _bounds(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first layer of each stage, and the number of all."""
+    return tuple(accumulate(layers, initial=0))

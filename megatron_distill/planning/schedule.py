@@ -1,0 +1,349 @@
+"""A step's schedule as a walk from event to event: 1F1B, interleaved stages, teacher passes.
+
+A lane is a pipeline stage: the tensor, context and data ranks of a stage do the same at the same
+time. Each lane works through its operations in Megatron-Core's order, and an operation starts when
+the lane is free and its inputs have arrived.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from megatron_distill.planning.device import Device
+from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.step_time import StageTimes, StepTime, student_stages, teacher_stages
+
+__all__ = [
+    "Done",
+    "Timeline",
+    "interleaved_order",
+    "chrome_trace",
+    "one_forward_one_backward",
+    "simulate",
+    "walk",
+]
+
+Kind = Literal["teacher", "forward", "backward", "update"]
+# Steps that are walked with a teacher on its own ranks, besides those that it is ahead. The one
+# before the last counts: in the last the teacher has nothing further to do.
+_STEPS: Final = 5
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a lane. `stage`: of the model, virtual ones counted."""
+
+    kind: Kind
+    step: int
+    micro_batch: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """An operation, its seconds, and the operations whose results it needs, with their delays."""
+
+    operation: Operation
+    seconds: float
+    needs: tuple[tuple[Operation, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """An operation that a lane has done, in seconds from the start."""
+
+    lane: int
+    operation: Operation
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The operations of all lanes that touch one step.
+
+    names: of the lanes. ranks: of the launch that a lane stands for. start, end: of the step.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    done: tuple[Done, ...]
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the step."""
+        return self.end - self.start
+
+    def idle_share(self, lane: int) -> float:
+        """Return the share of the step in which a lane waits."""
+        busy = sum(
+            min(one.end, self.end) - max(one.start, self.start)
+            for one in self.done
+            if one.lane == lane and one.end > self.start and one.start < self.end
+        )
+        return 1 - busy / self.seconds
+
+
+def walk(lanes: Sequence[Sequence[Task]]) -> list[Done]:
+    """Let every lane do its tasks in their order; return them by their end.
+
+    Raises ValueError: lanes wait for one another for ever.
+    """
+    ends: dict[Operation, float] = {}
+    waiting: dict[Operation, list[int]] = {}
+    position = [0] * len(lanes)
+    free = [0.0] * len(lanes)
+    done: list[Done] = []
+    events: list[tuple[float, int, int]] = []
+
+    def start(lane: int, now: float) -> None:
+        """Begin the lane's next task, or note the result that it waits for."""
+        if position[lane] == len(lanes[lane]):
+            return
+        task = lanes[lane][position[lane]]
+        begin = max(now, free[lane])
+        for operation, delay in task.needs:
+            if operation not in ends:
+                waiting.setdefault(operation, []).append(lane)
+                return
+            begin = max(begin, ends[operation] + delay)
+        position[lane] += 1
+        free[lane] = begin + task.seconds
+        heapq.heappush(events, (free[lane], lane, len(done)))
+        done.append(Done(lane, task.operation, begin, free[lane]))
+
+    for lane in range(len(lanes)):
+        start(lane, 0.0)
+    while events:
+        now, lane, index = heapq.heappop(events)
+        operation = done[index].operation
+        ends[operation] = now
+        for other in waiting.pop(operation, ()):
+            start(other, now)
+        start(lane, now)
+    if any(position[lane] < len(lanes[lane]) for lane in range(len(lanes))):
+        raise ValueError("the lanes wait for one another")
+    return sorted(done, key=lambda one: one.end)
+
+
+def one_forward_one_backward(
+    stage: int, stages: int, micro_batches: int
+) -> list[tuple[Kind, int, int]]:
+    """Return a stage's passes as (kind, micro-batch, chunk), in the order of 1F1B."""
+    warm = min(stages - stage - 1, micro_batches)
+    order: list[tuple[Kind, int, int]] = [("forward", number, 0) for number in range(warm)]
+    for number in range(micro_batches - warm):
+        order += [("forward", warm + number, 0), ("backward", number, 0)]
+    rest = range(micro_batches - warm, micro_batches)
+    return [*order, *(("backward", number, 0) for number in rest)]
+
+
+def interleaved_order(
+    rank: int, ranks: int, chunks: int, micro_batches: int
+) -> list[tuple[Kind, int, int]]:
+    """Return a rank's passes as (kind, micro-batch, chunk), in Megatron-Core's interleaved order.
+
+    Source: arXiv 2104.04473, section 2.2. Micro-batches go through the chunks in groups of `ranks`.
+    """
+    total = micro_batches * chunks
+
+    def place(number: int, *, backward: bool) -> tuple[int, int]:
+        group, within = divmod(number, ranks * chunks)
+        chunk, micro_batch = divmod(within, ranks)
+        return group * ranks + micro_batch, chunks - 1 - chunk if backward else chunk
+
+    warm = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
+    order: list[tuple[Kind, int, int]] = []
+    for number in range(total):
+        order.append(("forward", *place(number, backward=False)))
+        if number >= warm:
+            order.append(("backward", *place(number - warm, backward=True)))
+    return [
+        *order,
+        *(("backward", *place(number, backward=True)) for number in range(total - warm, total)),
+    ]
+
+
+def simulate(run: PlannedRun, choice: Choice, device: Device, time: StepTime) -> Timeline:
+    """Walk a step of a choice; `time`: its prediction, for the updates at the end of the step."""
+    stages = student_stages(run, choice, device)
+    teacher = teacher_stages(run, choice, device) if choice.teacher_layout is not None else []
+    steps = _STEPS + run.steps_ahead if choice.place == "own ranks" else 1
+    update = time.data_parallel + time.optimizer
+    lanes = [
+        _student_lane(run, choice, device, stages, teacher, rank=rank, steps=steps, update=update)
+        for rank in range(len(stages))
+    ]
+    per_lane = choice.ranks // len(stages)
+    names = [f"stage {rank}" for rank in range(len(stages))]
+    ranks = [per_lane] * len(stages)
+    if choice.place == "own ranks":
+        units = choice.teacher_micro_batches(run)
+        lanes += [
+            _teacher_lane(run, teacher, rank, units=units, steps=steps, last=len(stages) - 1)
+            for rank in range(len(teacher))
+        ]
+        names += [f"teacher {rank}" for rank in range(len(teacher))]
+        ranks += [choice.teacher_ranks // len(teacher)] * len(teacher)
+    done = walk(lanes)
+    last = [one for one in done if one.operation.kind == "update"]
+    ends = [max(one.end for one in last if one.operation.step == step) for step in range(steps)]
+    begin, end = (ends[-3], ends[-2]) if steps > 1 else (0.0, ends[-1])
+    shown = tuple(one for one in done if one.end > begin and one.start < end)
+    return Timeline(tuple(names), tuple(ranks), shown, begin, end)
+
+
+def _student_lane(
+    run: PlannedRun,
+    choice: Choice,
+    device: Device,
+    stages: Sequence[StageTimes],
+    teacher: Sequence[StageTimes],
+    *,
+    rank: int,
+    steps: int,
+    update: float,
+) -> list[Task]:
+    ranks, chunks = len(stages), choice.layout.virtual_pipeline or 1
+    micro_batches = choice.micro_batches(run)
+    order = (
+        one_forward_one_backward(rank, ranks, micro_batches)
+        if chunks == 1
+        else interleaved_order(rank, ranks, chunks, micro_batches)
+    )
+    tasks: list[Task] = []
+    for step in range(steps):
+        before = choice.place == "shared" and not choice.runs_within
+        if before:
+            units = choice.teacher_micro_batches(run)
+            tasks += _teacher_pass(choice, teacher, rank, units, step)
+        for kind, micro_batch, chunk in order:
+            one = _pass(
+                stages, rank, Operation(kind, step, micro_batch, chunk * ranks + rank), chunks
+            )
+            if kind == "forward" and choice.runs_within:
+                within = Operation("teacher", step, micro_batch, 0)
+                tasks.append(Task(within, teacher[0].forward))
+            elif kind == "forward" and choice.place == "own ranks" and _is_last(one, ranks, chunks):
+                one = _answer(choice, run, device, one, len(teacher))
+            tasks.append(one)
+        tasks.append(Task(Operation("update", step, 0, rank), update))
+    return tasks
+
+
+def _is_last(task: Task, ranks: int, chunks: int) -> bool:
+    return task.operation.stage == ranks * chunks - 1
+
+
+def _pass(stages: Sequence[StageTimes], rank: int, operation: Operation, chunks: int) -> Task:
+    """Return a pass of the student with the passes of the neighbouring stages that it needs."""
+    ranks, stage = len(stages), operation.stage
+    times = stages[rank]
+    own = times.chunks[stage // ranks]
+    is_last = stage == ranks * chunks - 1
+    forward = operation.kind == "forward"
+    seconds = own.forward_seconds if forward else own.backward_seconds
+    if is_last:
+        heads = times.heads
+        seconds += heads.forward_seconds if forward else heads.backward_seconds
+    neighbour = stage - 1 if forward else stage + 1
+    if not 0 <= neighbour < ranks * chunks:
+        return Task(operation, seconds)
+    needed = Operation(operation.kind, operation.step, operation.micro_batch, neighbour)
+    return Task(operation, seconds, ((needed, times.message if ranks > 1 else 0.0),))
+
+
+def _teacher_pass(
+    choice: Choice, teacher: Sequence[StageTimes], rank: int, micro_batches: int, step: int
+) -> list[Task]:
+    """Return the teacher's pass over a step's micro-batches on a rank of the student's pipeline.
+
+    In a layout of its own its replicas and stages are others; each lane then counts as busy for the
+    whole pass of the slowest stage.
+    """
+    stage = rank if choice.is_same_layout else 0
+    times = teacher[stage]
+    if not choice.is_same_layout:
+        seconds = max(one.forward + one.message for one in teacher)
+        return [
+            Task(Operation("teacher", step, number, rank), seconds)
+            for number in range(micro_batches)
+        ]
+    tasks = []
+    for number in range(micro_batches):
+        needed = Operation("teacher", step, number, stage - 1)
+        needs = ((needed, times.message),) if stage else ()
+        tasks.append(Task(Operation("teacher", step, number, stage), times.forward, needs))
+    return tasks
+
+
+def _teacher_lane(
+    run: PlannedRun, teacher: Sequence[StageTimes], rank: int, *, units: int, steps: int, last: int
+) -> list[Task]:
+    """Return the passes of a stage of a teacher on its own ranks; `last`: the student's stage.
+
+    It begins a step when the student has ended that `steps_ahead` + 1 before it.
+    """
+    times = teacher[rank]
+    tasks = []
+    for step in range(steps):
+        for number in range(units):
+            needs: tuple[tuple[Operation, float], ...] = ()
+            if rank:
+                needs = ((Operation("teacher", step, number, -rank), times.message),)
+            elif number == 0 and step > run.steps_ahead:
+                ended = Operation("update", step - run.steps_ahead - 1, 0, last)
+                needs = ((ended, 0.0),)
+            tasks.append(Task(Operation("teacher", step, number, -rank - 1), times.forward, needs))
+    return tasks
+
+
+def _answer(choice: Choice, run: PlannedRun, device: Device, task: Task, teachers: int) -> Task:
+    """Let a student's last stage wait for its teacher's answer to the micro-batch.
+
+    A replica of the teacher serves several of the student, or a part of one: its micro-batches are
+    spread evenly over those of the student's replica.
+    """
+    operation = task.operation
+    units, micro_batches = choice.teacher_micro_batches(run), choice.micro_batches(run)
+    unit = -(-(operation.micro_batch + 1) * units // micro_batches) - 1
+    assert run.teacher is not None
+    per_token = run.teacher.hidden_size * run.width if run.sent_ids is None else 8 * run.sent_ids
+    tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
+    delay = device.link(choice.devices).message(tokens * per_token)
+    answer = Operation("teacher", operation.step, unit, -teachers)
+    return Task(operation, task.seconds, (*task.needs, (answer, delay)))
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, object]:
+    """Return the events of a timeline in Chrome's trace format, for Perfetto; microseconds."""
+    events: list[Mapping[str, object]] = [
+        {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": 0,
+            "tid": lane,
+            "args": {"name": f"{name} ({timeline.ranks[lane]:,} ranks)"},
+        }
+        for lane, name in enumerate(timeline.names)
+    ]
+    for one in timeline.done:
+        operation = one.operation
+        events.append(
+            {
+                "name": f"{operation.kind} {operation.micro_batch}",
+                "cat": operation.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": one.lane,
+                "ts": one.start * 1e6,
+                "dur": (one.end - one.start) * 1e6,
+                "args": {"stage": operation.stage, "step": operation.step},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

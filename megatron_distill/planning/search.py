@@ -1,0 +1,445 @@
+"""All layouts of a number of devices for a run, those that fit ranked by the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import log2
+from typing import Final
+
+from megatron_distill.models.flops import balanced_stages, step_flops_per_token
+from megatron_distill.models.pipeline_stages import even_layers
+from megatron_distill.planning.device import Device
+from megatron_distill.planning.memory import MemoryNeed, memory_need, teacher_rank_need
+from megatron_distill.planning.operations import Recomputed
+from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
+from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
+from megatron_distill.runtime.groups import Layout
+
+__all__ = ["Capture", "Planned", "Ranking", "Search", "layout_name", "nearest", "planned"]
+
+# Share of a device's memory that a plan may use.
+USABLE: Final = 0.92
+_VIRTUAL: Final = (None, 2, 4)
+_CONTEXT: Final = (1, 2, 4, 8)
+_MICRO_BATCHES: Final = (1, 2, 4, 8)
+# Stages, up to so many devices and beyond.
+_MOST_STAGES: Final = (16, 32)
+_MANY_DEVICES: Final = 1024
+# Context ranks leave the node only for sequences of more positions than this.
+_LONG: Final = 32_768
+_RECOMPUTED: Final[tuple[tuple[Recomputed, tuple[str, ...]], ...]] = (
+    ("none", ()),
+    ("selective", ("mlp",)),
+    ("full", ()),
+)
+# Student layouts beside which a teacher's own layouts and ranks are tried, by their own time.
+_PARTNERS: Final = 12
+# Layouts that people try first, as tensor, pipeline and context sizes.
+_POPULAR: Final = (
+    (1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (8, 2, 1),
+    (4, 4, 1), (8, 4, 1), (8, 8, 1), (1, 1, 2), (8, 1, 2),
+)  # fmt: skip
+
+# The reason why the rules of the configuration refuse a layout of a role, or None.
+ShapeRule = Callable[[str, Layout], str | None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A choice with its predicted time and memory."""
+
+    choice: Choice
+    time: StepTime
+    memory: MemoryNeed
+
+    def fits(self, device: Device) -> bool:
+        """Whether the fullest rank stays within the usable share of the device's memory."""
+        return self.memory.total <= USABLE * device.memory_bytes
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A popular layout that is not among the shown ones, and the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The time to capture the answers to a step's tokens, and the layout that takes it."""
+
+    seconds_per_step: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The layouts that fit, fastest first; `tried` choices in all."""
+
+    fitting: tuple[Planned, ...]
+    missing: tuple[Missing, ...]
+    tried: int
+
+    def best(self, place: TeacherPlace) -> Planned | None:
+        """Return the fastest with the teacher in this place."""
+        return next((one for one in self.fitting if one.choice.place == place), None)
+
+
+@dataclass
+class Search:
+    """The search of one run on `devices` such devices.
+
+    shape_rule: of the configuration, for the student's and the teacher's layout.
+    """
+
+    run: PlannedRun
+    device: Device
+    devices: int
+    shape_rule: ShapeRule
+    places: Sequence[TeacherPlace]
+    _tried: int = 0
+    _least: dict[tuple[int, int, int], MemoryNeed] = field(default_factory=dict)
+    _layers: dict[tuple[int, bool, bool], tuple[int, ...]] = field(default_factory=dict)
+    _refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
+
+    def ranking(self, *, shown: int) -> Ranking:
+        """Return all that fit, and reasons for popular layouts that are not among the first."""
+        found: list[Planned] = []
+        for place in self.places:
+            if place == "own ranks":
+                found += self._own_ranks()
+            else:
+                found += self._fitting(self._choices(self.devices, place))
+                if place == "shared":
+                    found += self._own_layouts()
+        found = _best_of_each(found)
+        return Ranking(tuple(found), tuple(self._missing(found, shown)), self._tried)
+
+    def _fitting(self, choices: Iterator[Choice], *, is_partner: bool = False) -> Iterator[Planned]:
+        """Evaluate choices; recomputation is tried only where memory asks for it.
+
+        is_partner: the teacher is still to be added, so a need of memory is no reason.
+        """
+        done: set[tuple[Layout, int]] = set()
+        for choice in choices:
+            key = (choice.layout, choice.micro_batch_size)
+            if key in done:
+                continue
+            self._tried += 1
+            need = self._need(choice)
+            if self._fits(need):
+                done.add(key)
+                yield self._timed(choice, need)
+            elif not is_partner:
+                self._note_memory(choice, need)
+
+    def _need(self, choice: Choice) -> MemoryNeed:
+        numbers = stage_numbers(self.run.student, choice.layout, choice.layers)
+        return memory_need(self.run, choice, self.device, numbers)
+
+    def _fits(self, need: MemoryNeed) -> bool:
+        return need.total <= USABLE * self.device.memory_bytes
+
+    def _timed(self, choice: Choice, need: MemoryNeed) -> Planned:
+        numbers = stage_numbers(self.run.student, choice.layout, choice.layers)
+        return Planned(choice, step_time(self.run, choice, self.device, numbers), need)
+
+    def _note_memory(self, choice: Choice, need: MemoryNeed) -> None:
+        key = _sizes(choice.layout)
+        least = self._least.get(key)
+        if least is None or need.total < least.total:
+            self._least[key] = need
+
+    def _choices(self, ranks: int, place: TeacherPlace) -> Iterator[Choice]:
+        """Yield the student's choices with the least recomputation first."""
+        for layout in self._layouts(ranks):
+            problem = self._problem(layout, place)
+            if problem is not None:
+                self._refused.setdefault(_sizes(layout), problem)
+                continue
+            replicas = ranks // layout.model_ranks
+            for size in _MICRO_BATCHES:
+                if self.run.global_batch_size % (replicas * size):
+                    continue
+                micro_batches = self.run.global_batch_size // (replicas * size)
+                if layout.virtual_pipeline and micro_batches % layout.pipeline:
+                    continue
+                for recompute, modules in _RECOMPUTED:
+                    yield self._choice(layout, ranks, size, recompute, modules, place)
+
+    def _choice(
+        self,
+        layout: Layout,
+        ranks: int,
+        size: int,
+        recompute: Recomputed,
+        modules: tuple[str, ...],
+        place: TeacherPlace,
+    ) -> Choice:
+        live = place in ("shared", "own ranks")
+        layers = self._stage_layers(layout.stages, live=live, full=recompute == "full")
+        choice = Choice(
+            layout=layout,
+            ranks=ranks,
+            micro_batch_size=size,
+            layers=layers,
+            recompute=recompute,
+            modules=modules,
+            place=place,
+        )
+        if place == "shared":
+            return self._with_teacher(choice, layout.without_virtual_stages(), 0)
+        return choice
+
+    def _stage_layers(self, stages: int, *, live: bool, full: bool) -> tuple[int, ...]:
+        key = (stages, live, full)
+        if key not in self._layers:
+            run = self.run
+            self._layers[key] = balanced_stages(
+                run.student,
+                run.teacher if live else None,
+                sequence_length=run.sequence_length,
+                teacher_length=run.teacher_length,
+                stages=stages,
+                is_recomputed=full,
+            )
+        return self._layers[key]
+
+    def _with_teacher(self, choice: Choice, layout: Layout, ranks: int) -> Choice:
+        assert self.run.teacher is not None
+        layers = even_layers(self.run.teacher.num_layers, layout.pipeline)
+        return replace(choice, teacher_layout=layout, teacher_layers=layers, teacher_ranks=ranks)
+
+    def _layouts(self, ranks: int) -> Iterator[Layout]:
+        """Yield all layouts that divide the ranks."""
+        moe, length = self.run.student.moe, self.run.sequence_length
+        most = min(self.device.node.devices, ranks)
+        for tensor in (size for size in range(1, most + 1) if not ranks % size):
+            if tensor & (tensor - 1) and tensor != most:
+                continue
+            for context in _CONTEXT:
+                if ranks % (tensor * context) or (context > 1 and length % (2 * context)):
+                    continue
+                if context > 1 and tensor * context > most and length <= _LONG:
+                    continue
+                sequence = tensor > 1 and not length % (tensor * context)
+                for pipeline in range(1, self._most_stages + 1):
+                    if ranks % (tensor * context * pipeline):
+                        continue
+                    replicas = ranks // (tensor * pipeline)
+                    most_experts = 1 if moe is None else min(moe.num_experts, replicas)
+                    experts = [
+                        size
+                        for size in range(1, most_experts + 1)
+                        if not replicas % size and (moe is None or not moe.num_experts % size)
+                    ]
+                    for expert in experts:
+                        for virtual in _VIRTUAL if pipeline > 1 else (None,):
+                            stages = pipeline * (virtual or 1)
+                            if stages > self.run.student.num_layers:
+                                continue
+                            yield Layout(tensor, pipeline, virtual, context, expert, sequence)
+
+    @property
+    def _most_stages(self) -> int:
+        most = _MOST_STAGES[self.devices > _MANY_DEVICES]
+        return min(most, self.run.student.num_layers)
+
+    def _problem(self, layout: Layout, place: TeacherPlace) -> str | None:
+        problem = self.shape_rule("student", layout)
+        if problem is None and place == "shared":
+            problem = self.shape_rule("teacher", layout.without_virtual_stages())
+        return problem
+
+    def _teacher_layouts(self, ranks: int) -> Iterator[Layout]:
+        assert self.run.teacher is not None
+        most = min(self.device.node.devices, ranks)
+        moe = self.run.teacher.moe
+        for tensor in (1, 2, 4, 8, 16):
+            for pipeline in (1, 2, 4, 8, 16):
+                if tensor > most or ranks % (tensor * pipeline):
+                    continue
+                expert = 1
+                if moe is not None:
+                    replicas = ranks // (tensor * pipeline)
+                    sizes = range(1, min(moe.num_experts, replicas) + 1)
+                    expert = max(e for e in sizes if not replicas % e and not moe.num_experts % e)
+                length = self.run.teacher_length or self.run.sequence_length
+                sequence = tensor > 1 and not length % tensor
+                layout = Layout(tensor, pipeline, None, 1, expert, sequence)
+                if self.shape_rule("teacher", layout) is None:
+                    yield layout
+
+    def _own_layouts(self) -> list[Planned]:
+        """Return choices whose teacher has a layout of its own on the student's ranks."""
+        alone = _best_of_each(self._fitting(self._choices(self.devices, "none"), is_partner=True))
+        choices = (
+            self._with_teacher(replace(one.choice, place="shared"), layout, 0)
+            for layout in self._teacher_layouts(self.devices)
+            for one in alone[:_PARTNERS]
+            if layout != one.choice.layout.without_virtual_stages()
+        )
+        return self._all_fitting(choices)
+
+    def _own_ranks(self) -> list[Planned]:
+        """Return choices whose teacher has ranks of its own, near the balance of both sides."""
+        run, unit = self.run, min(self.device.node.devices, max(1, self.devices // 8))
+        assert run.teacher is not None
+        flops = step_flops_per_token(
+            run.student,
+            run.teacher,
+            sequence_length=run.sequence_length,
+            teacher_length=run.teacher_length,
+        )
+        wanted = flops.teacher_share * self.devices
+        sizes = sorted(range(unit, self.devices, unit), key=lambda size: abs(size - wanted))[:3]
+        choices: list[Choice] = []
+        for size in sizes:
+            choices_alone = self._choices(self.devices - size, "none")
+            alone = _best_of_each(self._fitting(choices_alone, is_partner=True))
+            choices += [
+                self._with_teacher(replace(one.choice, place="own ranks"), layout, size)
+                for layout in self._teacher_layouts(size)
+                for one in alone[:_PARTNERS]
+            ]
+        return self._all_fitting(iter(choices))
+
+    def _all_fitting(self, choices: Iterator[Choice]) -> list[Planned]:
+        found = []
+        for choice in choices:
+            self._tried += 1
+            need = self._need(choice)
+            if self._fits(need):
+                found.append(self._timed(choice, need))
+        return found
+
+    def with_store(self) -> Planned | None:
+        """Return the fastest choice that reads a store instead of running the teacher."""
+        found = self._fitting(self._choices(self.devices, "store"), is_partner=True)
+        return min(found, key=lambda one: one.time.total, default=None)
+
+    def capture(self) -> Capture | None:
+        """Return the fastest capture of the teacher on all devices, None if it does not fit."""
+        if self.run.teacher is None:
+            return None
+        run = replace(self.run, sent_ids=self.run.store_ids)
+        best: Capture | None = None
+        for layout in self._teacher_layouts(self.devices):
+            for size in _MICRO_BATCHES:
+                choice = self._with_teacher(
+                    Choice(
+                        layout=layout,
+                        ranks=self.devices,
+                        micro_batch_size=size,
+                        layers=(),
+                        place="own ranks",
+                    ),
+                    layout,
+                    self.devices,
+                )
+                if run.global_batch_size < choice.teacher_data * size:
+                    continue
+                need = teacher_rank_need(run, choice, self.device)
+                if need.total > USABLE * self.device.memory_bytes:
+                    continue
+                seconds = sum(teacher_seconds(run, choice, self.device))
+                if best is None or seconds < best.seconds_per_step:
+                    name = f"{layout_name(layout, choice.teacher_data)}, micro-batch {size}"
+                    best = Capture(seconds, name)
+        return best
+
+    def _missing(self, found: Sequence[Planned], shown: int) -> Iterator[Missing]:
+        """Give the reason for each popular layout that is not among the first `shown`."""
+        best = found[0].time.total if found else 0.0
+        there = {_sizes(one.choice.layout) for one in found[:shown]}
+        for sizes in _POPULAR:
+            if sizes in there:
+                continue
+            tensor, pipeline, context = sizes
+            name = f"TP{tensor} PP{pipeline}" + (f" CP{context}" if context > 1 else "")
+            same = next((one for one in found if _sizes(one.choice.layout) == sizes), None)
+            if self.devices % (tensor * pipeline * context):
+                reason = f"does not divide {self.devices} devices"
+            elif same is not None:
+                reason = f"slower: {same.time.total / best - 1:.0%} above the best"
+            elif sizes in self._least:
+                reason = _too_large(self._least[sizes], self.device)
+            elif sizes in self._refused:
+                reason = self._refused[sizes]
+            elif tensor > self.device.node.devices:
+                reason = f"tensor-parallel ranks on several nodes of {self.device.node.devices}"
+            elif pipeline > self.run.student.num_layers:
+                reason = f"more stages than the student's {self.run.student.num_layers} layers"
+            elif context > 1 and self.run.sequence_length % (2 * context):
+                reason = f"sequences of {self.run.sequence_length} do not divide by {2 * context}"
+            elif context > 1 and tensor * context > self.device.node.devices:
+                reason = f"context ranks leave a node only for more than {_LONG:,} positions"
+            else:
+                size = self.run.global_batch_size
+                reason = f"its replicas do not divide the global batch of {size} sequences"
+            yield Missing(name, reason)
+
+
+def _too_large(need: MemoryNeed, device: Device) -> str:
+    parts = sorted(need.parts.items(), key=lambda item: -item[1])[:2]
+    named = ", ".join(f"{name.replace('_', ' ')} {count / 2**30:.1f}" for name, count in parts)
+    return (
+        f"needs {need.total / 2**30:.1f} GiB of {USABLE * device.memory_gib:.1f} usable, "
+        f"even with full recomputation and the smallest micro-batch ({named})"
+    )
+
+
+def _sizes(layout: Layout) -> tuple[int, int, int]:
+    return layout.tensor, layout.pipeline, layout.context
+
+
+def _best_of_each(found: Iterator[Planned] | Sequence[Planned]) -> list[Planned]:
+    """Keep the fastest choice of each layout of the student and place of the teacher, sorted."""
+    kept: dict[object, Planned] = {}
+    for one in sorted(found, key=lambda one: one.time.total):
+        choice = one.choice
+        has_own = choice.place == "shared" and not choice.is_same_layout
+        kept.setdefault((choice.layout, choice.place, has_own), one)
+    return list(kept.values())
+
+
+def planned(run: PlannedRun, choice: Choice, device: Device) -> Planned:
+    """Predict the time and the memory of one choice."""
+    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    return Planned(
+        choice,
+        step_time(run, choice, device, numbers),
+        memory_need(run, choice, device, numbers),
+    )
+
+
+def layout_name(layout: Layout, data: int) -> str:
+    """Return the sizes of a layout in the usual abbreviations, those of one left out."""
+    parts = [f"TP{layout.tensor}", f"PP{layout.pipeline}"]
+    parts += [f"VPP{layout.virtual_pipeline}"] if layout.virtual_pipeline else []
+    parts += [f"CP{layout.context}"] if layout.context > 1 else []
+    parts += [f"EP{layout.expert}"] if layout.expert > 1 else []
+    return " ".join([*parts, f"DP{data}"])
+
+
+def nearest(found: Sequence[Planned], wanted: Choice, *, count: int) -> list[Planned]:
+    """Return the choices that differ least from `wanted`: sizes, micro-batch and recomputation."""
+
+    def distance(one: Planned) -> tuple[float, float]:
+        here, there = one.choice, wanted
+        sizes = zip(
+            (*_sizes(here.layout), here.layout.expert, here.layout.virtual_pipeline or 1),
+            (*_sizes(there.layout), there.layout.expert, there.layout.virtual_pipeline or 1),
+            strict=True,
+        )
+        far = sum(abs(log2(a / b)) for a, b in sizes)
+        far += abs(log2(here.micro_batch_size / there.micro_batch_size)) / 2
+        far += (here.recompute != there.recompute) / 2
+        far += 2 * (here.place != there.place)
+        far += here.teacher_layout != there.teacher_layout
+        return far, one.time.total
+
+    return sorted(found, key=distance)[:count]

@@ -1,0 +1,343 @@
+"""The time of a training step by its parts, from the times of the stages and their messages.
+
+A pipeline of stages with times T_i and m micro-batches takes (m - 1) max T_i + sum T_i (1F1B); with
+v chunks per rank the fill and the drain are v times shorter. That is exact for equal stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import ceil
+from typing import TYPE_CHECKING, Final
+
+from megatron_distill.planning.device import Device, Phase
+from megatron_distill.planning.operations import (
+    LayerTimes,
+    Passes,
+    Rank,
+    element_seconds,
+    head_passes,
+)
+from megatron_distill.planning.parameters import RankNumbers, stage_numbers
+from megatron_distill.planning.run import Choice, PlannedRun
+
+if TYPE_CHECKING:
+    from megatron_distill.models.architecture import Architecture
+
+__all__ = [
+    "StageTimes",
+    "StepTime",
+    "phase_seconds",
+    "pipeline_seconds",
+    "step_time",
+    "student_stages",
+    "teacher_seconds",
+    "teacher_stages",
+]
+
+# Parameters of a gradient bucket, in Megatron-Core.
+_BUCKET: Final = 40_000_000
+_BUCKET_PER_RANK: Final = 1_000_000
+# Bytes per token and second of one core that decodes a store: benchmarks/results/store.md.
+_STORE_TOKENS_PER_SECOND: Final = 2.5e6
+_LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part; the sum is the step.
+
+    tensor, context, expert, pipeline, data_parallel: messages that no work hides. waiting: for a
+    teacher on its own ranks, or for a store.
+    """
+
+    teacher: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    heads: float = 0.0
+    tensor: float = 0.0
+    pipeline: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    data_parallel: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One pipeline rank's times of one micro-batch, the heads on the last rank.
+
+    chunks: its layers, one entry per virtual stage. message: of a hidden state to the next stage.
+    """
+
+    chunks: tuple[Passes, ...]
+    heads: Passes
+    message: float
+
+    @cached_property
+    def layers(self) -> Passes:
+        """All chunks together."""
+        return sum(self.chunks[1:], start=self.chunks[0])
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass."""
+        return self.layers.forward_seconds + self.heads.forward_seconds
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass."""
+        return self.layers.backward_seconds + self.heads.backward_seconds
+
+    @property
+    def total(self) -> float:
+        """Seconds of both passes."""
+        return self.forward + self.backward
+
+
+def student_rank(run: PlannedRun, choice: Choice, device: Device) -> Rank:
+    """Return one rank of the student with its micro-batch."""
+    tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
+    return Rank(
+        device,
+        "fp8" if run.student_fp8 else run.precision,
+        choice.layout,
+        tokens,
+        run.attended(run.student, run.sequence_length),
+        scores=run.writes_scores,
+    )
+
+
+def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
+    """Return the student's stages; a teacher that runs within them is not in their times."""
+    rank = student_rank(run, choice, device)
+    last = choice.layout.pipeline - 1
+    has_head = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
+    heads = head_passes(
+        run.student,
+        run.teacher if has_head else None,
+        rank,
+        chunks=loss_chunks(run, choice, device),
+    ).scaled(device.factor("loss"), device.factor("loss"))
+    factors = device.factor("forward"), device.factor("backward")
+    message = stage_message(run.student, rank) if last else 0.0
+    times = LayerTimes(run.student, rank)
+    stages = []
+    for stage in range(last + 1):
+        chunks = tuple(
+            _partly_recomputed(choice, times, chunk).scaled(*factors)
+            for chunk in choice.chunk_layers(stage)
+        )
+        stages.append(StageTimes(chunks, heads if stage == last else Passes(), message))
+    return stages
+
+
+def _partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passes:
+    count = choice.recomputed_layers
+    if choice.recompute != "full" or count is None or count >= len(chunk):
+        return times.passes(chunk, recompute=choice.recompute, modules=choice.modules)
+    first = times.passes(chunk[:count], recompute="full")
+    return first + times.passes(chunk[count:], recompute="none")
+
+
+def teacher_stages(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
+    """Return the stages of a live teacher, without its head unless it sends a top-k."""
+    layout, teacher = choice.teacher_layout, run.teacher
+    assert layout is not None
+    assert teacher is not None
+    length = run.teacher_length or run.sequence_length
+    rank = Rank(
+        device,
+        "fp8" if run.teacher_fp8 else run.precision,
+        layout,
+        choice.micro_batch_size * length // layout.context,
+        run.attended(teacher, length),
+    )
+    last = layout.pipeline - 1
+    heads = Passes()
+    if choice.place == "own ranks" and run.sent_ids is not None:
+        chunks = loss_chunks(run, choice, device)
+        heads = head_passes(None, teacher, rank, chunks=chunks)
+    message = stage_message(teacher, rank) if last else 0.0
+    times = LayerTimes(teacher, rank)
+    factor = device.factor("teacher")
+    return [
+        StageTimes(
+            (
+                times.passes(choice.teacher_stage(stage), recompute="none", trains=False).scaled(
+                    factor, 1.0
+                ),
+            ),
+            heads if stage == last else Passes(),
+            message,
+        )
+        for stage in range(last + 1)
+    ]
+
+
+def loss_chunks(run: PlannedRun, choice: Choice, device: Device) -> int:
+    """Return the chunks of logits in a micro-batch."""
+    split = choice.layout.tensor
+    tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
+    columns = run.student.padded_vocab_size(split) // split
+    chosen = run.chunk_tokens or max(1, _LOGITS_OF_CHUNK[device.kind] // columns)
+    return ceil(tokens / chosen)
+
+
+def stage_message(shape: Architecture, rank: Rank) -> float:
+    """Return the time of a micro-batch's hidden states from one stage to the next."""
+    layout = rank.layout
+    count = rank.tokens * shape.hidden_size * rank.width
+    span = layout.model_ranks * 2
+    return rank.device.link(span).message(count / (layout.tensor if layout.sequence else 1))
+
+
+def pipeline_seconds(times: Sequence[float], micro_batches: int, *, chunks: int = 1) -> float:
+    """Return the time of a pipeline whose stages take `times` per micro-batch."""
+    slowest = max(times)
+    return micro_batches * slowest + (sum(times) - slowest) / chunks
+
+
+def step_time(
+    run: PlannedRun, choice: Choice, device: Device, numbers: Sequence[RankNumbers]
+) -> StepTime:
+    """Return the time of a step; `numbers`: the student's parameters of each pipeline rank."""
+    micro_batches = choice.micro_batches(run)
+    stages = student_stages(run, choice, device)
+    busiest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    slow, layout = stages[busiest], choice.layout
+    split = layout.pipeline > 1
+    # Without overlap, half of a micro-batch's two messages each way is waited for.
+    exchange = slow.message if split else 0.0
+    schedule = pipeline_seconds(
+        [stage.total + exchange for stage in stages],
+        micro_batches,
+        chunks=layout.virtual_pipeline or 1,
+    )
+    messages = slow.layers + slow.heads
+    teacher, teacher_bubble = teacher_seconds(run, choice, device)
+    updates, exposed, optimizer, edge = _updates(
+        run, choice, device, numbers[busiest], slow, tied=split
+    )
+    own = schedule + updates
+    waiting = 0.0
+    if choice.place == "own ranks":
+        waiting = teacher + teacher_bubble
+        if run.steps_ahead:
+            waiting = max(0.0, waiting - own)
+        teacher = teacher_bubble = 0.0
+    elif choice.place == "store":
+        waiting = max(0.0, run.tokens / choice.data / _STORE_TOKENS_PER_SECOND - own)
+    return StepTime(
+        teacher=teacher,
+        forward=micro_batches * slow.layers.forward,
+        backward=micro_batches * slow.layers.backward,
+        heads=micro_batches * (slow.heads.forward + slow.heads.backward),
+        tensor=micro_batches * messages.tensor,
+        pipeline=micro_batches * exchange + edge,
+        context=micro_batches * messages.context,
+        expert=micro_batches * messages.expert,
+        data_parallel=exposed,
+        bubble=schedule - micro_batches * (slow.total + exchange) + teacher_bubble,
+        optimizer=optimizer,
+        waiting=waiting,
+    )
+
+
+def phase_seconds(
+    run: PlannedRun, choice: Choice, device: Device, numbers: Sequence[RankNumbers]
+) -> dict[Phase, float]:
+    """Return the predicted time of the phases that `metrics.jsonl` has, of the first rank."""
+    micro_batches = choice.micro_batches(run)
+    stage = student_stages(run, choice, device)[0]
+    time = step_time(run, choice, device, numbers)
+    return {
+        "teacher": time.teacher + time.waiting,
+        "forward": micro_batches * stage.layers.forward_seconds,
+        "loss": micro_batches * (stage.heads.forward_seconds + stage.heads.backward_seconds),
+        "backward": micro_batches * stage.layers.backward_seconds,
+        "communication": time.data_parallel + time.pipeline + time.bubble,
+        "optimizer": time.optimizer,
+    }
+
+
+def teacher_seconds(run: PlannedRun, choice: Choice, device: Device) -> tuple[float, float]:
+    """Return the time of the teacher's passes of a step, and the bubble of its pipeline."""
+    if choice.place not in ("shared", "own ranks"):
+        return 0.0, 0.0
+    stages = teacher_stages(run, choice, device)
+    micro_batches = choice.teacher_micro_batches(run)
+    times = [stage.forward + stage.message for stage in stages]
+    work = micro_batches * max(times)
+    gathered = 0.0
+    if run.shards_teacher:
+        gathered = max(0.0, micro_batches * _weights_received(run, choice, device) - work)
+    if choice.place == "shared" and not choice.is_same_layout:
+        assert run.teacher is not None
+        sent = run.tokens / choice.data / choice.layout.context
+        sent *= run.teacher.hidden_size * run.width
+        gathered += device.link(choice.ranks).message(sent / choice.layout.tensor)
+    return work + gathered, sum(times) - max(times)
+
+
+def _weights_received(run: PlannedRun, choice: Choice, device: Device) -> float:
+    """Return the time in which a rank receives its stage's sharded weights, per forward pass."""
+    layout, teacher = choice.teacher_layout, run.teacher
+    assert layout is not None
+    assert teacher is not None
+    ranks = choice.teacher_ranks or choice.ranks
+    share = ranks // (layout.tensor * layout.pipeline)
+    numbers = stage_numbers(teacher, layout, choice.teacher_layers)
+    count = max(each.total for each in numbers) * run.width
+    return device.link(share * layout.tensor).seconds(count, ranks=share)
+
+
+def _updates(
+    run: PlannedRun,
+    choice: Choice,
+    device: Device,
+    numbers: RankNumbers,
+    stage: StageTimes,
+    *,
+    tied: bool,
+) -> tuple[float, float, float, float]:
+    """Return the sum, exposed data-parallel messages, the optimizer, and tied weights' message."""
+    layout, replicas = choice.layout, choice.data * choice.layout.context
+    link = device.link(layout.tensor * replicas)
+    parameters = numbers.total
+    bucket = run.bucket_size or max(_BUCKET, _BUCKET_PER_RANK * replicas)
+    last = min(1.0, bucket / max(1, parameters))
+    reduce = link.seconds(4.0 * parameters, ranks=replicas)
+    gather = link.seconds(float(run.width) * parameters, ranks=replicas)
+    if not run.is_distributed:
+        gather = reduce  # one sum is both
+    exposed = reduce
+    if run.overlaps_gradients:
+        exposed = max(reduce * last, reduce - stage.backward * (1 - last))
+    hidden = run.overlaps_parameters and run.is_distributed
+    exposed += max(gather * last, gather - stage.forward * (1 - last)) if hidden else gather
+    exposed *= device.factor("communication")
+    state = parameters / (replicas if run.is_distributed else 1)
+    # Gradient, fp32 weight, both moments; the latter three written too, and the run's weight.
+    touched = 4 + 3 * 8 + (run.width if run.precision != "fp32" else 0)
+    optimizer = element_seconds(device, state * (touched + 4) + 4.0 * parameters)
+    optimizer *= device.factor("optimizer")
+    edge = 0.0
+    if tied and run.student.tied_embeddings:
+        rows = run.student.padded_vocab_size(layout.tensor) // layout.tensor
+        edge = 2 * device.link(choice.ranks).message(4.0 * rows * run.student.hidden_size)
+    return exposed + optimizer + edge, exposed, optimizer, edge

@@ -1,0 +1,76 @@
+"""The command `plan`: its tables, the simulated step's files, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.cli import main
+
+RUN = """
+student: {architecture: {num_layers: 8, hidden_size: 512, ffn_hidden_size: 1408,
+  num_attention_heads: 8, num_kv_heads: 4, vocab_size: 32768}}
+teacher: {architecture: {num_layers: 16, hidden_size: 1024, ffn_hidden_size: 2816,
+  num_attention_heads: 16, num_kv_heads: 8, vocab_size: 32768}}
+data: {sources: [{format: python_stdlib}], sequence_length: 2048,
+  tokenizer: {train_vocab_size: 300}}
+train: {steps: 1000, global_batch_size: 64, precision: bf16}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [
+        "plan",
+        config,
+        "--devices",
+        "8",
+        "--device",
+        "l40s",
+        "--simulate",
+        str(tmp_path / "s"),
+    ]
+    assert main([*words, "parallel.pipeline=2", "--row", "0"]) == 0
+    text = capsys.readouterr().out
+    for words_of in ("plan for 8 x NVIDIA L40S", "days", "parallel.tensor=", "Simulated: TP1 PP2"):
+        assert words_of in text
+    assert (tmp_path / "s" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "s" / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"stage 0 (4 ranks)", "stage 1 (4 ranks)"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "8", "--device", "none"], "there is no such device"),
+        (["--devices", "8", "--device", "l40s", "--simulate", "x", "--row", "99"], "--row 99"),
+        (
+            ["--devices", "6", "--device", "l40s", "--simulate", "x", "--row", "0",
+             "parallel.tensor=4"],
+            "does not run on these devices",
+        ),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["plan", config, *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_training_command_plans_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "--plan", "8xl40s"]) == 0
+    assert "plan for 8 x NVIDIA L40S" in capsys.readouterr().out
+    assert main(["train", config, "--plan", "l40s"]) == 1
+    assert "as 64xh100-80gb" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""The walk of a step against the arithmetic, where that is exact: equal stages.
+
+1F1B and interleaved stages, few and many micro-batches, with and without messages; a teacher's
+own pass, inside the student's forward step, and on ranks of its own; what a trace holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_distill.planning.device import load_device
+from megatron_distill.planning.run import Choice
+from megatron_distill.planning.schedule import (
+    Operation,
+    Task,
+    chrome_trace,
+    interleaved_order,
+    one_forward_one_backward,
+    simulate,
+    walk,
+)
+from megatron_distill.planning.search import Planned, planned
+from megatron_distill.runtime.groups import Layout
+from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
+
+DEVICE = load_device("h100-80gb")
+# Without the heads' work on the last stage all stages are equal; a message takes no time.
+EVEN = DEVICE.model_copy(
+    update={"network": DEVICE.network.model_copy(update={"gb_per_s": 1e9, "latency_us": 0.0}),
+            "factors": {"loss": 1e-9}}
+)  # fmt: skip
+
+
+def chosen(layout: Layout, ranks: int, **changes: object) -> Choice:
+    fields = {
+        "layout": layout,
+        "ranks": ranks,
+        "micro_batch_size": 1,
+        "layers": (STUDENT.num_layers // layout.stages,) * layout.stages,
+        "recompute": "full",
+    }
+    return Choice(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(8), 64),
+        (Layout(8, 4), 256),
+        (Layout(8, 4, 2, sequence=True), 256),
+        (Layout(8, 8, 4), 512),
+        (Layout(1, 32), 32),
+        (Layout(8, 16), 4096),
+    ],
+)
+def test_equal_stages_take_the_time_of_the_formula(layout: Layout, ranks: int) -> None:
+    run = run_of(global_batch_size=32 * ranks // layout.model_ranks)
+    one = planned(run, chosen(layout, ranks), EVEN)
+    timeline = simulate(run, one.choice, EVEN, one.time)
+    assert timeline.seconds == pytest.approx(one.time.total, rel=1e-6)
+    assert sum(timeline.ranks) == ranks
+
+
+@pytest.mark.parametrize("virtual", [None, 2, 4])
+def test_messages_between_stages_change_it_by_less_than_five_per_cent(virtual: int | None) -> None:
+    run = run_of()
+    one = planned(run, chosen(Layout(2, 4, virtual), 64), DEVICE)
+    timeline = simulate(run, one.choice, DEVICE, one.time)
+    assert timeline.seconds == pytest.approx(one.time.total, rel=0.05)
+
+
+def with_teacher(layout: Layout, ranks: int, **changes: object) -> Planned:
+    run = run_of(teacher=TEACHER)
+    own = changes.pop("teacher_layout", layout.without_virtual_stages())
+    assert isinstance(own, Layout)
+    choice = chosen(
+        layout,
+        ranks,
+        teacher_layout=own,
+        teacher_layers=(TEACHER.num_layers // own.pipeline,) * own.pipeline,
+        **{"place": "shared", **changes},
+    )
+    return planned(run, choice, EVEN)
+
+
+@pytest.mark.parametrize("layout", [Layout(8), Layout(8, 4), Layout(8, 4, 2)])
+def test_a_teacher_on_shared_ranks_adds_its_pass(layout: Layout) -> None:
+    one = with_teacher(layout, 64)
+    timeline = simulate(run_of(teacher=TEACHER), one.choice, EVEN, one.time)
+    assert timeline.seconds == pytest.approx(one.time.total, rel=0.02)
+    assert any(done.operation.kind == "teacher" for done in timeline.done)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("own", [Layout(8), Layout(8, 2)])
+def test_a_teacher_ahead_on_its_own_ranks_hides_the_shorter_side(ahead: int, own: Layout) -> None:
+    run = run_of(teacher=TEACHER, steps_ahead=ahead)
+    base = with_teacher(Layout(8), 64, place="own ranks", teacher_layout=own, teacher_ranks=128)
+    one = planned(run, base.choice, EVEN)
+    timeline = simulate(run, one.choice, EVEN, one.time)
+    if ahead:
+        assert timeline.seconds == pytest.approx(one.time.total, rel=0.05)
+    else:
+        # The prediction has no overlap within a step; the walk begins with the first answer.
+        assert 0.5 * one.time.total < timeline.seconds <= 1.01 * one.time.total
+
+
+def test_an_order_has_every_pass_once_and_no_backward_before_its_forward() -> None:
+    for rank in range(4):
+        for order in (one_forward_one_backward(rank, 4, 8), interleaved_order(rank, 4, 3, 8)):
+            assert len(set(order)) == len(order) == 2 * 8 * (3 if len(order) > 16 else 1)
+            for index, (kind, micro_batch, chunk) in enumerate(order):
+                if kind == "backward":
+                    assert ("forward", micro_batch, chunk) in order[:index]
+
+
+def test_lanes_that_wait_for_each_other_are_an_error() -> None:
+    first, second = Operation("forward", 0, 0, 0), Operation("forward", 0, 0, 1)
+    lanes = [[Task(first, 1.0, ((second, 0.0),))], [Task(second, 1.0, ((first, 0.0),))]]
+    with pytest.raises(ValueError, match="wait for one another"):
+        walk(lanes)
+
+
+def test_a_trace_has_a_thread_per_stage_and_all_operations_in_microseconds() -> None:
+    one = planned(run_of(), chosen(Layout(8, 4), 64), EVEN)
+    timeline = simulate(run_of(), one.choice, EVEN, one.time)
+    events = chrome_trace(timeline)["traceEvents"]
+    assert isinstance(events, list)
+    assert sum(event["ph"] == "M" for event in events) == 4
+    passes = [event for event in events if event["ph"] == "X"]
+    assert len(passes) == 4 * (2 * one.choice.micro_batches(run_of()) + 1)
+    assert max(event["ts"] + event["dur"] for event in passes) == pytest.approx(
+        timeline.seconds * 1e6
+    )
+
+
+def test_the_first_stage_waits_for_its_share_of_the_bubble() -> None:
+    run = run_of()
+    one = planned(run, replace(chosen(Layout(8, 4), 64), layers=(8, 8, 8, 8)), EVEN)
+    timeline = simulate(run, one.choice, EVEN, one.time)
+    micro_batches = one.choice.micro_batches(run)
+    busy = timeline.seconds - one.time.optimizer - one.time.data_parallel
+    expected = 3 / (micro_batches + 3) * busy / timeline.seconds
+    assert timeline.idle_share(0) == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,137 @@
+"""The search over layouts: what fits, what is fastest, and why popular layouts are missing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from megatron_distill.planning.device import load_device
+from megatron_distill.planning.memory import memory_need
+from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.report import changed_settings, plan_report, settings
+from megatron_distill.planning.run import TeacherPlace
+from megatron_distill.planning.search import USABLE, Ranking, Search, nearest
+from megatron_distill.runtime.groups import Layout
+from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
+
+DEVICE = load_device("h100-80gb")
+
+
+def heads_divide(role: str, layout: Layout) -> str | None:
+    shape = TEACHER if role == "teacher" else STUDENT
+    if shape.num_attention_heads % layout.tensor:
+        return f"{role}: {layout.tensor} does not divide its heads"
+    return None if layout.tensor != 4 else f"{role}: four is refused"
+
+
+def search(
+    devices: int, *places: TeacherPlace, device: object = DEVICE, **changes: object
+) -> Search:
+    run = run_of(teacher=TEACHER, **changes)
+    return Search(run, device, devices, heads_divide, places)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Search:
+    return search(64, "shared")
+
+
+@pytest.fixture(scope="module")
+def ranking(shared: Search) -> Ranking:
+    return shared.ranking(shown=3)
+
+
+def test_what_is_ranked_fits_runs_and_is_sorted(shared: Search, ranking: Ranking) -> None:
+    assert len(ranking.fitting) > 10
+    for one in ranking.fitting:
+        choice = one.choice
+        assert one.memory.total <= USABLE * DEVICE.memory_bytes
+        assert choice.ranks == 64 == choice.data * choice.layout.model_ranks
+        assert shared.run.global_batch_size % (choice.data * choice.micro_batch_size) == 0
+        assert sum(choice.layers) == STUDENT.num_layers
+        assert choice.layout.tensor != 4
+    for fast, slow in pairwise(ranking.fitting):
+        assert fast.time.total <= slow.time.total
+
+
+def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking: Ranking) -> None:
+    reasons = {one.name: one.reason for one in ranking.missing}
+    assert reasons["TP1 PP1"].startswith("needs ")
+    assert "teacher" in reasons["TP1 PP1"]
+    assert reasons["TP4 PP1"] == "student: four is refused"
+    shown = {(one.choice.layout.tensor, one.choice.layout.pipeline) for one in ranking.fitting[:3]}
+    for tensor, pipeline in ((8, 1), (8, 4), (2, 2)):
+        name = f"TP{tensor} PP{pipeline}"
+        assert (tensor, pipeline) in shown or reasons[name]
+
+
+def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation() -> None:
+    small = DEVICE.model_copy(update={"memory_gib": 40.0})
+    large, less = (
+        search(16, "none", device=device).ranking(shown=1).fitting for device in (DEVICE, small)
+    )
+    assert len(less) < len(large)
+    assert less[0].time.total >= large[0].time.total
+
+
+def test_nothing_fits_where_the_states_alone_are_too_large() -> None:
+    tiny = DEVICE.model_copy(update={"memory_gib": 3.0})
+    place: TeacherPlace = "shared"
+    one = search(8, place, device=tiny)
+    ranking = one.ranking(shown=3)
+    assert not ranking.fitting
+    text = plan_report(
+        one.run, tiny, 8, ranking, shown=3, store=None, capture=None, configured="no reason"
+    )
+    assert "Nothing fits" in text
+    assert "needs " in text
+
+
+def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student() -> None:
+    best = search(16, "own ranks", global_batch_size=32).ranking(shown=1).fitting
+    assert best
+    for one in best:
+        assert one.choice.devices == 16
+        assert 0 < one.choice.teacher_ranks < 16
+        assert one.memory.total <= USABLE * DEVICE.memory_bytes
+
+
+def test_the_nearest_layouts_keep_what_can_stay(ranking: Ranking) -> None:
+    found = ranking.fitting
+    wanted = max(found, key=lambda one: one.choice.layout.tensor).choice
+    ways = nearest(found, wanted, count=3)
+    assert len(ways) == 3
+    assert ways[0].choice == wanted
+    assert changed_settings(ways[0].choice, wanted) == []
+    assert changed_settings(ways[1].choice, wanted)
+    assert f"parallel.tensor={wanted.layout.tensor}" in settings(wanted)
+
+
+def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ranking) -> None:
+    text = plan_report(
+        shared.run,
+        DEVICE,
+        64,
+        ranking,
+        shown=3,
+        store=shared.with_store(),
+        capture=shared.capture(),
+        configured=ranking.fitting[2],
+    )
+    wanted = ["tokens/s", "Time of a step", "Memory of the fullest rank", "it pays from"]
+    wanted += ["Recommended live: shared ranks", "Popular layouts", "Configured: ", "fits, "]
+    for words in wanted:
+        assert words in text, words
+    assert max(map(len, text.splitlines())) < 400
+
+
+def test_recomputation_and_smaller_micro_batches_need_less() -> None:
+    found = {}
+    one = search(64, "none")
+    for choice in one._choices(64, "none"):
+        if choice.layout == Layout(8, sequence=True):
+            numbers = stage_numbers(STUDENT, choice.layout, choice.layers)
+            need = memory_need(one.run, choice, DEVICE, numbers)
+            found[choice.recompute, choice.micro_batch_size] = need.total
+    assert found["full", 1] < found["selective", 1] < found["none", 1] < found["none", 2]
