@@ -112,7 +112,7 @@ def _experts(run: PlannedRun, choice: Choice, *, is_fused: bool) -> float:
     # Tokens of an expert group are divided over its ranks, and so are those of tensor ranks.
     rows = moe.top_k * width / layout.tensor
     inner = _feed_forward(shape, moe.ffn_hidden_size, is_fused=is_fused) * rows
-    sorted_rows = shape.hidden_size * moe.top_k * width
+    sorted_rows = float(shape.hidden_size * moe.top_k * width)
     sorted_rows *= 2 if layout.expert > 1 else 1
     if layout.expert > 1:
         sorted_rows /= layout.tensor
@@ -159,7 +159,7 @@ def activation_bytes(run: PlannedRun, choice: Choice, stage: int, *, is_fused: b
                 )
             total += known[key].kept
         per_chunk.append(total * tokens)
-    live = max((one.live for one in known.values()), default=0.0)
+    live: float = max(one.live for one in known.values())
     live += max(_gradients(run, choice, has_experts=kind[0]) for kind in known)
     across = layout.tensor if layout.sequence else 1
     embedded = tokens * run.student.hidden_size * run.width / across
