@@ -91,7 +91,8 @@ def test_both_hosts_end_when_their_cable_is_pulled_and_go_on_when_it_is_back(
             assert "Traceback" not in text
         assert "No answer from rank" in "".join(errors)
         assert "Fatal Python error" not in log.read_text()
-        assert len(list((launches.of(first) / "nodes").glob("*.json"))) == 2
+        # torchrun on the host without the store may hang in its shutdown and is ended then.
+        assert any((launches.of(first) / "nodes").glob("*.json"))
         assert "goes on from step" in log.read_text()
         wait_for(lambda: len(launches.all()) == 2)
         second = launches.all()[1]
