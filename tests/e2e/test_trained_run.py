@@ -133,14 +133,14 @@ def test_a_student_drafts_for_itself_without_a_rejection(pool: Pool, trained: Pa
 def _write(rank: int, world: int, folder: str, overrides: list[str]) -> list[int]:
     prepare_megatron_core(on_cuda=False)
     from megatron_distill.models.generation import Sampling, Stops, WriteRow
-    from megatron_distill.train.assemble.trained_run import writer
+    from megatron_distill.train.assemble.trained_run import text_writer
 
     plain = ["teacher=null", "objective.terms=[]"]
     config = load_trained_run(folder, [*plain, *overrides], world_size=world)
-    with writer(config, CPU) as (model, _):
+    with text_writer(config, CPU) as found:
         rows = [WriteRow((5, 17, 40), 0, 12)]
         sampling = Sampling(temperature=0.8, seed=3)
-        (text,) = model.write(rows, sampling=sampling, stops=Stops())
+        (text,) = found.build().write(rows, sampling=sampling, stops=Stops())
         return list(text.ids)
 
 
