@@ -7,13 +7,15 @@ comes. Only the first gives signs of life meanwhile.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import torch.distributed as dist
 
-__all__ = ["SILENT_SECONDS", "Heartbeats", "SignsOfOne", "give_sign", "take_leave"]
+__all__ = ["SILENT_SECONDS", "Heartbeats", "SignsOfOne", "give_sign", "living", "take_leave"]
 
 SILENT_SECONDS: Final = 20.0  # several signs are missing then
+_LOOK_SECONDS: Final = 0.5
 
 
 def give_sign(store: dist.Store, rank: int) -> None:
@@ -72,6 +74,18 @@ class Heartbeats:
                     self._changed[rank] = now
         self._counts = counts
         return [rank for rank, at in enumerate(self._changed) if now - at > SILENT_SECONDS]
+
+
+def living(store: dist.Store, ranks: Sequence[int], *, seconds: float) -> list[int]:
+    """Return the ranks that give a sign of life within some seconds; each has given one before."""
+    keys = [_key(rank) for rank in ranks]
+    first, until = store.multi_get(keys), time.monotonic() + seconds
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        pairs = zip(ranks, first, store.multi_get(keys), strict=True)
+        found = [rank for rank, before, now in pairs if now != before]
+        if len(found) == len(ranks) or time.monotonic() >= until:
+            return found
 
 
 def _key(rank: int) -> str:

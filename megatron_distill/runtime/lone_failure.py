@@ -26,7 +26,7 @@ from typing import Final
 import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, take_leave
+from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, living, take_leave
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
 
@@ -136,7 +136,7 @@ class LoneFailure:
         if not self.reporting.acquire(blocking=False):
             # A lost peer fails every thread that waits for it. Another one reports and ends the
             # process; a wait at the store would hold up its messages, which share the connection.
-            time.sleep(4 * _EXCHANGE_SECONDS)
+            time.sleep(4 * _EXCHANGE_SECONDS + _sign_seconds())
         try:  # memory may be exhausted: nothing here may keep the process from its end
             _end_anyway(status)
             if status == LOST_PEER_STATUS:
@@ -183,7 +183,8 @@ class LoneFailure:
         with suppress(dist.DistError):
             self.store.set(f"waited/{self.rank}", place)
             if self.store.add("waited/count", 1) > 1:
-                self.store.wait(["waited/told"], timedelta(seconds=2 * _EXCHANGE_SECONDS))
+                seconds = 2 * _EXCHANGE_SECONDS + _sign_seconds()
+                self.store.wait(["waited/told"], timedelta(seconds=seconds))
                 return
             time.sleep(_EXCHANGE_SECONDS)
             if not self.store.check([_FAILED]):  # else the lost rank has written the cause
@@ -205,6 +206,7 @@ class LoneFailure:
                 waiting[self.store.get(f"waited/{rank}").decode()].append(rank)
             else:
                 silent.append(rank)
+        silent = self._lost(silent)
         names = self.roles.names
         places = "; ".join(f"{names(ranks)} in {place}" for place, ranks in waiting.items())
         text = (
@@ -215,6 +217,17 @@ class LoneFailure:
             return f"{text}. All ranks waited: compare where"
         hosts = self._hosts(silent)
         return f"{text}. No answer from {names(silent)}{hosts}: look at its output and its machine"
+
+    def _lost(self, silent: list[int]) -> list[int]:
+        """Return those ranks without an answer that give no sign of life either, if there are any.
+
+        With several roles a rank may wait for a command, and not know that another one was lost.
+        """
+        assert self.store is not None
+        if not self.roles.are_split or len(silent) < 2:
+            return silent
+        alive = living(self.store, silent, seconds=_sign_seconds())
+        return [rank for rank in silent if rank not in alive] or silent
 
     def _hosts(self, ranks: list[int]) -> str:
         """Return the hosts of some ranks in words, where `PeerWatch` has noted them."""
@@ -302,6 +315,11 @@ def _end_anyway(status: int) -> None:
     timer = threading.Timer(_REPORT_SECONDS, os._exit, (status,))
     timer.daemon = True
     timer.start()
+
+
+def _sign_seconds() -> float:
+    """Return the seconds in which every living rank gives a sign."""
+    return 1.5 * _WATCH_SECONDS
 
 
 def host_key(rank: int) -> str:
