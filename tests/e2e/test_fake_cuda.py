@@ -59,10 +59,16 @@ GEMMA = tuple(
     )
 )  # fmt: skip
 
+# The flash kernel takes heads of eight numbers, and not the teacher's of ten.
+BF16 = ("train.precision=bf16", "teacher.architecture.num_attention_heads=5")
+
 # Configuration, rank, world, overrides.
 CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "one rank": ("dense", 0, 1, ()),
-    "bf16, recomputed": ("dense", 0, 1, ("train.precision=bf16", "train.recompute=full")),
+    "bf16, recomputed": ("dense", 0, 1, (*BF16, "train.recompute=full")),
+    "bf16 CP2": ("dense", 1, 2, (*BF16, CONTEXT)),
+    "bf16 Gemma-like": ("dense", 0, 1, (*BF16, *GEMMA)),
+    "bf16 experts": ("moe", 0, 1, BF16),
     "TP2+sequence": ("dense", 1, 2, (TENSOR, SEQUENCE)),
     "first stage": ("dense", 0, 2, (PIPELINE,)),
     "last stage, virtual": ("dense", 1, 2, (PIPELINE, VIRTUAL)),
@@ -141,6 +147,11 @@ def test_a_step_stays_on_its_device_and_waits_twice(
     assert seen["from_host"] == {}
     assert set(seen["copies"]) <= COPIES
     assert all(count == STEPS for count in seen["copies"].values())
+    # The flash kernel in 16 bits; soft caps in blocks of documents.
+    expected = {"blocked"}
+    if "bf16" in case:
+        expected = {"varlen", "flex"} if "Gemma" in case else {"varlen"}
+    assert set(seen["attention"]) == expected
     is_last_stage = "first stage" not in case
     assert (seen["kernels"] != {}) == is_last_stage
 

@@ -94,6 +94,22 @@ def pretend_cuda() -> None:
         patch(f"torch.cuda.{name}", own).start()
 
 
+def look_at_attention() -> Counter[str]:
+    """Count by name the attention kernels that are chosen; which is that of a real device."""
+    from megatron_distill.models import attention
+    from megatron_distill.models.attention_kernels.choice import AttentionKernel
+
+    choose, chosen = attention.kernel_for, Counter[str]()
+
+    def noted(*given: Any) -> AttentionKernel:
+        kernel = choose(*given)
+        chosen[kernel.name] += 1
+        return kernel
+
+    patch.object(attention, "kernel_for", noted).start()
+    return chosen
+
+
 def look_at_kernels() -> Counter[str]:
     """Let launches of the row kernels check where their tensors are; returns who was launched."""
     from megatron_distill.ops.kernels.launch import TritonRows

@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,7 +18,7 @@ from megatron_distill.config import RunConfig, load_config
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.runtime.termination import TerminationRequest
-from tests.fake_cuda.cuda_names import look_at_kernels, pretend_cuda
+from tests.fake_cuda.cuda_names import look_at_attention, look_at_kernels, pretend_cuda
 from tests.fake_cuda.host_side import (
     agree_with_itself,
     mesh_on_the_host,
@@ -37,9 +39,10 @@ def main(rank: int, world: int, path: str, overrides: Sequence[str]) -> None:
     agree_with_itself()
     launched = look_at_kernels()
     seen = Seen()
+    attention = look_at_attention()
     is_done = _train(config, seen)
     counts = {"waits": seen.waits, "copies": seen.copies, "from_host": seen.from_host}
-    print(json.dumps({"is_done": is_done, "kernels": launched, **counts}))  # noqa: T201
+    print(json.dumps({"is_done": is_done, "kernels": launched, "attention": attention, **counts}))  # noqa: T201
 
 
 def _train(config: RunConfig, seen: Seen) -> bool:
@@ -51,6 +54,8 @@ def _train(config: RunConfig, seen: Seen) -> bool:
     from megatron_distill.train.teachers.stored import HostBatch
 
     mode = WatchingMode(seen)
+    for operator in (flex_attention, flex_attention_backward):
+        operator.py_impl(WatchingMode)(operator.python_key_table[FakeTensorMode])
     read_on_the_host(mode)
     for module in (assemble_data, assembly):
         patch.object(module, "on_first_rank", lambda work, **_: work()).start()
