@@ -52,6 +52,7 @@ class Settings:
     attention: Sequence[tuple[int, str]]
     repeats: int
     steps: int
+    profile: Path | None = None  # the file of the operators of a step
 
 
 LARGE = Settings(_LARGE, "bf16", (8192, 128_256), _ATTENTION, repeats=5, steps=3)
@@ -96,7 +97,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.quick and not torch.cuda.is_available():
         parser.error("no GPU is visible; --quick tests the harness without one")
-    settings = SMALL if arguments.quick else LARGE
+    profile = arguments.output / f"{arguments.name}_profile.md"
+    settings = replace(SMALL if arguments.quick else LARGE, profile=profile)
     arguments.output.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.output / arguments.name, _environment(sys.argv[1:], arguments.quick))
     end = time.monotonic() + arguments.seconds
@@ -214,7 +216,7 @@ def _step(settings: Settings, seconds: float) -> tuple[list[str], Any]:
     rows = []
     for subject, work in runs:
         case = Case(work, _ONE, settings.precision, chunk_tokens=_CHUNK)
-        profile = None if raw or subject != "ours" else ROOT / "benchmarks/results/gpu_profile.md"
+        profile = None if raw else settings.profile
         found = _child_step(
             case, subject, settings, seconds=end - time.monotonic(), profile=profile
         )
@@ -240,7 +242,7 @@ def _child_step(
     case: Case, subject: str, settings: Settings, *, seconds: float, profile: Path | None
 ) -> Any:
     words = ["--subject", subject, "--warmup", "2", "--steps", str(settings.steps)]
-    if profile is not None and settings is LARGE:
+    if profile is not None:
         words += ["--profile", str(profile)]
     return _run_case("steps/worker.py", case, words, name=f"step {subject}", seconds=seconds)
 
