@@ -146,7 +146,9 @@ class Job(Generic[J]):
         if teachers:
             launch, parallel = _divided(replace(launch, teacher_ranks=teachers), config)
         with joined_world(
-            **config.runtime.model_dump(), splits_layers=parallel.splits_layers, launch=launch
+            **config.runtime.model_dump(exclude={"tp_comm_overlap"}),  # models read that
+            splits_layers=parallel.splits_layers,
+            launch=launch,
         ) as device:
             if not self.run(config, device, termination):
                 tell_unfinished()
