@@ -285,7 +285,7 @@ def test_a_wrong_task_is_named_before_any_model_is_built(
         "file": "task quiz: files: there is no file",
         "column": "'nothing' is undefined (its columns: q, options, right, part)",
         "row": "neither one of the choices nor an index from 0 to 3; correct `answer` or",
-        "key": "answer = ''; give the right answer of a row: without it nothing can be scored",
+        "key": "answer = None; give the right answer of a row: without it nothing can be scored",
         "examples": "6 examples of part '0', and shots is 9; lower shots, or add rows",
         "grader": "graders: 'nobody' is not one of exact, letter",
         "room": "task room: max_new_tokens = 100, and the model has 32 positions; lower it",
