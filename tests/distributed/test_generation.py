@@ -272,7 +272,7 @@ def test_what_cannot_be_written_is_named_on_all_ranks(pool: Pool) -> None:
 
 
 def _asked_to_stop(rank: int, world: int, layout: dict[str, Any], kind: str) -> list[int]:
-    """Write rows of one batch each until the last rank's third question; returns their lengths."""
+    """Write rows of one batch each until the last rank's second question; returns their lengths."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.generation import Sampling, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
@@ -285,7 +285,7 @@ def _asked_to_stop(rank: int, world: int, layout: dict[str, Any], kind: str) -> 
             [WriteRow(ids, sample, 40) for sample, ids in enumerate(prompts(190))],
             sampling=Sampling(),
             stops=Stops(),
-            stop_requested=lambda: next(questions) >= 2 and rank == world - 1,
+            stop_requested=lambda: next(questions) >= 1 and rank == world - 1,
         )
         return [len(text.ids) for text in texts]
 
@@ -295,16 +295,13 @@ def _asked_to_stop(rank: int, world: int, layout: dict[str, Any], kind: str) -> 
     [
         (1, "dense", {}, [0, 0, 17, 0]),
         (4, "dense", {"tensor": 2, "pipeline": 2}, [0, 0, 17, 0]),
-        (2, "dense", {}, [0, 17, 40, 0]),  # the other replica ends its batch
+        (2, "dense", {}, [0, 17, 17, 0]),
         (2, "experts", {"expert": 2}, [0, 17, 17, 0]),
     ],
     ids=str,
 )
-def test_a_request_to_stop_ends_rows_within_a_batch(
+def test_a_request_to_one_rank_to_stop_ends_the_rows_of_all(
     pool: Pool, world: int, kind: str, layout: dict[str, Any], lengths: list[int]
 ) -> None:
-    """Rows begin from the longest prompt on; the third question comes before the 17th id.
-
-    The first one is before the first batch, the second at its begin.
-    """
+    """Rows begin from the longest prompt on; the second question comes before the 17th id."""
     assert pool.run(world, _asked_to_stop, layout, kind) == [lengths] * world

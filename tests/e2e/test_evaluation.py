@@ -138,10 +138,10 @@ def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int
 
     evaluate, calls = phase.evaluate_model, iter(range(10**9))
 
-    def dying(*given: Any) -> Any:
+    def dying(*given: Any, **named: Any) -> Any:
         if next(calls) == call:
             raise _Killed
-        return evaluate(*given)
+        return evaluate(*given, **named)
 
     try:
         with patch.object(phase, "evaluate_model", dying):
@@ -286,7 +286,7 @@ def test_a_wrong_task_is_named_before_any_model_is_built(
         "column": "'nothing' is undefined (its columns: q, options, right, part)",
         "row": "neither one of the choices nor an index from 0 to 3; correct `answer` or",
         "key": "answer = None; give the right answer of a row: without it nothing can be scored",
-        "examples": "6 examples of part '0', and shots is 9; lower shots, or add rows",
+        "examples": "6 examples of part 0, and shots is 9; lower shots, or add rows",
         "grader": "graders: 'nobody' is not one of exact, letter",
         "room": "task room: max_new_tokens = 100, and the model has 32 positions; lower it",
         "template": "task template: chat is true, but tokenizer has no chat template",

@@ -20,11 +20,11 @@ def _interrupted(rank: int, world: int, config: Path, overrides: list[str], call
 
     evaluate, calls = phase.evaluate_model, iter(range(10**9))
 
-    def ending(*given: Any) -> Any:
+    def ending(*given: Any, **named: Any) -> Any:
         if next(calls) != call:
-            return evaluate(*given)
+            return evaluate(*given, **named)
         with patch.object(phase, "is_requested", lambda: rank == 0):
-            return evaluate(*given)
+            return evaluate(*given, **named)
 
     with patch.object(phase, "evaluate_model", ending):
         return train_here(rank, world, config, overrides)

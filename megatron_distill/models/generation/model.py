@@ -52,7 +52,7 @@ from megatron_distill.models.generation.scoring import (
 from megatron_distill.models.generation.stage import Stage
 from megatron_distill.models.generation.text import Decode
 from megatron_distill.models.gpt import HiddenStateGPT
-from megatron_distill.runtime.collectives import agree, any_rank, highest
+from megatron_distill.runtime.collectives import agree, highest
 from megatron_distill.runtime.groups import Groups
 
 __all__ = ["CachedGPT"]
@@ -109,16 +109,15 @@ class CachedGPT:
     ) -> list[Written]:
         """Continue each row; `on_tokens` is called on the ranks that compute the row.
 
-        `stop_requested`, once true, stays so. It is asked every 16 steps: where it holds, the ranks
-        with the same rows end them as they are. Before each batch it ends the work of all ranks.
+        `stop_requested`, once true on a rank, stays so. It is asked every 16 steps, and then all
+        ranks end their rows as they are.
 
         Raises ConfigError for a row that is empty or longer than the model's positions, and
         CheckpointError for logits that are not numbers.
 
         Collective: per step those of `Stage.run` and `draw`, and over the pipeline group one
-        broadcast of 16 bytes per row; with `stop_requested` one all-reduce of 8 bytes, every 16
-        steps in the model group, per batch in the world; at the end, data x context group, the
-        written rows.
+        broadcast of 16 bytes per row; every 16 steps with `stop_requested`, one all-reduce of 16
+        bytes in the world; at the end, data x context group, the written rows.
         """
         self._check([(row.ids, 0) for row in rows], prefix)
         if stops.strings and self.decode is None:
@@ -133,11 +132,13 @@ class CachedGPT:
         sizes = [RowSize(len(rows[index].ids), limits[index] + run.interval) for index in written]
         run.take(prefix, sizes, run.planned(sizes, prefix))
         for number in range(run.plan.most):
-            if run.is_asked_to_stop(self.groups.world):
+            if run.is_stopped:
                 break
             if number < len(run.plan.mine):
                 batch = run.plan.mine[number]
                 run.write(number, [[texts[written[row]] for row in group] for group in batch], rows)
+            while run.asks_to_stop(is_running=False):
+                pass  # other ranks are in their batches
         found = self._gathered(run.finished, run.is_broken)
         empty = Written((), (), "length", None if self.decode is None else "")
         return [found.get(index, empty) for index in range(len(rows))]
@@ -415,7 +416,7 @@ class _Run:
         count = 0
         while not all(flight.is_over for flight in flights):
             if count % _STEPS_BETWEEN_QUESTIONS == 0:
-                self.is_asked_to_stop(self.groups.world if self.in_step else self.groups.model)
+                self.asks_to_stop(is_running=True)
             for number in range(len(self.stage.chunks)):
                 for place, flight in enumerate(flights):
                     if number == 0 and not flight.is_over:
@@ -434,12 +435,14 @@ class _Run:
             count += 1
         self.stage.finish()
 
-    def is_asked_to_stop(self, group: dist.ProcessGroup) -> bool:
-        """Whether a rank of the group was asked to stop; all ranks of the group ask together."""
-        if self.stop_requested is not None:
-            is_asked = self.is_stopped or self.stop_requested()
-            self.is_stopped = any_rank(is_asked, device=self.device, group=group)
-        return self.is_stopped
+    def asks_to_stop(self, *, is_running: bool) -> bool:
+        """Ask all ranks whether to stop; returns whether one of them is still in its batch."""
+        if self.stop_requested is None:
+            return False
+        is_asked = self.is_stopped or self.stop_requested()
+        stop, running = highest(is_asked, is_running, device=self.device, group=self.groups.world)
+        self.is_stopped = bool(stop)
+        return bool(running)
 
     def _draw(self, flight: Flight, hidden_bH: Tensor, positions_b: Tensor) -> None:
         """Draw the next ids on the last stage, and send them to the others."""
