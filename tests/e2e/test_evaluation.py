@@ -289,7 +289,7 @@ def test_a_wrong_task_is_named_before_any_model_is_built(
         "examples": "6 examples of part 0, and shots is 9; lower shots, or add rows",
         "grader": "graders: 'nobody' is not one of exact, letter",
         "room": "task room: max_new_tokens = 100, and the model has 32 positions; lower it",
-        "template": "task template: chat is true, but tokenizer has no chat template",
+        "template": "tokenizer has no chat template; add a chat_template.jinja to its folder",
     }
     assert set(one) == set(expected)
     for name, text in expected.items():
