@@ -1,0 +1,57 @@
+"""The question before a run starts: does its fullest rank fit, and which layouts would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_distill.config import RunConfig, load_config
+from megatron_distill.errors import ConfigError
+from megatron_distill.planning.device import Device, load_device
+from megatron_distill.runtime.launch import Device as RankDevice
+from megatron_distill.train.assemble import start_memory
+from tests.unit.commands.test_plan import RUN
+
+CPU = RankDevice(torch.device("cpu"), "gloo")
+
+
+def machine(gib: float, kind: str) -> Device:
+    update = {"memory_gib": gib, "kind": kind, "reserved_gib": 0.0, "title": "a small machine"}
+    return load_device("h100-80gb").model_copy(update=update)
+
+
+def config(tmp_path: Path, *changes: str) -> RunConfig:
+    (tmp_path / "run.yaml").write_text(RUN)
+    return load_config(tmp_path / "run.yaml", list(changes))
+
+
+def test_a_run_that_fits_this_machine_starts_without_a_word(tmp_path: Path) -> None:
+    small = config(tmp_path, "train.micro_batch_size=1")
+    assert start_memory.memory_warning(small, CPU, ranks=1) is None
+
+
+def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(3.0, "gpu"))
+    wide = config(tmp_path, "train.micro_batch_size=8")
+    text = start_memory.memory_warning(wide, CPU, ranks=8)
+    assert text is not None
+    first, *ways = text.splitlines()
+    assert "the fullest rank of this run needs" in first
+    assert "a small machine has 3.0 GiB" in first
+    assert len(ways) == 3
+    assert all("; set " in way and "GiB" in way for way in ways)
+
+
+def test_states_above_the_memory_of_a_gpu_are_an_error_and_on_a_cpu_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = config(tmp_path)
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(0.2, "gpu"))
+    with pytest.raises(ConfigError, match="use more devices"):
+        start_memory.memory_warning(large, CPU, ranks=1)
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(0.2, "cpu"))
+    assert start_memory.memory_warning(large, CPU, ranks=1) is not None
