@@ -14,7 +14,7 @@ from megatron_distill.runtime.launch import Device as RankDevice
 from megatron_distill.train.assemble import start_memory
 from tests.unit.commands.test_plan import RUN
 
-CPU = RankDevice(torch.device("cpu"), "gloo")
+CPU = RankDevice("cpu", "gloo", torch.device("cpu"))
 
 
 def machine(gib: float, kind: str) -> Device:
