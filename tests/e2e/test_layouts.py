@@ -224,6 +224,7 @@ ALIGNED: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "DP2, smaller": (2, (SMALLER,), ()),
     "TP2xPP2, tied": (4, ("teacher.architecture.tied_embeddings=true",), (TENSOR, PIPELINE)),
     "TP2xCP2": (4, (), (TENSOR, SEQUENCE, CONTEXT)),
+    "PP2xCP2": (4, (), (PIPELINE, CONTEXT)),
     "micro-batch 1": (1, (), ("train.micro_batch_size=1",)),
 }
 QUICK_ALIGNED = ()  # tests/e2e/test_several_tokenizers.py has a quick layout of these losses

@@ -72,6 +72,15 @@ def test_weights_within_divergences_and_within_features_stay_multipliers() -> No
     assert scaled.ce == 1.0
 
 
+def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches() -> None:
+    """Losses of two micro-batches with the same number of tokens: CE 2 and 1, KD 0.5 and 1."""
+    own, balance = LossWeights(1.0, (1.0,)), RatioBalance()
+    both = balance.scales(RawLosses((2.0 + 1.0) / 2, ((0.5 + 1.0) / 2,)), own)
+    each = [balance.scales(RawLosses(ce, (kd,)), own).kd for ce, kd in ((2.0, 0.5), (1.0, 1.0))]
+    assert both.kd == pytest.approx(2.0, rel=1e-7)
+    assert each == pytest.approx([4.0, 1.0], rel=1e-7)
+
+
 def test_a_size_of_zero_scales_nothing() -> None:
     own = LossWeights(1.0, (1.0,), (1.0,))
     balance = RatioBalance()
