@@ -18,9 +18,7 @@ def distributions(
     config: RunConfig,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Return log-probabilities [N, G], log-sum-exps and labels of the held-out micro-batches."""
-    with joined_world(
-        **config.runtime.model_dump(exclude={"tp_comm_overlap"}), launch=Launch.from_environment()
-    ) as device:
+    with joined_world(**config.runtime.of_world(), launch=Launch.from_environment()) as device:
         from megatron_distill.models.architecture import Execution
         from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.train.assemble.data import RunSamples

@@ -131,7 +131,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         against = {str(path): _read_items(path) for path in arguments.against}
     with (
         joined_world(
-            **config.runtime.model_dump(),
+            **config.runtime.of_world(),
             splits_layers=config.parallel.splits_layers,
             launch=launch,
         ) as device,
@@ -230,7 +230,7 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
     with launch.together("configuration"):
         config = load_trained_run(run, overrides, world_size=launch.size)
     with joined_world(
-        **config.runtime.model_dump(),
+        **config.runtime.of_world(),
         splits_layers=config.parallel.splits_layers,
         launch=launch,
     ) as device:

@@ -132,7 +132,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
     with launch.together("configuration"):
         config = _config(arguments, launch)
     with joined_world(
-        **config.runtime.model_dump(),
+        **config.runtime.of_world(),
         splits_layers=config.parallel.splits_layers,
         launch=launch,
     ) as device:

@@ -146,7 +146,7 @@ class Job(Generic[J]):
         if teachers:
             launch, parallel = _divided(replace(launch, teacher_ranks=teachers), config)
         with joined_world(
-            **config.runtime.model_dump(exclude={"tp_comm_overlap"}),  # models read that
+            **config.runtime.of_world(),
             splits_layers=parallel.splits_layers,
             launch=launch,
         ) as device:

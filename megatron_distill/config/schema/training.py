@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -348,6 +348,10 @@ class RuntimeConfig(Section):
         description="Overlap tensor-parallel messages with products, in Transformer Engine's user "
         "buffers. Needs sequence parallelism and bf16; not yet run on a GPU.",
     )
+
+    def of_world(self) -> dict[str, Any]:
+        """Return the settings with which a process joins the world; models read the remaining."""
+        return self.model_dump(exclude={"tp_comm_overlap"})
 
     @field_validator("transformer_engine", mode="before")
     @classmethod
