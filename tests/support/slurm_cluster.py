@@ -244,11 +244,21 @@ def _end(cluster: Cluster) -> None:
     for daemon in cluster.daemons.values():
         daemon.kill()
         daemon.wait()
-    left = list(cluster.processes())
+    left = [*cluster.processes(), *_steps(cluster.folder)]
     for process in left:
         with suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=30)
+
+
+def _steps(folder: Path) -> Iterator[psutil.Process]:
+    """Return Slurm's processes of steps, which have no environment, by their sockets."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.name().startswith("slurmstepd"):
+                sockets = process.net_connections("unix")
+                if any(str(one.laddr).startswith(f"{folder}/") for one in sockets):
+                    yield process
 
 
 def free_ports(count: int) -> list[int]:
