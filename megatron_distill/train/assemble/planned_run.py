@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -49,9 +50,13 @@ def open_shapes(config: RunConfig) -> tuple[Architecture, Architecture | None]:
         )
 
     def shape(role: str) -> Architecture:
-        hf = config.models[role].hf
-        described = None if hf is None else describe(Path(hf).expanduser())
-        return read_model(config, role, None, described).architecture
+        section, trained = config.models[role], config.data.tokenizer.train_vocab_size
+        described = None if section.hf is None else describe(Path(section.hf).expanduser())
+        found = read_model(config, role, None, described).architecture
+        given = section.architecture
+        if given is not None and given.vocab_size is None and trained is not None:
+            return replace(found, vocab_size=trained)  # of the tokenizer that the run will train
+        return found
 
     teacher = config.teacher
     return shape("student"), None if teacher is None or not has_model(teacher) else shape("teacher")

@@ -12,6 +12,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.planning.device import Device, load_device
 from megatron_distill.runtime.launch import Device as RankDevice
 from megatron_distill.train.assemble import start_memory
+from megatron_distill.train.assemble.planned_run import open_shapes
 from tests.unit.commands.test_plan import RUN
 
 CPU = RankDevice("cpu", "gloo", torch.device("cpu"))
@@ -25,6 +26,15 @@ def machine(gib: float, kind: str) -> Device:
 def config(tmp_path: Path, *changes: str) -> RunConfig:
     (tmp_path / "run.yaml").write_text(RUN)
     return load_config(tmp_path / "run.yaml", list(changes))
+
+
+def test_a_vocabulary_of_unknown_size_is_that_of_the_tokenizer_to_be_trained(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN.replace(", vocab_size: 32768", ""))
+    student, teacher = open_shapes(load_config(tmp_path / "run.yaml", []))
+    assert teacher is not None
+    assert student.vocab_size == teacher.vocab_size == 300
 
 
 def test_a_run_that_fits_this_machine_starts_without_a_word(tmp_path: Path) -> None:
