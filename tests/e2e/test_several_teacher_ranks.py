@@ -29,7 +29,7 @@ from tests.e2e.runs import (
 from tests.e2e.test_lone_failures import started
 from tests.e2e.test_several_teachers import ROUTED, assert_same_course, write_several
 from tests.e2e.test_teacher_ranks import train_in_roles
-from tests.e2e.test_teacher_ranks_failures import FAULTS, HOOKS, SECONDS_TO_THE_END
+from tests.e2e.test_teacher_ranks_failures import COMMAND, KILLED, SECONDS_TO_THE_END, hook
 
 HELD_OUT = ("validation.samples=4", "validation.interval=6")
 ONE_SAMPLE = "train.micro_batch_size=1"
@@ -202,8 +202,8 @@ def test_a_killed_teacher_is_named_and_the_run_goes_on(
     output, saved = tmp_path / "run", ("checkpoint.save=true", "checkpoint.interval=1")
     words = [sys.executable, "-m", "megatron_distill.cli", "train", str(config)]
     words += ["--processes", "3", f"output={output}", LAW, CODE, *saved]
-    hook = HOOKS["teacher"].replace('== "1"', '== "2"')  # `law`, after `code`
-    with started(tmp_path, words, FAULTS["killed"], hook=hook, FAULT_COMMAND="4") as launch:
+    fault = hook(2, "receive", COMMAND)  # of `law`, after `code`
+    with started(tmp_path, words, KILLED, hook=fault, FAULT_MESSAGE="4") as launch:
         launch.wait_for_the_fault()
         assert launch.process.wait(timeout=240) != 0
         failed = float(launch.fault.read_text().split()[1])
