@@ -70,7 +70,9 @@ _NAMES: dict[str, Any] = {
     "device": lambda _: contextlib.nullcontext(),
     "device_count": lambda: 1,
     "get_device_name": lambda *_: "a fake device",
-    "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0),
+    "get_device_properties": lambda *_: SimpleNamespace(
+        major=9, minor=0, name="a device of the tests", total_memory=80 * 2**30
+    ),
     "get_rng_state": _state,
     "is_available": lambda: True,
     "is_initialized": lambda: True,

@@ -464,7 +464,10 @@ def on_device(signal: Recorded, device: torch.device) -> Recorded:
     """
     if device.type == "cpu":
         return signal
-    return signal.map(lambda values: values.pin_memory().to(device, non_blocking=True))
+    pins = device.type == "cuda"  # a copy from pageable memory would wait
+    return signal.map(
+        lambda values: (values.pin_memory() if pins else values).to(device, non_blocking=True)
+    )
 
 
 def stored_metrics(settings: CaptureSettings, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
