@@ -87,7 +87,8 @@ class SlurmJob:
     def on_nodes(self, nodes: Sequence[str], *, waits: int = 60) -> list[str]:
         """Return the start of a command that runs once on each of these nodes.
 
-        waits: seconds for the last node after the first has ended.
+        waits: seconds for the last node after the first has ended; 0: no node ends another one,
+        not even by a failure.
         """
         words = [
             "srun",
@@ -95,7 +96,7 @@ class SlurmJob:
             f"--ntasks={len(nodes)}",
             "--ntasks-per-node=1",
             f"--nodelist={','.join(nodes)}",
-            "--kill-on-bad-exit=1",
+            f"--kill-on-bad-exit={int(waits > 0)}",
             f"--wait={waits}",
             "--export=ALL",
         ]

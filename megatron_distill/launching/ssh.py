@@ -124,14 +124,17 @@ def _as_line(shell: Sequence[str], line: str) -> list[str]:
 
 
 def _wait(clients: Sequence[subprocess.Popen[bytes]], *, waits: int) -> int:
-    """Wait for all clients, some time after the first has ended; kill those that are left."""
+    """Wait for all clients, some time after the first has ended; kill those that are left.
+
+    waits: these seconds; 0: no client ends another one, not even by a failure.
+    """
     first_end: float | None = None
     while any(client.poll() is None for client in clients):
         ended = [client for client in clients if client.poll() is not None]
         if ended and first_end is None:
             first_end = time.monotonic()
-        is_late = first_end is not None and waits and time.monotonic() > first_end + waits
-        if is_late or any(client.returncode for client in ended):
+        is_late = first_end is not None and time.monotonic() > first_end + waits
+        if waits and (is_late or any(client.returncode for client in ended)):
             _end(clients)
             break
         time.sleep(_POLL_SECONDS)

@@ -79,7 +79,11 @@ class Scheduler(Protocol):
         ...
 
     def on_nodes(self, nodes: Sequence[str], *, waits: int = 60) -> list[str]:
-        """Return the start of a command that runs once on each node."""
+        """Return the start of a command that runs once on each node.
+
+        waits: seconds for the last node after the first has ended, or at once after a failure; 0:
+        no node ends another one.
+        """
         ...
 
     def stop(self, step: subprocess.Popen[bytes]) -> None:

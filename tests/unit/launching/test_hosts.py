@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from megatron_distill.cli import main
-from megatron_distill.launching.ssh import SSH, Hosts
+from megatron_distill.launching.ssh import SSH, Hosts, _wait
 from tests.guards.source_tree import ROOT
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -37,3 +40,13 @@ def test_wrong_words_are_named(
     with pytest.raises(SystemExit):
         main(["submit", "ssh", TINY, *words])
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("waits", "second"), [(0, 0), (60, -15)])
+def test_a_host_that_fails_ends_the_ranks_of_another_one_but_not_its_checks(
+    waits: int, second: int
+) -> None:
+    programs = ("raise SystemExit(255)", "import time; time.sleep(2)")
+    clients = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    assert _wait(clients, waits=waits) == 255
+    assert [client.returncode for client in clients] == [255, second]
