@@ -77,6 +77,8 @@ class NodePart:
         """
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        file = self.folder / "nodes" / f"{self.index}.json"
+        file.unlink(missing_ok=True)  # of a JobSet of the same name that was deleted
         ended = run_child(
             self._command(ranks),
             environment={"OMP_NUM_THREADS": str(threads_per_process(ranks)), **os.environ},
@@ -84,7 +86,6 @@ class NodePart:
             signals=_STOPPING,
             second_kills=False,
         )
-        file = self.folder / "nodes" / f"{self.index}.json"
         found = read_record(file, NodeOutcome)
         if found is None:
             found = self._outcome_of(ended)

@@ -59,7 +59,8 @@ def _run(given: argparse.Namespace) -> int:
     if launches.is_done():
         _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")
         return EXIT_STATUS[Status.DONE]
-    starts = launches.starts_without_progress(given.job)
+    # Later ones are of a JobSet of the same name that was deleted.
+    starts = launches.starts_without_progress(given.job, before=given.attempt)
     if given.attempt and starts >= given.max_starts and index == 0:
         raise ConfigError(
             f"{counted(starts, 'launch', 'launches')} since step {progress_of(launches.results)} "
@@ -78,6 +79,7 @@ def _run(given: argparse.Namespace) -> int:
     )
     folder = launches.of(launch).resolve()
     if index == 0:
+        (folder / "outcome.json").unlink(missing_ok=True)
         launches.begin(launch)
     (folder / "nodes").mkdir(parents=True, exist_ok=True)
     endpoint = f"{pods[0]}:{given.port}"

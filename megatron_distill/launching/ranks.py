@@ -66,6 +66,10 @@ class RankLogs(LogsSpecs):
                 logs.tee_stderrs[local_rank] = logs.stderrs[local_rank]
             logs.error_files[local_rank] = str(base.with_suffix(".json"))
             environment["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
+        # A JobSet that is applied again has the launches' names of the one before.
+        for file in logs.error_files.values():
+            Path(file).unlink(missing_ok=True)
+            unfinished_file(file).unlink(missing_ok=True)
         self.error_files = list(logs.error_files.values())
         return logs
 

@@ -173,10 +173,15 @@ class Launches:
         """Return the outcome of a launch; None: it runs, or it was killed with its node."""
         return read_record(self.of(launch) / "outcome.json", Outcome)
 
-    def starts_without_progress(self, submission: str) -> int:
-        """Return how many of the newest launches of a submission began at the present progress."""
+    def starts_without_progress(self, submission: str, *, before: int | None = None) -> int:
+        """Return how many of the newest launches of a submission began at the present progress.
+
+        before: only launches with a lower `restart` count.
+        """
         now, count = progress_of(self.results), 0
         for launch in reversed([one for one in self.all() if one.submission == submission]):
+            if before is not None and launch.restart >= before:
+                continue
             if launch.progress != now:
                 break
             count += 1

@@ -43,6 +43,10 @@ def test_pods_train_as_one_job_and_end_when_it_is_done(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    # A JobSet of the same name was stopped and deleted.
+    before = output / "launches" / "distill-0"
+    before.mkdir(parents=True)
+    (before / "rank_00000.unfinished").touch()
     statuses, text = run_pods(0, str(config), f"output={output}", *SAVING)
     assert statuses == [0, 0], text
     reference = run(pool, 2, config, tmp_path / "reference", *SAVING)

@@ -55,6 +55,7 @@ def test_launches_count_since_the_last_new_checkpoint_of_their_submission(tmp_pa
     assert launches.starts_without_progress("a") == 2
     assert launches.starts_without_progress("b") == 0
     assert [one.restart for one in launches.all()] == [0, 1, 2, 3]
+    assert launches.starts_without_progress("a", before=3) == 1
     make_checkpoint(tmp_path, 40)
     assert launches.starts_without_progress("a") == 0
 
