@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
 
 __all__ = ["Container", "SlurmJob"]
 
+_LOGGER = get_logger(__name__)
 _SECONDS: Final = 60.0  # of a call of Slurm's programs
 _RUNNING: Final = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING"})
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux, 32,768 and up
@@ -133,12 +135,22 @@ class SlurmJob:
 
         Returns the reason where Slurm refuses. The job ends soon after.
         """
+        excluded = [*self._excluded(), *without] if without else []
         failure = _failure("scontrol", "requeue", self.shown)
-        if failure is None and without:
-            excluded = f"ExcNodeList={','.join(without)}"
-            failure = _failure("scontrol", "update", f"JobId={self.shown}", excluded)
-            return None if failure is None else f"requeued, but {failure}"
+        if failure is None and excluded:
+            nodes = f"ExcNodeList={','.join(excluded)}"
+            refused = _failure("scontrol", "update", f"JobId={self.shown}", nodes)
+            if refused is not None:
+                _LOGGER.warning("requeued, but without its exclusion of nodes: %s", refused)
         return failure
+
+    def _excluded(self) -> list[str]:
+        """Return the nodes that the job excludes so far, as Slurm writes them."""
+        with suppress(ConfigError):
+            job = _answer("scontrol", "show", "job", self.shown, "--oneliner")
+            known = _fields(job).get("ExcNodeList", "(null)")
+            return [] if known == "(null)" else [known]
+        return []
 
     def is_running(self, job: str) -> bool:
         """Return whether a job of this number holds nodes now; without an answer it does not."""

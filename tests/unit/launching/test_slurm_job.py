@@ -1,0 +1,47 @@
+"""A requeue by Slurm's program, which a script stands in for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.launching.slurm import SlurmJob
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> {log}
+case "$1" in
+    show) echo "JobId=7 ExcNodeList={excluded} NodeList=n1,n2" ;;
+    {failing}) echo "slurm_update error: Invalid node" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("excluded", "without", "failing", "update", "refusal"),
+    [
+        ("(null)", ["n2"], "none", "update JobId=7 ExcNodeList=n2", False),
+        ("n[5-6],n8", ["n2"], "none", "update JobId=7 ExcNodeList=n[5-6],n8,n2", False),
+        ("n[5-6]", [], "none", None, False),
+        ("(null)", ["n2"], "update", "update JobId=7 ExcNodeList=n2", False),
+        ("(null)", ["n2"], "requeue", None, True),
+    ],
+)
+def test_a_requeued_job_excludes_bad_nodes_beside_those_that_it_excluded_before(
+    excluded: str,
+    without: list[str],
+    failing: str,
+    update: str | None,
+    refusal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, log = tmp_path / "scontrol", tmp_path / "log"
+    program.write_text(SCONTROL.format(log=log, excluded=excluded, failing=failing))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = SlurmJob("7", "7", 0, ("n1", "n2"), None)
+    assert (job.requeue(without=without) is not None) == refusal
+    calls = log.read_text().splitlines()
+    assert "requeue 7" in calls
+    assert [call for call in calls if call.startswith("update")] == ([update] if update else [])
