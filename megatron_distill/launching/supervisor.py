@@ -454,4 +454,6 @@ def _decide(
         refused = job.requeue(without=without)
         if refused is not None:
             _LOGGER.error("%s; submit the job again", refused)
+            ended = replace(outcome, next=f"no further launch: {refused}")
+            write_record(launches.of(launch) / "outcome.json", ended)
     return status

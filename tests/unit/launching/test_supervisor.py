@@ -8,8 +8,23 @@ from pathlib import Path
 import pytest
 
 from megatron_distill import log
-from megatron_distill.launching.records import LOST_PEER, NodeOutcome, Status
-from megatron_distill.launching.supervisor import _classified, _end_of, _report
+from megatron_distill.launching.records import (
+    LOST_PEER,
+    Launch,
+    Launches,
+    NodeOutcome,
+    Outcome,
+    Status,
+)
+from megatron_distill.launching.ssh import SSH, Hosts
+from megatron_distill.launching.supervisor import (
+    Policy,
+    _classified,
+    _decide,
+    _end_of,
+    _report,
+    _Stop,
+)
 
 DONE, UNFINISHED, ENDED = Status.DONE, Status.UNFINISHED, Status.ENDED
 FAILED, MISCONFIGURED = Status.FAILED, Status.MISCONFIGURED
@@ -77,3 +92,22 @@ def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
     assert _end_of(log) == f"{trace.format(2)}\nafter"
     assert _end_of("\n".join(map(str, range(40)))) == "\n".join(map(str, range(25, 40)))
     assert _end_of("") == ""
+
+
+@pytest.mark.parametrize(
+    ("without", "begins"),
+    [([], "goes on from step 0"), (["b"], "no further launch: 1 of 2 hosts are left")],
+)
+def test_the_record_of_a_launch_tells_whether_another_one_follows(
+    without: list[str], begins: str, tmp_path: Path
+) -> None:
+    hosts = Hosts(["a", "b"], 2, {"a": "a", "b": "b"}, SSH, {})
+    launches = Launches(tmp_path, tmp_path, "")
+    launch = Launch(hosts.job, 0, hosts.job, ["train"], ["a", "b"], ["a", "b"], 0, 1.0)
+    launches.begin(launch)
+    failed = Outcome(FAILED, "why", 0, 2.0)
+    policy = Policy("python3", hosts.job)
+    assert _decide(hosts, policy, launches, launch, failed, _Stop(), without=without) == 1
+    found = launches.outcome(launch)
+    assert found is not None
+    assert found.next.startswith(begins)
