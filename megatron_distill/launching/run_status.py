@@ -146,7 +146,9 @@ def _state(
     if steps is not None and step >= steps:
         return "done", ""
     files = [log, *(launches.of(launch).glob("rank_*.err") if launch is not None else ())]
-    silence = time.time() - max((_changed(file) for file in files), default=0.0)
+    # Its checks of the nodes take up to a minute, before any rank writes.
+    begun_at = 0.0 if launch is None else launch.started
+    silence = time.time() - max(begun_at, *(_changed(file) for file in files))
     patience = max(_LEAST_SILENCE, _SILENT_STEPS * (step_seconds or 0.0))
     lock = run / ".lock"
     if (lock.is_file() and is_locked(lock)) or silence < patience:

@@ -36,10 +36,9 @@ def begin(run: Path, *, steps_done: int, changed: float = LONG_AGO) -> Path:
     return run
 
 
-def launch(run: Path, outcome: Outcome | None) -> None:
+def launch(run: Path, outcome: Outcome | None, *, started: float = LONG_AGO) -> None:
     launches = Launches(run / "launches", run, "")
-    started = Launch("7", 2, "7", ["train"], ["n1", "n2"], ["n1", "n2"], 20, LONG_AGO)
-    folder = launches.begin(started)
+    folder = launches.begin(Launch("7", 2, "7", ["train"], ["n1", "n2"], ["n1", "n2"], 20, started))
     if outcome is not None:
         write_record(folder / "outcome.json", outcome)
 
@@ -89,6 +88,15 @@ def test_the_state_follows_from_the_files(
     status = read_status(run)
     assert status.state == state
     assert status.detail.startswith(detail)
+
+
+def test_a_launch_that_checks_its_nodes_is_no_failure(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    launch(run, None, started=time.time())
+    assert read_status(run).state == "running"
+    (run / "metrics.jsonl").unlink()
+    status = read_status(run)
+    assert (status.state, status.detail) == ("starting", "launch 7-2 on n1, n2")
 
 
 def test_a_start_by_hand_after_a_launch_counts(tmp_path: Path) -> None:
