@@ -134,7 +134,7 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
         chunks=loss_chunks(run, choice, device),
     ).scaled(device.factor("loss"), device.factor("loss"))
     factors = device.factor("forward"), device.factor("backward")
-    message = stage_message(run.student, rank) if last else 0.0
+    message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
     times = LayerTimes(run.student, rank)
     stages = []
     for stage in range(last + 1):
@@ -172,7 +172,8 @@ def teacher_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     if choice.place == "own ranks" and run.sent_ids is not None:
         chunks = loss_chunks(run, choice, device)
         heads = head_passes(None, teacher, rank, chunks=chunks)
-    message = stage_message(teacher, rank) if last else 0.0
+    ranks = choice.teacher_ranks or choice.ranks
+    message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
     times = LayerTimes(teacher, rank)
     factor = device.factor("teacher")
     return [
@@ -198,12 +199,15 @@ def loss_chunks(run: PlannedRun, choice: Choice, device: Device) -> int:
     return ceil(tokens / chosen)
 
 
-def stage_message(shape: Architecture, rank: Rank) -> float:
-    """Return the time of a micro-batch's hidden states from one stage to the next."""
+def stage_message(shape: Architecture, rank: Rank, *, ranks: int) -> float:
+    """Return the time of a micro-batch's hidden states from one stage to the next.
+
+    ranks: of the model. A stage is on consecutive ones, so that on several nodes some messages
+    leave their node.
+    """
     layout = rank.layout
     count = rank.tokens * shape.hidden_size * rank.width
-    span = layout.model_ranks * 2
-    return rank.device.link(span).message(count / (layout.tensor if layout.sequence else 1))
+    return rank.device.link(ranks).message(count / (layout.tensor if layout.sequence else 1))
 
 
 def pipeline_seconds(times: Sequence[float], micro_batches: int, *, chunks: int = 1) -> float:

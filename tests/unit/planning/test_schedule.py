@@ -22,6 +22,7 @@ from megatron_distill.planning.schedule import (
     walk,
 )
 from megatron_distill.planning.search import Planned, planned
+from megatron_distill.planning.step_time import student_stages
 from megatron_distill.runtime.groups import Layout
 from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
 
@@ -144,3 +145,11 @@ def test_the_first_stage_waits_for_its_share_of_the_bubble() -> None:
     busy = timeline.seconds - one.time.optimizer - one.time.data_parallel
     expected = 3 / (micro_batches + 3) * busy / timeline.seconds
     assert timeline.idle_share(0) == pytest.approx(expected, rel=1e-3)
+
+
+def test_stages_on_several_nodes_send_over_the_network() -> None:
+    inside, between = (
+        student_stages(run_of(), chosen(Layout(1, 2), ranks), DEVICE)[0].message
+        for ranks in (8, 16)
+    )
+    assert between > 5 * inside
