@@ -86,8 +86,10 @@ def settings(choice: Choice) -> list[str]:
     words += ["parallel.layers_per_stage={}"]
     words += [f"train.micro_batch_size={choice.micro_batch_size}"]
     words += [f"train.recompute={choice.recompute}"]
-    if choice.recompute == "selective":
-        words += [f"train.recompute_modules=[{','.join(choice.modules)}]"]
+    # Both are refused beside a recomputation that they do not change.
+    modules = choice.modules if choice.recompute == "selective" else ("attention",)
+    count = "null" if choice.recomputed_layers is None else choice.recomputed_layers
+    words += [f"train.recompute_modules=[{','.join(modules)}]", f"train.recompute_layers={count}"]
     own = choice.teacher_layout
     if own is not None and choice.place in ("shared", "own ranks"):
         words += [f"teacher.ranks={choice.teacher_ranks or 'null'}", "teacher.nodes=null"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -106,6 +107,16 @@ def test_the_nearest_layouts_keep_what_can_stay(ranking: Ranking) -> None:
     assert changed_settings(ways[0].choice, wanted) == []
     assert changed_settings(ways[1].choice, wanted)
     assert f"parallel.tensor={wanted.layout.tensor}" in settings(wanted)
+
+
+def test_the_keys_of_a_layout_take_back_another_recomputation(ranking: Ranking) -> None:
+    none = next(one.choice for one in ranking.fitting if one.choice.recompute == "none")
+    selective = replace(none, recompute="selective", modules=("mlp",))
+    full = replace(none, recompute="full", recomputed_layers=2)
+    assert changed_settings(none, selective) == [
+        "train.recompute=none", "train.recompute_modules=[attention]"
+    ]  # fmt: skip
+    assert changed_settings(none, full) == ["train.recompute=none", "train.recompute_layers=null"]
 
 
 def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ranking) -> None:
