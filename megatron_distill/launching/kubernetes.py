@@ -18,7 +18,7 @@ from megatron_distill.launching.records import EXIT_STATUS, Status
 
 __all__ = ["PodDemand", "job_set"]
 
-_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_LABEL: Final = 63
 _GROUP: Final = "nodes"  # of the pods in the JobSet
 _CONTAINER: Final = "ranks"
@@ -61,11 +61,12 @@ class PodDemand:
 
 def job_set(demand: PodDemand, program: Program) -> dict[str, Any]:
     """Return the manifest; raises ConfigError for a name that Kubernetes refuses."""
-    longest = max(pod.partition(".")[0] for pod in demand.pods)
+    # Kubernetes adds five characters to a pod's name, and JobSet counts them.
+    longest = f"{max((pod.partition('.')[0] for pod in demand.pods), key=len)}-abcde"
     if _LABEL.fullmatch(demand.name) is None or len(longest) > _LONGEST_LABEL:
         raise ConfigError(
-            f"--name {demand.name}: write small letters, digits and hyphens, so that the pods' "
-            f"names, as {longest}, have at most {_LONGEST_LABEL} characters"
+            f"--name {demand.name}: write small letters, digits and hyphens, a letter first, so "
+            f"that the pods' names, as {longest}, have at most {_LONGEST_LABEL} characters"
         )
     metadata = {"name": demand.name}
     if demand.namespace is not None:
