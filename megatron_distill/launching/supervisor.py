@@ -205,6 +205,7 @@ def _held(launches: Launches, job: Scheduler) -> Iterator[None]:
     try:
         found = re.match(r"job (\S+) on", before)
         if found is not None and found[1] != job.job and job.is_running(found[1]):
+            path.write_text(before)  # for the next job that asks
             raise ConfigError(
                 f"{launches.named}: job {found[1]} is writing there; wait for its end or name "
                 "another folder"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill import log
+from megatron_distill.errors import ConfigError
 from megatron_distill.launching.records import (
     LOST_PEER,
     Launch,
@@ -22,6 +23,7 @@ from megatron_distill.launching.supervisor import (
     _classified,
     _decide,
     _end_of,
+    _held,
     _report,
     _Stop,
 )
@@ -111,3 +113,22 @@ def test_the_record_of_a_launch_tells_whether_another_one_follows(
     found = launches.outcome(launch)
     assert found is not None
     assert found.next.startswith(begins)
+
+
+def test_a_refused_job_leaves_the_name_of_the_holder_where_files_have_no_locks(
+    tmp_path: Path,
+) -> None:
+    class Asked(Hosts):
+        def is_running(self, job: str) -> bool:
+            return job == "first"
+
+    launches = Launches(tmp_path, tmp_path, "output=a")
+    launches.lock_file.write_text("job first on n1\n")
+    for name in ("second", "third"):
+        hosts = Asked(["a"], 1, {"a": "a"}, SSH, {}, name)
+        with (
+            pytest.raises(ConfigError, match="output=a: job first is writing there"),
+            _held(launches, hosts),
+        ):
+            pass
+    assert launches.lock_file.read_text() == "job first on n1\n"
