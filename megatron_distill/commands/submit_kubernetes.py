@@ -49,8 +49,10 @@ def _objection(given: argparse.Namespace) -> str | None:
     wrong = [claim for claim in given.claim if not all(claim.partition(":"))]
     if wrong:
         return f"--claim {wrong[0]}: write NAME:FOLDER"
-    if given.nodes < 1:
-        return f"--nodes {given.nodes}: must be 1 or more"
+    for name in ("nodes", "max_starts", "ranks_per_node"):
+        count = getattr(given, name)
+        if count is not None and count < 1:
+            return f"--{name.replace('_', '-')} {count}: must be 1 or more"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
     return None

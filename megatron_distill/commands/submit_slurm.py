@@ -58,9 +58,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _objection(given: argparse.Namespace) -> str | None:
-    for name in ("nodes", "chain", "array", "max_starts"):
-        if getattr(given, name) < 1:
-            return f"--{name.replace('_', '-')} {getattr(given, name)}: must be 1 or more"
+    for name in ("nodes", "chain", "array", "max_starts", "ranks_per_node"):
+        count = getattr(given, name)
+        if count is not None and count < 1:
+            return f"--{name.replace('_', '-')} {count}: must be 1 or more"
     if given.spare_nodes < 0:
         return f"--spare-nodes {given.spare_nodes}: must be 0 or more"
     if given.chain > 1 and given.array > 1:

@@ -56,6 +56,10 @@ def _objection(given: argparse.Namespace) -> str | None:
         return f"--hosts {given.hosts}: write different names with commas between them"
     if not 0 <= given.spare_hosts < len(names):
         return f"--spare-hosts {given.spare_hosts}: must be from 0 to {len(names) - 1}"
+    for name in ("max_starts", "ranks_per_node"):
+        count = getattr(given, name)
+        if count is not None and count < 1:
+            return f"--{name.replace('_', '-')} {count}: must be 1 or more"
     wrong = [one for one in given.variable if not one.partition("=")[1]]
     return f"--variable {wrong[0]}: write NAME=VALUE" if wrong else None
 

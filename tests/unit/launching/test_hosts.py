@@ -32,6 +32,7 @@ def test_another_launch_is_on_the_hosts_that_are_left_if_they_are_enough() -> No
         (["--hosts", "a,"], "--hosts a,: write different names"),
         (["--hosts", "a,b", "--spare-hosts", "2"], "--spare-hosts 2: must be from 0 to 1"),
         (["--hosts", "a,b", "--variable", "X"], "--variable X: write NAME=VALUE"),
+        (["--hosts", "a,b", "--max-starts", "0"], "--max-starts 0: must be 1 or more"),
     ],
 )
 def test_wrong_words_are_named(
