@@ -301,7 +301,7 @@ def _run_ranks(
     folder = launches.of(launch)
     words = ["-m", "megatron_distill.launching.node", "--launch", str(folder.resolve())]
     words += ["--endpoint", job.endpoint(launch.addresses[0])]
-    words += ["--stop-seconds", str(max(USUAL_SECONDS, policy.grace_seconds or 0.0))]
+    words += ["--stop-seconds", str(_stop_seconds(job, policy, launches.results))]
     words += job.node_options
     if policy.ranks_per_node is not None:
         words += ["--ranks-per-node", str(policy.ranks_per_node)]
@@ -325,6 +325,17 @@ def _run_ranks(
     if result in (Status.FAILED, Status.MISCONFIGURED):
         _report(nodes, folder, shows_traceback=result is Status.FAILED)
     return Outcome(result, reason, progress, now)
+
+
+def _stop_seconds(job: Scheduler, policy: Policy, results: Path) -> float:
+    """Return the seconds after which a node kills ranks that were told to save.
+
+    Never less than the time that `_wait` leaves them before the end of the job: measured steps and
+    saves may become longer within a launch.
+    """
+    known = policy.grace_seconds or grace_seconds(results) or 0.0
+    half = 0.0 if job.end is None else (job.end - time.time()) / 2
+    return max(USUAL_SECONDS, known, half)
 
 
 def _wait(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from megatron_distill.launching.supervisor import (
     _held,
     _report,
     _Stop,
+    _stop_seconds,
 )
 
 DONE, UNFINISHED, ENDED = Status.DONE, Status.UNFINISHED, Status.ENDED
@@ -132,3 +134,14 @@ def test_a_refused_job_leaves_the_name_of_the_holder_where_files_have_no_locks(
         ):
             pass
     assert launches.lock_file.read_text() == "job first on n1\n"
+
+
+def test_ranks_that_save_have_the_measured_time_and_until_the_job_ends(tmp_path: Path) -> None:
+    hosts = Hosts(["a"], 1, {"a": "a"}, SSH, {})
+    measured, given = Policy("python3", "s"), Policy("python3", "s", grace_seconds=900.0)
+    assert _stop_seconds(hosts, measured, tmp_path) == 300.0
+    assert _stop_seconds(hosts, given, tmp_path) == 900.0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 200.0}\n')
+    assert _stop_seconds(hosts, measured, tmp_path) == 460.0
+    hosts.end = time.time() + 7200.0
+    assert _stop_seconds(hosts, measured, tmp_path) == pytest.approx(3600.0, abs=5.0)
