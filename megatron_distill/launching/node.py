@@ -127,13 +127,13 @@ class NodePart:
 
 def node_index() -> int:
     """Return the place of this node, as the launcher of this process has it."""
-    names = ("NODE_INDEX", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+    names = ("DISTILL_NODE_INDEX", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
     return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
 
 def node_name() -> str:
     """Return the name of this node, as the launcher of this process has it."""
-    names = ("NODE_NAME", "SLURMD_NODENAME")
+    names = ("DISTILL_NODE_NAME", "SLURMD_NODENAME")
     return next((os.environ[name] for name in names if name in os.environ), socket.gethostname())
 
 

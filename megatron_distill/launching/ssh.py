@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, tell)
     for index, host in enumerate(given.hosts.split(",")):
-        variables = [*given.variable, f"NODE_INDEX={index}", f"NODE_NAME={host}"]
+        variables = [*given.variable, f"DISTILL_NODE_INDEX={index}", f"DISTILL_NODE_NAME={host}"]
         line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {shlex.join([*variables, *words])}"
         shell = [part.replace("{host}", host) for part in shlex.split(given.shell)]
         clients.append(

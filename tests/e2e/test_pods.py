@@ -29,7 +29,8 @@ def run_pods(attempt: int, *words: str) -> tuple[list[int], str]:
         pods = []
         for index in range(2):
             pod = subprocess.Popen(
-                [*command, "--", "train", *words], env=environment(NODE_INDEX=str(index)), cwd=ROOT,
+                [*command, "--", "train", *words], cwd=ROOT,
+                env=environment(DISTILL_NODE_INDEX=str(index)),
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
             stack.callback(pod.wait)

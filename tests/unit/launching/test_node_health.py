@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
-    monkeypatch.setenv("NODE_NAME", "n1")
+    monkeypatch.setenv("DISTILL_NODE_NAME", "n1")
     monkeypatch.setenv("PATH", str(folder))  # a machine without nvidia-smi
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert main(["--launch", str(folder), *words]) == 0
