@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "PREFILL_POSITIONS",
@@ -21,10 +21,14 @@ PREFILL_POSITIONS = 2**14
 
 @dataclass(frozen=True)
 class RowSize:
-    """The positions that a row begins with, and those that it may add."""
+    """The positions that a row begins with, and those that it may add.
+
+    continued: new positions of all copies of a row in one later pass.
+    """
 
     given: int
     added: int
+    continued: int = 0
 
     @property
     def total(self) -> int:
@@ -42,21 +46,22 @@ def batches_of(
 ) -> list[list[int]]:
     """Cut `rows`, indices into `sizes`, into batches in their order.
 
-    A batch has one row at least; more only if their caches fit `cache_bytes` and their first
-    positions `positions`. `row_bytes` of a capacity; see `capacity_of`.
+    A batch has one row at least; more only if their caches fit `cache_bytes`, and their first
+    positions and those of copies `positions`. `row_bytes` of a capacity; see `capacity_of`.
     """
     batches: list[list[int]] = []
-    given = added = total = 0
+    given = added = total = continued = 0
     for row in rows:
         size = sizes[row]
-        given, added, total = max(given, size.given), max(added, size.added), total + size.given
+        given, added = max(given, size.given), max(added, size.added)
+        total, continued = total + size.given, continued + size.continued
         rows_then = len(batches[-1]) + 1 if batches else 1
-        is_small = total <= positions and rows_then * row_bytes(given + added) <= cache_bytes
-        if batches and is_small:
+        is_small = max(total, continued) <= positions
+        if batches and is_small and rows_then * row_bytes(given + added) <= cache_bytes:
             batches[-1].append(row)
             continue
         batches.append([row])
-        given, added, total = size.given, size.added, size.given
+        given, added, total, continued = size.given, size.added, size.given, size.continued
     return batches
 
 
@@ -107,7 +112,7 @@ def plan_batches(
     order = sorted(range(len(sizes)), key=lambda row: (-sizes[row].total, row))
     if in_step:
         most_added = max((size.added for size in sizes), default=0)
-        sizes = [RowSize(size.given, most_added) for size in sizes]
+        sizes = [replace(size, added=most_added) for size in sizes]
     everyone = []
     for other in range(ranks):
         found = batches_of(

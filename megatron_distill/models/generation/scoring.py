@@ -89,15 +89,11 @@ class Scoring:
     @cached_property
     def sizes(self) -> list[RowSize]:
         """The positions of each row."""
-        return [
-            RowSize(
-                len(self.given(row)),
-                max(
-                    (len(self.answers[row][index]) - 1 for index in self.continued(row)), default=0
-                ),
-            )
-            for row in range(len(self.contexts))
-        ]
+        found = []
+        for row in range(len(self.contexts)):
+            later = [len(self.answers[row][index]) - 1 for index in self.continued(row)]
+            found.append(RowSize(len(self.given(row)), max(later, default=0), sum(later)))
+        return found
 
     @property
     def most_copies(self) -> int:
