@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.comparison import compare_with_logits
+from megatron_distill.models.generation.batches import RowSize, batches_of
 from megatron_distill.models.generation.draw import draw, draw_keys, gumbel_noise, row_key
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.generation.request import Sampling
@@ -126,9 +127,14 @@ def speculate(
         device=device,
         group=groups.pipeline,
     )
-    size = max(1, int(student.cache_gib * _GIB) // max(1, row_bytes))
-    for first in range(0, len(able), size):
-        run.write(able[first : first + size], slots)
+    batches = batches_of(
+        [RowSize(len(row.ids), row.limit) for row in able],
+        range(len(able)),
+        row_bytes=lambda _: row_bytes,
+        cache_bytes=student.cache_gib * _GIB,
+    )
+    for batch in batches:
+        run.write([able[place] for place in batch], slots)
     run.finish()
     own = {row.number: row.speculated() for row in rows}
     shared: list[dict[int, Speculated] | None] = [None] * ranks.size()
