@@ -56,6 +56,7 @@ def evaluate(
         # Nothing is trained, so nothing is recomputed.
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
         opened = open_run(config, Site(groups, execution, device, resources))
+        teacher = _teacher_beside(opened) if teacher_text or drafts else None
         chunks = opened.student.build(opened.site.execution, groups=groups, seed=config.seed)
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers
@@ -71,9 +72,9 @@ def evaluate(
         if teachers:
             found["teachers"] = teachers
         found["comparison"] = compare_held_out(student, held_out)
-        if teacher_text or drafts:
+        if teacher is not None:
             found |= _on_own_texts(
-                config, opened, student, held_out, teacher_text=teacher_text, drafts=drafts
+                config, opened, teacher, student, held_out, teacher_text=teacher_text, drafts=drafts
             )
         return found
 
@@ -81,6 +82,7 @@ def evaluate(
 def _on_own_texts(
     config: RunConfig,
     opened: OpenRun,
+    teacher: OnlineTeacher,
     student: Student,
     held_out: HeldOut,
     *,
@@ -88,7 +90,6 @@ def _on_own_texts(
     drafts: Sequence[int],
 ) -> dict[str, object]:
     """Return the figures on continuations of the held-out prompts; see `evaluate`."""
-    teacher = _teacher_beside(opened)
     groups, device = opened.site.groups, opened.site.execution.device
     size, cache_gib = opened.vocabulary.size, config.generation.cache_gib
     drafter = CachedGPT(
