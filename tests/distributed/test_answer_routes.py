@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -114,6 +115,7 @@ def exchange(rank: int, world: int) -> tuple[Sequence[tuple[int, int]], ...]:
     return connected, pairs.pairs
 
 
+@pytest.mark.slow
 def test_every_route_is_made_before_the_first_round(pool: Pool) -> None:
     found = pool.run(4, exchange)
     of_rank = {0: [(0, 2), (0, 3)], 1: [(1, 2), (1, 3)], 2: [(0, 2), (1, 2)], 3: [(0, 3), (1, 3)]}

@@ -185,6 +185,7 @@ LAYOUTS: list[tuple[int, str, dict[str, Any]]] = [
     (4, "experts", {"tensor": 2, "expert": 2, "sequence": True}),
     (4, "experts", {"pipeline": 2, "expert": 2}),
 ]
+QUICK = (LAYOUTS[0], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5], LAYOUTS[7])
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +201,13 @@ def alone(pool: Pool) -> Callable[[str], dict[str, Any]]:
     return of
 
 
-@pytest.mark.parametrize(("world", "kind", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("world", "kind", "layout"),
+    [
+        pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one))
+        for one in LAYOUTS
+    ],
+)
 def test_every_layout_draws_the_same_ids(
     pool: Pool,
     alone: Callable[[str], dict[str, Any]],

@@ -79,7 +79,11 @@ def _peaks(rank: int, world: int, layout: dict[str, Any], prefix: int) -> dict[s
 
 @pytest.mark.parametrize(
     ("world", "layout", "prefix"),
-    [(1, {}, 20), (2, {"expert": 2}, 0), (2, {"pipeline": 2}, 0)],
+    [
+        (1, {}, 20),
+        (2, {"pipeline": 2}, 0),
+        pytest.param(2, {"expert": 2}, 0, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_keys_and_values_stay_within_the_bound(

@@ -108,10 +108,9 @@ def peak_of_step(
         return least_peak(take)
 
 
-@pytest.mark.parametrize("with_features", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("world", "layout"), [(1, {}), pytest.param(2, SEQUENCE, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("with_features", [False, True])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE)])
 def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
     pool: Pool, world: int, layout: dict[str, Any], with_features: bool
 ) -> None:

@@ -225,6 +225,7 @@ def _results(
     return found["results"]
 
 
+@pytest.mark.slow
 def test_results_of_a_finished_run_are_those_of_any_layout(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from tests.e2e.test_features import LOSSES, MAPS, MLP, PIPELINE, SHARED, TENSOR,
 saved = saved_features
 
 
+@pytest.mark.slow
 def test_only_a_run_of_the_same_features_goes_on(
     pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_student_starts_with_the_layers_it_was_asked_for(
     assert config.layer_types == [kinds[layer] for layer in expected]
 
 
+@pytest.mark.slow
 def test_a_whole_student_equals_its_teacher_at_first_and_leaves_with_everything(
     pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
 ) -> None:

@@ -51,7 +51,7 @@ def trace_events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("case", quick_and_slow(CASES, ["one rank"]))
+@pytest.mark.parametrize("case", quick_and_slow(CASES, []))
 def test_phases_add_up_and_watching_changes_no_loss(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:

@@ -96,7 +96,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ["1, and 1"]))
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
 def test_the_course_is_that_of_shared_ranks(
     pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
 ) -> None:

@@ -221,7 +221,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("CP2", "DP2")))
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("DP2",)))
 def test_the_layout_changes_nothing(
     pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:

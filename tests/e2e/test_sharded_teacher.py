@@ -131,6 +131,7 @@ def test_weights_of_a_checkpoint_are_read_layer_by_layer(
     assert_same(train(4, "read", PIPELINE, *teacher, SHARDED), expected, is_exact=True)
 
 
+@pytest.mark.slow
 def test_it_is_without_effect_where_each_rank_has_other_weights(pool: Pool, inputs: Inputs) -> None:
     overrides = [*STEPS, TENSOR, SHARDED, f"output={inputs.folder}/sharded-alone"]
     first, second = pool.run(2, logged, inputs.folder / "dense.yaml", overrides)

@@ -121,7 +121,7 @@ ROUTES: dict[str, tuple[bool, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("route", quick_and_slow(ROUTES, ("store of the source", "drawn")))
+@pytest.mark.parametrize("route", quick_and_slow(ROUTES, ("store of the source",)))
 def test_a_routed_store_is_the_live_teacher_to_the_bit(
     train: Callable[..., Course], capture: Callable[..., str], route: str
 ) -> None:

@@ -342,7 +342,7 @@ WITH_FEATURES: dict[str, tuple[int, int, Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick_and_slow(WITH_FEATURES, ["PP2 and PP2"]))
+@pytest.mark.parametrize("case", quick_and_slow(WITH_FEATURES, []))
 def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:

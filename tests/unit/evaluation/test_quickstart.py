@@ -176,6 +176,7 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_several_seeds_have_folders_of_their_own_and_one_result(
     tmp_path: Path, children: Children
 ) -> None:

@@ -145,6 +145,7 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> 
     assert_gone(ranks)
 
 
+@pytest.mark.slow
 def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path: Path) -> None:
     parent = start(tmp_path, "abandon")
     ranks = rank_processes(tmp_path)

@@ -181,6 +181,7 @@ def data_workers() -> set[int | None]:
     return {child.pid for child in active_children() if child.name.startswith("data-worker")}
 
 
+@pytest.mark.slow
 def test_workers_prepare_the_same_as_one_process(tmp_path: Path) -> None:
     before, template = data_workers(), tmp_path / "text.jinja"
     template.write_text(
