@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_distill.config.schema import RuntimeConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime import launch
 from megatron_distill.runtime.launch import (
@@ -106,3 +108,7 @@ def test_two_ranks_of_a_machine_with_one_gpu_are_refused(
         claim_device(select_device(device="cuda", backend="auto"), replace(first, rank=rank))
     with pytest.raises(ConfigError, match="rank 1 has the same GPU.*CUDA_VISIBLE_DEVICES=1"):
         claim_device(select_device(device="cuda", backend="auto"), replace(first, rank=1))
+
+
+def test_a_world_is_joined_with_the_settings_of_a_run() -> None:
+    signature(joined_world).bind(**RuntimeConfig().of_world())
