@@ -140,7 +140,10 @@ def test_a_teacher_with_sharded_weights_is_scored_and_writes_no_text(
     whole, sharded = found
     assert set(whole["teacher"]) == {"quiz", "prose", "write"}
     assert whole["teacher"].pop("write")
-    assert sharded["teacher"] == whole["teacher"]
+    # Passes of modules instead of a cache: other kernels.
+    assert set(sharded["teacher"]) == set(whole["teacher"])
+    for task, results in whole["teacher"].items():
+        assert sharded["teacher"][task] == pytest.approx(results, rel=1e-4), task
     assert "write" in sharded["student"]
 
     named = [str(tmp_path / f"{name}.yaml") for name in ("quiz", "write")]
