@@ -184,6 +184,7 @@ def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
     assert evaluations(killed) == results
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     """Bits per byte rise with a rate that is far too high: an early step is the best."""
     config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)

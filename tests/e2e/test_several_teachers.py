@@ -109,7 +109,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("TP2+sequence",)))
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("DP2",)))
 def test_the_layout_changes_nothing(
     pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:

@@ -185,7 +185,7 @@ MEAN = f"objective.terms=[{{divergence: forward_kl, top_k: {K}}}, {{divergence: 
 top_k: 5, temperature: 2.0, teachers: {{code: 0.7, law: 0.3}}}}]"
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("DP2",)))
+@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ()))
 def test_the_layout_changes_nothing(
     train: Callable[..., Course], capture: Callable[..., str], layout: str
 ) -> None:

@@ -177,7 +177,7 @@ def test_neither_steps_ahead_nor_the_way_change_a_bit(
 @pytest.mark.parametrize(
     ("students", "teachers", "layout"),
     [
-        pytest.param(1, 1, (), id="1 and 1"),
+        pytest.param(1, 1, (), id="1 and 1", marks=pytest.mark.slow),
         pytest.param(2, 1, LAYOUTS["TP2+sequence and 1"][2], id="TP2", marks=pytest.mark.slow),
         pytest.param(1, 2, LAYOUTS["1 and TP2+sequence"][2], id="own TP2", marks=pytest.mark.slow),
         pytest.param(2, 2, ("parallel.context=2",), id="CP2 and CP2", marks=pytest.mark.slow),

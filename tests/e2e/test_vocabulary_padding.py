@@ -75,6 +75,7 @@ def verified(rank: int, world: int, hugging_face: Path, checkpoint: Path) -> boo
     return compare_with_checkpoint(hugging_face, str(checkpoint), probe).is_same
 
 
+@pytest.mark.slow
 def test_a_student_leaves_with_its_own_rows(
     pool: Pool, inputs: Inputs, models: Path, tmp_path: Path
 ) -> None:

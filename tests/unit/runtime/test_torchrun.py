@@ -136,6 +136,7 @@ def test_several_signals_of_a_scheduler_are_one_request(tmp_path: Path) -> None:
     assert_gone(ranks)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
     parent = start(tmp_path, "ignoring", grace_seconds=0.5)
     ranks = rank_processes(tmp_path)
