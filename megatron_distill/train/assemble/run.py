@@ -39,9 +39,9 @@ from megatron_distill.train.assemble.distillation import (
 from megatron_distill.train.assemble.evaluation import best_rule, open_evaluation
 from megatron_distill.train.assemble.models import export_source, job_groups, tensor_overlap
 from megatron_distill.train.assemble.own_ranks import publish_data, publish_start, run_teacher
+from megatron_distill.train.assemble.plans.start_memory import memory_warning
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
-from megatron_distill.train.assemble.start_memory import memory_warning
 from megatron_distill.train.assemble.stored import require_samples
 from megatron_distill.train.assemble.tasks import open_run_tasks
 from megatron_distill.train.banner import memory_of_run, run_banner, steps_row

@@ -14,7 +14,7 @@ from megatron_distill.planning.device import Device, load_device
 from megatron_distill.planning.report import changed_settings, choice_name, need_in_words
 from megatron_distill.planning.search import USABLE, Planned, Search, nearest, planned
 from megatron_distill.runtime.launch import Device as RankDevice
-from megatron_distill.train.assemble.planned_run import (
+from megatron_distill.train.assemble.plans.planned_run import (
     configured_choice,
     open_shapes,
     planned_run,
