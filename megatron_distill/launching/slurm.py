@@ -139,6 +139,8 @@ class SlurmJob:
         failure = _failure("scontrol", "requeue", self.shown)
         if failure is None and excluded:
             nodes = f"ExcNodeList={','.join(excluded)}"
+            # Slurm now ends all processes of the job, and takes this only of a job that waits.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             refused = _failure("scontrol", "update", f"JobId={self.shown}", nodes)
             if refused is not None:
                 _LOGGER.warning("requeued, but without its exclusion of nodes: %s", refused)
