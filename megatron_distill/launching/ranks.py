@@ -12,16 +12,18 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final
+from unittest.mock import patch
 
 import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.launcher import api as launcher
 from torch.distributed.run import config_from_args, parse_args
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
@@ -34,6 +36,9 @@ __all__ = ["main", "rank_file"]
 CONSOLE_RANK: Final = "0"
 # Of errors that a user repairs, the one that another launch may get past.
 _TRIED_AGAIN: Final = "TrainingError"
+# Ranks leave together. A node with a failed rank does not come to torchrun's last barrier, where
+# the others would wait for five minutes: longer than schedulers leave a cancelled job.
+_LAST_BARRIER_SECONDS: Final = 15.0
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -94,8 +99,10 @@ def _run(folder: Path, words: Sequence[str]) -> tuple[Status, float, int | None,
     config, program, program_arguments = config_from_args(parse_args(list(words)))
     logs = RankLogs(folder)
     config.logs_specs, config.log_line_prefix_template = logs, " "
+    agent = partial(launcher.LocalElasticAgent, exit_barrier_timeout=_LAST_BARRIER_SECONDS)
     try:
-        elastic_launch(config=config, entrypoint=program)(*program_arguments)
+        with patch.object(launcher, "LocalElasticAgent", agent):
+            launcher.elastic_launch(config=config, entrypoint=program)(*program_arguments)
     except ChildFailedError as error:
         failure = first_failure(error.failures)
         return (
