@@ -46,6 +46,7 @@ _LOGGER = get_logger(__name__)
 _POLL_SECONDS: Final = 0.5
 _END_SECONDS: Final = 5.0
 _MEASURE_SECONDS: Final = 30.0  # between looks at the times of steps and saves
+_LATE_SIGNAL_SECONDS: Final = 10.0  # from a scheduler's signal to the ranks to that to this process
 _TRACEBACK: Final = "Traceback (most recent call last)"
 _TRACEBACK_LINES, _TAIL_LINES = 80, 15
 
@@ -158,6 +159,13 @@ class _Stop:
     @property
     def received(self) -> bool:
         return self.is_near_end or self.is_cancelled
+
+    def comes_within(self, seconds: float) -> bool:
+        """Wait for a signal: a scheduler sends it to the ranks too, in any order."""
+        deadline = time.monotonic() + seconds
+        while not self.received and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self.received
 
 
 def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
@@ -319,6 +327,8 @@ def _run_ranks(
         for index in range(len(launch.nodes))
     ]
     nodes = [one for one in found if one is not None]
+    if any(one.status in (Status.UNFINISHED, Status.ENDED) for one in nodes):
+        was_told = was_told or stop.comes_within(_LATE_SIGNAL_SECONDS)
     silent = [node for node, one in zip(launch.nodes, found, strict=True) if one is None]
     progress, now = progress_of(launches.results), time.time()
     result, reason = _classified(nodes, silent, status, was_told=was_told)
@@ -347,7 +357,7 @@ def _wait(
     begun = time.time()
     while True:
         try:
-            return step.wait(timeout=_POLL_SECONDS), told
+            return step.wait(timeout=_POLL_SECONDS), told or stop.received
         except subprocess.TimeoutExpired:
             pass
         if told:
@@ -384,6 +394,8 @@ def _classified(
         return Status.DONE, "done"
     if was_told:
         return Status.UNFINISHED, "stopped before the end of the job's time"
+    if kinds == {Status.UNFINISHED} and not silent:
+        return Status.UNFINISHED, "stopped by a signal to a rank"
     return Status.FAILED, "a signal from outside ended the ranks"
 
 

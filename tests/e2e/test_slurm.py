@@ -235,8 +235,9 @@ def test_jobs_share_nodes_but_not_a_folder(
     assert [read_status(output).state for output in outputs] == ["running", "running"]
     first.cancel()
     second.cancel()
-    assert [read_status(output).state for output in outputs] == ["stopped", "stopped"]
-    for output in outputs:
+    for job, output in zip((first, second), outputs, strict=True):
+        assert outcomes(output) == [Status.UNFINISHED], job.log
+        assert read_status(output).state == "stopped"
         assert [one.nodes for one in launches_of(output).all()] == [["n1", "n2"]]
 
 

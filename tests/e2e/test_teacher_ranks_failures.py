@@ -264,7 +264,8 @@ def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
     assert seconds < SECONDS_TO_THE_END, text
     cause = text.splitlines()[-1]
     assert cause.startswith(f"error: rank {number} died of SIGKILL; "), text
-    assert re.search(rf"at step \d+, unit \d+.* No answer from {role}.0 on ", cause), text
+    # Between two steps the other role is in no unit.
+    assert re.search(rf"at step \d+(, unit \d+)?, or .* No answer from {role}.0 on ", cause), text
     assert goes_on(pool, inputs, tmp_path)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -48,6 +51,8 @@ def node(
         ([UNFINISHED, UNFINISHED], [], True, UNFINISHED, "stopped before"),
         ([UNFINISHED, ENDED], [], True, UNFINISHED, "stopped before"),
         ([UNFINISHED], ["n1"], True, UNFINISHED, "stopped before"),
+        ([UNFINISHED, UNFINISHED], [], False, UNFINISHED, "stopped by a signal to a rank"),
+        ([UNFINISHED, ENDED], [], False, FAILED, "a signal from outside"),
         ([ENDED, ENDED], [], False, FAILED, "a signal from outside"),
         ([DONE], ["n1"], False, FAILED, "no report from n1"),
         ([], ["n0", "n1"], False, FAILED, "no report from n0, n1"),
@@ -62,6 +67,20 @@ def test_the_outcome_of_a_launch(
     found, text = _classified(nodes, silent, 1, was_told=told)
     assert found is status
     assert text.startswith(reason)
+
+
+def test_a_signal_to_the_ranks_may_come_before_that_to_the_supervisor() -> None:
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with _Stop() as stop:
+            assert not stop.comes_within(0.1)
+            Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            assert stop.comes_within(60.0)
+            assert stop.is_cancelled
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_node_without_a_report_is_the_reason_of_ranks_that_lost_a_peer() -> None:
