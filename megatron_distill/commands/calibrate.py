@@ -61,7 +61,7 @@ def _refined(folder: Path, name: str) -> Device:
     prepare_megatron_core(on_cuda=False)
     from megatron_distill.models.flops import step_flops_per_token
     from megatron_distill.planning.refine import read_steps, refined
-    from megatron_distill.train.assemble.plans.planned_run import (
+    from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
         planned_run,

@@ -32,6 +32,15 @@ J = TypeVar("J", bound="JobConfig")
 _LOGGER = get_logger(__name__)
 # In a repository, and in a wheel within the package.
 _SHIPPED: Final = "configs"
+# Option, value and help of the reports that a job may have, by the field of `Job`.
+REPORTS: Final = {
+    "layout": (
+        "--print-layout",
+        "RANKS",
+        "show the division of 16 or 2x8 ranks (on 2 machines), stop",
+    ),
+    "plan": ("--plan", "NxDEVICE", "show the layouts that fit, as for 64xh100-80gb, stop"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,21 +62,10 @@ class Job(Generic[J]):
 
         def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument("--config", metavar="CONFIG", help="the same YAML file")
-            parser.add_argument(
-                "--print-config", action="store_true", help="show the resolved keys, stop"
-            )
-            if self.layout is not None:
-                parser.add_argument(
-                    "--print-layout",
-                    metavar="RANKS",
-                    help="show the division of 16 or 2x8 ranks (on 2 machines), stop",
-                )
-            if self.plan is not None:
-                parser.add_argument(
-                    "--plan",
-                    metavar="NxDEVICE",
-                    help="show the layouts that fit, as for 64xh100-80gb, stop",
-                )
+            parser.add_argument("--print-config", action="store_true", help="show all keys, stop")
+            for field, (option, metavar, text) in REPORTS.items():
+                if getattr(self, field) is not None:
+                    parser.add_argument(option, metavar=metavar, help=text)
             parser.add_argument(
                 "words",
                 nargs="*",

@@ -94,7 +94,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
     prepare_megatron_core(on_cuda=False)
     from megatron_distill.planning.report import plan_report
     from megatron_distill.planning.search import Search
-    from megatron_distill.train.assemble.plans.planned_run import (
+    from megatron_distill.train.reports.planned_run import (
         open_shapes,
         planned_run,
         shape_rule,
@@ -126,7 +126,7 @@ def _configured(config: RunConfig, run: PlannedRun, device: Device, devices: int
     """Return the configuration's own layout, or the reason why it does not run."""
     from megatron_distill.config import check_layout, teacher_ranks
     from megatron_distill.planning.search import planned
-    from megatron_distill.train.assemble.plans.planned_run import configured_choice
+    from megatron_distill.train.reports.planned_run import configured_choice
 
     teachers = teacher_ranks(config, ranks_per_node=min(devices, device.node.devices))
     try:

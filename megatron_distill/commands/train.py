@@ -31,7 +31,7 @@ def _layout(config: RunConfig, ranks: int, teachers: TeacherRanks) -> str:
     from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble.plans.layout_report import layout_report
+    from megatron_distill.train.reports.layout_report import layout_report
 
     return layout_report(config, ranks=ranks, teachers=teachers)
 

@@ -61,7 +61,7 @@ def test_the_first_rank_alone_begins_with_the_banner(
 
 
 def test_the_banner_counts_a_rank_s_parameters(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    from megatron_distill.train.banner import parameter_counts
+    from megatron_distill.train.reports.banner import parameter_counts
 
     arguments = [f"output={tmp_path}", *SHORT]
     ((own, rows, shape),) = pool.run(1, counted, inputs.folder / "moe.yaml", arguments)

@@ -43,6 +43,7 @@ FENCES = {
     "megatron_distill.config": (
         "megatron_distill/config/*",
         "megatron_distill/train/assemble/*",
+        "megatron_distill/train/reports/*",
         "megatron_distill/train/optimizer.py",
         "megatron_distill/commands/*",
         "launch/*",

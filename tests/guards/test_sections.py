@@ -11,7 +11,7 @@ import pytest
 from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 
 WHOLE = {"RunConfig", "JobConfig", "CaptureConfig"}
-ASSEMBLY = read_sources(ROOT, (f"{PACKAGE}/train/assemble",))
+ASSEMBLY = read_sources(ROOT, (f"{PACKAGE}/train/assemble", f"{PACKAGE}/train/reports"))
 
 # A function over fewer sections takes these instead.
 FEWEST_SECTIONS = 3

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.run import get_args_parser
 
+from megatron_distill.commands.job import REPORTS
 from megatron_distill.runtime.torchrun import protect_script_options
 from tests.guards.source_tree import ROOT
 
@@ -33,7 +34,7 @@ WITHOUT_VALUE = sorted(
 
 def script_options() -> set[tuple[str, str]]:
     """File and name of every option that an argument parser of the project adds."""
-    found = set()
+    found = {("job.py", option) for option, _, _ in REPORTS.values()}
     for folder in ("launch", "tools", "megatron_distill"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

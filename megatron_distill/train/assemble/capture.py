@@ -56,12 +56,6 @@ from megatron_distill.train.assemble.sources import (
     open_tokenizer,
 )
 from megatron_distill.train.assemble.start import check_start
-from megatron_distill.train.banner import (
-    banner_text,
-    memory_rows,
-    model_row,
-    store_row,
-)
 from megatron_distill.train.capture.folder import (
     finish_store,
     held_for_job,
@@ -81,6 +75,12 @@ from megatron_distill.train.capture.order import (
 from megatron_distill.train.capture.positions import PositionCapture
 from megatron_distill.train.model_source import ModelSource, teacher_digest
 from megatron_distill.train.progress import CaptureProgress, Work, summary
+from megatron_distill.train.reports.banner import (
+    banner_text,
+    memory_rows,
+    model_row,
+    store_row,
+)
 from megatron_distill.train.run_folder import FolderAsFound
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits

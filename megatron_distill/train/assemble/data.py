@@ -85,7 +85,7 @@ class RunSamples:
             sources=len(self.names(held_out=held_out)),
             teacher_length=self.teacher_length,
             planner=self.planner,
-            coverage=None if held_out else self._coverage(),
+            coverage=None if held_out or self.planner is None else self._coverage(),
             exchange=exchange,
             units=self.units,
         )

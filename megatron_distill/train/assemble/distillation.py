@@ -128,7 +128,9 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     if is_aligned(config):
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
         options = replace(options, teacher=own.reading)
-    tasks_of_student = _tasks_of_student(config.evaluation, tasks, tokenizer, student, own, site)
+    tasks_of_student: tuple[PreparedTask, ...] = ()
+    if tasks.tasks:
+        tasks_of_student = _of_student(tasks, config.evaluation, tokenizer, student, own, site)
     if config.teachers:
         options = replace(options, routing=sample_routing(config))
     teacher = open_teacher(config, TeacherFit(terms, student, vocabulary, own), site)
@@ -170,9 +172,9 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     return OpenRun(vocabulary, source, teacher, objective, samples, site, tasks, tasks_of_student)
 
 
-def _tasks_of_student(
-    section: EvaluationConfig,
+def _of_student(
     tasks: OpenTasks,
+    section: EvaluationConfig,
     tokenizer: Tokenizer | None,
     student: Architecture,
     own: TeacherTokens | None,
@@ -182,8 +184,6 @@ def _tasks_of_student(
 
     `own`: of a teacher with a tokenizer of its own.
     """
-    if not tasks.tasks:
-        return ()
     if own is not None and section.teacher:
         tasks.check_template(None if own.reading is None else own.reading.tokenizer)
     positions = longest_input(student, section)

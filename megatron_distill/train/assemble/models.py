@@ -61,11 +61,9 @@ def job_groups(
     Only a training job splits its stages into chunks. The groups are destroyed afterwards, so that
     another job may follow in the same processes. Raises ConfigError on all ranks.
     """
-    layout = layout_of(parallel)
-    groups = create_groups(
-        layout if trains else layout.without_virtual_stages(),
-        timeout_minutes=runtime.timeout_seconds / 60,
-    )
+    whole = layout_of(parallel)
+    layout = whole if trains else whole.without_virtual_stages()
+    groups = create_groups(layout, timeout_minutes=runtime.timeout_seconds / 60)
     try:
         seed_everything(seed, groups)
         yield groups

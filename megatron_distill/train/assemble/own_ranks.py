@@ -271,16 +271,14 @@ def _mapped_slots(plan: AnswerPlan, bridge: Bridge) -> dict[int, Slots]:
     return found
 
 
-def publish_data(data: DataConfig, device: Device) -> None:
-    """Let the student's first rank tell the teachers' ranks its files, if there are such ranks.
+def publish_data(data: DataConfig, bridge: Bridge) -> None:
+    """Let the student's first rank tell the teachers' ranks its files.
 
     Raises DataError on all ranks of the student.
     """
-    bridge = device.bridge
-    if bridge is not None:
-        with together():
-            if bridge.rank == 0:
-                publish_files(data, bridge)
+    with together():
+        if bridge.rank == 0:
+            publish_files(data, bridge)
 
 
 def publish_start(bridge: Bridge, steps_done: int, last_step: int, data: State) -> None:

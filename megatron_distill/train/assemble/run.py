@@ -14,21 +14,15 @@ from megatron_distill.config import (
     RunConfig,
     RuntimeConfig,
     TrainConfig,
-    run_heading,
-    run_rows,
-    sources_in_words,
-    step_sizes,
     with_steps,
 )
 from megatron_distill.data.prefetch import PrefetchedSteps, StepSource, exchange_group
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Execution, Fp8, Recompute
-from megatron_distill.models.user_buffers import TensorOverlap
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble.distillation import (
     OpenRun,
@@ -39,12 +33,10 @@ from megatron_distill.train.assemble.distillation import (
 from megatron_distill.train.assemble.evaluation import best_rule, open_evaluation
 from megatron_distill.train.assemble.models import export_source, job_groups, tensor_overlap
 from megatron_distill.train.assemble.own_ranks import publish_data, publish_start, run_teacher
-from megatron_distill.train.assemble.plans.start_memory import memory_warning
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stored import require_samples
-from megatron_distill.train.assemble.tasks import open_run_tasks
-from megatron_distill.train.banner import memory_of_run, run_banner, steps_row
+from megatron_distill.train.assemble.tasks import NO_TASKS, open_run_tasks
 from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
 from megatron_distill.train.loop import LoopPlan, Parts, permanent_imports, train
 from megatron_distill.train.metrics import MetricsLog, open_metrics
@@ -58,6 +50,8 @@ from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import PhaseTimers
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.progress import TrainingProgress
+from megatron_distill.train.reports.opened_run import opened_run_banner
+from megatron_distill.train.reports.start_memory import warn_of_memory
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import Student
@@ -99,21 +93,14 @@ def _assemble(
     """
     with device.meet("tokenizer"):
         found = _checked_folder(config, resources)
-        ranks = groups.world.size()
-        warning = from_first_rank(lambda: memory_warning(config, device, ranks=ranks))
-        if warning is not None:
-            _LOGGER.warning("%s", warning)
-        publish_data(config.data, device)
-        keep_best = config.checkpoint.keep_best
-        tasks = open_run_tasks(config.evaluation, keep_best, device.torch_device)
-        overlap = tensor_overlap(
-            config.runtime,
-            samples=config.train.micro_batch_size,
-            length=config.data.sequence_length,
-            resources=resources,
-        )
-        execution = _execution(config.train, device, overlap)
-        site = Site(groups, execution, device, resources)
+        warn_of_memory(config, device, ranks=groups.world.size())
+        if device.bridge is not None:
+            publish_data(config.data, device.bridge)
+        tasks = NO_TASKS
+        if config.evaluation.tasks:
+            best = config.checkpoint.keep_best
+            tasks = open_run_tasks(config.evaluation, best, device.torch_device)
+        site = Site(groups, _execution(config, device, resources), device, resources)
         opened = open_run(config, site, tasks)
     with device.meet("student"):
         parts, plan = _build(config, opened, found)
@@ -148,7 +135,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     note_start(config, resumed=newest)
     if state.step < config.train.steps:
-        _LOGGER.info("%s", _banner(config, opened, state))
+        _LOGGER.info("%s", opened_run_banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
     profiling = config.profile.model_dump() | {"timers": state.student.timers, "device": device}
@@ -176,16 +163,15 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
     return parts, loop_plan(config)
 
 
-def _execution(train: TrainConfig, device: Device, overlap: TensorOverlap | None) -> Execution:
+def _execution(config: RunConfig, device: Device, resources: ExitStack) -> Execution:
+    train, length = config.train, config.data.sequence_length
+    overlap = tensor_overlap(
+        config.runtime, samples=train.micro_batch_size, length=length, resources=resources
+    )
     recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
     fp8 = Fp8(train.fp8, "train.fp8") if train.fp8 else None
-    return Execution(
-        PRECISIONS[train.precision],
-        device.torch_device,
-        recompute,
-        fp8,
-        tensor_overlap=overlap,
-    )
+    precision = PRECISIONS[train.precision]
+    return Execution(precision, device.torch_device, recompute, fp8, tensor_overlap=overlap)
 
 
 def _checked_folder(config: RunConfig, resources: ExitStack) -> FolderAsFound:
@@ -283,36 +269,6 @@ def _open_training(train: TrainConfig, runtime: RuntimeConfig, opened: OpenRun) 
         PrefetchedSteps(loader, last_step=last_step, device=device, group=exchange)
     )
     return steps if samples.stored is None else samples.stored.ahead_of(steps, last_step=last_step)
-
-
-def _banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
-    teacher, site = opened.teacher, opened.site
-    shapes = {"student": state.architecture, **teacher.shapes}
-    layers = {role: shape.num_layers for role, shape in shapes.items()}
-    memory = memory_of_run(
-        state,
-        [model.model for model in teacher.models.values()],
-        site.execution,
-        chunk_tokens=config.objective.chunk_tokens,
-        micro_batch_size=config.train.micro_batch_size,
-        is_distributed=config.optimizer.distributed,
-        head_copy=teacher.held_values,
-    )
-    rows = run_rows(
-        config,
-        world_size=site.groups.world.size(),
-        feature_pairs=len(state.features.pairs) if state.features else 0,
-        moved=None if teacher.moved_bytes is None else size(teacher.moved_bytes),
-        own_ranks={role: remote.ranks for role, remote in teacher.remotes.items()},
-    )
-    return run_banner(
-        run_heading(config),
-        shapes,
-        sources_in_words(config.models, layers, teacher.stored_samples),
-        [*rows, steps_row(**step_sizes(config), start_step=state.step)],
-        memory,
-        stages=config.parallel.pipeline,
-    )
 
 
 def _open_metrics(config: RunConfig, *, resume_step: int) -> MetricsLog:

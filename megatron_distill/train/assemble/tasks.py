@@ -109,8 +109,6 @@ def open_run_tasks(
 
     Collective: those of `open_tasks`, and world, one broadcast of the tasks' records.
     """
-    if not section.tasks:
-        return NO_TASKS
     tasks = from_first_rank(lambda: configured_tasks(section))
     _check_metric(keep_best, tasks)
     return open_tasks(tasks, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_distill.train.assemble.plans.layout_report import layout_report
+from megatron_distill.train.reports.layout_report import layout_report
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, load_tree
 
 TREE = TAUGHT | {"teacher": {**TAUGHT["teacher"], "ranks": 2, "parallel": {"pipeline": 2}}}

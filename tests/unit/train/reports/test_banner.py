@@ -23,7 +23,7 @@ from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.store import CaptureSettings, Identity, Plan
 from megatron_distill.train.assemble.capture import capture_banner
 from megatron_distill.train.assemble.models import read_model
-from megatron_distill.train.banner import run_banner, steps_row
+from megatron_distill.train.reports.banner import run_banner, steps_row
 from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
 
 CONFIGS = Path(__file__).parents[4] / "configs"

@@ -10,22 +10,36 @@ import torch
 
 from megatron_distill.config import RunConfig, teacher_ranks
 from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
 from megatron_distill.planning.device import Device, load_device
 from megatron_distill.planning.report import changed_settings, choice_name, need_in_words
 from megatron_distill.planning.search import USABLE, Planned, Search, nearest, planned
+from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.launch import Device as RankDevice
-from megatron_distill.train.assemble.plans.planned_run import (
+from megatron_distill.train.reports.planned_run import (
     configured_choice,
     open_shapes,
     planned_run,
     shape_rule,
 )
 
-__all__ = ["memory_warning"]
+__all__ = ["memory_warning", "warn_of_memory"]
+
+_LOGGER = get_logger(__name__)
 
 # Rates only order the ways out, which the warning names without their times.
 _RATES = "h100-80gb"
 _WAYS = 3
+
+
+def warn_of_memory(config: RunConfig, device: RankDevice, *, ranks: int) -> None:
+    """Log `memory_warning` on the first rank; raises as it does, on all ranks.
+
+    Collective: world, one broadcast of a short object.
+    """
+    warning = from_first_rank(lambda: memory_warning(config, device, ranks=ranks))
+    if warning is not None:
+        _LOGGER.warning("%s", warning)
 
 
 def memory_warning(config: RunConfig, rank_device: RankDevice, *, ranks: int) -> str | None:

@@ -11,8 +11,8 @@ from megatron_distill.config import RunConfig, load_config
 from megatron_distill.errors import ConfigError
 from megatron_distill.planning.device import Device, load_device
 from megatron_distill.runtime.launch import Device as RankDevice
-from megatron_distill.train.assemble.plans import start_memory
-from megatron_distill.train.assemble.plans.planned_run import open_shapes
+from megatron_distill.train.reports import start_memory
+from megatron_distill.train.reports.planned_run import open_shapes
 from tests.unit.commands.test_plan import RUN
 
 CPU = RankDevice("cpu", "gloo", torch.device("cpu"))
