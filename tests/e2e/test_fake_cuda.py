@@ -17,10 +17,11 @@ import torch
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.processes import run_python
-from tests.e2e.runs import CONTEXT, Inputs, quick_and_slow
+from tests.e2e.runs import CONTEXT, Inputs
 from tests.fake_cuda.stub import COMPILER, compile_stub
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device"),
 ]
@@ -99,7 +100,6 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "states, first stage": ("dense", 0, 2, (STATES, LINEAR, PIPELINE)),
     "maps CP2": ("dense", 1, 2, (MAPS, CONTEXT)),
 }
-QUICK = ("one rank",)
 STEP_WAITS = {"step.py:train_step": STEPS, "clip_grads.py:get_grad_norm_fp32": STEPS}
 # Made of plain numbers, once per schedule and just before the report is waited for.
 COPIES = {"features.py:finish"}
@@ -137,7 +137,7 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
+@pytest.mark.parametrize("case", CASES)
 def test_a_step_stays_on_its_device_and_waits_twice(
     stub: Path, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
@@ -156,7 +156,6 @@ def test_a_step_stays_on_its_device_and_waits_twice(
     assert (seen["kernels"] != {}) == is_last_stage
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", BALANCED)
 def test_a_balanced_step_waits_for_its_ratios_too(
     stub: Path, inputs: Inputs, tmp_path: Path, case: str
@@ -168,7 +167,6 @@ def test_a_balanced_step_waits_for_its_ratios_too(
     assert seen["from_host"] == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
 def test_a_stored_teacher_is_asked_once_whether_it_failed(
     pool: Pool, stub: Path, inputs: Inputs, tmp_path: Path, mode: str

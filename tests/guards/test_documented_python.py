@@ -12,7 +12,7 @@ import pytest
 from megatron_distill import losses
 from tests.guards.source_tree import ROOT
 
-PAGES = ("README.md", "docs/python_api.md")
+PAGES = ("README.md", pytest.param("docs/python_api.md", marks=pytest.mark.slow))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECONDS = 240
 
