@@ -17,7 +17,7 @@ from tests.distributed.megatron_world import (
     rows_of,
     small_architecture,
 )
-from tests.distributed.test_models import LENGTH, packed_batch
+from tests.distributed.models.test_models import LENGTH, packed_batch
 from tests.reference.features import Pair, Trained
 from tests.reference.llama import Heads, Packed
 

@@ -2,7 +2,7 @@
 sure of one id, logits of minus infinity.
 
 Rows that do not count: test_properties.py. More ids kept than a shard has columns, and ids on other
-shards: tests/distributed/test_divergences_tensor_parallel.py.
+shards: tests/distributed/losses/test_divergences_tensor_parallel.py.
 """
 
 from __future__ import annotations

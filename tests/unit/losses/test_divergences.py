@@ -30,7 +30,7 @@ from tests.support.divergence_runs import expected as oracle_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Every divergence once, representatives also at the ends of temperatures and in bf16; each at all
-# temperatures, in fp32 on shards: tests/distributed/test_divergences_tensor_parallel.py.
+# temperatures, in fp32 on shards: tests/distributed/losses/test_divergences_tensor_parallel.py.
 SETTINGS = [
     (torch.float32, 2.0),
     (torch.float32, 0.5),

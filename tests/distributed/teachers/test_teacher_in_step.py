@@ -1,0 +1,215 @@
+"""A live teacher within the student's step: memory of its hidden states, and their way."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from megatron_distill.runtime.batch import StepBatches
+from tests.distributed.feature_worlds import (
+    STUDENT,
+    TEACHER,
+    Setting,
+    build_losses,
+    build_student,
+    build_teacher,
+    even_routes,
+    whole_batch,
+)
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.models.test_models import LENGTH
+from tests.distributed.pool import Pool
+from tests.support.peaks import least_peak
+
+if TYPE_CHECKING:
+    from megatron_distill.runtime.groups import Groups
+    from megatron_distill.train.features import FeatureLosses
+    from megatron_distill.train.objective import TokenObjective
+    from megatron_distill.train.step import Student
+
+ROWS = 4
+LONG = 1024
+SEQUENCE = {"tensor": 2, "sequence": True}
+
+
+def step_of(micro_batches: int) -> StepBatches:
+    """Micro-batches of four sequences, each with tokens of its own."""
+    whole, batches = whole_batch(), []
+    for number in range(micro_batches):
+        tokens = (whole.tokens_bs + number) % 200
+        batch = replace(whole, tokens_bs=tokens, labels_bs=tokens.roll(-1, 1))
+        batches.append(batch.with_trained_rows())
+    return StepBatches(
+        tuple(batches),
+        ce_tokens=micro_batches * int(whole.ce_mask_bs.sum()),
+        kd_tokens=micro_batches * int(whole.kd_mask_bs.sum()),
+        positions=micro_batches * ROWS * LENGTH,
+    )
+
+
+def student_of(groups: Groups, step: StepBatches, recompute: str) -> Student:
+    """The student, its gradients divided by the positions of this step."""
+    from megatron_distill.config import OptimizerConfig
+    from megatron_distill.train.optimizer import connect_schedule
+
+    student = build_student(groups, recompute)
+    plain = OptimizerConfig(distributed=False, overlap_grad_reduce=False)
+    connect_schedule(student.wrapped, plain, positions=step.positions)
+    return student
+
+
+def objective_of(groups: Groups, features: FeatureLosses | None) -> TokenObjective:
+    """Cross-entropy, a divergence, and the feature losses if given."""
+    from megatron_distill.losses import Term
+    from megatron_distill.models.gpt import vocab_shard
+    from megatron_distill.ops import LogitRule
+    from megatron_distill.train.objective import TokenObjective
+
+    return TokenObjective(
+        ce_weight=1.0,
+        terms=(Term("forward_kl"),),
+        metrics=("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement"),
+        chunk_tokens=None,
+        shard=vocab_shard(small_architecture(**STUDENT), groups),
+        logit_rule=LogitRule(None, 1.0),
+        groups=groups,
+        features=features,
+        feature_weights=tuple(pair.weight for pair in features.pairs) if features else (),
+    )
+
+
+def peak_of_step(
+    rank: int, world: int, layout: dict[str, Any], micro_batches: int, with_features: bool
+) -> int:
+    """Peak bytes of tensors above those alive before the teacher's and the student's schedule."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.train.step import run_student
+        from megatron_distill.train.teachers.live import FeatureTeacher
+
+        step = step_of(micro_batches)
+        student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
+        features = build_losses(Setting(), groups) if with_features else None
+        source: Any = teacher
+        if features is not None:
+            features.attach(student.chunks)
+            ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
+            source = FeatureTeacher(teacher, ways)
+        objective = objective_of(groups, features)
+
+        def take() -> None:
+            signals = source.signals(step.micro_batches)
+            run_student(student, signals, [objective] * micro_batches, step)
+
+        take()
+        return least_peak(take)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_features", [False, True])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE)])
+def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
+    pool: Pool, world: int, layout: dict[str, Any], with_features: bool
+) -> None:
+    few, many = (pool.run(world, peak_of_step, layout, count, with_features) for count in (4, 32))
+    for own_few, own_many in zip(few, many, strict=True):
+        assert own_many <= 1.05 * own_few, (few, many)
+
+
+def packed_step(documents: int) -> StepBatches:
+    """Two micro-batches of a sample of so many equal documents."""
+    generator = torch.Generator().manual_seed(5)
+    whole, each = whole_batch(), LONG // documents
+    batches = []
+    for _ in range(2):
+        tokens = torch.randint(0, 200, (1, LONG), generator=generator)
+        mask = torch.ones(1, LONG, dtype=torch.bool)
+        batch = replace(
+            whole,
+            tokens_bs=tokens,
+            labels_bs=tokens.roll(-1, 1),
+            ce_mask_bs=mask,
+            kd_mask_bs=mask,
+            position_ids_bs=torch.arange(LONG)[None] % each,
+            document_ids_bS=torch.arange(LONG)[None] // each,
+            sequence_index_s=torch.arange(LONG),
+            sample_ids_b=torch.arange(1),
+            documents=None,
+        )
+        batches.append(batch.with_trained_rows())
+    return StepBatches(tuple(batches), ce_tokens=2 * LONG, kd_tokens=2 * LONG, positions=2 * LONG)
+
+
+def peak_of_documents(rank: int, world: int, documents: int) -> int:
+    """Peak bytes of tensors of a step, above those alive before."""
+    with megatron_groups() as groups:
+        from benchmarks.harness.peak import LiveStorages
+        from megatron_distill.train.step import run_student
+
+        step = packed_step(documents)
+        student, teacher = student_of(groups, step, "none"), build_teacher(groups, TEACHER)
+        student = replace(student, sequence_length=LONG)
+        teacher = replace(teacher, sequence_length=LONG)
+        objective = objective_of(groups, None)
+
+        def take() -> None:
+            run_student(student, teacher.signals(step.micro_batches), [objective] * 2, step)
+
+        take()
+        with LiveStorages() as live:
+            take()
+        return live.peak
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_is_that_of_one_document_a_sample(pool: Pool) -> None:
+    (one,), (eight,) = (pool.run(1, peak_of_documents, count) for count in (1, 8))
+    assert eight == pytest.approx(one, rel=0.05)
+
+
+def bytes_of_signals(rank: int, world: int, micro_batches: int) -> tuple[bool, int]:
+    """Whether this is the last stage, and the bytes that a step's signals hold there."""
+    with megatron_groups(**SEQUENCE, pipeline=2) as groups:
+        from benchmarks.harness.peak import LiveStorages
+
+        teacher, step = build_teacher(groups, TEACHER), step_of(micro_batches)
+        teacher.signals(step.micro_batches)
+        with LiveStorages() as live:
+            signals = teacher.signals(step.micro_batches)
+            torch.distributed.barrier()  # until then a stage may hold what it sends
+            gc.collect()
+            held = live.current
+        assert len(signals) == micro_batches
+        return groups.is_last_stage, held
+
+
+def test_with_stages_a_tensor_rank_holds_its_part_of_the_sequence_only(pool: Pool) -> None:
+    part = ROWS * LENGTH // 2 * TEACHER["hidden_size"] * torch.float32.itemsize
+    for is_last, held in pool.run(4, bytes_of_signals, 8):
+        # Megatron's model keeps the input of its last micro-batch.
+        assert held == (8 + 1) * part if is_last else held == 0
+
+
+def means_of_step(rank: int, world: int, through_host: bool) -> dict[str, float]:
+    """The report of a step with two pipeline stages, its schedule run twice."""
+    with megatron_groups(pipeline=2, virtual_pipeline=2) as groups:
+        from megatron_distill.train.step import run_student
+        from megatron_distill.train.teachers.live import HostStates
+
+        step, objective = step_of(4), objective_of(groups, None)
+        student, teacher = student_of(groups, step, "none"), build_teacher(groups, TEACHER)
+        if through_host and groups.is_last_stage:
+            teacher = replace(teacher, host_states=HostStates(torch.device("cpu")))
+        signals = teacher.signals(step.micro_batches)
+        means = [run_student(student, signals, [objective] * 4, step) for _ in range(2)]
+        assert means[0] == means[1]
+        return {name: float(mean) for name, mean in means[0].items()}
+
+
+def test_states_in_host_memory_give_the_same_losses(pool: Pool) -> None:
+    on_device, through_host = (pool.run(2, means_of_step, host) for host in (False, True))
+    assert through_host == on_device
+    assert on_device[0]["kd"] > 0

@@ -1,0 +1,89 @@
+"""The quickstart as a newcomer starts it, with very few steps."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_distill.store import StoreReader, verify
+from tests.e2e.runs import environment, records
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 600.0
+
+pytestmark = pytest.mark.slow
+
+
+def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "launch/quickstart.py", "--output", str(output), *arguments],
+        cwd=ROOT,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None:
+    child = start(tmp_path, "--offline", "--steps", "4", "validation.samples=8")
+    text, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 0, text
+    for promised in ("teacher", "student alone", "distilled student", "nats", "curves.png"):
+        assert promised in text
+    for promised in ("from the store", "bytes per token", "times as fast", "beside the live"):
+        assert promised in text
+    assert "leaked" not in text  # what bindings say at the end of a process whose objects linger
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "sample.txt").read_text().startswith("def __init__(self, ")
+    exported = {path.name for path in (tmp_path / "student_hf").iterdir()}
+    assert exported >= {"config.json", "model.safetensors", "tokenizer.json"}
+    (checkpoint,) = (tmp_path / "student_distilled" / "checkpoints").iterdir()
+    assert str(checkpoint) in text
+    steps = [one for one in records(tmp_path / "student_alone") if "validation" not in one]
+    assert [one["step"] for one in steps] == [1, 2, 3, 4]
+    store = tmp_path / "teacher_store"
+    assert not verify(store).problems
+    assert StoreReader.open(store).samples == 4 * 8
+    online, offline = (
+        [one for one in records(tmp_path / name) if "validation" not in one]
+        for name in ("student_distilled", "student_offline")
+    )
+    # The same weights on the same tokens, and a teacher known by 64 of its ids in 8 bits each.
+    assert offline[0]["ce_loss"] == pytest.approx(online[0]["ce_loss"], rel=1e-6)
+    assert offline[0]["teacher_ce_loss"] == pytest.approx(online[0]["teacher_ce_loss"], rel=1e-3)
+    assert offline[-1]["ce_loss"] == pytest.approx(online[-1]["ce_loss"], rel=0.05)
+
+
+def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    one_process = ("parallel.tensor=1", "parallel.pipeline=1", "validation.samples=8")
+    arguments = ("--steps", "12", *one_process)
+    child = start(tmp_path, *arguments)
+    metrics = tmp_path / "teacher" / "metrics.jsonl"
+    deadline = time.monotonic() + SECONDS
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(signal.SIGINT)
+    text, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 130, text
+    assert "The same command goes on from here" in text
+    _, alive = psutil.wait_procs(family, timeout=SECONDS)
+    assert not alive
+    done = len([one for one in records(tmp_path / "teacher") if "validation" not in one])
+    assert done < 12
+
+    child = start(tmp_path, *arguments)
+    text, _ = child.communicate(timeout=SECONDS)
+    assert child.returncode == 0, text
+    assert f"at step {done}" in text
+    steps = [one["step"] for one in records(tmp_path / "teacher") if "validation" not in one]
+    assert steps == list(range(1, 13))

@@ -1,0 +1,102 @@
+"""A run on a GPU equals that on a CPU: in fp32 to rounding, in bf16 nearly; it can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.devices.test_fake_cuda import GEMMA, LINEAR, MAPS, STATES, TERMS
+from tests.e2e.processes import SCRIPT, run_python
+from tests.e2e.runs import Inputs, step_records
+
+pytestmark = pytest.mark.gpu
+
+GPU = "cuda"
+SECONDS = 600
+FIRST, LAST = 1e-5, 2e-3
+QUANTITIES = ("ce_loss", "kd_loss", "grad_norm")
+STEPS, ROWS = 20, 8
+
+Course = list[dict[str, Any]]
+Runner = Callable[..., Course]
+
+CASES: dict[str, tuple[str, Sequence[str]]] = {
+    "dense": ("dense", ()),
+    "recomputed": ("dense", ("train.recompute=full",)),
+    "documents see each other": ("dense", ("data.isolate_documents=false",)),
+    "GPT-like": ("gpt", ()),
+    "experts": ("moe", ()),
+    "Gemma-like": ("dense", GEMMA),
+    "five terms": ("dense", (TERMS,)),
+    "states, balanced": ("dense", (STATES, LINEAR, "objective.balance.mode=gradient_norm")),
+    "maps, balanced": ("dense", (MAPS, "objective.balance.mode=magnitude")),
+}
+
+
+@pytest.fixture(scope="module")
+def train(inputs: Inputs) -> Runner:
+    """Train in a process of its own on a device; the same request runs once."""
+
+    @cache
+    def trained(device: str, name: str, *overrides: str, folder: Path | None = None) -> Course:
+        output = folder or inputs.folder / f"gpu-{trained.cache_info().misses}"
+        words = ["--config", str(inputs.folder / f"{name}.yaml"), f"output={output}"]
+        words += [f"runtime.device={device}", *overrides]
+        run_python(str(SCRIPT), *words, seconds=SECONDS)
+        return step_records(output)
+
+    return trained
+
+
+def assert_same_course(found: Course, expected: Course, *, first: float, last: float) -> None:
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for ours, other in zip(found, expected, strict=True):
+        tolerance = first if ours["step"] == 1 else last
+        for name in QUANTITIES:
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_fp32_a_course_is_that_of_a_cpu(train: Runner, case: str) -> None:
+    name, overrides = CASES[case]
+    expected = train("cpu", name, *overrides)
+    assert len(expected) == STEPS
+    assert_same_course(train(GPU, name, *overrides), expected, first=FIRST, last=LAST)
+
+
+@pytest.mark.parametrize("case", ["dense", "Gemma-like", "five terms", "experts"])
+def test_in_bf16_a_course_is_close_to_that_of_a_cpu(train: Runner, case: str) -> None:
+    name, overrides = CASES[case]
+    exact = train("cpu", name, *overrides)
+    rounded = train(GPU, name, "train.precision=bf16", *overrides)
+    assert exact[0]["ce_loss"] != rounded[0]["ce_loss"]
+    for ours, other in zip(rounded, exact, strict=True):
+        for quantity, tolerance in (("ce_loss", 0.01), ("kd_loss", 0.03), ("grad_norm", 0.15)):
+            assert ours[quantity] == pytest.approx(other[quantity], rel=tolerance), ours["step"]
+
+
+def test_a_stored_teacher_is_read_onto_the_device(
+    pool: Pool, inputs: Inputs, tmp_path: Path, train: Runner
+) -> None:
+    config, store = write_capture(inputs, "gpu", samples=STEPS * ROWS), tmp_path / "store"
+    assert run_in(pool, 1, config, store) is True
+    stored = (f"teacher.store={store}", "teacher.architecture=null")
+    expected = train("cpu", "dense", *stored)
+    assert_same_course(train(GPU, "dense", *stored), expected, first=FIRST, last=LAST)
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_run_that_is_started_again_goes_on(train: Runner, tmp_path: Path, name: str) -> None:
+    saving = ("checkpoint.save=true", "checkpoint.interval=5")
+    train(GPU, name, "train.steps=10", "schedule.decay_steps=20", *saving, folder=tmp_path)
+    resumed = train(GPU, name, "schedule.decay_steps=20", *saving, folder=tmp_path)
+    whole = train(GPU, name, "schedule.decay_steps=20")
+    assert [record["step"] for record in resumed] == list(range(1, STEPS + 1))
+    # Sums of atomics have no order.
+    assert_same_course(resumed, whole, first=FIRST, last=1e-4)

@@ -1,0 +1,375 @@
+"""Tasks during a run change nothing in it; results do not depend on the layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from tests.distributed.pool import Pool
+from tests.e2e.conversion.test_hugging_face import export
+from tests.e2e.failing import Ending, call_alone, call_script
+from tests.e2e.processes import ROOT
+from tests.e2e.runs import (
+    CONTEXT,
+    CPU,
+    EXPERT,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    Inputs,
+    checkpoints,
+    configure,
+    course,
+    failure,
+    failure_here,
+    quick_and_slow,
+    records,
+    run,
+    train_here,
+)
+
+STEPS = 4
+COMMON = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=2")
+WORDS = ("return", "import", "class", "while")
+
+
+def quiz(folder: Path) -> tuple[str, ...]:
+    """Write two tasks of one's own; returns the overrides that evaluate them."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"q": f"def f{n}", "options": WORDS, "right": n % 4, "part": n % 2} for n in range(14)]
+    (folder / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "quiz.yaml").write_text(
+        "kind: multiple_choice\nquestion: '{{ q }}:'\nchoices: options\nanswer: right\n"
+        f"group: part\nshots: 1\nshot_separator: ' '\nfolder: {folder}\nfiles: [quiz.jsonl]\n"
+    )
+    texts = [{"text": f"for one in range({n}): print(one)" * n} for n in range(1, 4)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (folder / "write.yaml").write_text(
+        "kind: generation\nquestion: '{{ q }}'\nanswer: q\ngraders: [exact, gsm8k_strict]\n"
+        f"max_new_tokens: 6\nstops: [zz]\nlimit: 5\nfolder: {folder}\nfiles: [quiz.jsonl]\n"
+    )
+    prose = f"{{task: text, name: prose, folder: {folder}, files: [text.jsonl]}}"
+    tasks = f"[{folder / 'quiz.yaml'}, {prose}, {folder / 'write.yaml'}]"
+    return (f"evaluation.tasks={tasks}", "evaluation.interval=2")
+
+
+def evaluations(output: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The steps and results of a run's evaluations, without their seconds."""
+    found = []
+    for record in records(output):
+        if "evaluation" in record:
+            for results in record["evaluation"].values():
+                for result in results.values():
+                    assert result.pop("seconds") > 0
+            found.append((record["step"], record["evaluation"]))
+    return found
+
+
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
+    "TP2xPP2+sequence+virtual": ("dense", 4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL)),
+    "CP2": ("dense", 2, (CONTEXT,)),
+    "experts EP2": ("moe", 2, (EXPERT,)),
+    "two tokenizers": ("aligned", 2, (TENSOR,)),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(CASES, ("DP2, parameters gathered late",)))
+def test_training_is_bit_identical_with_and_without(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    name, world, layout = CASES[case]
+    config, tasks = inputs.folder / f"{name}.yaml", quiz(tmp_path)
+    plain = run(pool, world, config, tmp_path / "plain", *COMMON, *layout)
+    evaluated = run(pool, world, config, tmp_path / "evaluated", *COMMON, *layout, *tasks)
+    assert course(evaluated) == course(plain)
+    (start, first), *later = evaluations(tmp_path / "evaluated")
+    assert start == 0
+    assert set(first) == {"teacher", "student"}, "the teacher once, before the first step"
+    assert [(step, set(found)) for step, found in later] == [(2, {"student"}), (4, {"student"})]
+    for results in (*first.values(), *(found["student"] for _, found in later)):
+        assert results["quiz"]["n"] == 14
+        assert set(results["quiz"]["groups"]) == {"0", "1"}
+        assert results["prose"]["bits_per_byte"] > 0
+        assert results["write"]["n"] == 5
+        assert results["write"]["exact"] == 0.0
+        assert results["write"]["cut"] > 0, "a model of random weights goes on"
+    for found in (first, *(found for _, found in later)):
+        student, teacher = found["student"], first["teacher"]
+        for task, name in (("quiz", "acc_norm"), ("write", "exact"), ("prose", "bits_per_byte")):
+            minus = student[task].get("minus", {}).get("teacher")
+            if case == "two tokenizers" and minus is None:
+                continue  # other examples fit into the teacher's positions
+            one = minus[name]
+            assert one["difference"] == pytest.approx(student[task][name] - teacher[task][name])
+            assert one["low"] <= one["difference"] <= one["high"]
+            assert one["n"] == student[task]["n"]
+    assert first["student"] != later[-1][1]["student"], "training changes the student"
+
+
+@contextmanager
+def asked_after(calls: int) -> Iterator[None]:
+    """A signal that an evaluation sees at its n-th look."""
+    looks = iter(range(10**9))
+    place = "megatron_distill.train.assemble.evaluation.is_requested"
+    with patch(place, lambda: next(looks) >= calls):
+        yield
+
+
+def _stopped(rank: int, world: int, config: Path, overrides: list[str], calls: int) -> bool:
+    with asked_after(calls):
+        return train_here(rank, world, config, overrides)
+
+
+class _Killed(BaseException):
+    """An end of the process in the middle of an evaluation."""
+
+
+def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int) -> str:
+    import megatron_distill.train.evaluation.phase as phase
+
+    evaluate, calls = phase.evaluate_model, iter(range(10**9))
+
+    def dying(*given: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            raise _Killed
+        return evaluate(*given, **named)
+
+    try:
+        with patch.object(phase, "evaluate_model", dying):
+            train_here(rank, world, config, overrides)
+    except _Killed:
+        return "killed"
+    return "lived"
+
+
+@pytest.mark.slow
+def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    whole, stopped, killed = (tmp_path / name for name in ("whole", "stopped", "killed"))
+    expected = run(pool, 2, config, whole, *COMMON, *tasks)
+    results = evaluations(whole)
+
+    # Before the first step there are at least four looks: two models, two tasks.
+    arguments = [f"output={stopped}", *COMMON, *tasks, "evaluation.batch_tokens=64"]
+    looks = 2
+    while True:  # until the signal comes in the evaluation after the second step
+        if pool.run(2, _stopped, config, arguments, looks) == [True, True]:
+            break
+        steps = [record["step"] for record in records(stopped)] if stopped.exists() else []
+        if steps and max(steps) == 2 and checkpoints(stopped) == ["step_0000002"]:
+            break
+        looks += 6
+        __import__("shutil").rmtree(stopped)
+    assert [step for step, _ in evaluations(stopped)] == [0]
+    after = run(pool, 2, config, stopped, *COMMON, *tasks, "evaluation.batch_tokens=64")
+    assert course(after) == course(expected)
+    assert [step for step, _ in evaluations(stopped)] == [0, 2, 4], "the missing one was made up"
+
+    # Calls: teacher and student at the start, the student after the steps 2 and 4.
+    arguments = [f"output={killed}", *COMMON, *tasks]
+    assert pool.run(2, _killed, config, arguments, 3) == ["killed"] * 2
+    assert checkpoints(killed) == ["step_0000002"]
+    assert course(run(pool, 2, config, killed, *COMMON, *tasks)) == course(expected)
+    assert evaluations(killed) == results
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    """Bits per byte rise with a rate that is far too high: an early step is the best."""
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    best = ("checkpoint.keep_best={metric: prose.bits_per_byte, mode: min}", "checkpoint.keep=1")
+    wild = ("optimizer.learning_rate=0.9", "schedule.warmup_steps=2", "evaluation.interval=1")
+    output = tmp_path / "run"
+    arguments = (*COMMON, *tasks, *best, *wild, "evaluation.at_start=false")
+    run(pool, 2, config, output, *arguments)
+    values = {
+        step: found["student"]["prose"]["bits_per_byte"]
+        for step, found in evaluations(output)
+        if step
+    }
+    lowest = min(values, key=lambda step: values[step])
+    assert lowest < STEPS, values
+    written = json.loads((output / "checkpoints" / "best.json").read_text())
+    assert written == {"step": lowest, "metric": "prose.bits_per_byte", "value": values[lowest]}
+    assert checkpoints(output) == ["best.json", f"step_{lowest:07d}", f"step_{STEPS:07d}"]
+    text = failure(
+        pool, 1, config, tmp_path / "other", *COMMON, *tasks,
+        "checkpoint.keep_best.metric=quiz.exact_match",
+    )  # fmt: skip
+    assert "checkpoint.keep_best.metric = 'quiz.exact_match' is no measure of this run" in text
+    assert "quiz.acc, quiz.acc_norm" in text
+
+
+def _results(
+    rank: int, world: int, folder: str, overrides: list[str], tasks: list[str], teacher: bool
+) -> dict[str, Any]:
+    from megatron_distill.evaluation.tasks.record import load_task
+    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
+
+    plain = [] if teacher else STUDENT_ALONE
+    config = load_trained_run(folder, [*plain, *overrides], world_size=world)
+    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    from megatron_distill.train.assemble.evaluation import evaluate_weights
+
+    found = evaluate_weights(config, CPU, [load_task(one) for one in tasks], teacher=teacher)
+    return found["results"]
+
+
+@pytest.mark.slow
+def test_results_of_a_finished_run_are_those_of_any_layout(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    output = tmp_path / "run"
+    run(pool, 2, config, output, *COMMON, *tasks)
+    (_, first), *_, (_, last) = evaluations(output)
+    named = [str(tmp_path / "quiz.yaml")]
+    layouts: list[tuple[int, list[str]]] = [(1, []), (4, [TENSOR, PIPELINE, SEQUENCE])]
+    for world, layout in layouts:
+        for found in pool.run(world, _results, str(output), layout, named, True):
+            for role, results in (("student", last["student"]), ("teacher", first["teacher"])):
+                measured = found[role]["quiz"]
+                assert measured["prompt_hash"] == results["quiz"]["prompt_hash"]
+                for name in ("acc", "acc_norm", "n"):
+                    assert measured[name] == results["quiz"][name], (role, name)
+
+
+def _refusals(
+    rank: int, world: int, config: Path, output: Path, cases: dict[str, list[str]]
+) -> dict[str, str]:
+    """The error of each start, in a pool worker where no model can be built."""
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.model_source import ModelSource
+
+    with patch.object(ModelSource, "build", side_effect=AssertionError("a model was built")):
+        return {
+            name: failure_here(rank, world, config, [f"output={output}", *COMMON, *overrides])
+            for name, overrides in cases.items()
+        }
+
+
+def test_a_wrong_task_is_named_before_any_model_is_built(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Each of these ends the start on all ranks, and leaves no folder."""
+    quiz(tmp_path)
+    changed = {
+        "column": ("quiz", "question: '{{ nothing }}'"),
+        "row": ("quiz", "answer: q"),
+        "key": ("quiz", "answer: ''"),
+        "examples": ("quiz", "shots: 9"),
+        "grader": ("write", "graders: [nobody]"),
+        "room": ("write", "max_new_tokens: 100"),
+        "template": ("quiz", "chat: true"),
+    }
+    cases = {
+        "name": ["evaluation.tasks=[mmluu]"],
+        "file": [f"evaluation.tasks=[{{task: {tmp_path / 'quiz.yaml'}, files: [none.jsonl]}}]"],
+    }
+    for name, (base, line) in changed.items():
+        (tmp_path / f"{name}.yaml").write_text(f"base: {base}.yaml\n{line}\n")
+        cases[name] = [f"evaluation.tasks=[{tmp_path / f'{name}.yaml'}]"]
+    one, other = pool.run(2, _refusals, inputs.folder / "dense.yaml", tmp_path / "run", cases)
+    assert one == other
+    expected = {
+        "name": "mmluu: there is no such task; give the path of a YAML file, or one of arc_",
+        "file": "task quiz: files: there is no file",
+        "column": "'nothing' is undefined (its columns: q, options, right, part)",
+        "row": "neither one of the choices nor an index from 0 to 3; correct `answer` or",
+        "key": "answer = None; give the right answer of a row: without it nothing can be scored",
+        "examples": "6 examples of part 0, and shots is 9; lower shots, or add rows",
+        "grader": "graders: 'nobody' is not one of exact, letter",
+        "room": "task room: max_new_tokens = 100, and the model has 32 positions; lower it",
+        "template": "tokenizer has no chat template; add a chat_template.jinja to its folder",
+    }
+    assert set(one) == set(expected)
+    for name, text in expected.items():
+        assert text in one[name], (name, one[name])
+    assert not (tmp_path / "run").exists()
+
+
+def _called_without_models(
+    rank: int, world: int, script: str, calls: list[list[str]]
+) -> list[Ending]:
+    """Call a script where no model can be built."""
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.model_source import ModelSource
+
+    with patch.object(ModelSource, "build", side_effect=AssertionError("a model was built")):
+        return [call_script(rank, world, ROOT / "launch" / script, words) for words in calls]
+
+
+@pytest.mark.slow
+def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_run(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    tasks, output, exported = quiz(tmp_path), tmp_path / "run", tmp_path / "exported"
+    run(pool, 1, inputs.folder / "dense.yaml", output, *COMMON, *tasks)
+    *_, (_, last) = evaluations(output)
+    pool.run(1, export, output, exported)
+    quiz_file, script = tmp_path / "quiz.yaml", ROOT / "launch" / "evaluate.py"
+    for words in (("--hf", exported), ("--checkpoint", output)):
+        ending = call_alone(pool, script, *words, "--tasks", quiz_file)
+        assert ending.status == 0, ending.stderr
+        measured = json.loads(ending.stdout)["results"]["student"]["quiz"]
+        for name in ("acc", "acc_norm", "prompt_hash"):
+            assert measured[name] == last["student"]["quiz"][name], (words, name)
+
+    named, other = [str(output), "--tasks", str(quiz_file)], str(tmp_path / "other.yaml")
+    Path(other).write_text(f"base: quiz.yaml\nname: quiz\nfolder: {tmp_path}\n")
+    missing = tmp_path / "none.yaml"
+    missing.write_text("base: quiz.yaml\nfiles: [none.jsonl]\n")
+    calls = {
+        "there is no such task; give the path": [str(output), "--tasks", "mmluu"],
+        "task none: files: there is no file": [str(output), "--teacher", "--tasks", str(missing)],
+        "two tasks have the name 'quiz'": [*named, other],
+        "items.json: cannot be read": [*named, "--against", str(tmp_path / "items.json")],
+        "not a file of `evaluate --items`": [*named, "--against", str(tmp_path / "quiz.jsonl")],
+    }
+    (endings,) = pool.run(1, _called_without_models, "evaluate.py", list(calls.values()))
+    for text, ending in zip(calls, endings, strict=True):
+        assert (ending.status, text in ending.stderr) == (1, True), ending.stderr
+    texts = {
+        "no chat template": [str(output), "--chat"],
+        "--prompt has": [str(output), "--prompt", "def f " * 60],
+        "a stop string is empty": [str(output), "--stop", ""],
+        "temperature=-1.0": [str(output), "--temperature", "-1"],
+    }
+    (endings,) = pool.run(1, _called_without_models, "generate.py", list(texts.values()))
+    for text, ending in zip(texts, endings, strict=True):
+        assert (ending.status, text in ending.stderr) == (1, True), ending.stderr
+
+
+def _without_harness(rank: int, world: int, folder: str) -> str:
+    from megatron_distill.errors import ConfigError
+    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
+
+    config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
+    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    from megatron_distill.train.assemble import evaluation
+
+    with patch.object(evaluation, "find_spec", lambda _: None):
+        try:
+            evaluation.evaluate_by_harness(config, CPU, ["quiz"], include=None, limit=None)
+        except ConfigError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_a_harness_that_is_not_installed_is_named(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=1")
+    (text,) = pool.run(1, _without_harness, str(tmp_path / "run"))
+    assert "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`" in text

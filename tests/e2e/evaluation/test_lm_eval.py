@@ -1,0 +1,216 @@
+"""lm-evaluation-harness over the scorer, against its own backend on the exported model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from megatron_distill.errors import ConfigError
+from tests.distributed.pool import Pool
+from tests.e2e.conversion.test_hugging_face import export
+from tests.e2e.evaluation.test_evaluation import WORDS, _results
+from tests.e2e.runs import CPU, PIPELINE, TENSOR, Inputs, configure, run
+from tests.unit.evaluation.tasks.test_prompts import CASES, GOLDEN, lines
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make peers")
+
+pytestmark = pytest.mark.slow
+
+PROSE = "def parse(text):\n    return [line.strip() for line in text.splitlines() if line]\n"
+TASKS: dict[str, dict[str, Any]] = {
+    "own_choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}:",
+        "doc_to_choice": "{{options}}",
+        "doc_to_target": "right",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "own_shots": {
+        "output_type": "multiple_choice",
+        "num_fewshot": 2,
+        "fewshot_split": "test",
+        "fewshot_config": {"sampler": "first_n"},
+        "fewshot_delimiter": "\n",
+        "doc_to_text": "{{q}}:",
+        "doc_to_choice": "{{options}}",
+        "doc_to_target": "right",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "own_texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    },
+    "own_answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "{{q}}",
+        "generation_kwargs": {"until": ["e"], "max_gen_toks": 9, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def write_tasks(folder: Path) -> None:
+    """Write tasks of the harness, and one of ours with the prompts of `own_choices`."""
+    rows = [
+        {"q": f"def f{n}", "options": WORDS, "right": n % 4, "text": PROSE * (1 + n % 3) + str(n)}
+        for n in range(14)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")}
+    for name, task in TASKS.items():
+        common = {"task": name, "dataset_path": "json", "dataset_kwargs": files}
+        found = {**common, "test_split": "test", **task}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(found))
+    (folder / "ours").mkdir()
+    (folder / "ours" / "own_choices.yaml").write_text(
+        "kind: multiple_choice\nquestion: '{{ q }}:'\nchoices: options\nanswer: right\n"
+        f"folder: {folder}\nfiles: [rows.jsonl]\n"
+    )
+
+
+def _with_samples(**given: Any) -> Any:
+    return evaluate(**{**given, "log_samples": True})
+
+
+evaluate = lm_eval.simple_evaluate
+
+
+def _ours(rank: int, world: int, folder: str, layout: list[str], include: str) -> dict[str, Any]:
+    """The results of the adapter, with every request's; in a pool worker."""
+    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
+
+    config = load_trained_run(folder, [*STUDENT_ALONE, *layout], world_size=world)
+    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    from megatron_distill.train.assemble.evaluation import evaluate_by_harness
+
+    with patch.object(lm_eval, "simple_evaluate", _with_samples):
+        found = evaluate_by_harness(config, CPU, list(TASKS), include=include, limit=None)
+    assert found is not None
+    return _plain(found)
+
+
+def _theirs(folder: Path, include: Path) -> dict[str, Any]:
+    """The results of the harness's own backend, with every request's."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    return _plain(
+        evaluate(
+            model=HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4),
+            tasks=list(TASKS),
+            task_manager=TaskManager(include_path=str(include)),
+            bootstrap_iters=0,
+        )
+    )
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    """Measures by task, and the answers of the model by task and item."""
+    names = ("acc,none", "acc_norm,none", "exact_match,none")
+    return {
+        "measures": {
+            task: {name: own[name] for name in names if name in own}
+            for task, own in found["results"].items()
+        },
+        "answers": {
+            task: [one["filtered_resps"] for one in sorted(own, key=lambda one: one["doc_id"])]
+            for task, own in found["samples"].items()
+        },
+    }
+
+
+def test_answers_equal_those_of_the_harness_s_own_backend(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    """The exported student on the same task files, on one rank and in TP2 x PP2."""
+    output, folder = tmp_path / "run", tmp_path / "tasks"
+    folder.mkdir()
+    write_tasks(folder)
+    run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=2", "checkpoint.save=true")
+    pool.run(1, export, output, tmp_path / "exported")
+    theirs = _theirs(tmp_path / "exported", folder)
+    layouts: list[tuple[int, list[str]]] = [(1, []), (4, [TENSOR, PIPELINE])]
+    for world, layout in layouts:
+        for ours in pool.run(world, _ours, str(output), layout, str(folder)):
+            assert ours["measures"] == theirs["measures"]
+            answers = ours["answers"]
+            assert answers["own_answers"] == theirs["answers"]["own_answers"]
+            assert len({text for (text,) in answers["own_answers"]}) > 1
+            for task in ("own_choices", "own_shots"):
+                assert len(answers[task]) == 14
+                for own, other in zip(answers[task], theirs["answers"][task], strict=True):
+                    assert [greedy for _, greedy in own] == [greedy for _, greedy in other]
+                    values = [value for value, _ in own], [value for value, _ in other]
+                    assert values[0] == pytest.approx(values[1], abs=1e-4, rel=0)
+            flat = [[one for (one,) in found["answers"]["own_texts"]] for found in (ours, theirs)]
+            assert flat[0] == pytest.approx(flat[1], abs=1e-4, rel=0)
+    named = [str(folder / "ours" / "own_choices.yaml")]
+    (found,) = pool.run(1, _results, str(output), [], named, False)
+    for name in ("acc", "acc_norm"):
+        measured = found["student"]["own_choices"][name]
+        assert measured == theirs["measures"]["own_choices"][f"{name},none"], name
+
+
+def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
+    from megatron_distill.evaluation.lm_eval_model import harness_tasks
+
+    write_tasks(tmp_path)
+    assert len(harness_tasks(["own_choices", "own_texts"], include=str(tmp_path))) == 2
+    with pytest.raises(ConfigError, match="--lm-eval own_nothing: .* give a name of the harness"):
+        harness_tasks(["own_choices", "own_nothing"], include=str(tmp_path))
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(ConfigError, match="--lm-eval own_choices: FileNotFoundError"):
+        harness_tasks(["own_choices"], include=str(tmp_path))
+
+
+# Those of minerva_math need the antlr runtime 4.11, which excludes the one of the extra `math`.
+PUBLISHED = {
+    "mmlu": "mmlu/default/mmlu_abstract_algebra.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "gsm8k": "gsm8k/gsm8k.yaml",
+    "mmlu_pro_cot": "mmlu_pro/mmlu_pro_math.yaml",
+    "hendrycks_math": "hendrycks_math/hendrycks_math_algebra.yaml",
+}
+
+
+@pytest.mark.parametrize(
+    ("named", "rows", "shots"),
+    [case for case in CASES if case[0] in PUBLISHED],
+    ids=lambda one: str(one)[:20],
+)
+def test_golden_prompts_are_those_of_the_harness(
+    tmp_path: Path, named: str, rows: list[dict[str, Any]], shots: int
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    file = lines(tmp_path / "rows.jsonl", rows)
+    splits = dict.fromkeys(("train", "validation", "dev", "test"), file)
+    task = {
+        "include": str(Path(lm_eval.__file__).parent / "tasks" / PUBLISHED[named]),
+        "task": "golden",
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": splits, "cache_dir": str(tmp_path / "cache")},
+        "num_fewshot": shots,
+    }
+    if named == "gsm8k":  # whose examples are drawn, unless one asks for the first
+        task["fewshot_config"] = {"sampler": "first_n"}
+    (tmp_path / "golden.yaml").write_text(yaml.safe_dump(task))
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    golden = manager.load(["golden"])["tasks"]["golden"]
+    golden.build_all_requests(rank=0, world_size=1)
+    found: dict[int, list[list[str]]] = {}
+    for request in golden.instances:
+        is_generated = request.request_type == "generate_until"
+        texts = request.args[:1] if is_generated else request.args[:2]
+        found.setdefault(request.doc_id, []).append(list(texts))
+    assert [found[number] for number in sorted(found)] == GOLDEN[f"{named}_{shots}"]

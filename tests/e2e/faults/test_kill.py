@@ -1,0 +1,251 @@
+"""A run that is killed or asked to stop, at any moment, loses no step that was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
+from tests.e2e.runs import Inputs, checkpoints, course, records, run, step_records
+from tests.e2e.tokenizers.test_several_tokenizers import write_config
+
+STEPS = 60
+OVERRIDES = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=3")
+
+Course = list[tuple[float, ...]]
+
+
+def undisturbed_course(pool: Pool, inputs: Inputs, name: str, *overrides: str) -> Course:
+    """A configuration's course without any signal."""
+    output = inputs.folder / "-".join(("undisturbed", name, *overrides))
+    return course(run(pool, 2, inputs.folder / f"{name}.yaml", output, *OVERRIDES, *overrides))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, inputs: Inputs) -> Course:
+    """What every run here must have done in the end, bit by bit."""
+    return undisturbed_course(pool, inputs, "dense")
+
+
+def steps_done(output: Path) -> int:
+    """Number of whole lines in the log."""
+    log = output / "metrics.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def has_steps(output: Path, number: int) -> Callable[[], bool]:
+    return lambda: steps_done(output) >= number
+
+
+def is_saving(output: Path, after: int) -> Callable[[], bool]:
+    """Whether a checkpoint is being written, once `after` steps are done."""
+    folder = output / "checkpoints"
+    return lambda: steps_done(output) >= after and any(folder.glob("step_???????.partial/*"))
+
+
+def send_to_all(started: Started, number: int) -> None:
+    """A signal to every process that torchrun was seen to start, and that is still there."""
+    for process in started.seen:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def hold_during_a_save(started: Started, output: Path, after: int) -> None:
+    """Stop the processes where a save is half done: one that was seen may be over by now."""
+    saving = is_saving(output, after)
+    while True:
+        started.wait_until(saving)
+        send_to_all(started, signal.SIGSTOP)
+        if saving():
+            return
+        send_to_all(started, signal.SIGCONT)
+
+
+def arguments(inputs: Inputs, output: Path, *overrides: str, name: str = "dense") -> list[str]:
+    config = inputs.folder / f"{name}.yaml"
+    return ["--config", str(config), f"output={output}", *OVERRIDES, *overrides]
+
+
+def kill_everything(started: Started) -> None:
+    """SIGKILL to torchrun and to all it was seen to start, at once."""
+    send_to_all(started, signal.SIGKILL)
+    started.process.kill()
+    started.wait()
+    started.wait_for_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
+    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
+) -> None:
+    output = tmp_path / "run"
+    saving = f"checkpoint.asynchronous={asynchronous}"
+    with torchrun(tmp_path, arguments(inputs, output, saving)) as started:
+        started.wait_until(has_steps(output, 7))
+        hold_during_a_save(started, output, after=7)
+        kill_everything(started)
+    done = steps_done(output)
+    assert 7 <= done < STEPS, started.log.read_text()
+    left = checkpoints(output)
+    complete = [name for name in left if "." not in name]
+    assert left != complete
+    newest = int(complete[-1].removeprefix("step_"))
+    assert done - 6 <= newest <= done
+    after = run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES, saving)
+    assert course(after) == undisturbed
+    assert checkpoints(output) == [f"step_{STEPS - 3:07d}", f"step_{STEPS:07d}"]
+
+
+def to_the_last_rank(started: Started, number: int) -> None:
+    started.ranks()[-1].send_signal(number)
+
+
+def to_torchrun(started: Started, number: int) -> None:
+    os.kill(started.process.pid, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("to", "number", "status"),
+    [
+        pytest.param(to_the_last_rank, signal.SIGTERM, 0, id="rank TERM"),
+        pytest.param(to_the_last_rank, signal.SIGINT, 0, id="rank INT"),
+        # torchrun itself ends with 1, but its ranks are given the time to end well.
+        pytest.param(to_torchrun, signal.SIGTERM, 1, id="torchrun TERM"),
+        pytest.param(to_torchrun, signal.SIGINT, 1, id="torchrun INT"),
+        pytest.param(to_torchrun, signal.SIGKILL, -signal.SIGKILL, id="torchrun KILL"),
+    ],
+)
+def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(
+    pool: Pool,
+    inputs: Inputs,
+    tmp_path: Path,
+    undisturbed: Course,
+    to: Callable[[Started, int], None],
+    number: int,
+    status: int,
+) -> None:
+    output = tmp_path / "run"
+    with torchrun(tmp_path, arguments(inputs, output)) as started:
+        started.wait_until(has_steps(output, 4))
+        to(started, number)
+        assert started.wait() == status
+        started.wait_for_all()
+    assert_ended_well(started, output)
+    assert course(run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES)) == undisturbed
+
+
+def assert_ended_well(started: Started, output: Path) -> None:
+    """Every rank left with 0, and the last step is saved."""
+    text = started.log.read_text()
+    assert started.statuses() == ["0", "0"], text
+    done = len(step_records(output))
+    assert 4 <= done < STEPS
+    assert checkpoints(output)[-1] == f"step_{done:07d}"
+    assert f"stopped by a signal after step {done}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path, number: int) -> None:
+    output = tmp_path / "run"
+    given = arguments(inputs, output)
+    with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as started:
+        started.wait_until(has_steps(output, 4))
+        to_torchrun(started, number)
+        assert started.wait() == 0
+        started.wait_for_all()
+    assert_ended_well(started, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["write", "score"])
+def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
+    inputs: Inputs, tmp_path: Path, kind: str
+) -> None:
+    """Its step is saved, and all ranks leave with 0 before the evaluation is done."""
+    output = tmp_path / "run"
+    rows = [{"q": f"def f{n}", "options": ["a", "b"], "right": 0} for n in range(6_000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "write.yaml").write_text(
+        "kind: generation\nquestion: '{{ q }}'\nanswer: q\ngraders: [exact]\n"
+        f"max_new_tokens: 4000\nlimit: 600\nfolder: {tmp_path}\nfiles: [rows.jsonl]\n"
+    )
+    (tmp_path / "score.yaml").write_text(
+        "kind: multiple_choice\nquestion: '{{ q }}'\nchoices: options\nanswer: right\n"
+        f"folder: {tmp_path}\nfiles: [rows.jsonl]\n"
+    )
+    overrides = (
+        f"evaluation.tasks=[{tmp_path / f'{kind}.yaml'}]",
+        "evaluation.interval=1",
+        "evaluation.at_start=false",
+        "evaluation.teacher=false",
+        "evaluation.batch_tokens=8",  # many waves of one request
+        "student.architecture.max_position_embeddings=4096",
+    )
+    with torchrun(tmp_path, arguments(inputs, output, *overrides)) as started:
+        started.wait_until(has_steps(output, 1))
+        to_the_last_rank(started, signal.SIGTERM)
+        assert started.wait() == 0, started.log.read_text()
+        started.wait_for_all()
+    assert started.statuses() == ["0", "0"]
+    assert ["evaluation" in record for record in records(output)] == [False]
+    assert checkpoints(output) == ["step_0000001"]
+
+
+@pytest.mark.slow
+def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
+    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course
+) -> None:
+    output = tmp_path / "run"
+    with torchrun(tmp_path, arguments(inputs, output)) as started:
+        started.wait_until(has_steps(output, 4))
+        started.process.kill()
+        started.wait()
+        found = run(pool, 2, inputs.folder / "dense.yaml", output, *OVERRIDES)
+        started.wait_for_all()
+    assert course(found) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("dense", ["checkpoint.asynchronous=false"]),
+        ("dense", ["checkpoint.asynchronous=true"]),
+        ("aligned", ["data.workers=2"]),
+        ("several_tokenizers", ["data.workers=1", "parallel.tensor=2"]),
+    ],
+)
+def test_killed_again_and_again_it_arrives(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, overrides: list[str]
+) -> None:
+    if name == "several_tokenizers":
+        write_config(inputs)
+    undisturbed = undisturbed_course(pool, inputs, name, *overrides)
+    output = tmp_path / "run"
+    chance = random.Random(5)
+    given = arguments(inputs, output, *overrides, name=name)
+    for _ in range(8):
+        before = steps_done(output)
+        with torchrun(tmp_path, given) as started:
+            if chance.random() < 0.7:
+                started.wait_until(lambda before=before: steps_done(output) != before)  # type: ignore[misc]
+            time.sleep(chance.uniform(0.0, 1.0))
+            started.look()
+            kill_everything(started)
+    with torchrun(tmp_path, given) as started:
+        assert started.wait() == 0, started.log.read_text()
+    assert course(step_records(output)) == undisturbed
+    assert checkpoints(output) == [f"step_{STEPS - 3:07d}", f"step_{STEPS:07d}"]

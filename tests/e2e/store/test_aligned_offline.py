@@ -1,0 +1,349 @@
+"""A store for a student with another tokenizer gives the losses of the live teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_distill.data.samples import Sample
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.runs import SECOND_SIZES, Inputs, course, failure, quick_and_slow, records, run
+from tests.e2e.training.test_conversations import write_chat, write_chat_tokenizers
+
+STEPS, ROWS, K = 3, 8, 64
+SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
+TERMS = """objective.terms=[
+    {alignment: likelihood, divergence: js_divergence, temperature: 6.0},
+    {alignment: common, weight: 0.5, temperature: 2.0, top_k: 8,
+     scale_by_temperature_squared: true},
+    {alignment: common, divergence: reverse_kl, weight: 0.25, top_k: 5}]"""
+NAMES = ("likelihood_js_divergence_t6", "common_forward_kl_t2_top8", "common_reverse_kl_top5")
+FIGURES = (*NAMES, "total_loss", "ce_loss", "kd_loss", "grad_norm")
+OWN = "data.sources=[]"
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def capture(pool: Pool, inputs: Inputs) -> Callable[..., Path]:
+    """Capture the teacher on its own tokens of the run's samples; each request once."""
+    known: dict[tuple[Any, ...], Path] = {}
+    config = write_capture(inputs, "aligned-offline", samples=STEPS * ROWS)
+    aligned = (
+        "capture.aligned=true", f"store.k={K}", "teacher.sequence_length=24",
+        f"teacher.tokenizer.path={inputs.second_tokenizer(max(SECOND_SIZES))}",
+    )  # fmt: skip
+
+    def captured(*overrides: str, world: int = 1) -> Path:
+        key = (world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"store-aligned-{len(known)}"
+            assert run_in(pool, world, config, folder, *aligned, *overrides) is True
+            known[key] = folder
+        return known[key]
+
+    return captured
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, inputs: Inputs) -> Run:
+    """Train the student of another tokenizer; each request once."""
+    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+
+    def trained(world: int, *overrides: str) -> list[dict[str, Any]]:
+        key = (world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"aligned-offline-{len(known)}"
+            config = inputs.folder / "aligned.yaml"
+            known[key] = run(pool, world, config, folder, *SHORT, TERMS, *overrides)
+        return known[key]
+
+    return trained
+
+
+def of_store(store: Path) -> tuple[str, ...]:
+    """A teacher without a model: the store has its tokenizer."""
+    return ("teacher.architecture=null", "teacher.tokenizer=null", f"teacher.store={store}")
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], first: float) -> None:
+    for ours, other in zip(found, expected, strict=True):
+        assert ours["chunks"] == other["chunks"] > 0
+        assert ours["aligned_labels"] == other["aligned_labels"] > 0.8
+        for name in FIGURES:
+            tolerance = first if ours["step"] == 1 else 1e-4
+            assert other[name] != 0
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+
+
+READERS = {
+    "one rank": (1, ()),
+    "TP2": (2, ("parallel.tensor=2",)),
+    "DP2": (2, ()),
+    "PP2": (2, ("parallel.pipeline=2",)),
+    "CP2": (2, ("parallel.context=2",)),
+    "TP2xSPxCP2": (4, ("parallel.tensor=2", "parallel.sequence=true", "parallel.context=2")),
+}
+
+
+@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["one rank"]))
+def test_a_run_from_a_store_has_the_losses_of_the_live_teacher(
+    capture: Callable[..., Path], train: Run, reader: str
+) -> None:
+    world, layout = READERS[reader]
+    assert_same(train(world, *of_store(capture()), *layout), train(1), first=5e-6)
+
+
+WRITERS = {
+    "TP2": (2, ("parallel.tensor=2",)),
+    "DP2xCP2": (4, ("parallel.context=2",)),
+    "PP2": (2, ("parallel.pipeline=2",)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_layout_of_the_capture_changes_a_loss(
+    capture: Callable[..., Path], train: Run, writer: str
+) -> None:
+    world, layout = WRITERS[writer]
+    store = capture(*layout, world=world)
+    assert_same(train(1, *of_store(store)), train(1), first=5e-6)
+
+
+@pytest.mark.slow
+def test_the_codec_of_eight_bits_is_near_the_live_teacher(
+    capture: Callable[..., Path], train: Run
+) -> None:
+    found, expected = train(1, *of_store(capture("store.codec=u8")))[0], train(1)[0]
+    for name in NAMES:
+        assert found[name] == pytest.approx(expected[name], rel=0.02), name
+
+
+@pytest.mark.slow
+def test_draws_serve_the_likelihood_and_no_other_loss(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], train: Run, tmp_path: Path
+) -> None:
+    # The label's log-probability is a number of its own in a record, whatever is drawn.
+    store = capture("store.mode=sampled", "store.k=4", "store.temperatures=[]")
+    terms = TERMS.splitlines()[1].rstrip().rstrip(",")
+    likelihood = f"objective.terms=[{terms.strip()}]"
+    expected = train(1, likelihood)
+    for world, layout in ((1, ()), (2, ("parallel.context=2",))):
+        found = train(world, *of_store(store), likelihood, *layout)
+        for ours, other in zip(found, expected, strict=True):
+            tolerance = 5e-6 if ours["step"] == 1 else 1e-4
+            assert ours["chunks"] == other["chunks"] > 0
+            for name in (NAMES[0], "total_loss", "ce_loss", "kd_loss", "grad_norm"):
+                assert ours[name] == pytest.approx(other[name], rel=tolerance), name
+    common = "objective.terms=[{alignment: common, top_k: 4}]"
+    text = failure(
+        pool, 1, inputs.folder / "aligned.yaml", tmp_path, *SHORT, *of_store(store), common
+    )
+    assert "objective.terms.0" in text
+    assert "likelihood" in text
+
+
+@pytest.mark.slow
+def test_conversations_from_a_store_have_the_losses_of_the_live_teacher(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    pool.run(1, write_chat_tokenizers, tmp_path)
+    corpus = write_chat(tmp_path / "chat.jsonl", weights=False)
+    shared = (
+        f"data.sources=[{{format: jsonl, paths: {corpus}, conversation: {{}}}}]",
+        f"data.tokenizer.path={tmp_path / 'student'}",
+        f"teacher.tokenizer.path={tmp_path / 'teacher'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.sequence_length=160", "teacher.sequence_length=200",
+    )  # fmt: skip
+    config = write_capture(inputs, "aligned-chat", samples=STEPS * ROWS)
+    store = tmp_path / "store"
+    taken = run_in(pool, 1, config, store, "capture.aligned=true", f"store.k={K}", *shared)
+    assert taken is True
+    aligned = inputs.folder / "aligned.yaml"
+    given = (*SHORT, TERMS, *shared)
+    live = run(pool, 1, aligned, tmp_path / "live", *given)
+    assert min(record["chunks"] for record in live) > 100
+    joined = run(
+        pool, 2, aligned, tmp_path / "joined", *given, *of_store(store), "parallel.tensor=2"
+    )
+    for ours, other in zip(joined, live, strict=True):
+        tolerance = 5e-6 if ours["step"] == 1 else 1e-4
+        for name in ("chunks", "aligned_labels"):
+            assert ours[name] == other[name], name
+        for name in FIGURES:
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+    # The store's own samples have the masks of their conversations too.
+    own = (*given, *of_store(store), OWN)
+    alone = run(pool, 1, aligned, tmp_path / "own", *own)
+    for record in alone:
+        assert record["chunks"] > 100
+        assert 0.5 < record["aligned_labels"] <= 1
+        assert min(record[name] for name in NAMES) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_samples", [False, True], ids=["joined", "own"])
+def test_a_stopped_run_goes_on_with_the_same_bits(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path, own_samples: bool
+) -> None:
+    given = [*SHORT, TERMS, *of_store(capture()), "checkpoint.save=true", "train.steps=6"]
+    if own_samples:  # two epochs, with samples held out
+        given += [OWN, "validation={samples: 8, interval: 3}"]
+    else:
+        given[0] = "train.steps=3"
+        given.remove("train.steps=6")
+    config = inputs.folder / "aligned.yaml"
+    whole = run(pool, 2, config, tmp_path / "whole", *given)
+    run(pool, 2, config, tmp_path / "parts", *given, stop_after=2)
+    parts = run(pool, 2, config, tmp_path / "parts", *given)
+    assert course(parts) == course(whole)
+    assert all(record["chunks"] > 0 for record in whole)
+    if own_samples:
+        validation = records(tmp_path / "whole")[-1]["validation"]
+        assert validation.keys() == {"ce_loss", "kd_loss", *NAMES}
+
+
+@pytest.mark.slow
+def test_samples_of_the_store_are_those_of_the_stream(
+    capture: Callable[..., Path], inputs: Inputs
+) -> None:
+    """In the order of the store they are the samples that a run with the live teacher reads."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from megatron_distill.config import load_config
+    from megatron_distill.data.sources import open_training
+    from megatron_distill.data.stored import Share, read_held_out_numbers
+    from megatron_distill.data.tokenizers.open import Vocabulary
+    from megatron_distill.store import StoreSet
+    from megatron_distill.train.assemble.alignment import read_teacher
+    from megatron_distill.train.assemble.sources import (
+        data_options,
+        read_tokenizer,
+        source_specs,
+    )
+
+    config = load_config(inputs.folder / "aligned.yaml", [])
+    options = data_options(config.data, inputs.folder)
+    tokenizer = read_tokenizer(config, options)
+    reading = read_teacher(config, Vocabulary.of(tokenizer))
+    stream = open_training(
+        source_specs(config.data.sources),
+        tokenizer=tokenizer,
+        options=replace(options, teacher=reading),
+        seed=config.seed,
+    )
+    stores = StoreSet.open([str(capture())])
+    numbers = range(stores.samples)
+    assert len(numbers) == STEPS * ROWS
+    stored = read_held_out_numbers(stores, [Share(numbers, 1.0)], numbers)
+    for sample in stored.samples:
+        expected = stream.next_sample()
+        assert sample.teacher is not None
+        assert expected.teacher is not None
+        for ours, other in ((sample, expected), (sample.teacher, expected.teacher)):
+            for name, values in vars(other).items():
+                if isinstance(values, np.ndarray):
+                    np.testing.assert_array_equal(getattr(ours, name), values, err_msg=name)
+        _assert_same_bytes(sample, tokenizer.token_bytes(), reading.tokenizer.token_bytes())
+    stores.close()
+
+
+def _assert_same_bytes(
+    sample: Sample, student: list[bytes | None], teacher: list[bytes | None]
+) -> None:
+    """Every chunk of a record has the bytes of the student's tokens, in the same document."""
+    other = sample.teacher
+    assert other is not None
+    own_sides = sample.tokens_S1, sample.document_ids_S1, other.student_chunks_S1
+    assert other.chunks > 10
+    for chunk in range(other.chunks):
+        texts, documents = [], []
+        for tokens, of_tokens, chunks, pieces in (
+            (*own_sides, student),
+            (other.tokens_U1, other.document_ids_U1, other.chunks_U1, teacher),
+        ):
+            inside = chunks == chunk
+            texts.append(b"".join(pieces[token] or b"\0" for token in tokens[inside].tolist()))
+            documents.append(set(of_tokens[inside].tolist()))
+        assert texts[0] == texts[1]
+        assert documents[0] == documents[1]
+        assert len(documents[0]) == 1
+
+
+LIKELIHOOD = "objective.terms=[{alignment: likelihood}]"
+# overrides -> what the message must hold
+WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "another student's tokenizer": (
+        ("data.tokenizer.path={smaller}", LIKELIHOOD),
+        ("captured for a student with the tokenizer", "set data.tokenizer to that of the capture"),
+    ),
+    "another teacher's tokenizer": (
+        ("teacher.tokenizer={path: {smaller}}", LIKELIHOOD),
+        ("its tokenizer is", "remove teacher.tokenizer to use that of the store"),
+    ),
+    "another length": (
+        ("teacher.sequence_length=16", LIKELIHOOD),
+        ("32 positions of the student and 24 of the teacher, this run's 32 and 16",),
+    ),
+    "too many ids": (
+        (f"objective.terms=[{{alignment: common, top_k: {K + 1}}}]",),
+        (f"contains {K} top-k ids per position, not a top-{K + 1}", "a larger k"),
+    ),
+    "unknown temperature": (
+        ("objective.terms=[{alignment: common, top_k: 5, temperature: 3.0}]",),
+        ("not captured at temperature 3, only at 1, 0.5, 2",),
+    ),
+    "no alignment": (
+        (
+            "objective.terms=[{top_k: 5}]", "teacher.sequence_length=null",
+            "data.tokenizer.path={larger}", "data.sequence_length=24",
+        ),
+        ("captured for a student with a tokenizer of its own", "set alignment of"),
+    ),
+    "another order": (
+        ("data.shuffle_samples=41", LIKELIHOOD),
+        ("captured on another stream", "data.shuffle_samples is 40 in the store, not 41"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(WRONG, []))
+def test_a_store_that_does_not_fit_is_refused(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path, case: str
+) -> None:
+    overrides, parts = WRONG[case]
+    store = capture()
+    names = {
+        "{smaller}": str(inputs.second_tokenizer(min(SECOND_SIZES))),
+        "{larger}": str(inputs.second_tokenizer(max(SECOND_SIZES))),
+    }
+    given = list(overrides)
+    for name, value in names.items():
+        given = [override.replace(name, value) for override in given]
+    config = inputs.folder / "aligned.yaml"
+    text = failure(pool, 2, config, tmp_path, *SHORT, *of_store(store), *given)
+    for part in parts:
+        assert part in text, text
+
+
+@pytest.mark.slow
+def test_a_store_of_one_tokenizer_is_refused_for_terms_with_an_alignment(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = write_capture(inputs, "not-aligned", samples=8)
+    folder, larger = tmp_path / "store", inputs.second_tokenizer(max(SECOND_SIZES))
+    changes = (f"data.tokenizer.path={larger}", "data.sequence_length=24")
+    assert run_in(pool, 1, config, folder, *changes) is True
+    text = failure(
+        pool, 1, inputs.folder / "aligned.yaml", tmp_path / "run",
+        *SHORT, LIKELIHOOD, *of_store(folder),
+    )  # fmt: skip
+    assert "captured for a student with the teacher's tokenizer" in text
+    assert "capture.aligned=true" in text

@@ -1,0 +1,165 @@
+"""Teachers on tasks: each in its own tokens, with its weights on the device or in shards."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distill import log
+from tests.distributed.pool import Pool
+from tests.e2e.evaluation.test_evaluation import _results, evaluations, quiz
+from tests.e2e.failing import call_alone
+from tests.e2e.processes import ROOT
+from tests.e2e.runs import STUDENT, Inputs, run, train_here
+from tests.e2e.tokenizers.test_several_tokenizers import section, write_config
+
+SHORT = ("train.steps=1", "schedule.warmup_steps=1", "checkpoint.save=true")
+
+
+@dataclass
+class OnHost:
+    """Weights that are there between `take` and `release` only, as `HostWeights` on a GPU."""
+
+    resting: Sequence[torch.nn.Parameter]
+    _host: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._host = [parameter.data for parameter in self.resting]
+        self.release()
+
+    def begin(self) -> None:
+        """Nothing is on its way."""
+
+    def take(self) -> None:
+        """Put the weights in their places."""
+        for parameter, host in zip(self.resting, self._host, strict=True):
+            parameter.data = host
+
+    def release(self) -> None:
+        """Take the weights away."""
+        for parameter in self.resting:
+            parameter.data = torch.empty(0)
+
+
+def _train_with_resting(rank: int, world: int, config: Path, overrides: Sequence[str]) -> bool:
+    """Train in a pool worker, where the weights of a teacher with `offload` leave their places."""
+    from megatron_distill.train.teachers.resting import RestingTeacher
+
+    def of(online: Any, *, key: str) -> RestingTeacher:
+        head = online.model.head_weight()
+        rest = [parameter for parameter in online.model.parameters() if parameter is not head]
+        return RestingTeacher(online, OnHost(rest))  # type: ignore[arg-type]
+
+    with patch.object(RestingTeacher, "of", of):
+        return train_here(rank, world, config, overrides)
+
+
+@pytest.mark.slow
+def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    """The baselines are those of runs with one of the teachers; the weights of one rest."""
+    config, tasks, output = write_config(inputs), quiz(tmp_path), tmp_path / "several"
+    overrides = [f"output={output}", *SHORT, *tasks, "teachers.near.offload=true"]
+    assert pool.run(1, _train_with_resting, config, overrides) == [True]
+    (_, first), *_, (_, last) = evaluations(output)
+    assert set(first) == {"student", "teachers.far", "teachers.near"}
+
+    far = (*SHORT, *tasks, "evaluation.at_start=false")
+    run(pool, 1, inputs.folder / "aligned.yaml", tmp_path / "far", *far)
+    near = section("near", width=48).replace("  near:", "teacher:", 1).replace("\n  ", "\n")
+    # A random teacher has the seed of the run and its own number among several.
+    run(pool, 1, inputs.write("near", STUDENT, near), tmp_path / "near", *far, "seed=8")
+    for name in ("far", "near"):
+        (_, alone), *_ = evaluations(tmp_path / name)
+        assert first[f"teachers.{name}"] == alone["teacher"], name
+    assert first["teachers.far"]["quiz"] != first["teachers.near"]["quiz"]
+
+    script, quiz_file = ROOT / "launch" / "evaluate.py", tmp_path / "quiz.yaml"
+    items = tmp_path / "items.json"
+    words = (output, "--tasks", quiz_file, "--teacher", "--items", items)
+    ending = call_alone(pool, script, *words)
+    assert ending.status == 0, ending.stderr
+    found = json.loads(ending.stdout)
+    assert set(found["results"]) == set(first)
+    for role, results in found["results"].items():
+        logged = last["student"] if role == "student" else first[role]
+        for name in ("acc", "acc_norm", "prompt_hash"):
+            assert results["quiz"][name] == logged["quiz"][name], (role, name)
+    minus = found["student_minus"]["teachers.near"]["quiz"]["acc_norm"]
+    near = first["teachers.near"]["quiz"]["acc_norm"]
+    assert minus["difference"] == pytest.approx(last["student"]["quiz"]["acc_norm"] - near)
+    assert minus["low"] <= minus["difference"] <= minus["high"]
+
+    again = call_alone(pool, script, output, "--tasks", quiz_file, "--against", items)
+    (same,) = json.loads(again.stdout)["student_minus"].values()
+    assert same["quiz"]["acc"] == {"difference": 0, "stderr": 0, "low": 0, "high": 0, "n": 14}
+    fewer = call_alone(pool, script, output, "--tasks", quiz_file, "--limit", 5, "--against", items)
+    assert fewer.status == 1
+    assert "its task quiz has other prompts or items; evaluate both models with" in fewer.stderr
+
+
+@pytest.mark.slow
+def test_the_teacher_of_a_finished_run_has_its_own_tokens(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    tasks, output = quiz(tmp_path), tmp_path / "run"
+    run(pool, 1, inputs.folder / "aligned.yaml", output, *SHORT, *tasks)
+    (_, first), *_ = evaluations(output)
+    named = [str(tmp_path / f"{name}.yaml") for name in ("quiz", "write")]
+    (found,) = pool.run(1, _results, str(output), [], named, True)
+    for name, results in found["teacher"].items():
+        assert results.pop("seconds") > 0
+        assert results == first["teacher"][name], name
+
+
+def _logged_results(rank: int, world: int, *given: Any) -> tuple[dict[str, Any], str]:
+    stream, configure = io.StringIO(), log.configure
+    with patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)):
+        return _results(rank, world, *given), stream.getvalue()
+
+
+def _figures(results: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in results.items():
+        if isinstance(value, dict):
+            yield from _figures(value, f"{name}{key}.")
+        else:
+            yield f"{name}{key}", value
+
+
+@pytest.mark.slow
+def test_a_teacher_with_sharded_weights_is_scored_and_writes_no_text(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    both = []
+    for name, shards in (("whole", "false"), ("sharded", "true")):
+        run(pool, 2, config, tmp_path / name, *SHORT, *tasks, f"teacher.shard_weights={shards}")
+        both.append(evaluations(tmp_path / name)[0][1])
+    whole, sharded = both
+    assert set(whole["teacher"]) == {"quiz", "prose", "write"}
+    assert whole["teacher"].pop("write")
+    # Passes of modules instead of a cache: other kernels.
+    expected, found = dict(_figures(whole["teacher"])), dict(_figures(sharded["teacher"]))
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        near = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+        assert found[name] == near, name
+    assert "write" in sharded["student"]
+
+    named = [str(tmp_path / f"{name}.yaml") for name in ("quiz", "write")]
+    output = str(tmp_path / "sharded")
+    (results, text), _ = pool.run(2, _logged_results, output, [], named, True)
+    assert set(results["student"]) == {"quiz", "write"}
+    assert set(results["teacher"]) == {"quiz"}
+    assert results["teacher"]["quiz"]["acc_norm"] == whole["teacher"]["quiz"]["acc_norm"]
+    assert "teacher: no results of write: a model with sharded weights generates no text" in text

@@ -1,0 +1,215 @@
+"""Several teachers, some on ranks of their own, train the course of the run on shared ranks."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.train.assemble.trained_config import load_trained_run
+from tests.distributed.pool import Pool
+from tests.e2e.faults.test_lone_failures import started
+from tests.e2e.processes import run_python
+from tests.e2e.runs import (
+    CPU,
+    SECONDS,
+    Inputs,
+    course,
+    quick_and_slow,
+    records,
+    run,
+    step_records,
+)
+from tests.e2e.teachers.test_several_teachers import ROUTED, assert_same_course, write_several
+from tests.e2e.teachers.test_teacher_ranks import train_in_roles
+from tests.e2e.teachers.test_teacher_ranks_failures import COMMAND, KILLED, SECONDS_TO_THE_END, hook
+
+HELD_OUT = ("validation.samples=4", "validation.interval=6")
+ONE_SAMPLE = "train.micro_batch_size=1"
+SHARDED = "teachers.law.shard_weights=true"
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    return write_several(inputs)
+
+
+@pytest.fixture(scope="module")
+def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Every record of the run of one rank that runs all models; the same request runs once."""
+    known: dict[Sequence[str], list[dict[str, Any]]] = {}
+
+    def trained(*overrides: str) -> list[dict[str, Any]]:
+        if overrides not in known:
+            folder = inputs.folder / f"several-shared-{len(known)}"
+            run(pool, 1, config, folder, *overrides)
+            known[overrides] = records(folder)
+        return known[overrides]
+
+    return trained
+
+
+def apart(
+    pool: Pool,
+    world: int,
+    config: Path,
+    output: Path,
+    *overrides: str,
+    stop_after: int | None = None,
+) -> list[dict[str, Any]]:
+    """Train with the teachers that have `ranks` on the last ones; returns every record."""
+    changes = [f"output={output}", *overrides]
+    pool.run(world, train_in_roles, config, changes, stop_after, timeout=SECONDS)
+    return records(output)
+
+
+def steps(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in found if "validation" not in record]
+
+
+LAW, CODE, MATH = (f"teachers.{name}.ranks=1" for name in ("law", "code", "math"))
+# Ranks of the launch, and the layouts.
+LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
+    "1, and 1": (2, (LAW,)),
+    "1, and 1 for each": (4, (LAW, CODE, MATH)),
+    "1, 1 and 1, 0 and 2 ahead, shared memory": (
+        3, (LAW, CODE, "teachers.law.steps_ahead=0", "teachers.code.steps_ahead=2",
+            "teachers.code.transfer.backend=ipc"),
+    ),
+    "TP2+sequence, and PP2": (
+        4, ("teachers.law.ranks=2", "teachers.law.parallel={pipeline: 2}", "parallel.tensor=2",
+            "parallel.sequence=true"),
+    ),
+    "DP2, 1 and 1": (4, (LAW, CODE)),
+    "PP2, and TP2": (
+        4, ("teachers.code.ranks=2", "teachers.code.parallel={tensor: 2}", "parallel.pipeline=2"),
+    ),
+    "DP2 beside an own layout, and 1": (3, ("teachers.law.parallel={tensor: 2}", CODE)),
+    "CP2, and 1": (3, ("parallel.context=2", MATH, "teachers.math.parallel={tensor: 1}")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
+def test_the_course_is_that_of_shared_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    world, layout = LAYOUTS[case]
+    found = apart(pool, world, config, tmp_path / "run", *HELD_OUT, *layout)
+    expected = shared(*HELD_OUT)
+    assert_same_course(steps(found), steps(expected))
+    ours, theirs = (one[-1]["validation"] for one in (found, expected))
+    assert ours["kd_loss"] == pytest.approx(theirs["kd_loss"], rel=1e-3)
+    assert ours["teachers"].keys() == theirs["teachers"].keys()
+    if case.startswith("1, "):
+        assert course(steps(found)) == course(steps(expected))
+        assert [one["teachers"] for one in steps(found)] == [
+            one["teachers"] for one in steps(expected)
+        ]
+        assert ours["teachers"] == theirs["teachers"]
+
+
+def passes_in_roles(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> tuple[int, int, int]:
+    """Run one training; returns this rank's forward passes, units left out, and answers read."""
+    from megatron_distill.train.teachers.own_ranks import AnswerRing
+    from megatron_distill.train.teachers.serving import AnswerSender, TeacherServer
+
+    counted = [(TeacherServer, "_forward"), (AnswerSender, "leave_out"), (AnswerRing, "take")]
+    patches = [
+        patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+        for owner, name in counted
+    ]
+    passes, left_out, read = (one.start() for one in patches)
+    try:
+        train_in_roles(rank, world, config, overrides, None)
+    finally:
+        for one in patches:
+            one.stop()
+    return passes.call_count, left_out.call_count, read.call_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["DP2 and 1", "1 and DP2", "1 and DP2, sharded"])
+def test_a_teacher_runs_for_its_samples_alone(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    students, teachers = (2, 1) if case.startswith("DP2") else (1, 2)
+    own = [f"teachers.law.ranks={teachers}", "teachers.law.parallel={tensor: 1}"]
+    own += [SHARDED] if "sharded" in case else []
+    given = [f"output={tmp_path}", ROUTED, ONE_SAMPLE, *own]
+    counts = pool.run(students + teachers, passes_in_roles, config, given, timeout=SECONDS)
+    passes, left_out = (sum(one[place] for one in counts[students:]) for place in (0, 1))
+    read = sum(one[2] for one in counts[:students])
+    units = 6 * 8
+    assert 0 < read < units
+    assert read + left_out == units
+    # With its weights on both replicas it runs where one of the two has a sample of it.
+    assert (read < passes < units) if "sharded" in case else (passes == read)
+    assert_same_course(step_records(tmp_path), steps(shared(ROUTED, ONE_SAMPLE)))
+
+
+@pytest.mark.slow
+def test_it_resumes_with_other_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
+    saved = ("checkpoint.save=true", ONE_SAMPLE)
+    apart(pool, 2, config, tmp_path, *saved, LAW, stop_after=2)
+    run(pool, 1, config, tmp_path, *saved, stop_after=2)
+    found = apart(pool, 3, config, tmp_path, *saved, CODE, MATH)
+    assert course(steps(found)) == course(steps(shared(*saved)))
+
+
+def evaluate_here(rank: int, world: int, folder: str) -> dict[str, Any]:
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.assemble.trained_run import evaluate
+
+    return evaluate(load_trained_run(folder, [], world_size=world), CPU)
+
+
+@pytest.mark.slow
+def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
+    law = ("teachers.law.ranks=2", "teachers.law.parallel={tensor: 2}")
+    code = ("teachers.code.parallel={pipeline: 2}", "checkpoint.save=true")
+    expected = apart(pool, 4, config, tmp_path, *HELD_OUT, *law, *code)[-1]["validation"]
+    (found,) = pool.run(1, evaluate_here, str(tmp_path), timeout=SECONDS)
+    for name in ("ce_loss", "kd_loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4)
+    for name, figures in expected["teachers"].items():
+        assert found["teachers"][name] == pytest.approx(figures, rel=1e-3), name
+
+
+@pytest.mark.slow
+def test_each_role_is_a_world_under_torchrun(
+    config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
+    program = ("-m", "megatron_distill.cli", "train", str(config), "--processes", "3")
+    run_python(*program, f"output={tmp_path}", LAW, CODE, *HELD_OUT, seconds=SECONDS)
+    assert course(steps(records(tmp_path))) == course(steps(shared(*HELD_OUT)))
+
+
+@pytest.mark.slow
+def test_a_killed_teacher_is_named_and_the_run_goes_on(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
+    output, saved = tmp_path / "run", ("checkpoint.save=true", "checkpoint.interval=1")
+    words = [sys.executable, "-m", "megatron_distill.cli", "train", str(config)]
+    words += ["--processes", "3", f"output={output}", LAW, CODE, *saved]
+    fault = hook(2, "receive", COMMAND)  # of `law`, after `code`
+    with started(tmp_path, words, KILLED, hook=fault, FAULT_MESSAGE="4") as launch:
+        launch.wait_for_the_fault()
+        assert launch.process.wait(timeout=240) != 0
+        failed = float(launch.fault.read_text().split()[1])
+        assert time.time() - failed < SECONDS_TO_THE_END, launch.output()
+    cause = launch.output().splitlines()[-1]
+    assert cause.startswith("error: rank 2 died of SIGKILL; "), launch.output()
+    assert re.search(r"at step [1-6]\b.* No answer from teachers\.law\.0 on ", cause), cause
+    apart(pool, 3, config, output, LAW, CODE, *saved)
+    assert course(step_records(output)) == course(steps(shared(*saved)))

@@ -1,0 +1,218 @@
+"""A teacher with its own layout: losses and gradient norms are those of the shared layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, assembled, quick_and_slow, records, run
+from tests.e2e.training.test_layouts import (
+    CONTEXT,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    TERMS,
+    VIRTUAL,
+    assert_same_course,
+)
+from tests.support.peaks import least_peak
+
+Course = list[dict[str, Any]]
+STEPS = ("train.steps=5", "schedule.warmup_steps=1")
+VALIDATED = ("validation.interval=5", "validation.samples=8")
+EXPERTS = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
+# The order of the last stage's layers reversed, from both stages of either model.
+FEATURES = (
+    "objective.features=[{student: 1, teacher: 2, loss: cosine}, "
+    "{student: 4, teacher: 1, loss: mse}]"
+)
+NAMES = ("ce_loss", "kd_loss", "grad_norm", "top1_agreement")
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, inputs: Inputs) -> Callable[..., Course]:
+    """Train a named configuration; the same request runs once."""
+    known: dict[tuple[Any, ...], Course] = {}
+
+    def trained(name: str, world: int, *overrides: str) -> Course:
+        key = (name, world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"teacher-layout-{len(known)}"
+            config = inputs.folder / f"{name}.yaml"
+            run(pool, world, config, folder, *STEPS, *overrides)
+            known[key] = records(folder)
+        return known[key]
+
+    return trained
+
+
+# Ranks, the student's layout and loss, the teacher's layout, and whether all kernels see the same
+# shapes as in the shared layout.
+CASES: dict[str, tuple[int, Sequence[str], str, bool]] = {
+    "t2 to t1": (2, (), "tensor: 2", False),
+    "t2 with a split sequence to t1": (2, (), "tensor: 2, sequence: true", False),
+    "t1 to t2": (2, (TENSOR,), "tensor: 1", False),
+    "t1 to t2 with a split sequence": (2, (TENSOR, SEQUENCE), "tensor: 1", False),
+    "t2 to t2 with a split sequence": (2, (TENSOR, SEQUENCE), "tensor: 2", False),
+    "p2 to p1": (2, (), "pipeline: 2", True),
+    "p1 to p2, virtual": (2, (PIPELINE, VIRTUAL), "pipeline: 1", True),
+    "c2 to c1": (2, (), "context: 2", False),
+    "c1 to c2": (2, (CONTEXT,), "context: 1", False),
+    "e2 to e1": (2, (EXPERTS,), "expert: 2", False),
+    "e2 to t2": (2, (TENSOR, SEQUENCE, EXPERTS), "expert: 2", False),
+    "d1 to d4": (4, (), "tensor: 2, pipeline: 2, sequence: true", False),
+    "d4 to d1": (4, (TENSOR, SEQUENCE, PIPELINE), "tensor: 1", False),
+    "d4 to d2": (4, (CONTEXT,), "tensor: 1", False),
+    "c2 t2 to p2 d2": (4, (PIPELINE,), "context: 2, tensor: 2, sequence: true", False),
+    "p2 to c2 t2": (4, (CONTEXT, TENSOR, SEQUENCE), "pipeline: 2", False),
+    "six terms": (4, (TERMS, TENSOR, SEQUENCE, PIPELINE), "context: 2", False),
+    "features, p1 to p2": (2, (FEATURES, PIPELINE), "pipeline: 1", True),
+    "features, p2 to p1": (2, (FEATURES,), "pipeline: 2", True),
+    "features, c2 p2 to t2 p2": (
+        4, (FEATURES, TENSOR, SEQUENCE, PIPELINE), "context: 2, pipeline: 2", False,
+    ),
+    "balanced": (2, (PIPELINE, "objective.balance.mode=magnitude"), "pipeline: 1", True),
+    "host memory": (2, (PIPELINE, "teacher.offload_hidden=true"), "pipeline: 1", True),
+    "more rows in the teacher's vocabulary": (
+        2, ("teacher.architecture.vocab_divisible_by=8", TENSOR), "tensor: 1", False,
+    ),
+}  # fmt: skip
+QUICK = ("p1 to p2, virtual", "t2 with a split sequence to t1")
+
+
+@pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
+def test_five_steps_are_those_of_the_shared_layout(train: Callable[..., Course], case: str) -> None:
+    world, common, layout, is_exact = CASES[case]
+    expected = train("dense", world, *VALIDATED, *common)
+    found = train("dense", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
+    assert expected[0]["kd_loss"] > 0.3
+    assert_same(found, expected, is_exact=is_exact)
+
+
+def assert_same(found: Course, expected: Course, *, is_exact: bool) -> None:
+    """Compare the records of steps, and those of the held-out losses at the end."""
+    steps, held_out = zip(*map(_divided, (found, expected)), strict=True)
+    (ours,), (other,) = held_out
+    assert ours["validation"]["kd_loss"] == pytest.approx(other["validation"]["kd_loss"], rel=1e-4)
+    if is_exact:
+        names = ("step", *NAMES)
+        ours, other = ([{n: record[n] for n in names} for record in some] for some in steps)
+        assert ours == other
+        assert held_out[0][0]["validation"] == held_out[1][0]["validation"]
+    else:
+        assert_same_course(*steps)
+
+
+def _divided(records: Course) -> tuple[Course, Course]:
+    return (
+        [record for record in records if "validation" not in record],
+        [record for record in records if "validation" in record],
+    )
+
+
+ALIGNED: dict[str, tuple[int, Sequence[str], str]] = {
+    "t2 to c2": (2, (CONTEXT,), "tensor: 2, sequence: true"),
+    "p2 to t2": (2, (TENSOR, SEQUENCE), "pipeline: 2"),
+    "c2 to p2": (2, (PIPELINE,), "context: 2"),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(ALIGNED, []))
+def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(
+    train: Callable[..., Course], case: str
+) -> None:
+    world, common, layout = ALIGNED[case]
+    expected = train("aligned", world, *VALIDATED, *common)
+    found = train("aligned", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
+    assert_same(found, expected, is_exact=False)
+
+
+def bytes_and_peak(
+    rank: int, world: int, config_path: Path, overrides: Sequence[str]
+) -> tuple[int, int, int]:
+    """Bytes that this rank sends in a step, those of all ranks by formula, and the peak memory."""
+    with assembled(rank, world, config_path, overrides) as (config, parts):
+        from megatron_distill.train.teachers.own_layout import OwnLayout
+
+        teacher, batches = parts.teacher, parts.loader.take(1).micro_batches
+        assert isinstance(teacher, OwnLayout)
+
+        def take() -> None:
+            for _ in teacher.signals(batches):
+                pass
+
+        take()  # what is allocated once exists after this
+        sent: list[int] = []
+
+        def counted(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+            sent.extend(x.tensor.nbytes for x in operations if x.op is dist.isend)
+            return started(operations)
+
+        started = dist.batch_isend_irecv
+        with patch.object(dist, "batch_isend_irecv", counted):
+            take()
+        size = config.train.micro_batch_size
+        return sum(sent), teacher.moved_bytes(len(batches), size), least_peak(take)
+
+
+# Rows of a sequence of 32 that move for each unit.
+MOVED: dict[str, tuple[Sequence[str], str, int]] = {
+    "each rank has its half": ((), "tensor: 2, sequence: true", 16),
+    "both ranks have all": ((), "tensor: 2", 0),
+    "pieces of context ranks": ((), "context: 2", 16),
+    "every other unit is whole elsewhere": ((TENSOR,), "tensor: 1", 32),
+    "one of two parts is elsewhere": ((TENSOR, SEQUENCE), "tensor: 1", 16),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(MOVED, ["one of two parts is elsewhere"]))
+def test_a_step_sends_the_bytes_of_the_formula(pool: Pool, inputs: Inputs, case: str) -> None:
+    common, layout, rows = MOVED[case]
+    overrides = [*STEPS, *common, f"teacher.parallel={{{layout}}}", f"output={inputs.folder}/moved"]
+    found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", overrides)
+    units, size, width = 4, 2, 40
+    assert sum(sent for sent, _, _ in found) == units * rows * size * width * 4
+    assert {formula for _, formula, _ in found} == {units * rows * size * width * 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor: 2, sequence: true", "pipeline: 2"])
+def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(
+    pool: Pool, inputs: Inputs, layout: str
+) -> None:
+    peaks = []
+    for batch in (8, 32):
+        overrides = [
+            *STEPS,
+            f"train.global_batch_size={batch}",
+            f"teacher.parallel={{{layout}}}",
+            f"output={inputs.folder}/peak",
+        ]
+        found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", overrides)
+        peaks.append([peak for _, _, peak in found])
+    few, many = peaks
+    assert all(b <= 1.05 * a for a, b in zip(few, many, strict=True)), peaks
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_change_the_teachers_layout(pool: Pool, inputs: Inputs) -> None:
+    shared, config = (
+        ("schedule.warmup_steps=1", "checkpoint.save=true"),
+        inputs.folder / "dense.yaml",
+    )
+    whole = run(pool, 2, config, inputs.folder / "unbroken", *shared, "train.steps=4", PIPELINE)
+    folder = inputs.folder / "resumed"
+    layouts = (PIPELINE, "teacher.parallel={pipeline: 1}"), (PIPELINE, "teacher.parallel=null")
+    for number, overrides in enumerate(layouts):
+        stop = 2 if number == 0 else None
+        run(pool, 2, config, folder, *shared, "train.steps=4", *overrides, stop_after=stop)
+    found = [record for record in records(folder) if "validation" not in record]
+    assert [[record[n] for n in NAMES] for record in found] == [
+        [record[n] for n in NAMES] for record in whole
+    ]

@@ -1,0 +1,315 @@
+"""A rank of either role that fails ends the launch, and one line names it; SIGTERM saves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.faults.test_kill import hold_during_a_save, send_to_all
+from tests.e2e.faults.test_lone_failures import command, descendants_of, started
+from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
+from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
+from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
+
+APART = "teacher.ranks=1"
+SECONDS_TO_THE_END = 60.0
+SILENT_SECONDS = 6
+
+# Python imports this in every process; one rank fails at a message of one kind.
+FAULTY_RANK = """
+import os
+if os.environ.get("RANK") == "RANK_NUMBER":
+    import signal, sys, time
+    from pathlib import Path
+    from megatron_distill.runtime.bridge import Bridge
+    usual, asked = Bridge.METHOD, 0
+    def failing(self, tensor, peer, *, tag):
+        global asked
+        asked += tag == KIND
+        if asked == int(os.environ["FAULT_MESSAGE"]):
+            Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
+            FAULT
+        return usual(self, tensor, peer, tag=tag)
+    Bridge.METHOD = failing
+"""
+
+
+def hook(rank: int, method: str, kind: int) -> str:
+    """The module for a rank that fails when it sends or receives a message of a kind."""
+    named = FAULTY_RANK.replace("RANK_NUMBER", str(rank)).replace("METHOD", method)
+    return named.replace("KIND", str(kind))
+
+
+COMMAND, HEADER = 1, 2
+HOOKS = {"student": hook(0, "send", COMMAND), "teacher": hook(1, "receive", COMMAND)}
+EXCEPTION, KILLED = "raise LookupError('no such thing')", "os.kill(os.getpid(), signal.SIGKILL)"
+TP2_AND_DP2 = ("parallel.tensor=2", "teacher.parallel={tensor: 1}")
+# The rank that fails, its message, the fault, ranks of each role, and their layout. The first
+# command is of step 1; the sixth is of step 6, one ahead, after a checkpoint of step 2.
+FAILURES: dict[str, tuple[str, str, int, str, int, Sequence[str]]] = {
+    "student raises at step 1": ("student.0", HOOKS["student"], 1, EXCEPTION, 1, ()),
+    "teacher raises at step 1": ("teacher.0", HOOKS["teacher"], 1, EXCEPTION, 1, ()),
+    "student killed later": ("student.0", HOOKS["student"], 6, KILLED, 1, ()),
+    "teacher killed later": ("teacher.0", HOOKS["teacher"], 6, KILLED, 1, ()),
+    # A step has four answers for each rank of the student.
+    "second of the student": ("student.1", hook(1, "receive", HEADER), 22, KILLED, 2, TP2_AND_DP2),
+    "second of the teacher": ("teacher.1", hook(3, "receive", COMMAND), 6, KILLED, 2, TP2_AND_DP2),
+}
+# Between two meetings of a start: the teacher has its model and opens its data, or the student
+# has its own and has not yet told the teacher where it begins.
+FAULTY_START = """
+import os
+if os.environ.get("RANK") == "RANK_NUMBER":
+    import signal, time
+    from pathlib import Path
+    from megatron_distill.runtime import heartbeats, lone_failure
+    from megatron_distill.runtime.bridge import Bridge
+    usual = Bridge.METHOD
+    def failing(self, name, *value):
+        if name == "start":
+            Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
+            FAULT
+        return usual(self, name, *value)
+    Bridge.METHOD = failing
+if "RANK" in os.environ:
+    from megatron_distill.runtime import heartbeats, lone_failure
+    heartbeats.SILENT_SECONDS, lone_failure._WATCH_SECONDS = 4.0, 1.0
+"""
+STARTS = {
+    role: FAULTY_START.replace("RANK_NUMBER", rank).replace("METHOD", method)
+    for role, rank, method in (("student", "0", "publish"), ("teacher", "1", "published"))
+}
+
+
+def words(inputs: Inputs, output: Path, *overrides: str, ranks: int = 1) -> list[str]:
+    """The command line of a student and a teacher with as many ranks each."""
+    own = f"teacher.ranks={ranks}"
+    given = command("processes", inputs.folder / "dense.yaml", output, own, *overrides)
+    given[given.index("--processes") + 1] = str(2 * ranks)
+    return given
+
+
+def fail(
+    inputs: Inputs,
+    folder: Path,
+    fault: str,
+    *overrides: str,
+    hook: str,
+    message: int = 3,
+    ranks: int = 1,
+) -> tuple[str, float]:
+    """Run until a role's fault has ended it; returns the output and the seconds to the end."""
+    given = words(inputs, folder / "run", *overrides, ranks=ranks)
+    with started(folder, given, fault, hook=hook, FAULT_MESSAGE=str(message)) as launch:
+        launch.wait_for_the_fault()
+        assert launch.process.wait(timeout=240) != 0
+        failed = float(launch.fault.read_text().split()[1])
+        return launch.output(), time.time() - failed
+
+
+def shared_files() -> set[Path]:
+    """The files of shared slots on this machine."""
+    return set(Path("/dev/shm").glob("megatron-distill-*"))
+
+
+@pytest.mark.slow
+def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
+    short = f"runtime.timeout_seconds={SILENT_SECONDS}"
+    text, _ = fail(inputs, tmp_path, "time.sleep(600)", short, hook=HOOKS["teacher"])
+    (cause,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "no answer for unit " in cause, text
+    assert "route teacher.0 to student.0" in cause
+    assert cause.startswith("error: student.0 on ")
+
+
+# Looks at the signs of life of other ranks each second.
+QUICK_WATCH = """
+if "RANK" in os.environ:
+    from megatron_distill.runtime import lone_failure
+    lone_failure._WATCH_SECONDS = 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Path) -> None:
+    given = words(inputs, tmp_path / "run", f"runtime.timeout_seconds={SILENT_SECONDS}")
+    stopped, quick = "os.kill(os.getpid(), signal.SIGSTOP)", HOOKS["student"] + QUICK_WATCH
+    with started(tmp_path, given, stopped, hook=quick, FAULT_MESSAGE="3") as launch:
+        student = psutil.Process(launch.wait_for_the_fault())
+        # The teacher waits for the next command; a wait of its own would have no limit.
+        (teacher,) = (
+            one for one in descendants_of(launch.process.pid) if one.environ().get("RANK") == "1"
+        )
+        gone, _ = psutil.wait_procs([teacher], timeout=SECONDS_TO_THE_END)
+        assert gone, launch.output()
+        student.kill()  # the launcher would give it half a minute
+        assert launch.process.wait(timeout=240) != 0
+    (cause,) = [line for line in launch.output().splitlines() if line.startswith("error: ")]
+    assert cause.startswith("error: student.0 on "), cause
+    assert f"no sign of life for runtime.timeout_seconds = {SILENT_SECONDS} s" in cause
+    assert "teacher.0 ends" in cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ("teacher.architecture.embedding_scale=1.0e+39", "values that are not finite"),
+        ("teacher.checkpoint=runs/nothing", "runs/nothing contains no complete checkpoint"),
+    ],
+)
+def test_a_teacher_without_answers_is_reported_once(
+    inputs: Inputs, tmp_path: Path, change: str, cause: str
+) -> None:
+    given = words(inputs, tmp_path / "run", change)
+    with started(tmp_path, given, "pass", hook="FAULT\n") as launch:
+        assert launch.process.wait(timeout=240) == 1
+        text = launch.output()
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert cause in line, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1], ids=["student", "teacher"])
+def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, rank: int
+) -> None:
+    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    steps = ("train.steps=60", "checkpoint.save=true")
+    given = ["--config", str(config), f"output={output}", APART, *steps]
+    with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as launch:
+        launch.wait_until(lambda: (output / "metrics.jsonl").exists())
+        os.kill(launch.ranks()[rank].pid, signal.SIGTERM)
+        assert launch.wait() == 0
+        assert launch.statuses() == ["0", "0"]
+    (saved,) = checkpoints(output)
+    assert int(saved.removeprefix("step_")) < 60
+    after = run(pool, 1, config, output, *steps)
+    expected = run(pool, 1, config, tmp_path / "shared", *steps)
+    assert course(after) == course(expected)
+
+
+STEPS = ("train.steps=40", "checkpoint.asynchronous=false", "checkpoint.interval=2")
+
+
+def goes_on(pool: Pool, inputs: Inputs, folder: Path, *layout: str, ranks: int = 1) -> bool:
+    """Whether a further start comes to the end that an undisturbed run has."""
+    config = inputs.folder / "dense.yaml"
+    given = ("checkpoint.save=true", *STEPS, *layout)
+    for name in ("run", "undisturbed"):
+        run_apart(pool, ranks, ranks, config, folder / name, *given)
+    found, expected = (course(step_records(folder / name)) for name in ("run", "undisturbed"))
+    return len(expected) == 40 and found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    before = shared_files()
+    name, hook, message, fault, ranks, layout = FAILURES[case]
+    own = ("teacher.transfer.backend=ipc", *STEPS, *layout)
+    text, seconds = fail(inputs, tmp_path, fault, *own, hook=hook, message=message, ranks=ranks)
+    assert seconds < SECONDS_TO_THE_END, text
+    assert not shared_files() - before
+    cause = text.splitlines()[-1]
+    assert cause.startswith("error: "), text
+    assert f"{name} on " in cause, text
+    assert re.search(r"at step [1-6]\b", cause), text
+    assert ("LookupError" if fault == EXCEPTION else "died of SIGKILL") in cause
+    assert bool(checkpoints(tmp_path / "run")) == (message > 1)
+    assert goes_on(pool, inputs, tmp_path, *layout, ranks=ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", STARTS)
+def test_killed_while_it_loads_it_starts_again(
+    pool: Pool, inputs: Inputs, tmp_path: Path, role: str
+) -> None:
+    text, seconds = fail(inputs, tmp_path, KILLED, *STEPS, hook=STARTS[role])
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = text.splitlines()[-1]
+    assert cause.startswith(f"error: rank {list(STARTS).index(role)} died of SIGKILL; "), text
+    assert f"No answer from {role}.0 on " in cause, text
+    assert goes_on(pool, inputs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "role"), [(0, "student"), (1, "teacher")])
+def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
+    pool: Pool, inputs: Inputs, tmp_path: Path, number: int, role: str
+) -> None:
+    output = tmp_path / "run"
+    with started(tmp_path, words(inputs, output, *STEPS), "pass", hook="FAULT\n") as launch:
+        ranks = Started(launch.process, launch.log, tmp_path)
+        hold_during_a_save(ranks, output, after=7)
+        failed = time.monotonic()
+        ranks.ranks()[number].kill()
+        send_to_all(ranks, signal.SIGCONT)
+        assert launch.process.wait(timeout=240) != 0
+        seconds = time.monotonic() - failed
+    text = launch.output()
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = text.splitlines()[-1]
+    assert cause.startswith(f"error: rank {number} died of SIGKILL; "), text
+    # Between two steps the other role is in no unit.
+    assert re.search(rf"at step \d+(, unit \d+)?, or .* No answer from {role}.0 on ", cause), text
+    assert goes_on(pool, inputs, tmp_path)
+
+
+@pytest.mark.slow
+def test_asked_to_stop_while_the_teacher_loads_it_waits_for_it(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    given = words(inputs, output, "train.steps=60")
+    load = "time.sleep(3 * 4.0)"
+    with started(tmp_path, given, load, hook=STARTS["teacher"]) as launch:
+        launch.wait_for_the_fault()
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.process.wait(timeout=240) == 0, launch.output()
+    assert "error" not in launch.output()
+    assert checkpoints(output) == ["step_0000001"]
+
+
+def refusal(rank: int, world: int, config: Path, changes: Sequence[str], full: int | None) -> str:
+    """The ConfigError that a start ends with; shared memory is full on the rank `full`."""
+    from megatron_distill.errors import ConfigError
+
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    memory = patch("os.posix_fallocate", side_effect=no_space) if rank == full else nullcontext()
+    with memory, pytest.raises(ConfigError) as found:
+        train_in_roles(rank, world, config, changes, None)
+    return str(found.value)
+
+
+ALIGNED = ("parallel.tensor=2", "teacher.parallel={tensor: 1}")  # the loss has messages then
+REFUSED = {
+    "NCCL": ("dense", (), "nccl", None, "'nccl' needs GPUs, and this machine has none"),
+    "shared memory full": ("aligned", ALIGNED, "ipc", 1, "of shared memory (No space left"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_way_of_answers_that_is_not_there_ends_all_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    name, layout, backend, full, expected = REFUSED[case]
+    changes = [f"output={tmp_path}/run", APART, f"teacher.transfer.backend={backend}", *layout]
+    config, world = inputs.folder / f"{name}.yaml", 3 if layout else 2
+    found = pool.run(world, refusal, config, changes, full, timeout=SECONDS_TO_THE_END)
+    assert len(set(found)) == 1
+    assert expected in found[0]
+    assert "teacher.transfer.backend" in found[0]

@@ -1,0 +1,124 @@
+"""Messages of a teacher on ranks of its own: bytes by route, and when a route is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from megatron_distill.runtime.bridge import Bridge, Sending
+from tests.distributed.pool import Pool
+from tests.distributed.teachers.test_answer_routes import PairGroups
+from tests.e2e.runs import SECONDS, Inputs, records
+from tests.e2e.teachers.test_teacher_ranks import (
+    BOTH_PIPELINES,
+    FEATURES,
+    LAYOUTS,
+    SENT,
+    SHORT,
+    TOP_K,
+    assert_same,
+    run_apart,
+    train_in_roles,
+)
+
+
+def bytes_in_roles(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """Train; returns the bytes of the rows that this rank sent by route, and the step's formula."""
+    from megatron_distill.train.teachers.answers import ROWS_TAG
+    from megatron_distill.train.teachers.own_ranks import Asking
+
+    sent: dict[tuple[int, int], int] = {}
+    formula: dict[tuple[int, int], int] = {}
+    usual, ask = Bridge.send, Asking.ask
+
+    def counted(bridge: Bridge, tensor: Tensor, to: int, *, tag: int) -> Sending:
+        if tag == ROWS_TAG:
+            route = bridge.rank, to
+            sent[route] = sent.get(route, 0) + tensor.nbytes
+        return usual(bridge, tensor, to, tag=tag)
+
+    def asked(asking: Asking, *given: Any) -> Any:
+        formula.update(asking.plan.step_bytes())
+        return ask(asking, *given)
+
+    with patch.object(Bridge, "send", counted), patch.object(Asking, "ask", asked):
+        train_in_roles(rank, world, config, overrides, None)
+    return sent, formula
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("students", "teachers", "given"),
+    [
+        pytest.param(2, 1, LAYOUTS["TP2+sequence and 1"][2], id="hidden"),
+        pytest.param(2, 2, (*BOTH_PIPELINES, FEATURES, TOP_K, SENT), id="layers and top-k"),
+    ],
+)
+def test_each_route_carries_the_bytes_of_the_formula(
+    pool: Pool,
+    inputs: Inputs,
+    tmp_path: Path,
+    students: int,
+    teachers: int,
+    given: Sequence[str],
+) -> None:
+    own = [f"output={tmp_path}", f"teacher.ranks={teachers}", "train.steps=3", *given]
+    config, world = inputs.folder / "dense.yaml", students + teachers
+    found = pool.run(world, bytes_in_roles, config, own, timeout=SECONDS)
+    formula = found[0][1]
+    assert len(formula) >= 2
+    counted = {route: count for sent, _ in found for route, count in sent.items()}
+    assert counted == {route: 3 * count for route, count in formula.items()}
+
+
+def pairs_in_roles(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Train with a group per pair of ranks; returns the pairs at the first round and at the end."""
+    from megatron_distill.train.assemble import own_ranks as assembly
+    from megatron_distill.train.teachers.own_ranks import Asking
+    from megatron_distill.train.teachers.serving import TeacherServer
+
+    made: list[PairGroups] = []
+    begun: list[list[tuple[int, int]]] = []
+
+    def groups_of_pairs(bridge: Bridge, name: str) -> PairGroups:
+        made.append(PairGroups(bridge.rank, bridge.store))
+        return made[0]
+
+    def noting(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            begun.append(made[0].pairs)
+            return usual(*given)
+
+        return noted
+
+    with (
+        patch.object(Bridge, "nccl", groups_of_pairs),
+        patch.object(assembly, "_backend", lambda *_: "nccl"),
+        patch.object(Asking, "ask", noting(Asking.ask)),
+        patch.object(TeacherServer, "serve", noting(TeacherServer.serve)),
+    ):
+        train_in_roles(rank, world, config, overrides, None)
+    return begun[0], made[0].pairs
+
+
+@pytest.mark.slow
+def test_no_communicator_of_two_ranks_is_made_in_a_step(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, apart = inputs.folder / "dense.yaml", tmp_path / "apart"
+    given = [*SHORT, FEATURES, *BOTH_PIPELINES]
+    own = [f"output={apart}", "teacher.ranks=2", *given]
+    found = pool.run(4, pairs_in_roles, config, own, timeout=SECONDS)
+    assert all(at_start == at_end for at_start, at_end in found)
+    assert [len(pairs) for pairs, _ in found] == [2, 1, 1, 2]
+    expected = run_apart(pool, 2, 2, config, tmp_path / "gloo", *given)
+    assert_same(records(apart), expected, first=0.0, later=0.0)
