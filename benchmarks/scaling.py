@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py          # writes benchmarks/results/scaling.md
 
-A 70B teacher and an 8B student on H100s. docs/scaling.md explains the terms.
+A 70B teacher and an 8B student on H100s. docs/internals/scaling.md explains the terms.
 """
 
 from __future__ import annotations

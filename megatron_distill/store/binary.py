@@ -1,6 +1,6 @@
 """One record as bytes: a header of 128 bytes and a payload of sections on 8-byte boundaries.
 
-The layout is in docs/store_format.md. A record is verifiable alone: header and payload by
+The layout is in docs/internals/store_format.md. A record is verifiable alone: header and payload by
 checksums, tokens by a digest, its store by the uid of the plan. Files are ArrayRecord files: one
 record per chunk, uncompressed, the same bytes for the same records.
 """

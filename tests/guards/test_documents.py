@@ -9,9 +9,11 @@ import pytest
 from tests.guards.floors import FLOORS
 from tests.guards.source_tree import PACKAGE, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Guides that quote the package; that of a signal adds a kind, and tests/unit/signals run it.
-GUIDES = [ROOT / "docs" / f"adding_a_{kind}.md" for kind in ("divergence", "model_family")]
+GUIDES = [
+    ROOT / "docs" / "extending" / f"adding_a_{kind}.md" for kind in ("divergence", "model_family")
+]
 FOLDERS = ("benchmarks", "configs", "docs", "launch", "tests", "tools", PACKAGE)
 FRONT_PAGE_LINES = 140
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -121,7 +123,8 @@ def test_contributing_lists_the_floors_that_are_held() -> None:
 def test_the_index_lists_every_page() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {link.partition("#")[0] for link in LINK.findall(index.read_text(encoding="utf-8"))}
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {index.name}
+    folder = index.parent
+    pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")} - {index.name}
     assert pages - linked == set()
 
 

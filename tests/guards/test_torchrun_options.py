@@ -49,7 +49,7 @@ def script_options() -> set[tuple[str, str]]:
 
 def documented_commands() -> Iterator[str]:
     """Every torchrun command of the README, the pages, the scripts and the configurations."""
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml")]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.yaml")]
     files += [*(ROOT / "launch").glob("*"), *(ROOT / "tools").glob("*.py")]
     for path in sorted(files):
         if path.is_dir():

@@ -209,7 +209,7 @@ class TermConfig(Section):
         min_length=1,
         examples=["math"],
         description="With `teachers`: the teacher of this term on every sample; null: `teachers`, "
-        "or the teacher of each sample (docs/several_teachers.md).",
+        "or the teacher of each sample (docs/teachers/several_teachers.md).",
     )
     teachers: dict[str, float] | None = Field(
         default=None,

@@ -80,7 +80,7 @@ class RunConfig(JobConfig):
         default=None,
         min_length=1,
         description="Several teachers by name, instead of `teacher`; the terms, the sources and "
-        "`objective.routing_weights` refer to these names. docs/several_teachers.md",
+        "`objective.routing_weights` refer to these names. docs/teachers/several_teachers.md",
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam.")
     schedule: ScheduleConfig = Field(

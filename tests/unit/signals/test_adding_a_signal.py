@@ -1,4 +1,4 @@
-"""A kind of signal that docs/adding_a_signal.md adds, in both losses and on vocabulary shards."""
+"""The kind of signal of docs/extending/adding_a_signal.md, in both losses and on shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_distill.losses import Term, fused_linear_objective, token_divergen
 from megatron_distill.ops import VocabShard
 from tests.distributed.pool import Pool
 
-PAGE = Path(__file__).parents[3] / "docs" / "adding_a_signal.md"
+PAGE = Path(__file__).parents[3] / "docs" / "extending" / "adding_a_signal.md"
 TOKENS, VOCAB = 6, 48
 
 

@@ -1,4 +1,4 @@
-"""The bytes are those that docs/store_format.md describes, read here number by number."""
+"""The bytes are those that docs/internals/store_format.md describes, read here number by number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from megatron_distill.store import SampleRecord, cut_to_mass, pack, unpack
 from tests.support.store_samples import made_up, settings, student_tokens
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "store_format.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "internals" / "store_format.md"
 UID = b"12345678"
 FORMATS = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i32": "i", "f16": "e", "f32": "f"}
 

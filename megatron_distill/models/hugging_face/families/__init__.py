@@ -24,6 +24,6 @@ def family_named(model_type: object, *, where: str) -> Family:
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
             f"{where}: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(known)}. docs/adding_a_model_family.md shows how to add one"
+            f"{', '.join(known)}. docs/extending/adding_a_model_family.md shows how to add one"
         )
     return known[model_type]
