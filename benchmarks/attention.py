@@ -116,7 +116,7 @@ def _measured(case: Case, subject: str) -> dict[str, Any]:
     if case.window is not None:
         words += ["--window", str(case.window)]
     return run_child(
-        "attention_worker.py",
+        "workers/attention.py",
         words,
         processes=case.context,
         threads=1,
@@ -128,7 +128,7 @@ def _measured(case: Case, subject: str) -> dict[str, Any]:
 def _communication() -> list[str]:
     words = ["--part", "communication", "--length", "8192", "--subject", "ours"]
     found = run_child(
-        "attention_worker.py", words, processes=2, name="communication", seconds=_SECONDS
+        "workers/attention.py", words, processes=2, name="communication", seconds=_SECONDS
     )
     return [f"| {way} | {seconds * 1e3:.1f} |" for way, seconds in found.items()]
 

@@ -90,7 +90,7 @@ def main() -> int:
         name = f"{work}, {layout.name()}"
         words = ["--work", work, *layout.words(), "--folder", str(folder)]
         ranks = run_child(
-            "checkpoint_worker.py", words, processes=layout.processes, name=name, seconds=_SECONDS
+            "workers/checkpoint.py", words, processes=layout.processes, name=name, seconds=_SECONDS
         )
         raw[f"{name}, of {saved}" if saved else name] = ranks
         rows.append(_row(name, saved, ranks))

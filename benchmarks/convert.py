@@ -172,7 +172,7 @@ def _run(subject: str, processes: int, source: Path, output: Path) -> Any:
     subprocess.run([sys.executable, "-c", f"bytearray({_TOUCHED_BYTES})"], check=True)
     words = ["--subject", subject, "--source", str(source), "--output", str(output)]
     name = f"{subject} x {processes}"
-    return run_child("convert_worker.py", words, processes=processes, name=name, seconds=_SECONDS)
+    return run_child("workers/convert.py", words, processes=processes, name=name, seconds=_SECONDS)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def _run(case: Case, subject: str, place: Path) -> Any:
             *("--tokens", str(_STREAMED_TOKENS)),
         ]
         return run_child(
-            "data_worker.py",
+            "workers/data.py",
             words,
             processes=1,
             name=f"{subject} {case.task}",

@@ -185,7 +185,7 @@ def _attention(settings: Settings, seconds: float) -> tuple[list[str], Any]:
             words += ["--precision", settings.precision]
             case = f"{length:,} {documents}"
             found = run_child(
-                "attention_worker.py",
+                "workers/attention.py",
                 words,
                 processes=1,
                 name=f"attention {case}, {subject}",
@@ -282,7 +282,7 @@ def _capture(settings: Settings, seconds: float) -> tuple[list[str], Any]:
     """A top-64 capture beside the teacher's forward pass alone."""
     case = Case(settings.workload, _ONE, settings.precision, chunk_tokens=_CHUNK)
     words = ["--repeats", str(settings.repeats)]
-    found = _run_case("capture_worker.py", case, words, name="capture", seconds=seconds)
+    found = _run_case("workers/capture.py", case, words, name="capture", seconds=seconds)
     rate = {name: found["tokens"] / found[name] for name in ("forward", "capture")}
     return [
         "| work | tokens/s |",

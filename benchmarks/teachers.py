@@ -217,7 +217,7 @@ def _work(length: int, steps: int) -> dict[str, Any]:
         case = Case(workload, Ranks("own ranks", 1), "fp32")
         path.write_text(json.dumps(case.as_dict()), encoding="utf-8")
         found: dict[str, Any] = run_child(
-            "teachers_worker.py",
+            "workers/teachers.py",
             ["--case", str(path), "--warmup", str(_WARMUP), "--steps", str(steps)],
             processes=2,
             name=_SERIAL,

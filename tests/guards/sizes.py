@@ -1,12 +1,14 @@
-"""How long a file and a function may be."""
+"""How long a file and a function may be, and how many files a folder may have."""
 
 import ast
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tests.guards.source_tree import Source
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
+FOLDER_FILES = 24
 
 
 def long_files(sources: Sequence[Source]) -> Iterator[str]:
@@ -29,6 +31,17 @@ def long_functions(sources: Sequence[Source]) -> Iterator[str]:
                     f"{source.place}:{node.lineno}: {node.name} has {count} lines, more than "
                     f"{FUNCTION_LINES}"
                 )
+
+
+def crowded_folders(folders: Sequence[Path]) -> Iterator[str]:
+    """Find folders with more than FOLDER_FILES files beside their `__init__.py`."""
+    for top in folders:
+        for folder in (top, *sorted(path for path in top.rglob("*") if path.is_dir())):
+            if folder.name == "__pycache__":
+                continue
+            count = sum(one.is_file() and one.name != "__init__.py" for one in folder.iterdir())
+            if count > FOLDER_FILES:
+                yield f"{folder}: {count} files, more than {FOLDER_FILES}"
 
 
 def _lines(node: ast.stmt) -> int:

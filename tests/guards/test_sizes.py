@@ -1,16 +1,23 @@
-"""Length of files and functions: on the tree, and just inside and just outside of each limit."""
+"""Length of files, functions and folders: on the tree, and on either side of each limit."""
 
 import ast
+from pathlib import Path
 
 from tests.guards.sizes import (
     FILE_LINES,
+    FOLDER_FILES,
     FUNCTION_LINES,
+    crowded_folders,
     long_files,
     long_functions,
 )
 from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 
 PROJECT = read_sources(ROOT, (PACKAGE, "launch", "tools", "benchmarks", "tests"))
+
+
+FOLDERS = [ROOT / name for name in (PACKAGE, "launch", "tools", "benchmarks", "tests", "docs")]
+RECORDS = ROOT / "benchmarks" / "results"  # one file or two for each benchmark
 
 
 def source(text: str) -> Source:
@@ -32,6 +39,24 @@ def test_no_file_is_too_long():
 def test_no_function_is_too_long():
     found = list(long_functions(PROJECT))
     assert not found, "\n".join(found)
+
+
+def test_no_folder_is_crowded():
+    found = [text for text in crowded_folders(FOLDERS) if not text.startswith(f"{RECORDS}:")]
+    assert not found, "\n".join(found)
+
+
+def test_the_folder_limit_is_sharp_and_spares_the_init(tmp_path: Path):
+    room = tmp_path / "room"
+    room.mkdir()
+    (room / "__init__.py").touch()
+    for number in range(FOLDER_FILES):
+        (room / f"{number}.py").touch()
+    assert list(crowded_folders([tmp_path])) == []
+    (room / "one_more.md").touch()
+    assert list(crowded_folders([tmp_path])) == [
+        f"{room}: {FOLDER_FILES + 1} files, more than {FOLDER_FILES}"
+    ]
 
 
 def test_the_file_limit_is_sharp():

@@ -1,0 +1,1 @@
+"""One measurement of a benchmark each, in a process of its own."""
