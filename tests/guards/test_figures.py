@@ -54,16 +54,15 @@ def table(name: str) -> Iterator[dict[str, str]]:
 def steps() -> dict[str, list[float]]:
     """Of each case: tokens/s of ours, of the peer, the ratio; the same of the step's peak."""
     found: dict[str, list[float]] = {}
-    for name in ("step", "step_deep"):
-        measured = {(row["case"], row["subject"]): row for row in table(f"{name}_peer.csv")}
-        for ratio in table(f"{name}_ratios.csv"):
-            if ratio["peer"] == "peer":
-                ours, peer = (measured[ratio["case"], subject] for subject in ("ours", "peer"))
-                found[ratio["case"]] = [
-                    float(value)
-                    for key, unit in (("tokens_per_second", ""), ("step_peak", "_mib"))
-                    for value in (ours[key + unit], peer[key + unit], ratio[key])
-                ]
+    measured = {(row["case"], row["subject"]): row for row in table("step_peer.csv")}
+    for ratio in table("step_ratios.csv"):
+        if ratio["peer"] == "peer":
+            ours, peer = (measured[ratio["case"], subject] for subject in ("ours", "peer"))
+            found[ratio["case"]] = [
+                float(value)
+                for key, unit in (("tokens_per_second", ""), ("step_peak", "_mib"))
+                for value in (ours[key + unit], peer[key + unit], ratio[key])
+            ]
     return found
 
 
