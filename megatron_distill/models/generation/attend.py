@@ -251,6 +251,7 @@ class Extend(_Rows):
         super().__init__(cache, counts, padding)
         self._visible: dict[tuple[int | None, int], Tensor] = {}
         self._masks: dict[tuple[int | None, int, int], Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def attend(
         self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
@@ -264,7 +265,7 @@ class Extend(_Rows):
         keys, values = (
             self._joined(first, old, added[new])
             for first, old, added in zip(
-                before, store.ordered(self.cache.length), (key, value), strict=True
+                before, (store.keys, store.values), (key, value), strict=True
             )
         )
         groups, repeats, size = query.shape[1:]
@@ -293,21 +294,30 @@ class Extend(_Rows):
         """Return all keys of each row, [b, g, K, d], with rows ending together.
 
         prefix: [1, g, p, d], copied to each row: then one fused attention has all keys, without
-        scores in memory. old: [b, g, t, d]; new: [N, g, d]. K = p + t + S.
+        scores in memory. old: a store [b, g, slots, d] with t slots in use; new: [N, g, d].
+        K = p + t + S. `layer_bytes_per_row` counts this copy; there is no other one beside it.
         """
-        rows, groups, stored, size = old.shape
-        first = 0 if prefix is None else prefix.shape[2]
+        rows, groups, slots, size = old.shape
+        stored, first = min(self.cache.length, slots), 0 if prefix is None else prefix.shape[2]
         joined = old.new_zeros(rows, groups, first + stored + self.most, size)
+        own = joined[:, :, first:]
         if prefix is not None:
             joined[:, :, :first] = prefix
-        if stored and any(self.shifts):
-            slots = torch.arange(stored + self.most, device=old.device) - self.shifts_b[:, None]
-            index = slots.clamp(0, stored - 1)[:, None, :, None]
-            joined[:, :, first:] = old.gather(2, index.expand_as(joined[:, :, first:]))
+        if stored and (any(self.shifts) or self.cache.length > slots):
+            torch.gather(old, 2, self._slots(slots).expand_as(own), out=own)
         elif stored:
-            joined[:, :, first : first + stored] = old
-        joined[self.rows_N, :, first + stored + self.columns_N] = new
+            own[:, :, :stored] = old[:, :, :stored]
+        own[self.rows_N, :, stored + self.columns_N] = new
         return joined
+
+    def _slots(self, slots: int) -> Tensor:
+        """Return the slot of each old key of a row in its order, [b, 1, t + S, 1]; S are any."""
+        if slots not in self._places:
+            stored, device = min(self.cache.length, slots), self.rows_N.device
+            places = torch.arange(stored + self.most, device=device) - self.shifts_b[:, None]
+            places = places.clamp_(0, stored - 1).add_(self.cache.length - stored)
+            self._places[slots] = places.remainder_(slots)[:, None, :, None]
+        return self._places[slots]
 
     def _block(
         self, query: Tensor, start: int, keys: Tensor, values: Tensor, rule: AttentionRule

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 __all__ = [
     "PREFILL_POSITIONS",
     "Plan",
+    "RowBytes",
     "RowSize",
     "batches_of",
     "capacity_of",
@@ -17,6 +18,10 @@ __all__ = [
 
 # New positions of one forward pass: bounds the memory of activations.
 PREFILL_POSITIONS = 2**14
+
+
+RowBytes = Callable[[int, int], int]
+"""Bytes of a row in a batch whose rows begin with, and may add, at most these positions."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,14 @@ def batches_of(
     sizes: Sequence[RowSize],
     rows: Sequence[int],
     *,
-    row_bytes: Callable[[int], int],
+    row_bytes: RowBytes,
     cache_bytes: float,
     positions: int = PREFILL_POSITIONS,
 ) -> list[list[int]]:
     """Cut `rows`, indices into `sizes`, into batches in their order.
 
     A batch has one row at least; more only if their caches fit `cache_bytes`, and their first
-    positions and those of copies `positions`. `row_bytes` of a capacity; see `capacity_of`.
+    positions and those of copies `positions`.
     """
     batches: list[list[int]] = []
     given = added = total = continued = 0
@@ -57,7 +62,7 @@ def batches_of(
         total, continued = total + size.given, continued + size.continued
         rows_then = len(batches[-1]) + 1 if batches else 1
         is_small = max(total, continued) <= positions
-        if batches and is_small and rows_then * row_bytes(given + added) <= cache_bytes:
+        if batches and is_small and rows_then * row_bytes(given, added) <= cache_bytes:
             batches[-1].append(row)
             continue
         batches.append([row])
@@ -99,7 +104,7 @@ def plan_batches(
     ranks: int,
     groups: int,
     in_step: bool,
-    row_bytes: Callable[[int], int],
+    row_bytes: RowBytes,
     cache_bytes: float,
     positions: int = PREFILL_POSITIONS,
 ) -> Plan:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Cache", "KeyShape", "LayerCache", "Prefix", "bytes_per_row"]
+__all__ = [
+    "Cache",
+    "KeyBytes",
+    "KeyShape",
+    "LayerCache",
+    "Prefix",
+    "bytes_per_row",
+    "layer_bytes_per_row",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,52 @@ def bytes_per_row(shapes: Sequence[KeyShape], capacity: int, dtype: torch.dtype)
     return 2 * numbers * dtype.itemsize
 
 
+def layer_bytes_per_row(
+    shapes: Sequence[KeyShape], positions: int, dtype: torch.dtype, *, prefix: int = 0
+) -> int:
+    """Return the most bytes of keys and values of one layer and one row, joined for a step.
+
+    `positions`: old and new ones of the row, all of them; `prefix`: those before, of which a window
+    sees the last.
+    """
+    numbers = max(
+        ((positions + shape.slots(prefix)) * shape.heads * shape.head_size for shape in shapes),
+        default=0,  # a stage without a layer
+    )
+    return 2 * numbers * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KeyBytes:
+    """Bytes of keys and values on the pipeline stage that needs the most for them."""
+
+    stages: Sequence[Sequence[KeyShape]]
+    dtype: torch.dtype
+
+    def row(self, capacity: int) -> int:
+        """Return the bytes of the cache of a row with `capacity` positions."""
+        return max(bytes_per_row(shapes, capacity, self.dtype) for shapes in self.stages)
+
+    def most(self, given: int, added: int, *, prefix: int, copies: int) -> int:
+        """Return the most bytes of a row at any time: its caches, and its part of a layer's copy.
+
+        copies: of its cache at the same time. The first step after a prefix joins each layer's keys
+        with it. Then `copies - 1` copies of the row are continued, or steps of one position follow.
+        """
+        found = []
+        for shapes in self.stages:
+            row = bytes_per_row(shapes, given + added, self.dtype) if copies else 0
+            first = layer_bytes_per_row(shapes, given, self.dtype, prefix=prefix) if prefix else 0
+            found.append(row + first)
+            if copies > 1:
+                later = layer_bytes_per_row(shapes, given + added, self.dtype, prefix=prefix)
+                found += [copies * row, (copies - 1) * (row + later)]
+            elif copies:
+                # One store is copied: its rows that go on, or all of it in fp32 for the scores.
+                found.append(row + layer_bytes_per_row(shapes, given + added, self.dtype))
+        return max(found)
+
+
 @dataclass
 class LayerCache:
     """Keys, rotated already, and values of one layer, each [b, g, slots, d]."""
@@ -52,7 +106,9 @@ class LayerCache:
 
     def ordered(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the stored part of `length` slots in their order, [b, g, stored, d]."""
-        if length <= self.slots or not self.slots:
+        if length == self.slots:
+            return self.keys, self.values
+        if length < self.slots or not self.slots:
             return self.keys[:, :, :length], self.values[:, :, :length]
         shift = -(length % self.slots)
         return self.keys.roll(shift, 2), self.values.roll(shift, 2)
@@ -90,10 +146,13 @@ class Prefix:
 
     @classmethod
     def of(cls, cache: Cache) -> Prefix:
-        """Take the only row of a cache."""
+        """Take the only row of a cache, and its layers out of it: one at a time exists twice."""
         assert cache.rows == 1
-        stored = (layer.ordered(cache.length) for layer in cache.layers)
-        return cls(cache.length, tuple((key.clone(), value.clone()) for key, value in stored))
+        layers = []
+        while cache.layers:
+            keys, values = cache.layers.pop(0).ordered(cache.length)
+            layers.append((keys.contiguous(), values.contiguous()))
+        return cls(cache.length, tuple(layers))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from megatron_distill.models.generation.batches import (
     capacity_of,
     plan_batches,
 )
-from megatron_distill.models.generation.cache import Cache, KeyShape, Prefix, bytes_per_row
+from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, Prefix
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
 from megatron_distill.models.generation.families import Family, deal, families_of
 from megatron_distill.models.generation.flight import Flight, RowText
@@ -269,12 +270,11 @@ class _Run:
         self.interval = _STEPS_BETWEEN_LOOKS[model.device.type]
         # Ranks with different experts and different rows.
         self.in_step = model.architecture.moe is not None and model.groups.layout.expert > 1
-        self.shapes_of_stages: list[list[KeyShape]] = [self.stage.key_shapes]
+        stages: list[list[KeyShape]] = [self.stage.key_shapes]
         if self.groups.pipeline.size() > 1:  # stages may have different numbers of layers
-            self.shapes_of_stages *= self.groups.pipeline.size()
-            dist.all_gather_object(
-                self.shapes_of_stages, self.stage.key_shapes, group=self.groups.pipeline
-            )
+            stages *= self.groups.pipeline.size()
+            dist.all_gather_object(stages, self.stage.key_shapes, group=self.groups.pipeline)
+        self.key_bytes = KeyBytes(stages, self.stage.dtype)
         self.prefix: Prefix | None = None
         self.finished: list[RowText] = []
         self.is_broken = False
@@ -299,15 +299,9 @@ class _Run:
             ranks=1 if is_own else ranks.size(),
             groups=self.groups.pipeline.size(),
             in_step=self.in_step,
-            row_bytes=lambda capacity: copies * self._row_bytes(capacity),
-            cache_bytes=self.model.cache_gib * _GIB - self._row_bytes(len(prefix)),
+            row_bytes=partial(self.key_bytes.most, prefix=len(prefix), copies=copies),
+            cache_bytes=self.model.cache_gib * _GIB - self.key_bytes.row(len(prefix)),
             positions=positions,
-        )
-
-    def _row_bytes(self, capacity: int) -> int:
-        """Return the bytes of a row's cache on the stage with the most."""
-        return max(
-            bytes_per_row(shapes, capacity, self.stage.dtype) for shapes in self.shapes_of_stages
         )
 
     def families(self, rows: Sequence[ScoreRow], prefix: Sequence[int]) -> list[Family]:

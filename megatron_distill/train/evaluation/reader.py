@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_distill.models.generation.attend import step_for
-from megatron_distill.models.generation.cache import Cache, KeyShape, bytes_per_row
+from megatron_distill.models.generation.cache import (
+    Cache,
+    KeyShape,
+    bytes_per_row,
+    layer_bytes_per_row,
+)
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.generation.stage import Stage
 from megatron_distill.models.gpt import align_head
@@ -61,6 +66,11 @@ class Reader:
     def position_bytes(self) -> int:
         """Bytes of the cache for one position of a row."""
         return bytes_per_row(self.shapes, 1, self.stage.dtype)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's keys and values, joined for a step, for one position of a row."""
+        return layer_bytes_per_row(self.shapes, 1, self.stage.dtype)
 
     def begin(self, rows: Sequence[Sequence[int]], slots: int) -> Tensor | None:
         """Read the first ids of rows, as `read`; `slots` 0: nothing is read after them."""

@@ -122,15 +122,13 @@ def speculate(
     ]
     able = sorted((row for row in rows if row.limit > 0), key=lambda row: -len(row.ids))
     slots = max((len(row.ids) + row.limit for row in able), default=0) + draft + 1
-    (row_bytes,) = highest(
-        slots * (run.teacher.position_bytes + run.student.position_bytes),
-        device=device,
-        group=groups.pipeline,
-    )
+    models = (run.teacher, run.student)
+    caches, copy = sum(x.position_bytes for x in models), max(x.layer_bytes for x in models)
+    (row_bytes,) = highest(slots * (caches + copy), device=device, group=groups.pipeline)
     batches = batches_of(
         [RowSize(len(row.ids), row.limit) for row in able],
         range(len(able)),
-        row_bytes=lambda _: row_bytes,
+        row_bytes=lambda *_: row_bytes,
         cache_bytes=student.cache_gib * _GIB,
     )
     for batch in batches:

@@ -102,7 +102,7 @@ def compare_texts(
     batches = batches_of(
         [RowSize(_length(text), 0) for text in texts],
         rows,
-        row_bytes=lambda _: 0,
+        row_bytes=lambda *_: 0,
         cache_bytes=0,
         positions=_POSITIONS,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import add
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ def test_a_batch_of_several_rows_is_within_every_bound(
     batches = batches_of(
         sizes,
         range(len(sizes)),
-        row_bytes=lambda capacity: capacity,
+        row_bytes=add,
         cache_bytes=cache_bytes,
         positions=positions,
     )
@@ -41,7 +43,7 @@ def test_ranks_in_step_bound_the_positions_of_copies_too() -> None:
         ranks=1,
         groups=1,
         in_step=True,
-        row_bytes=lambda _: 0,
+        row_bytes=lambda *_: 0,
         cache_bytes=0,
         positions=40,
     )

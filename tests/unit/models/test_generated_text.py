@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 
 import pytest
 from hypothesis import given
@@ -82,7 +83,7 @@ def test_a_batch_fits_the_cache_and_all_rows_are_in_one(
     sizes: list[RowSize], memory: int, positions: int
 ) -> None:
     batches = batches_of(
-        sizes, range(len(sizes)), row_bytes=lambda n: n, cache_bytes=memory, positions=positions
+        sizes, range(len(sizes)), row_bytes=add, cache_bytes=memory, positions=positions
     )
     assert [row for batch in batches for row in batch] == list(range(len(sizes)))
     for batch in batches:
@@ -97,7 +98,7 @@ def test_a_batch_fits_the_cache_and_all_rows_are_in_one(
 def test_data_ranks_share_the_rows(in_step: bool, sizes: list[RowSize]) -> None:
     plans = [
         plan_batches(
-            sizes, rank=rank, ranks=3, groups=2, in_step=in_step, row_bytes=int, cache_bytes=200
+            sizes, rank=rank, ranks=3, groups=2, in_step=in_step, row_bytes=add, cache_bytes=200
         )
         for rank in range(3)
     ]
