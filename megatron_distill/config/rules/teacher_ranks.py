@@ -110,9 +110,9 @@ def _of_teacher(config: RunConfig, role: str, teacher: ModelConfig) -> Iterator[
     yield from _resting(role, teacher)
     if role == "teacher":
         yield from _alone(config)
-        yield from _transfer(config, teacher.transfer)
     else:
-        yield from _among_several(config, role, teacher.transfer)
+        yield from _among_several(config, role)
+    yield from _transfer(config, role, teacher.transfer)
     yield from _backend(config, role, teacher.transfer)
 
 
@@ -159,17 +159,8 @@ def _alone(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _among_several(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator[Problem]:
+def _among_several(config: RunConfig, role: str) -> Iterator[Problem]:
     """Name what one of several teachers cannot do on ranks of its own."""
-    if transfer.what != "hidden":
-        yield Problem(
-            (f"{role}.transfer.what", "teachers"),
-            f"{role}.transfer.what = {transfer.what!r}: one of several teachers sends its hidden "
-            "states, which serve every mixture; set it to hidden, or set teacher in place of "
-            "teachers",
-        )
-    elif transfer.k is not None:
-        yield _unused_k(role, transfer)
     for name in own_tokenizers(config):
         if role != f"teachers.{name}":  # which has a rule of its own
             yield Problem(
@@ -179,31 +170,32 @@ def _among_several(config: RunConfig, role: str, transfer: TransferConfig) -> It
             )
 
 
-def _unused_k(role: str, transfer: TransferConfig) -> Problem:
-    reason = f"with {role}.transfer.what = 'hidden'"
-    return without_effect(f"{role}.transfer.k", transfer.k, reason, instead=None)
-
-
-def _transfer(config: RunConfig, transfer: TransferConfig) -> Iterator[Problem]:
-    key = "teacher.transfer.k"
+def _transfer(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator[Problem]:
+    key, what = f"{role}.transfer.k", f"{role}.transfer.what"
     if transfer.what == "hidden":
         if transfer.k is not None:
-            yield _unused_k("teacher", transfer)
+            yield without_effect(key, transfer.k, f"with {what} = 'hidden'", instead=None)
     elif transfer.k is None:
         yield Problem(
-            (key, "teacher.transfer.what"),
-            "teacher.transfer.k is required with teacher.transfer.what = 'top_k'; set the number "
-            "of ids per token",
+            (key, what),
+            f"{key} is required with {what} = 'top_k'; set the number of ids per token",
         )
     elif not config.objective.terms:
         yield Problem(
-            ("teacher.transfer.what", "objective.terms"),
-            "teacher.transfer.what = 'top_k': objective.terms = [], so that no loss uses the ids; "
-            "set it to hidden, or add a term",
+            (what, "objective.terms"),
+            f"{what} = 'top_k': objective.terms = [], so that no loss uses the ids; set it to "
+            "hidden, or add a term",
         )
     else:
         for index, term in enumerate(config.objective.terms):
-            yield from _term(f"objective.terms.{index}", term, transfer.k)
+            if _serves(role, term):
+                yield from _term(f"objective.terms.{index}", term, role, transfer.k)
+
+
+def _serves(role: str, term: TermConfig) -> bool:
+    """Return whether a teacher is one of a term's, or that of some sample in it."""
+    names = {term.teacher: 1.0} if term.teacher else term.teachers
+    return not names or bool(names.get(role.removeprefix("teachers.")))
 
 
 def _backend(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator[Problem]:
@@ -221,33 +213,39 @@ def _backend(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator
         )
 
 
-def _term(key: str, term: TermConfig, k: int) -> Iterator[Problem]:
-    """A term must choose its ids among those that are sent."""
-    what = f"teacher.transfer.what = 'top_k' with k = {k}"
-    if term.alignment is not None:
+def _term(key: str, term: TermConfig, role: str, k: int) -> Iterator[Problem]:
+    """A term must choose its ids among those that are sent, as among those of a store."""
+    what, is_plain = f"{role}.transfer.what", term.alignment is None
+    given = f"{what} = 'top_k' with k = {k}"
+    if term.alignment == "likelihood":
+        return  # its log-probabilities of labels are sent too
+    if not is_plain and term.alignment != "common":
         yield Problem(
-            (f"{key}.alignment", "teacher.transfer.what"),
-            f"{key}.alignment = {term.alignment!r}: {what} sends the teacher's ids for the "
-            "student's positions, and an alignment needs the teacher's own; set "
-            "teacher.transfer.what to hidden",
+            (f"{key}.alignment", what),
+            f"{key}.alignment = {term.alignment!r}: needs the teacher's whole distributions, and "
+            f"{given} sends a part of them; use 'likelihood' or 'common' with top_k, or set {what} "
+            "to hidden",
         )
         return
     if term.top_k is None:
+        compared = "the whole vocabulary" if is_plain else "all common tokens"
         yield Problem(
-            (f"{key}.top_k", "teacher.transfer.what"),
-            f"{key} compares the whole vocabulary, and {what} sends few ids; set {key}.top_k to "
-            f"{k} or less, or teacher.transfer.what to hidden",
+            (f"{key}.top_k", what),
+            f"{key} compares {compared}, and {given} sends few ids; set {key}.top_k to {k} or "
+            f"less, or {what} to hidden",
         )
     elif term.top_k > k:
         yield Problem(
-            (f"{key}.top_k", "teacher.transfer.k"),
-            f"{key}.top_k = {term.top_k}: more than the {k} ids of teacher.transfer.k; raise that "
+            (f"{key}.top_k", f"{role}.transfer.k"),
+            f"{key}.top_k = {term.top_k}: more than the {k} ids of {role}.transfer.k; raise that "
             "or lower this",
         )
     schedule = term.temperature_schedule
-    if schedule is not None and schedule.to != term.temperature and term.support != "renormalized":
+    needs_normaliser = term.support != "renormalized" or not is_plain
+    if schedule is not None and schedule.to != term.temperature and needs_normaliser:
+        remedy = f"set {key}.support to renormalized" if is_plain else "remove the schedule"
         yield Problem(
-            (f"{key}.temperature_schedule", f"{key}.support", "teacher.transfer.what"),
-            f"{key}.temperature_schedule: {what} sends normalisers at fixed temperatures only; set "
-            f"{key}.support to renormalized, or teacher.transfer.what to hidden",
+            (f"{key}.temperature_schedule", f"{key}.support", what),
+            f"{key}.temperature_schedule: {given} sends normalisers at fixed temperatures only; "
+            f"{remedy}, or set {what} to hidden",
         )

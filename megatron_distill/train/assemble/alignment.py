@@ -51,7 +51,7 @@ __all__ = [
     "read_teacher_tokenizer",
 ]
 
-# On ranks of its own: its head alone. None: a teacher from a store.
+# On ranks of its own: its head alone. None: a teacher with records, stored or sent.
 Live = TypeVar("Live", OnlineTeacher | OwnLayout, RemoteHead, None)
 Placed = TypeVar("Placed", OnlineTeacher | OwnLayout, RemoteHead)
 
@@ -92,8 +92,8 @@ class TeacherTokens:
     ) -> tuple[Live, AlignedLoss]:
         """Return the teacher with its head in the layout of the loss, and the loss.
 
-        online: None for a teacher from a store, whose records are whole on each rank. Raises
-        ConfigError, on all ranks, where a record lacks the mass of common tokens.
+        online: None for a teacher with records, which are whole on each rank. Raises ConfigError,
+        on all ranks, where a record lacks the mass of common tokens.
 
         Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
         the teacher's head, which for one elsewhere follows when it has arrived.
@@ -137,10 +137,10 @@ def _with_places(
     columns = CommonColumns.of(ids, teacher_ids, shards, [whole] * len(shards), rank)
     if not columns.has_rest and columns.count < whole.size:
         raise ConfigError(
-            "teacher.store: all tokens of the student are common, so that alignment 'common' is "
-            "between models normalised over these, and a record has the teacher's probabilities "
-            "over all its tokens; use alignment 'likelihood', or set teacher.hf or "
-            "teacher.checkpoint in place of the store"
+            "alignment 'common': all tokens of the student are common, so that it is between "
+            "models normalised over these, and a record has the teacher's probabilities over all "
+            "its tokens; use alignment 'likelihood', or set teacher.hf or teacher.checkpoint in "
+            "place of teacher.store, or teacher.transfer.what to hidden where it is top_k"
         )
     places = columns.places_of(teacher_ids[ids.argsort()], whole.size)
     return replace(shared, common=columns.to(device), places=places.to(device))

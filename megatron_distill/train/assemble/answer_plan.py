@@ -11,6 +11,7 @@ from megatron_distill.config import (
     RunConfig,
     TransferConfig,
     check_features,
+    is_aligned,
     matched_layers,
     teacher_parallel,
 )
@@ -22,12 +23,23 @@ from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.models import build_terms, layout_of
+from megatron_distill.train.assemble.routing import members
+from megatron_distill.train.assemble.stored_source import OneOfSeveral
 from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
+from megatron_distill.train.teachers.live import live_metrics
 from megatron_distill.train.teachers.moved_head import head_messages
 from megatron_distill.train.teachers.sent_topk import sent_settings, top_k_columns
+from megatron_distill.train.teachers.stored import stored_metrics
 from megatron_distill.train.teachers.units import Grid, Message, Units
 
-__all__ = ["answer_plan", "answer_settings", "head_parts", "plain_terms", "sent_records"]
+__all__ = [
+    "answer_metrics",
+    "answer_plan",
+    "answer_settings",
+    "head_parts",
+    "sent_records",
+    "terms_of",
+]
 
 _ANY_VOCABULARY: Final = 1 << 30
 
@@ -44,9 +56,9 @@ def answer_plan(
     """Return who sends which rows to whom; pure, and the same on all ranks.
 
     `role`: the ranks of the teacher, one of `roles`. `settings`: of sent top-k ids, which every
-    tensor rank needs for all positions; None: hidden states are sent, split along the sequence as
-    the models leave them. Raises ConfigError: a feature loss names a layer that its model does not
-    have.
+    tensor rank needs for all positions, and with a tokenizer of the teacher's own every context
+    rank too; None: hidden states are sent, split along the sequence as the models leave them.
+    Raises ConfigError: a feature loss names a layer that its model does not have.
     """
     student_grid = Grid.of(layout_of(config.parallel), roles.student.ranks)
     teacher_grid = Grid.of(layout_of(teacher_parallel(config, role.name)), role.ranks)
@@ -63,6 +75,7 @@ def answer_plan(
         destination=student_grid.pipeline - 1,
         columns=(hidden,) if settings is None else top_k_columns(settings),
         splits=settings is None,
+        is_whole=settings is not None and is_aligned(config),
     )
     return AnswerPlan(
         units,
@@ -112,31 +125,49 @@ def _student_layers(config: RunConfig, student: Architecture) -> tuple[int, ...]
 
 
 def answer_settings(
-    transfer: TransferConfig, terms: Sequence[Term | ChunkTerm], *, tokens: int, length: int
+    config: RunConfig, role: str, terms: Sequence[Term | ChunkTerm], *, tokens: int
 ) -> CaptureSettings | None:
-    """Return the settings of sent top-k ids; None where hidden states are sent."""
-    if transfer.what == "hidden":
+    """Return the settings of sent top-k ids; None where hidden states are sent.
+
+    tokens: of the teacher's tokenizer. Raises ConfigError: the teacher has fewer than k.
+    """
+    section = config.models[role]
+    k = section.transfer.k
+    if section.transfer.what == "hidden":
         return None
-    assert transfer.k is not None, "the rules ask for it"
-    if transfer.k > tokens:
+    assert k is not None, "the rules ask for it"
+    if k > tokens:
+        whose = "its" if is_aligned(config) else "the"
         raise ConfigError(
-            f"teacher.transfer.k = {transfer.k}: the tokenizer has {tokens} tokens; lower it"
+            f"{role}.transfer.k = {k}: {whose} tokenizer has {tokens} tokens; lower it"
         )
     return sent_settings(
-        plain_terms(terms), k=transfer.k, vocab_size=tokens, sequence_length=length
+        terms_of(members(config.teachers, config.objective.terms).get(role), terms),
+        k=k,
+        vocab_size=tokens,
+        sequence_length=section.sequence_length or config.data.sequence_length,
     )
 
 
-def plain_terms(terms: Sequence[Term | ChunkTerm]) -> tuple[Term, ...]:
-    """Return the terms between two models of one tokenizer."""
-    return tuple(term for term in terms if isinstance(term, Term))
+def terms_of(
+    teacher: OneOfSeveral | None, terms: Sequence[Term | ChunkTerm]
+) -> tuple[Term | ChunkTerm, ...]:
+    """Return the terms that a teacher serves: all, or of several those that may take it."""
+    return tuple(terms) if teacher is None else teacher.terms(terms)
 
 
 def sent_records(config: RunConfig, role: str) -> CaptureSettings | None:
     """Return the settings of sent top-k ids before the tokenizer is known."""
     terms = build_terms(config.objective.terms, _ANY_VOCABULARY)
-    transfer, length = config.models[role].transfer, config.data.sequence_length
-    return answer_settings(transfer, terms, tokens=_ANY_VOCABULARY, length=length)
+    return answer_settings(config, role, terms, tokens=_ANY_VOCABULARY)
+
+
+def answer_metrics(transfer: TransferConfig, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
+    """Return the names of the reported metrics: those of a live teacher, or of its store."""
+    if transfer.what == "hidden":
+        return live_metrics(terms)
+    settings = sent_settings(terms, k=1, vocab_size=2, sequence_length=1)
+    return stored_metrics(settings, terms)
 
 
 def head_parts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +40,7 @@ from megatron_distill.train.assemble.answer_plan import (
     answer_plan,
     answer_settings,
     head_parts,
-    plain_terms,
+    terms_of,
 )
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
@@ -55,6 +55,7 @@ from megatron_distill.train.assemble.routing import members, sample_routing, sha
 from megatron_distill.train.assemble.same_files import publish_files, require_same_files
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.stored_source import OneOfSeveral
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.loop import permanent_imports
 from megatron_distill.train.teachers.answer_ways import (
@@ -68,7 +69,7 @@ from megatron_distill.train.teachers.answer_ways import (
     private_slots,
 )
 from megatron_distill.train.teachers.answers import AnswerPlan
-from megatron_distill.train.teachers.live import ModelOutput, OnlineTeacher, live_metrics
+from megatron_distill.train.teachers.live import ModelOutput, OnlineTeacher
 from megatron_distill.train.teachers.own_ranks import (
     AnswerReader,
     AnswerRing,
@@ -76,11 +77,7 @@ from megatron_distill.train.teachers.own_ranks import (
     OwnRanksTeacher,
     RemoteHead,
 )
-from megatron_distill.train.teachers.sent_topk import (
-    sent_settings,
-    serving_capture,
-    signal_of_columns,
-)
+from megatron_distill.train.teachers.sent_topk import serving_capture, signal_of_columns
 from megatron_distill.train.teachers.serving import (
     AnswerSender,
     LastColumns,
@@ -89,11 +86,9 @@ from megatron_distill.train.teachers.serving import (
     send_head,
     units_of_round,
 )
-from megatron_distill.train.teachers.stored import stored_metrics
 from megatron_distill.train.teachers.units import Message
 
 __all__ = [
-    "answer_metrics",
     "open_own_ranks",
     "publish_data",
     "publish_start",
@@ -108,15 +103,16 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
 
     Raises ConfigError on all ranks of the student.
     """
-    terms, student, vocabulary = fit.terms, fit.student, fit.vocabulary
+    student, vocabulary = fit.student, fit.vocabulary
     groups, execution, device = site.groups, site.execution, site.device
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"
     tokens = vocabulary if fit.own is None else fit.own.vocabulary
     teacher = resolve_model(config, role, tokens).architecture
     of_head = student if fit.own is None else teacher
-    transfer, length = config.models[role].transfer, config.data.sequence_length
-    settings = answer_settings(transfer, terms, tokens=vocabulary.size, length=length)
+    transfer = config.models[role].transfer
+    among = members(config.teachers, config.objective.terms).get(role)
+    settings = answer_settings(config, role, fit.terms, tokens=tokens.size)
     roles = bridge.roles
     ranks = roles.teacher(role)
     plan = answer_plan(config, ranks, roles, teacher, student, execution.dtype, settings)
@@ -149,12 +145,7 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
     found = OwnRanksTeacher(
         Asking(plan, bridge, ring),
         head,
-        AnswerReader(
-            plan,
-            partial(_output, head)
-            if settings is None
-            else partial(_top_k, plain_terms(terms), settings, execution.device),
-        ),
+        AnswerReader(plan, _signal_of(among, fit.terms, settings, head, execution.device)),
         head_parts=parts if settings is None else (),
         last_step=config.train.steps,
         alone=device.alone,
@@ -162,6 +153,21 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
     )
     site.resources.callback(found.close)
     return found
+
+
+def _signal_of(
+    among: OneOfSeveral | None,
+    terms: Sequence[Term | ChunkTerm],
+    settings: CaptureSettings | None,
+    head: RemoteHead,
+    device: torch.device,
+) -> Callable[[Sequence[torch.Tensor], Batch], Signal]:
+    """Return what makes an answer a signal; one of several teachers holds its terms by name."""
+    if settings is None:
+        return partial(_output, head)
+    own = terms_of(among, terms)
+    names = () if among is None else tuple(term.name for term in own)
+    return partial(_top_k, own, names, settings, device)
 
 
 def _output(head: RemoteHead, columns: Sequence[torch.Tensor], batch: Batch) -> Signal:
@@ -173,22 +179,15 @@ def _output(head: RemoteHead, columns: Sequence[torch.Tensor], batch: Batch) -> 
 
 
 def _top_k(
-    terms: Sequence[Term],
+    terms: Sequence[Term | ChunkTerm],
+    names: tuple[str, ...],
     settings: CaptureSettings,
     device: torch.device,
     columns: Sequence[torch.Tensor],
     batch: Batch,
 ) -> Signal:
     """Return the signal of sent top-k ids."""
-    return signal_of_columns(columns, batch, terms, settings, device)
-
-
-def answer_metrics(transfer: TransferConfig, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
-    """Return the names of the reported metrics: those of a live teacher, or of its store."""
-    if transfer.what == "hidden":
-        return live_metrics(terms)
-    settings = sent_settings(plain_terms(terms), k=1, vocab_size=2, sequence_length=1)
-    return stored_metrics(settings, terms)
+    return replace(signal_of_columns(columns, batch, terms, settings, device), names=names)
 
 
 def _backend(transfer: TransferConfig, role: str, device: Device) -> str:
@@ -381,7 +380,7 @@ def _open_teacher(
         teacher_length=None if own is None else length,
     )
     terms = build_terms(config.objective.terms, vocabulary.size)
-    settings = answer_settings(section.transfer, terms, tokens=vocabulary.size, length=length)
+    settings = answer_settings(config, role.name, terms, tokens=tokens.size)
     shape, dtype = source.architecture, execution.dtype
     plan = answer_plan(config, role, roles, shape, student, dtype, settings)
     of_head = student if own is None else source.architecture

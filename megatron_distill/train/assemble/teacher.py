@@ -14,13 +14,14 @@ from megatron_distill.runtime.groups import Layout, create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import Live, TeacherTokens
+from megatron_distill.train.assemble.answer_plan import answer_metrics
 from megatron_distill.train.assemble.models import (
     layout_of,
     resolve_model,
     teacher_execution,
     teacher_seed,
 )
-from megatron_distill.train.assemble.own_ranks import answer_metrics, open_own_ranks
+from megatron_distill.train.assemble.own_ranks import open_own_ranks
 from megatron_distill.train.assemble.several import open_several
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.stored import SeveralStores, Stored, open_stored
@@ -178,8 +179,11 @@ def _on_own_ranks(
     config: RunConfig, section: ModelConfig, fit: TeacherFit, site: Site
 ) -> OpenTeacher:
     remote, aligned = open_own_ranks(config, "teacher", fit, site), None
-    if fit.own is not None:
-        _, aligned = _connected(fit.own, remote.head, config.objective.chunk_tokens, fit, site)
+    chunk_tokens = config.objective.chunk_tokens
+    if fit.own is not None and section.transfer.what == "top_k":
+        _, aligned = _connected(fit.own, None, chunk_tokens, fit, site)
+    elif fit.own is not None:
+        _, aligned = _connected(fit.own, remote.head, chunk_tokens, fit, site)
     opened = OpenTeacher(
         signals=remote,
         metrics=answer_metrics(section.transfer, fit.terms),

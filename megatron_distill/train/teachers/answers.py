@@ -192,6 +192,8 @@ class Output:
         destination: pipeline rank of the student.
         splits: whether tensor ranks have parts of it under sequence parallelism, as models leave
             hidden states; otherwise each has all positions of its context rank.
+        is_whole: whether each context rank of the student receives the whole sequence, for a loss
+            on chunks of text, which may lie on several of these ranks.
     """
 
     layer: int | None
@@ -199,6 +201,7 @@ class Output:
     destination: int
     columns: tuple[Column, ...]
     splits: bool = True
+    is_whole: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -272,7 +275,10 @@ class AnswerPlan:
 
     def _need(self, output: Output, rank: int) -> Holding:
         holdings = _grid(self.student, output).holdings(
-            self.length, replica=self.student.replica(rank), stage=output.destination
+            self.length,
+            replica=self.student.replica(rank),
+            stage=output.destination,
+            is_whole=output.is_whole,
         )
         (own,) = [one for one in holdings if one.rank == rank]
         return own
@@ -285,7 +291,8 @@ class AnswerPlan:
         """Return the messages of an output of a unit."""
         replicas = self.units.teacher_replica(unit), self.replica_of(unit)
         grids = _grid(self.teacher, output), _grid(self.student, output)
-        return _messages(grids, (output.source, output.destination), self.length, replicas)
+        stages = output.source, output.destination
+        return _messages(grids, stages, self.length, replicas, is_whole=output.is_whole)
 
     def sent(self, unit: int, rank: int) -> dict[int, list[Part]]:
         """Return the rows of a unit from one rank, by destination."""
@@ -339,12 +346,15 @@ def _grid(grid: Grid, output: Output) -> Grid:
 
 @lru_cache(maxsize=4096)
 def _messages(
-    grids: tuple[Grid, Grid], stages: tuple[int, int], length: int, replicas: tuple[int, int]
+    grids: tuple[Grid, Grid],
+    stages: tuple[int, int],
+    length: int,
+    replicas: tuple[int, int],
+    *,
+    is_whole: bool,
 ) -> tuple[Message, ...]:
-    holders, needs = (
-        grid.holdings(length, replica=replica, stage=stage)
-        for grid, replica, stage in zip(grids, replicas, stages, strict=True)
-    )
+    holders = grids[0].holdings(length, replica=replicas[0], stage=stages[0])
+    needs = grids[1].holdings(length, replica=replicas[1], stage=stages[1], is_whole=is_whole)
     return messages(holders, needs)
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_distill.losses import Term
+from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import hidden_for_head, vocab_shard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
@@ -19,7 +19,13 @@ from megatron_distill.store import CaptureSettings, PositionScalars, SampleRecor
 from megatron_distill.train.capture.positions import PositionCapture
 from megatron_distill.train.teachers.answers import Column
 from megatron_distill.train.teachers.live import HeadOwner
-from megatron_distill.train.teachers.stored import on_device, signal_of_records
+from megatron_distill.train.teachers.stored import (
+    HostBatch,
+    is_of_labels,
+    needed_support,
+    on_device,
+    signal_of_records,
+)
 
 __all__ = ["TopKColumns", "sent_settings", "serving_capture", "signal_of_columns", "top_k_columns"]
 
@@ -27,16 +33,23 @@ _SCALARS = 3  # log-sum-exp, entropy and label's log-probability, at temperature
 
 
 def sent_settings(
-    terms: Sequence[Term], *, k: int, vocab_size: int, sequence_length: int
+    terms: Sequence[Term | ChunkTerm], *, k: int, vocab_size: int, sequence_length: int
 ) -> CaptureSettings:
-    """Return the settings of records that serve these terms, with every bit of the values."""
-    temperatures = {term.temperature for term in terms if term.support != "renormalized"} - {1.0}
+    """Return the settings of records that serve these terms, with every bit of the values.
+
+    Ratios of probabilities are known at every temperature, and that of a text has one of its own.
+    """
+    temperatures = {
+        term.temperature
+        for term in terms
+        if needed_support(term) != "renormalized" and not is_of_labels(term)
+    }
     return CaptureSettings(
         k=k,
         vocab_size=vocab_size,
         sequence_length=sequence_length,
         codec="f32",
-        temperatures=tuple(sorted(temperatures)),
+        temperatures=tuple(sorted(temperatures - {1.0})),
     )
 
 
@@ -97,18 +110,25 @@ class TopKColumns:
 def signal_of_columns(
     columns: Sequence[Tensor],
     batch: Batch,
-    terms: Sequence[Term],
+    terms: Sequence[Term | ChunkTerm],
     settings: CaptureSettings,
     device: torch.device,
 ) -> Recorded:
-    """Return the signal of a unit's answer at this rank's positions, as from a store's records."""
+    """Return the signal of a unit's answer for each term, as from a store's records.
+
+    It is of this rank's positions, which are those of the answer. From a teacher with a tokenizer
+    of its own it is of its tokens of all context ranks, in the order of `ChunkRows`.
+    """
     integers, floats = (column.transpose(0, 1).contiguous().numpy() for column in columns)
+    host = HostBatch.of(batch)
     records = [
         _record(number, integers[row], floats[row], settings)
-        for row, number in enumerate(batch.on_host.sample_ids_b.tolist())
+        for row, number in enumerate(host.sample_ids)
     ]
-    index_s = np.arange(integers.shape[1])
-    return on_device(signal_of_records(records, terms, settings, index_s), device)
+    has_own_tokens = batch.on_host.teacher is not None
+    index_s = host.sequence_index_s if has_own_tokens else np.arange(integers.shape[1])
+    found = signal_of_records(records, terms, settings, index_s, labels_bs=host.labels_bs)
+    return on_device(found, device)
 
 
 def _record(

@@ -34,6 +34,7 @@ __all__ = [
     "HostBatch",
     "JoinedSamples",
     "StoredTeacher",
+    "is_of_labels",
     "on_device",
     "recorded_signal",
     "signal_of_records",
@@ -370,7 +371,7 @@ def signal_of_records(
             [one.label_log_prob_S[index_s] for one in scalars if one is not None]
         )
     for term in terms:
-        if _is_of_labels(term):
+        if is_of_labels(term):
             assert label_log_prob is not None, "the store was asked for it"
             assert labels_bs is not None
             by_term.append(_of_labels(labels_bs, label_log_prob))
@@ -387,7 +388,7 @@ def signal_of_records(
     return Recorded(tuple(by_term), entropy, label_log_prob)
 
 
-def _is_of_labels(term: Term | ChunkTerm) -> bool:
+def is_of_labels(term: Term | ChunkTerm) -> bool:
     """Whether a term needs the probabilities of the labels alone."""
     return isinstance(term, ChunkTerm) and term.alignment == "likelihood"
 

@@ -165,15 +165,18 @@ class Grid:
         """Return the context-parallel rank of a rank of the group in which rows move."""
         return self.ranks.index(rank) // self.tensor % self.context
 
-    def holdings(self, length: int, *, replica: int, stage: int = -1) -> tuple[Holding, ...]:
+    def holdings(
+        self, length: int, *, replica: int, stage: int = -1, is_whole: bool = False
+    ) -> tuple[Holding, ...]:
         """Return the positions of a unit of `length` positions on each rank of a stage.
 
-        A context rank has its zigzag pieces. Under sequence parallelism a tensor rank has one of
-        equal consecutive parts of them, otherwise all.
+        A context rank has its zigzag pieces, or the whole sequence. Under sequence parallelism a
+        tensor rank has one of equal consecutive parts of them, otherwise all.
         """
         found = []
         for context in range(self.context):
-            pieces = pieces_of(length, rank=context, size=self.context)
+            place, size = (0, 1) if is_whole else (context, self.context)
+            pieces = pieces_of(length, rank=place, size=size)
             intervals = tuple((piece.start, piece.stop) for piece in pieces)
             for tensor in range(self.tensor):
                 rank = self.rank(tensor=tensor, context=context, replica=replica, stage=stage)

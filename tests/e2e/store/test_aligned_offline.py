@@ -12,6 +12,7 @@ from megatron_distill.data.samples import Sample
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.runs import SECOND_SIZES, Inputs, course, failure, quick_and_slow, records, run
+from tests.e2e.teachers.test_teacher_ranks import run_apart, shared
 from tests.e2e.training.test_conversations import write_chat, write_chat_tokenizers
 
 STEPS, ROWS, K = 3, 8, 64
@@ -112,6 +113,63 @@ def test_no_layout_of_the_capture_changes_a_loss(
     world, layout = WRITERS[writer]
     store = capture(*layout, world=world)
     assert_same(train(1, *of_store(store)), train(1), first=5e-6)
+
+
+SENT = f"teacher.transfer={{what: top_k, k: {K}}}"
+TENSOR = ("parallel.tensor=2", "parallel.sequence=true")
+OWN_1, OWN_TENSOR = "teacher.parallel={tensor: 1}", "teacher.parallel={tensor: 2, sequence: true}"
+# Ranks of the student and of the teacher, and their layouts.
+APART: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "1 and 1": (1, 1, ()),
+    "1 and 1, 2 ahead, shared memory": (
+        1, 1, ("teacher.steps_ahead=2", "teacher.transfer.backend=ipc"),
+    ),
+    "TP2+sequence and 1": (2, 1, (*TENSOR, OWN_1)),
+    "TP2+sequence and TP2+sequence": (2, 2, (*TENSOR, OWN_TENSOR)),
+    "DP2 and DP2": (2, 2, ()),
+    "PP2 and CP2": (2, 2, ("parallel.pipeline=2", "teacher.parallel={context: 2}")),
+    "CP2 and 1": (2, 1, ("parallel.context=2", OWN_1)),
+    "CP2 and TP2+sequence": (2, 2, ("parallel.context=2", OWN_TENSOR)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(APART, []))
+def test_a_sent_top_k_has_the_losses_of_a_store(
+    pool: Pool,
+    inputs: Inputs,
+    tmp_path: Path,
+    capture: Callable[..., Path],
+    train: Run,
+    case: str,
+) -> None:
+    students, teachers, layout = APART[case]
+    config = inputs.folder / "aligned.yaml"
+    found = run_apart(pool, students, teachers, config, tmp_path, *SHORT, TERMS, SENT, *layout)
+    of_student = [one for one in layout if one.startswith("parallel.")]
+    expected = train(students, *of_store(capture()), *of_student)
+    is_of_one_rank = OWN_1 in layout or not any(one.startswith("teacher.par") for one in layout)
+    for ours, other in zip(found, expected, strict=True):
+        assert ours["chunks"] == other["chunks"] > 0
+        for name in FIGURES:
+            # A teacher of several ranks adds in another order.
+            tolerance = 0.0 if is_of_one_rank else 1e-6 if ours["step"] == 1 else 1e-4
+            assert ours[name] == pytest.approx(other[name], rel=tolerance, abs=0.0), name
+
+
+@pytest.mark.slow
+def test_a_sent_top_k_of_all_ids_has_the_losses_of_the_live_teacher(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.folder / "aligned.yaml"
+    given = (*SHORT, TERMS, "validation.samples=8", f"validation.interval={STEPS}")
+    whole = f"teacher.transfer={{what: top_k, k: {max(SECOND_SIZES)}}}"
+    found = run_apart(pool, 1, 1, config, tmp_path / "apart", whole, *given)
+    expected = shared(pool, 1, config, tmp_path / "shared", *given)
+    assert_same(found[:STEPS], expected[:STEPS], first=1e-6)
+    ours, other = (one[STEPS]["validation"] for one in (found, expected))
+    assert ours.keys() == other.keys() == {"ce_loss", "kd_loss", *NAMES}
+    for name in ours:
+        assert ours[name] == pytest.approx(other[name], rel=1e-4), name
 
 
 @pytest.mark.slow

@@ -41,9 +41,21 @@ teacher.transfer={what: top_k, k: 8}
 objective.terms=[{top_k: 9}]
     -> objective.terms.0.top_k = 9: more than the 8 ids of teacher.transfer.k
 teacher.transfer={what: top_k, k: 8}
-objective.terms=[{alignment: common, top_k: 8}]
-    -> objective.terms.0.alignment = 'common': teacher.transfer.what = 'top_k' with k = 8 sends
-       the teacher's ids for the student's positions
+objective.terms=[{alignment: gold}]
+    -> objective.terms.0.alignment = 'gold': needs the teacher's whole distributions, and
+       teacher.transfer.what = 'top_k' with k = 8 sends a part of them
+teacher.transfer={what: top_k, k: 8}
+objective.terms=[{alignment: common}]
+    -> objective.terms.0 compares all common tokens, and teacher.transfer.what = 'top_k' with
+       k = 8 sends few ids; set objective.terms.0.top_k to 8 or less
+teacher.transfer={what: top_k, k: 8}
+objective.terms=[{alignment: common, top_k: 9}]
+    -> objective.terms.0.top_k = 9: more than the 8 ids of teacher.transfer.k
+teacher.transfer={what: top_k, k: 8}
+objective.balance.mode=schedule
+objective.terms=[{alignment: common, top_k: 4, temperature_schedule: {to: 2.0, steps: 2}}]
+    -> objective.terms.0.temperature_schedule: teacher.transfer.what = 'top_k' with k = 8 sends
+       normalisers at fixed temperatures only; remove the schedule
 teacher.transfer={what: top_k, k: 8}
 objective.balance.mode=schedule
 objective.terms=[{top_k: 4, temperature_schedule: {to: 2.0, steps: 2}}]
@@ -61,6 +73,23 @@ def test_each_rule_broken_alone(tmp_path: Path, overrides: list[str], expected: 
     assert len(found) == len(expected), found
     for text, start in zip(found, expected, strict=True):
         assert text.startswith(start), text
+
+
+# Of the rules on terms, those that a sent top-k serves.
+SERVED = (
+    "[{alignment: likelihood, temperature: 6.0, temperature_schedule: {to: 2.0, steps: 2}}, "
+    "{alignment: common, top_k: 8, temperature: 2.0}]",
+    "[{top_k: 8, temperature: 2.0}, {top_k: 4, support: renormalized, "
+    "temperature_schedule: {to: 2.0, steps: 2}}]",
+)
+
+
+@pytest.mark.parametrize("terms", SERVED)
+def test_terms_of_a_sent_top_k_load(tmp_path: Path, terms: str) -> None:
+    changes = ("teacher.transfer={what: top_k, k: 8}", "objective.balance.mode=schedule")
+    config = load_tree(tmp_path, TREE, *changes, f"objective.terms={terms}")
+    check_layout(config, 4, teachers=(("teacher", 2),))
+    assert len(config.objective.terms) == 2
 
 
 def test_keys_of_own_ranks_have_no_effect_without_them(tmp_path: Path) -> None:
@@ -104,7 +133,23 @@ SEVERAL = MINIMAL | {
 }
 OF_SEVERAL = """
 teachers.math.transfer={what: top_k, k: 8}
-    -> teachers.math.transfer.what = 'top_k': one of several teachers sends its hidden states
+    -> objective.terms.0 compares the whole vocabulary, and teachers.math.transfer.what = 'top_k'
+       with k = 8 sends few ids; set objective.terms.0.top_k to 8 or less
+teachers.math.transfer.what=top_k
+objective.terms=[{top_k: 8}]
+    -> teachers.math.transfer.k is required with teachers.math.transfer.what = 'top_k'
+teachers.math.transfer={what: top_k, k: 8}
+objective.terms=[{top_k: 8}, {top_k: 9, teachers: [math, law]}, {top_k: 9, teacher: law}]
+    -> objective.terms.1.top_k = 9: more than the 8 ids of teachers.math.transfer.k
+teachers.math.transfer={what: top_k, k: 8}
+objective.terms=[{top_k: 8}, {top_k: 8, teachers: [math, law], mixture: geometric}]
+    -> objective.terms.1.mixture = 'geometric': its normaliser is a sum over the whole vocabulary,
+       of which teachers.math.transfer.k gives some ids
+teachers.math.transfer={what: top_k, k: 8}
+teachers.code.transfer={what: top_k, k: 8}
+objective.terms=[{top_k: 8}, {top_k: 8, teachers: [math, code]}]
+    -> objective.terms.1.mixture = 'arithmetic' of teachers.math.transfer.k and
+       teachers.code.transfer.k: each has ids of its own
 teachers.math.nodes=1
     -> teachers.math.ranks = 2 and teachers.math.nodes = 1: give only one of the two
 teachers.math.sequence_length=32
@@ -126,6 +171,19 @@ def test_each_rule_of_several_teachers_broken_alone(
     assert len(found) == len(expected), found
     for text, start in zip(found, expected, strict=True):
         assert text.startswith(start), text
+
+
+@pytest.mark.parametrize(
+    "mixture", ["arithmetic", "geometric, support: renormalized", "lowest_loss"]
+)
+def test_each_mixture_takes_a_sent_top_k(tmp_path: Path, mixture: str) -> None:
+    term = f"{{top_k: 8, teachers: [math, law], mixture: {mixture}}}"
+    changes = (
+        "teachers.math.transfer={what: top_k, k: 8}",
+        f"objective.terms=[{{top_k: 4}}, {term}]",
+    )
+    config = load_tree(tmp_path, SEVERAL, *changes)
+    assert config.objective.terms[1].mixture == mixture.partition(",")[0]
 
 
 def test_each_of_several_teachers_must_fit_its_ranks(tmp_path: Path) -> None:

@@ -114,6 +114,29 @@ def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path
             assert bool((tensor == number).all())
 
 
+def test_records_for_chunks_reach_each_context_rank_whole() -> None:
+    ids = (Column("ids", torch.int32, (3,)),)
+    plan = replace(
+        staged_plan(),
+        units=Units(micro_batches=1, student_replicas=1, teacher_replicas=1),
+        teacher=Grid(2, 2, 1, 1, sequence=True, ranks=tuple(range(4, 8))),
+        student=Grid(2, 2, 1, 1, sequence=True, ranks=tuple(range(4))),
+        outputs=(Output(None, 0, 0, ids, splits=False, is_whole=True),),
+    )
+    holdings = replace(plan.teacher, sequence=False).holdings(16, replica=0)
+    held = {
+        one.rank: torch.cat([torch.arange(*pair) for pair in one.intervals]) for one in holdings
+    }
+    assert {len(positions) for positions in held.values()} == {8}
+    for rank in range(4):
+        assert plan.slot_rows(rank) == {0: 16}
+        slot = torch.full((16,), -1)
+        for source, parts in plan.received(0, rank).items():
+            for part in parts:
+                slot[part.message.received] = held[source][part.message.sent]
+        assert slot.tolist() == list(range(16))
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_unit_has_one_hash_on_both_sides(size: int) -> None:
     whole = batch_of(2, 16)

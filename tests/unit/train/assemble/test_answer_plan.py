@@ -1,0 +1,63 @@
+"""Settings of the top-k that a teacher on ranks of its own sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.train.assemble.answer_plan import answer_settings, terms_of
+from megatron_distill.train.assemble.models import build_terms
+from megatron_distill.train.assemble.routing import members
+from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, load_tree
+
+APART = TAUGHT | {"teacher": {**TAUGHT["teacher"], "ranks": 1, "sequence_length": 24}}
+SENT = "transfer={what: top_k, k: 8}"
+
+
+def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path: Path) -> None:
+    # The temperature of the first is of texts.
+    terms = (
+        "[{alignment: likelihood, temperature: 6.0}, "
+        "{alignment: common, top_k: 4, temperature: 2.0}]"
+    )
+    config = load_tree(tmp_path, APART, f"teacher.{SENT}", f"objective.terms={terms}")
+    built = build_terms(config.objective.terms, 100)
+    found = answer_settings(config, "teacher", built, tokens=50)
+    assert found is not None
+    assert (found.k, found.vocab_size, found.sequence_length) == (8, 50, 24)
+    assert found.temperatures == (2.0,)
+    with pytest.raises(ConfigError, match=r"^teacher\.transfer\.k = 8: its tokenizer has 7 tokens"):
+        answer_settings(config, "teacher", built, tokens=7)
+
+
+def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path: Path) -> None:
+    teachers = {name: {"architecture": ARCHITECTURE, "ranks": 1} for name in ("code", "math")}
+    tree = MINIMAL | {"teachers": teachers, "objective": {"routing_weights": {"code": 1}}}
+    # A mean of renormalised probabilities needs the normaliser of each teacher.
+    terms = (
+        "[{top_k: 4}, {top_k: 4, teacher: math, temperature: 2.0}, {top_k: 4, temperature: 3.0, "
+        "support: renormalized}, {top_k: 4, teachers: [code, math], temperature: 4.0, "
+        "support: renormalized, mixture: lowest_loss}]"
+    )
+    changes = [f"teachers.{name}.{SENT}" for name in teachers]
+    config = load_tree(tmp_path, tree, *changes, f"objective.terms={terms}")
+    built = build_terms(config.objective.terms, 100)
+    temperatures = {}
+    for name in teachers:
+        settings = answer_settings(config, f"teachers.{name}", built, tokens=50)
+        assert settings is not None
+        temperatures[name] = settings.temperatures
+    assert temperatures == {"code": (), "math": (2.0,)}
+    code = members(config.teachers, config.objective.terms)["teachers.code"]
+    assert terms_of(code, built) == (built[0], built[2], built[3])
+    assert terms_of(None, built) == built
+
+    mean = terms.replace("mixture: lowest_loss", "mixture: arithmetic")
+    config = load_tree(tmp_path, tree, changes[0], f"objective.terms={mean}")
+    built = build_terms(config.objective.terms, 100)
+    settings = answer_settings(config, "teachers.code", built, tokens=50)
+    assert settings is not None
+    assert settings.temperatures == (4.0,)
+    assert answer_settings(config, "teachers.math", built, tokens=50) is None
