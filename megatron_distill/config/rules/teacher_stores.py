@@ -1,10 +1,11 @@
-"""Rules on stores among several teachers: their terms, their mixtures and their samples."""
+"""Rules on stores and sent top-k among several teachers: terms, mixtures and samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron_distill.config.messages import Problem
+from megatron_distill.config.rules.teacher_ranks import has_own_ranks
 from megatron_distill.config.rules.teacher_tokenizers import own_tokenizers
 from megatron_distill.config.schema import ModelConfig, RunConfig, TermConfig
 
@@ -63,23 +64,35 @@ def _store(key: str, model: ModelConfig) -> Iterator[Problem]:
         )
 
 
+def _few_ids(config: RunConfig, name: str) -> str | None:
+    """Return the key by which a teacher has few ids of each token; None: it has all of them."""
+    model = (config.teachers or {}).get(name)
+    if model is None:
+        return None
+    if model.store is not None:
+        return f"teachers.{name}.store"
+    sends_few = model.transfer.what == "top_k" and has_own_ranks(config, f"teachers.{name}")
+    return f"teachers.{name}.transfer.k" if sends_few else None
+
+
 def _mixture(path: str, term: TermConfig, config: RunConfig) -> Iterator[Problem]:
-    """Find mixtures that recorded ids do not determine."""
+    """Find mixtures that few ids of a teacher do not determine."""
     members = [name for name, weight in (term.teachers or {}).items() if weight]
-    stored = [f"teachers.{name}" for name in members if _is_stored(config, name)]
-    if not stored or len(members) < 2:
+    few = [key for name in members if (key := _few_ids(config, name)) is not None]
+    if not few or len(members) < 2:
         return
-    keys = (f"{path}.teachers", f"{path}.mixture", *(f"{key}.store" for key in stored))
+    keys = (f"{path}.teachers", f"{path}.mixture", *few)
     mixture = f"{path}.mixture = {term.mixture!r}"
     if term.mixture == "lowest_loss":
-        if term.top_k is None:
+        stored = [key for key in few if key.endswith(".store")]
+        if term.top_k is None and stored:  # sent ones ask for it themselves
             yield Problem(
                 (*keys, f"{path}.top_k"),
                 f"{mixture}: compares losses over the whole vocabulary with those on the ids of "
-                f"{stored[0]}.store, which are lower; set {path}.top_k for all of them",
+                f"{stored[0]}, which are lower; set {path}.top_k for all of them",
             )
         return
-    if len(stored) > 1:
+    if len(few) > 1:
         same = (
             f" with the same gradient: {path} with {path}.weight times the teacher's share"
             if term.mixture == "arithmetic" and term.divergence == "forward_kl"
@@ -87,7 +100,7 @@ def _mixture(path: str, term: TermConfig, config: RunConfig) -> Iterator[Problem
         )
         yield Problem(
             keys,
-            f"{mixture} of {' and '.join(stored)}: each store has ids of its own, and none has its "
+            f"{mixture} of {' and '.join(few)}: each has ids of its own, and none has its "
             "probabilities of the ids of another; give each of these teachers a term of its "
             f"own{same}",
         )
@@ -95,19 +108,18 @@ def _mixture(path: str, term: TermConfig, config: RunConfig) -> Iterator[Problem
         yield Problem(
             (*keys, f"{path}.support"),
             f"{mixture}: its normaliser is a sum over the whole vocabulary, of which "
-            f"{stored[0]}.store has some ids; set {path}.support=renormalized, or "
+            f"{few[0]} gives some ids; set {path}.support=renormalized, or "
             f"{path}.mixture=arithmetic",
         )
     if term.mixture == "arithmetic" and term.support == "renormalized":
-        yield from _scheduled(path, term, stored[0])
+        yield from _scheduled(path, term, few[0])
 
 
-def _scheduled(path: str, term: TermConfig, stored: str) -> Iterator[Problem]:
+def _scheduled(path: str, term: TermConfig, few: str) -> Iterator[Problem]:
     if term.temperature_schedule is not None:
         key = f"{path}.temperature_schedule"
         yield Problem(
-            (key, f"{path}.mixture", f"{stored}.store"),
-            f"{key}: an arithmetic mean needs probabilities, which {stored}.store has at the "
-            f"temperatures of its capture only; remove the schedule, or set {path}.mixture="
-            "geometric",
+            (key, f"{path}.mixture", few),
+            f"{key}: an arithmetic mean needs probabilities, which {few} gives at fixed "
+            f"temperatures only; remove the schedule, or set {path}.mixture=geometric",
         )

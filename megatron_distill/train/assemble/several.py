@@ -21,6 +21,7 @@ from megatron_distill.runtime.groups import Groups, Layout, create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import TeacherTokens
+from megatron_distill.train.assemble.answer_plan import answer_metrics
 from megatron_distill.train.assemble.models import (
     layout_of,
     resolve_model,
@@ -101,6 +102,8 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
             continue
         if site.device.bridge is not None and has_own_ranks(config, own.key):
             teachers[name] = remotes[own.key] = open_own_ranks(config, own.key, fit, site)
+            if section.transfer.what == "top_k":
+                metrics.append(answer_metrics(section.transfer, plain))
             continue
         tokens = fit.own if name in foreign else None
         live = _live(config, own, section, fit, site, layouts, tokens)

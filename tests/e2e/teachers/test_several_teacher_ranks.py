@@ -115,6 +115,77 @@ def test_the_course_is_that_of_shared_ranks(
         assert ours["teachers"] == theirs["teachers"]
 
 
+def sent(name: str, k: int = 12) -> str:
+    return f"teachers.{name}.transfer={{what: top_k, k: {k}}}"
+
+
+TOP_K = (
+    "objective.terms=[{top_k: 12}, {top_k: 8, temperature: 2.0, divergence: reverse_kl}, "
+    "{top_k: 6, temperature: 3.0, support: renormalized, weight: 0.3}, "
+    "{top_k: 5, divergence: js_divergence, weight: 0.2, teacher: law}]"
+)
+# Ranks of the launch, settings of both runs, and of this one.
+OF_TOP_K: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
+    "1, and 1": (2, (), (LAW, sent("law"))),
+    "1, and 1 for each": (
+        4, (), (LAW, CODE, MATH, sent("law"), sent("code"), sent("math", 20),
+                "teachers.code.transfer.backend=ipc"),
+    ),
+    "1, and 1, one sample at a time": (2, (ONE_SAMPLE,), (CODE, sent("code"))),
+    "TP2+sequence, and PP2": (
+        4, (), ("teachers.law.ranks=2", "teachers.law.parallel={pipeline: 2}", sent("law"),
+                "parallel.tensor=2", "parallel.sequence=true"),
+    ),
+    "TP2, 1 and 1": (
+        4, (), ("parallel.tensor=2", LAW, "teachers.law.parallel={tensor: 1}", sent("law"), MATH,
+                "teachers.math.parallel={tensor: 1}"),
+    ),
+    "DP2, and DP2": (4, (), ("teachers.code.ranks=2", sent("code"))),
+    "CP2, and 1": (
+        3, (), ("parallel.context=2", MATH, sent("math"), "teachers.math.parallel={tensor: 1}"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(OF_TOP_K, []))
+def test_a_sent_top_k_gives_the_course_of_live_teachers(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    world, common, own = OF_TOP_K[case]
+    given = (*HELD_OUT, TOP_K, *common)
+    found, expected = apart(pool, world, config, tmp_path, *given, *own), shared(*given)
+    assert_same_course(steps(found), steps(expected))
+    ours, theirs = (one[-1]["validation"] for one in (found, expected))
+    assert ours["kd_loss"] == pytest.approx(theirs["kd_loss"], rel=1e-3)
+    assert ours["teachers"].keys() == theirs["teachers"].keys() == {"law", "code", "math"}
+
+
+# All 301 ids, so that a mean on those of one teacher is that of all teachers' logits.
+MIXED = (
+    "objective.terms=[{top_k: 301, teachers: {code: 0.7, law: 0.3}}, {top_k: 301, weight: 0.3, "
+    "temperature: 2.0, divergence: reverse_kl, teachers: {code: 1, law: 3}}, {top_k: 301, "
+    "temperature: 2.0, support: renormalized, teachers: {code: 1, law: 3}, mixture: geometric}, "
+    "{top_k: 4, weight: 0.3, divergence: js_divergence, teachers: [law, math], "
+    "mixture: lowest_loss}]"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [(), (CODE, MATH)], ids=["shared ranks", "own ranks"])
+def test_a_sent_top_k_is_in_means_and_choices(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, beside: Sequence[str]
+) -> None:
+    own = (LAW, sent("law", 301), *beside)
+    found = apart(pool, 2 + len(beside), config, tmp_path, MIXED, *own)
+    expected = shared(MIXED)
+    assert len(found) == len(expected) == 6
+    for ours, other in zip(found, expected, strict=True):
+        assert ours["teachers"].keys() == other["teachers"].keys() == {"code+law", "law", "math"}
+        for name in ("ce_loss", "kd_loss", "grad_norm"):
+            tolerance = 1e-5 if ours["step"] == 1 else 1e-4
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+
+
 def passes_in_roles(
     rank: int, world: int, config: Path, overrides: Sequence[str]
 ) -> tuple[int, int, int]:
