@@ -25,7 +25,13 @@ from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.models import build_terms, layout_of
 from megatron_distill.train.assemble.routing import members
 from megatron_distill.train.assemble.stored_source import OneOfSeveral
-from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
+from megatron_distill.train.teachers.answers import (
+    AnswerPlan,
+    Column,
+    FeatureKind,
+    Output,
+    attention_parts,
+)
 from megatron_distill.train.teachers.live import live_metrics
 from megatron_distill.train.teachers.moved_head import head_messages
 from megatron_distill.train.teachers.sent_topk import sent_settings, top_k_columns
@@ -42,6 +48,8 @@ __all__ = [
 ]
 
 _ANY_VOCABULARY: Final = 1 << 30
+_OF_STATES: Final[tuple[FeatureKind, ...]] = ("output",)
+_OF_MAPS: Final[tuple[FeatureKind, ...]] = ("query", "key")
 
 
 def answer_plan(
@@ -83,16 +91,16 @@ def answer_plan(
         student_grid,
         length=section.sequence_length or config.data.sequence_length,
         sequences=train.micro_batch_size,
-        outputs=(last, *_layer_outputs(config, teacher, student, hidden)),
+        outputs=(last, *_layer_outputs(config, teacher, student, dtype)),
         steps_ahead=section.steps_ahead,
         role=role.name,
     )
 
 
 def _layer_outputs(
-    config: RunConfig, teacher: Architecture, student: Architecture, hidden: Column
+    config: RunConfig, teacher: Architecture, student: Architecture, dtype: torch.dtype
 ) -> Iterator[Output]:
-    """Yield the layer outputs that feature losses need, once for each stage of the student."""
+    """Yield what feature losses need of layers, once for each stage of the student."""
     features = config.objective.features
     if not features:
         return
@@ -103,12 +111,36 @@ def _layer_outputs(
     layers = own.layers_per_stage.teacher or even_layers(teacher.num_layers, stages)
     of_teacher = ranks_of_layers(layers, stages)
     wanted = {
-        (theirs, of_student[ours - 1])
+        (theirs, of_student[ours - 1], kind)
         for entry in features
         for ours, theirs in matched_layers(entry, student.num_layers, teacher.num_layers)
+        for kind in (_OF_MAPS if entry.loss == "attention" else _OF_STATES)
     }
-    for layer, stage in sorted(wanted):
-        yield Output(layer, of_teacher[layer - 1], stage, (hidden,))
+    columns = _layer_columns(teacher, dtype, teacher_parallel(config).tensor, own.tensor)
+    for layer, stage, kind in sorted(wanted):
+        yield Output(
+            layer,
+            of_teacher[layer - 1],
+            stage,
+            columns[kind],
+            splits=kind == "output",
+            is_whole=kind == "key",
+            kind=kind,
+        )
+
+
+def _layer_columns(
+    teacher: Architecture, dtype: torch.dtype, tensor: int, student_tensor: int
+) -> dict[FeatureKind, tuple[Column, ...]]:
+    """Return the tensors of a layer by kind: a hidden state, or one for each part of the heads."""
+    parts, _ = attention_parts(tensor, student_tensor)
+    heads = teacher.num_attention_heads // tensor
+    key_heads = max(1, teacher.num_kv_heads // tensor)  # at least one, which ranks share
+    return {
+        "output": (Column("hidden", dtype, (teacher.hidden_size,)),),
+        "query": (Column("query", dtype, (heads, teacher.head_size)),) * parts,
+        "key": (Column("key", dtype, (key_heads, teacher.head_size)),) * parts,
+    }
 
 
 def _student_layers(config: RunConfig, student: Architecture) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from megatron_distill.config import (
     check_features,
     is_aligned,
     matched_layers,
+    teacher_parallel,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
@@ -64,6 +65,7 @@ from megatron_distill.train.features import (
 )
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.objective import TokenObjective
+from megatron_distill.train.teachers.answers import attention_parts
 from megatron_distill.train.teachers.live import (
     FeatureTeacher,
     routes,
@@ -260,8 +262,11 @@ def _with_features(
     # The rules ask for a live one. One elsewhere sends its layers already.
     online, groups, device = teacher.models.get("teacher"), site.groups, site.execution.device
     shapes = student, teacher.shapes["teacher"]
+    copies = 1
+    if online is None:
+        _, copies = attention_parts(teacher_parallel(config).tensor, config.parallel.tensor)
     features = _build_features(
-        config.objective, config.optimizer, shapes, config.seed, groups, device
+        config.objective, config.optimizer, shapes, config.seed, groups, device, copies=copies
     )
     weights = tuple(pair.weight for pair in features.pairs)
     with_features = replace(objective, features=features, feature_weights=weights)
@@ -284,9 +289,12 @@ def _build_features(
     seed: int,
     groups: Groups,
     device: torch.device,
+    *,
+    copies: int,
 ) -> FeatureLosses:
     """Return the feature losses of a run; `shapes` of the student and the teacher.
 
+    copies: tensor ranks that have the same heads of the teacher, which count in its maps as often.
     Raises ConfigError, on all ranks, for layers that a model does not have, and for attention maps
     of layers that see different keys.
     """
@@ -305,7 +313,7 @@ def _build_features(
             groups=groups,
             device=device,
         ),
-        rules=ScoreRules(_score_rule(student), _score_rule(teacher)),
+        rules=ScoreRules(_score_rule(student), _score_rule(teacher, copies)),
         groups=groups,
         device=device,
     )
@@ -342,12 +350,12 @@ def _check_windows(
         )
 
 
-def _score_rule(architecture: Architecture) -> ScoreRule:
+def _score_rule(architecture: Architecture, copies: int = 1) -> ScoreRule:
     scalar = architecture.attention_scalar or architecture.head_size
     return ScoreRule(
         scale=scalar**-0.5,
         softcap=architecture.attention_softcap,
-        heads=architecture.num_attention_heads,
+        heads=architecture.num_attention_heads * copies,
     )
 
 

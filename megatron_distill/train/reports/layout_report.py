@@ -25,6 +25,7 @@ from megatron_distill.train.teachers.answers import AnswerPlan
 
 __all__ = ["layout_report"]
 
+_OF_LAYER: Final = {"query": "queries", "key": "keys"}
 _BALANCED: Final = 1.25  # a side that is busy for less than this part of the other's time waits
 
 
@@ -96,8 +97,9 @@ def _exchange(plan: AnswerPlan, roles: Roles, *, is_routed: bool) -> Iterator[st
         f"{counted(plan.units.micro_batches, 'unit')} per step and replica of the student"
     )
     for output in plan.outputs[1:]:
+        kind = "" if output.kind == "output" else f"{_OF_LAYER[output.kind]} of "
         yield (
-            f"  layer {output.layer} of the teacher: from its stage {output.source} to the "
+            f"  {kind}layer {output.layer} of the teacher: from its stage {output.source} to the "
             f"student's stage {output.destination}, {output.bytes_per_token:,} bytes per token"
         )
     for (source, destination), count in sorted(routes.items()):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -31,9 +31,11 @@ __all__ = [
     "AnswerError",
     "Column",
     "Command",
+    "FeatureKind",
     "Output",
     "Part",
     "Request",
+    "attention_parts",
     "token_hash",
 ]
 
@@ -181,19 +183,34 @@ class Column:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+# Keys are those of the whole sequence, on each context rank.
+FeatureKind = Literal["output", "query", "key"]
+
+
+def attention_parts(teacher: int, student: int) -> tuple[int, int]:
+    """Return the parts of heads that a student's tensor rank receives, and the copies of each part.
+
+    A part is the heads of one of the teacher's tensor ranks. The numbers of tensor ranks are
+    `teacher` and `student`, of which one divides the other.
+    """
+    return max(1, teacher // student), max(1, student // teacher)
+
+
 @dataclass(frozen=True)
 class Output:
     """Tensors of an answer that go together, from a stage of the teacher to one of the student.
 
     Attributes:
-        layer: of the teacher, from 1, whose output it is; None: the answer for the losses between
-            logits, which the last stages send and receive.
+        layer: of the teacher, from 1; None: the answer for the losses between logits, which the
+            last stages send and receive.
         source: pipeline rank of the teacher.
         destination: pipeline rank of the student.
         splits: whether tensor ranks have parts of it under sequence parallelism, as models leave
             hidden states; otherwise each has all positions of its context rank.
         is_whole: whether each context rank of the student receives the whole sequence, for a loss
             on chunks of text, which may lie on several of these ranks.
+        kind: of a layer: its output, or the queries or keys of its attention. These have a tensor
+            for each part of the heads that a student's tensor rank receives; see `attention_parts`.
     """
 
     layer: int | None
@@ -202,6 +219,7 @@ class Output:
     columns: tuple[Column, ...]
     splits: bool = True
     is_whole: bool = False
+    kind: FeatureKind = "output"
 
     @property
     def bytes_per_token(self) -> int:
@@ -294,6 +312,18 @@ class AnswerPlan:
         stages = output.source, output.destination
         return _messages(grids, stages, self.length, replicas, is_whole=output.is_whole)
 
+    def _of_heads(self, output: Output, unit: int) -> tuple[tuple[int, Message], ...]:
+        """Return the messages of queries or keys, each with the number of its part of the heads."""
+        replicas = self.units.teacher_replica(unit), self.replica_of(unit)
+        stages = output.source, output.destination
+        return _head_messages(
+            (_grid(self.teacher, output), _grid(self.student, output)),
+            stages,
+            self.length,
+            replicas,
+            is_whole=output.is_whole,
+        )
+
     def sent(self, unit: int, rank: int) -> dict[int, list[Part]]:
         """Return the rows of a unit from one rank, by destination."""
         return _grouped(
@@ -315,8 +345,12 @@ class AnswerPlan:
         for output in self.outputs:
             numbers = range(first, first + len(output.columns))
             first = numbers.stop
-            for message in self.messages(output, unit):
-                yield from (Part(number, message) for number in numbers)
+            if output.kind == "output":
+                moved = self.messages(output, unit)
+                yield from (Part(number, message) for message in moved for number in numbers)
+            else:
+                for place, message in self._of_heads(output, unit):
+                    yield Part(numbers[place], message)
 
     def slot_bytes(self, rank: int) -> int:
         """Return the memory of all slots on a rank of the student."""
@@ -356,6 +390,31 @@ def _messages(
     holders = grids[0].holdings(length, replica=replicas[0], stage=stages[0])
     needs = grids[1].holdings(length, replica=replicas[1], stage=stages[1], is_whole=is_whole)
     return messages(holders, needs)
+
+
+@lru_cache(maxsize=4096)
+def _head_messages(
+    grids: tuple[Grid, Grid],
+    stages: tuple[int, int],
+    length: int,
+    replicas: tuple[int, int],
+    *,
+    is_whole: bool,
+) -> tuple[tuple[int, Message], ...]:
+    holders, needs = (
+        grid.holdings(length, replica=replica, stage=stage, is_whole=is_whole)
+        for grid, replica, stage in zip(grids, replicas, stages, strict=True)
+    )
+    teacher, student = (grid.tensor for grid in grids)
+    parts, copies = attention_parts(teacher, student)
+    return tuple(
+        (part, message)
+        for own in range(student)
+        for part in range(parts)
+        for message in messages(
+            holders[own * parts // copies + part :: teacher], needs[own::student]
+        )
+    )
 
 
 def _grouped(pairs: Iterable[tuple[int, Part]]) -> dict[int, list[Part]]:

@@ -312,15 +312,21 @@ class AnswerReader:
     def __call__(self, columns: Columns, batch: Batch) -> Signal | WithFeatures | None:
         """Return the signal; with features on each stage that receives some."""
         own: list[Tensor] = []
-        features: dict[tuple[str, int], Tensor] = {}
+        parts: dict[tuple[str, int], list[Tensor]] = {}
         for number, tensor in columns.items():
-            layer = self.plan.columns[number][0].layer
-            if layer is None:
+            output = self.plan.columns[number][0]
+            if output.layer is None:
                 own.append(tensor)
             else:
-                features["output", layer] = tensor
+                parts.setdefault((output.kind, output.layer), []).append(tensor)
         signal = self.signal_of(own, batch) if own else None
-        return WithFeatures(signal, features) if self.plan.has_features else signal
+        if not self.plan.has_features:
+            return signal
+        # Queries and keys are [s, b, n, d], a part of the heads n each.
+        features = {
+            name: one[0] if len(one) == 1 else torch.cat(one, 2) for name, one in parts.items()
+        }
+        return WithFeatures(signal, features)
 
 
 class OwnRanksTeacher:

@@ -16,6 +16,7 @@ from megatron_distill.errors import DataError, StoreError
 from megatron_distill.models.gpt import run_model
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.models.sharded_weights import needs_every_replica
+from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.groups import Groups
@@ -36,6 +37,7 @@ from megatron_distill.train.teachers.answers import (
     AnswerHeader,
     AnswerPlan,
     Command,
+    FeatureKind,
     Request,
     token_hash,
 )
@@ -223,7 +225,7 @@ class TeacherServer:
         columns: turn the last hidden state of a unit into the tensors of its answer.
         held_out: this replica's units of each held-out batch.
         sender: on ranks whose stage has an output, None elsewhere; it is stopped by its owner.
-        layers: outputs of layers on this rank, of the unit that runs.
+        layers: outputs, queries and keys of layers on this rank, of the unit that runs.
         share: the units of a round that have an answer; a round without any runs nothing.
     """
 
@@ -238,18 +240,33 @@ class TeacherServer:
     sender: AnswerSender | None
     device: torch.device
     alone: LoneFailure
-    layers: dict[int, Tensor] = field(default_factory=dict)
+    layers: dict[tuple[FeatureKind, int], Tensor] = field(default_factory=dict)
     share: Share = Share()
 
     def tap(self) -> None:
-        """Store the layer outputs that are sent; before the first round."""
-        wanted = {output.layer for output in self.plan.outputs if output.layer is not None}
-        taps = {layer: partial(self._put, layer) for layer in wanted}
-        tap_layers([self.teacher.model], taps, {})
+        """Store what is sent of layers; before the first round."""
+        wanted = [(one.kind, one.layer) for one in self.plan.outputs if one.layer is not None]
+        tap_layers(
+            [self.teacher.model],
+            {layer: partial(self._put, layer) for kind, layer in wanted if kind == "output"},
+            {layer: partial(self._attended, layer) for kind, layer in wanted if kind == "query"},
+        )
 
     def _put(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:  # noqa: ARG002
-        self.layers[layer] = hidden_sbH
+        self.layers["output", layer] = hidden_sbH
         return hidden_sbH
+
+    def _attended(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        visible: VisibleKeys,  # noqa: ARG002 - the student's queries see the same keys
+        *,
+        micro_batch: int,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        self.layers["query", layer], self.layers["key", layer] = query, key
+        return query, key
 
     @torch.no_grad()
     def serve(self) -> None:
@@ -374,11 +391,14 @@ class TeacherServer:
         return output, collected
 
     def _taken_layers(self) -> dict[int, Tensor]:
-        """Return this stage's layer outputs of the unit that has run, by number in its answer."""
-        found = {
-            number: self.layers[output.layer].contiguous()
-            for number, (output, _) in enumerate(self.plan.columns)
-            if output.layer in self.layers
-        }
+        """Return what this stage sends of layers of the unit that has run, by number."""
+        found: dict[int, Tensor] = {}
+        first = 0
+        for output in self.plan.outputs:
+            if output.layer is not None and (output.kind, output.layer) in self.layers:
+                # Of queries and keys this rank's heads are one of the parts.
+                part = self.groups.tensor.rank() % len(output.columns)
+                found[first + part] = self.layers[output.kind, output.layer].contiguous()
+            first += len(output.columns)
         self.layers.clear()
         return found

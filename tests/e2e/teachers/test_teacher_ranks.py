@@ -25,6 +25,7 @@ from tests.e2e.runs import (
     records,
     run,
 )
+from tests.e2e.training.test_features import MAPS
 
 SHORT = ("train.steps=6", "validation.samples=16", "validation.interval=3")
 QUANTITIES = ("ce_loss", "kd_loss", "total_loss", "grad_norm")
@@ -355,6 +356,38 @@ def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
     tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 2e-6, "later": 2e-4}
     assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_FEATURES))
     assert all(record["features_loss"] > 0.1 for record in found if "validation" not in record)
+
+
+OF_MAPS = ("features_loss", "feature_attention_2_1", "feature_mse_1_2", "feature_attention_4_2")
+# Ranks of the student and of the teacher, settings of this run, and of both.
+WITH_MAPS: dict[str, tuple[int, int, Sequence[str], Sequence[str]]] = {
+    "1 and 1": (1, 1, ("teacher.transfer.backend=ipc",), ()),
+    "1 and TP2": (1, 2, ("teacher.parallel={tensor: 2}",), ()),
+    "TP2+sequence and 1": (2, 1, (STUDENT_TP2, STUDENT_SP, OWN_TP1), ()),
+    "TP2 and TP2, shared key heads": (
+        2, 2, (STUDENT_TP2,), ("teacher.architecture.num_kv_heads=1",),
+    ),
+    "PP2, recomputed, and DP2": (
+        2, 2, ("parallel.pipeline=2", "train.recompute=full", "teacher.parallel={pipeline: 1}"), (),
+    ),
+    "CP2 and TP2": (2, 2, ("parallel.context=2", "teacher.parallel={tensor: 2}"), ()),
+    "TP2 and CP2": (2, 2, (STUDENT_TP2, "teacher.parallel={context: 2}"), ()),
+    "PP2 and PP2, top-k": (2, 2, (*BOTH_PIPELINES, SENT), ("objective.terms=[{top_k: 8}]",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(WITH_MAPS, []))
+def test_attention_maps_are_made_of_sent_queries_and_keys(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    students, teachers, own, both = WITH_MAPS[case]
+    config, given = inputs.folder / "dense.yaml", (*SHORT, MAPS, *both)
+    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *given, *own)
+    expected = shared(pool, 1, config, tmp_path / "shared", *given)
+    is_exact = case == "1 and 1"
+    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 2e-6, "later": 2e-4}
+    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_MAPS))
+    assert all(record[OF_MAPS[1]] > 1e-3 for record in found if "validation" not in record)
 
 
 def taken_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> int:

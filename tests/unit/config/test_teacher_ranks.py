@@ -26,8 +26,12 @@ teacher.nodes=1
 student.ranks=1
     -> student.ranks: of a teacher only; remove it
 objective.features=[{student: 1, teacher: 1, loss: attention}]
-    -> objective.features.0.loss = 'attention': needs queries and keys of the same heads on each
-       rank of both models, and this teacher has ranks of its own
+parallel.tensor=2
+teacher.parallel={tensor: 3}
+teacher.architecture={hidden_size: 96, ffn_hidden_size: 192, num_attention_heads: 6,
+  num_kv_heads: 3}
+    -> objective.features.0.loss = 'attention': sends the heads of the teacher's tensor ranks to
+       those of the student, and of 2 and 3 of them neither number divides the other
 objective.terms=[]
 objective.features=[{student: 1, teacher: 1, loss: cosine}]
 teacher.transfer={what: top_k, k: 8}

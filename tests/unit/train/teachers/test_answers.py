@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_distill.runtime.batch import Batch
+from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.train.teachers.answer_ways import create_shared, map_shared, private_slots
 from megatron_distill.train.teachers.answers import (
     AnswerHeader,
@@ -17,6 +17,7 @@ from megatron_distill.train.teachers.answers import (
     Command,
     Output,
     Request,
+    attention_parts,
     token_hash,
 )
 from megatron_distill.train.teachers.units import Grid, Units
@@ -135,6 +136,38 @@ def test_records_for_chunks_reach_each_context_rank_whole() -> None:
             for part in parts:
                 slot[part.message.received] = held[source][part.message.sent]
         assert slot.tolist() == list(range(16))
+
+
+@pytest.mark.parametrize(("teacher", "student"), [(4, 2), (2, 2), (1, 4)])
+def test_heads_go_to_the_tensor_ranks_that_share_them(teacher: int, student: int) -> None:
+    parts, copies = attention_parts(teacher, student)
+    query = (Column("query", torch.float32, (2, 3)),) * parts
+    own = Grid(student, 2, 1, 1, sequence=True, ranks=tuple(range(2 * student)))
+    theirs = range(2 * student, 2 * student + teacher)
+    plan = replace(
+        staged_plan(),
+        units=Units(micro_batches=1, student_replicas=1, teacher_replicas=1),
+        teacher=Grid(teacher, 1, 1, 1, sequence=True, ranks=tuple(theirs)),
+        student=own,
+        outputs=(
+            Output(1, 0, 0, query, splits=False, kind="query"),
+            Output(1, 0, 0, query, splits=False, is_whole=True, kind="key"),
+        ),
+    )
+    for rank in own.ranks:
+        tensor, context = rank % student, rank // student
+        rows = [8] * parts + [16] * parts
+        assert plan.slot_rows(rank) == dict(enumerate(rows))
+        received: dict[int, list[int]] = {number: [-1] * count for number, count in enumerate(rows)}
+        for source, found in plan.received(0, rank).items():
+            for part in found:
+                # Its heads are the next ones of those before.
+                assert source - theirs.start == tensor * parts // copies + part.column % parts
+                places = range(16)[part.message.sent]
+                received[part.column][part.message.received] = list(places)
+        positions = zigzag_index(16, rank=context, size=2).tolist()
+        assert [received[number] for number in range(parts)] == [positions] * parts
+        assert [received[parts + number] for number in range(parts)] == [list(range(16))] * parts
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
