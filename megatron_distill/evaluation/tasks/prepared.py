@@ -68,6 +68,18 @@ class PreparedTask:
     is_single: bool = False
     stop_ids: tuple[int, ...] = ()
 
+    @property
+    def identity(self) -> str:
+        """Digest of all that a model's measures depend on: tokens, right answers, grading."""
+        task = self.task
+        rules = (task.kind, task.max_new_tokens, task.stops, task.graders, self.stop_ids)
+        found = hashlib.sha256(f"{self.prompt_hash} {rules} {self.items}".encode())
+        for request in self.requests:
+            for ids in (request.context, request.answer):
+                found.update(np.int64(len(ids)).tobytes())
+                found.update(ids.astype("<i4").tobytes())
+        return f"sha256:{found.hexdigest()}"
+
 
 def prepare_task(
     task: Task, tokenizer: Tokenizer, *, positions: int, items: Sequence[Item] | None = None

@@ -47,7 +47,13 @@ from megatron_distill.train.assemble.models import (
     teacher_seed,
 )
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
-from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input, open_tasks
+from megatron_distill.train.assemble.tasks import (
+    NO_TASKS,
+    OpenTasks,
+    longest_input,
+    open_tasks,
+    teacher_origin,
+)
 from megatron_distill.train.checkpoint.best import BestRule
 from megatron_distill.train.evaluation.baselines import Baselines
 from megatron_distill.train.evaluation.pass_scoring import PassScorer
@@ -88,7 +94,7 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
 
     Raises ConfigError or DataError on all ranks.
 
-    Collective: world, one broadcast of the tasks' tokens per teacher.
+    Collective: world, one broadcast of the tasks' tokens per teacher, and its digest.
     """
     section, log = config.evaluation, Path(config.output) / "metrics.jsonl"
     groups, device = opened.site.groups, opened.site.execution.device
@@ -112,7 +118,10 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         teachers,
         interval=section.interval,
         at_start=section.at_start,
-        baselines=Baselines.of_run(Path(config.output)),
+        baselines=Baselines.of_run(
+            Path(config.output),
+            {one.role: one.origin for one in teachers if one.origin is not None},
+        ),
         logged=from_first_rank(lambda: _logged(log)),
     )
 
@@ -132,7 +141,10 @@ def _logged(path: Path) -> frozenset[tuple[str, int]]:
 
 
 def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
-    """Yield the teachers whose models are on these ranks."""
+    """Yield the teachers whose models are on these ranks; their weights are read for a digest.
+
+    Collective: world, those of `OpenTasks.encoded` and of `teacher_origin`, per teacher.
+    """
     section, teacher = config.evaluation, opened.teacher
     for role in (*teacher.stored_samples, *teacher.remotes):
         name, measured = role, ""
@@ -151,9 +163,9 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
         prepared = _without_texts(role, model.model, prepared)
         if not prepared:
             continue
-        size = from_first_rank(partial(_ids, tokenizer))
+        vocabulary = from_first_rank(partial(_facts, tokenizer))
         groups = model.own_groups if isinstance(model, OwnLayout) else model.groups
-        yield _evaluated(
+        found = _evaluated(
             role,
             [model.model],
             model.architecture,
@@ -163,13 +175,16 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
             groups=groups,
             device=device,
             tokenizer=tokenizer,
-            tokens=size,
+            tokens=vocabulary.size,
             in_use=partial(awake, opened, role, model),
         )
+        world = opened.site.groups.world
+        yield replace(found, origin=teacher_origin(config, role, vocabulary, prepared, world))
 
 
-def _ids(tokenizer: Tokenizer | None) -> int:
-    return 0 if tokenizer is None else tokenizer.vocab_size
+def _facts(tokenizer: Tokenizer | None) -> Vocabulary:
+    assert tokenizer is not None, "the first rank has it"
+    return Vocabulary.of(tokenizer)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""From a configuration to tasks: read before any model is built, and encoded for each model."""
+"""From a configuration to tasks, encoded for each model, and to the origin of its results.
+
+All tasks are read before any model is built.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatron_distill.config import EvaluationConfig, KeepBestConfig
-from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.config import EvaluationConfig, KeepBestConfig, RunConfig
+from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.graders import grader_named
@@ -20,6 +23,9 @@ from megatron_distill.evaluation.tasks.record import Task, load_task
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
+from megatron_distill.train.assemble.models import resolve_model, teacher_seed
+from megatron_distill.train.evaluation.baselines import Origin
+from megatron_distill.train.model_source import teacher_digest
 
 __all__ = [
     "NO_TASKS",
@@ -28,6 +34,7 @@ __all__ = [
     "longest_input",
     "open_run_tasks",
     "open_tasks",
+    "teacher_origin",
 ]
 
 _LOGGER = get_logger(__name__)
@@ -134,6 +141,32 @@ def longest_input(shape: Architecture, section: EvaluationConfig) -> int:
     """Return the longest input of a model in tokens."""
     most = shape.max_position_embeddings
     return most if section.max_length is None else min(most, section.max_length)
+
+
+def teacher_origin(
+    config: RunConfig,
+    role: str,
+    vocabulary: Vocabulary,
+    tasks: Sequence[PreparedTask],
+    world: dist.ProcessGroup,
+) -> Origin:
+    """Return the origin of a live teacher's results, the same in every layout.
+
+    vocabulary: of its tokenizer. Reads all of its weights once, each rank its share. Raises
+    ConfigError or CheckpointError on all ranks.
+
+    Collective: world, those of `resolve_model` and `teacher_digest`.
+    """
+    source = resolve_model(config, role, vocabulary)
+    number = sorted(one for one in config.models if one != "student").index(role)
+    weights = teacher_digest(source, seed=teacher_seed(config.seed) + number, group=world)
+    fp8 = config.models[role].fp8
+    return Origin(
+        weights,
+        vocabulary.identity,
+        config.train.precision + (f", fp8 {fp8}" if fp8 else ""),
+        {task.task.name: task.identity for task in tasks},
+    )
 
 
 def _check_metric(keep_best: KeepBestConfig | None, tasks: Sequence[Task]) -> None:

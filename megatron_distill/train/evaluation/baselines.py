@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.paired import TaskItems, differences
+from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.collectives import from_first_rank, together
 
-__all__ = ["Baselines"]
+__all__ = ["Baselines", "Origin"]
+
+_LOGGER = get_logger(__name__)
+_OTHER: Final = {
+    "weights": "other weights",
+    "tokenizer": "another tokenizer",
+    "precision": "another precision",
+    "tasks": "other tasks",
+}
 
 Items = dict[str, TaskItems]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model and the tasks that items are of.
+
+    Attributes:
+        weights: digest of the weights; tokenizer: of its files.
+        precision: of the computation.
+        tasks: digest of each task, by name.
+    """
+
+    weights: str
+    tokenizer: str
+    precision: str
+    tasks: Mapping[str, str]
+
+    def differences(self, other: Origin) -> list[str]:
+        """Return the parts in which another origin differs."""
+        return [
+            text for name, text in _OTHER.items() if getattr(self, name) != getattr(other, name)
+        ]
 
 
 @dataclass(frozen=True)
@@ -26,19 +57,34 @@ class Baselines:
 
     Attributes:
         path: of their file.
+        origins: of this start's teachers, by role.
+        known: items of these origins.
     """
 
     path: Path
+    origins: Mapping[str, Origin]
     known: dict[str, Items]
 
     @classmethod
-    def of_run(cls, folder: Path) -> Baselines:
-        """Read those of an earlier start, none from a file that is damaged.
+    def of_run(cls, folder: Path, origins: Mapping[str, Origin]) -> Baselines:
+        """Read those of an earlier start that are of the same origins, none from a damaged file.
 
-        Collective: world, one broadcast of the items.
+        A line of the log tells of another origin. Collective: world, one broadcast of the items.
         """
         path = folder / "baselines.json"
-        return cls(path, from_first_rank(lambda: _read(path)))
+        known: dict[str, Items] = {}
+        for role, (origin, items) in from_first_rank(lambda: _read(path)).items():
+            if role not in origins:
+                continue
+            others = origins[role].differences(origin)
+            if not others:
+                known[role] = items
+                continue
+            _LOGGER.info(
+                "%s: its results in %s are of %s; it is evaluated again",
+                *(role, path, " and ".join(others)),
+            )
+        return cls(path, origins, known)
 
     def keep(self, role: str, items: Items) -> None:
         """Keep a teacher's items; raises ConfigError on all ranks where they cannot be written.
@@ -47,7 +93,10 @@ class Baselines:
         """
         self.known[role] = items
         plain = {
-            role: {task: one.as_dict() for task, one in own.items()}
+            role: {
+                "of": asdict(self.origins[role]),
+                "tasks": {task: one.as_dict() for task, one in own.items()},
+            }
             for role, own in self.known.items()
         }
         with together():
@@ -69,11 +118,14 @@ class Baselines:
         return found
 
 
-def _read(path: Path) -> dict[str, Items]:
+def _read(path: Path) -> dict[str, tuple[Origin, Items]]:
     try:
         found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {
-            role: {task: TaskItems.from_dict(one) for task, one in own.items()}
+            role: (
+                Origin(**own["of"]),
+                {task: TaskItems.from_dict(one) for task, one in own["tasks"].items()},
+            )
             for role, own in found.items()
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -30,7 +30,7 @@ from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import repeated_dropout
 from megatron_distill.runtime.progress import duration
 from megatron_distill.runtime.termination import is_requested
-from megatron_distill.train.evaluation.baselines import Baselines
+from megatron_distill.train.evaluation.baselines import Baselines, Origin
 
 __all__ = [
     "EvaluatedModel",
@@ -53,6 +53,7 @@ class EvaluatedModel:
     Attributes:
         role: `student`, `teacher` or `teachers.NAME`.
         writer: of generated texts; None where no task needs one.
+        origin: of a teacher in a run.
         in_use: block in which the model is in evaluation mode and its weights are on the device.
     """
 
@@ -61,6 +62,7 @@ class EvaluatedModel:
     tasks: Sequence[PreparedTask]
     in_use: Callable[[], AbstractContextManager[object]] = nullcontext
     writer: Writer | None = None
+    origin: Origin | None = None
 
 
 def evaluate_model(model: EvaluatedModel, *, items: dict[str, TaskItems] | None = None) -> Results:
@@ -189,9 +191,13 @@ class RunEvaluation:
         """
         # A resumed run drops what an earlier start logged of later steps.
         roles = {role for role, logged in self.logged if logged <= step}
-        models = [teacher for teacher in self.teachers if teacher.role not in roles]
+        models = [
+            one for one in self.teachers if one.role not in roles & self.baselines.known.keys()
+        ]
+        # The student's results of this step are compared with another teacher, or with none.
+        is_anew = any(teacher.role in roles for teacher in models)
         is_due = self.at_start if step == 0 else self.is_due(step, is_last=is_last)
-        if is_due and ("student", step) not in self.logged:
+        if is_due and (is_anew or ("student", step) not in self.logged):
             models.append(self.student)
         return self._results(models)
 

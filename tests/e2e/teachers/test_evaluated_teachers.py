@@ -19,7 +19,7 @@ from tests.distributed.pool import Pool
 from tests.e2e.evaluation.test_evaluation import _results, evaluations, quiz
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import STUDENT, Inputs, run, train_here
+from tests.e2e.runs import STUDENT, Inputs, logged, run, train_here
 from tests.e2e.tokenizers.test_several_tokenizers import section, write_config
 
 SHORT = ("train.steps=1", "schedule.warmup_steps=1", "checkpoint.save=true")
@@ -106,6 +106,47 @@ def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(
     fewer = call_alone(pool, script, output, "--tasks", quiz_file, "--limit", 5, "--against", items)
     assert fewer.status == 1
     assert "its task quiz has other prompts or items; evaluate both models with" in fewer.stderr
+
+
+@pytest.mark.slow
+def test_baselines_of_another_teacher_or_other_tasks_are_measured_again(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Starts from the beginning in one folder, whose baselines.json stays."""
+    tasks, output = quiz(tmp_path), tmp_path / "run"
+    short = ("train.steps=1", "schedule.warmup_steps=1", *tasks)
+    file, again = output / "baselines.json", "; it is evaluated again"
+
+    def start(*changes: str) -> tuple[str, dict[str, Any]]:
+        words = [f"output={output}", *short, *changes]
+        (text,) = pool.run(1, logged, inputs.folder / "dense.yaml", words)
+        return text, json.loads(file.read_text())["teacher"]["of"]
+
+    text, first = start()
+    assert again not in text
+    text, same = start()
+    assert (again in text, same) == (False, first)
+    (_, before), (_, alone) = evaluations(output)
+    assert (set(before), set(alone)) == ({"student", "teacher"}, {"student"})
+
+    text, other = start("teacher.architecture.init_std=0.3")
+    assert f"teacher: its results in {file} are of other weights{again}" in text
+    assert {name for name in first if first[name] != other[name]} == {"weights"}
+    (_, kept), (_, found), (_, last) = evaluations(output)
+    assert kept == before
+    assert found["teacher"]["prose"] != before["teacher"]["prose"]
+    for results in (found["student"]["prose"], last["student"]["prose"]):
+        minus = results["minus"]["teacher"]["bits_per_byte"]["difference"]
+        expected = results["bits_per_byte"] - found["teacher"]["prose"]["bits_per_byte"]
+        assert minus == pytest.approx(expected)
+
+    rows = [json.loads(line) for line in (tmp_path / "quiz.jsonl").read_text().splitlines()]
+    corrected = [{**row, "right": (row["right"] + 1) % 4} for row in rows]
+    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corrected))
+    text, answered = start("teacher.architecture.init_std=0.3")
+    assert f"are of other tasks{again}" in text
+    changed = {name for name in other["tasks"] if answered["tasks"][name] != other["tasks"][name]}
+    assert changed == {"quiz"}
 
 
 @pytest.mark.slow
