@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import requires
 from typing import Any
 
+import lm_eval
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
@@ -13,20 +16,23 @@ from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Request, Scorer, Writer
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
 
-__all__ = ["ScorerLM", "harness_tasks"]
+__all__ = ["ScorerLM", "harness_tasks", "run_harness"]
 
 
 def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
     """Load tasks and groups of the harness with their data; `include`: folder of more tasks.
 
-    Raises ConfigError for one that does not exist, or whose data cannot be read.
+    Raises ConfigError for one that does not exist, whose data cannot be read, or whose own code
+    needs a package that is missing.
     """
     manager = TaskManager(include_path=include)
     found: list[Any] = []
     for name in names:
         try:
             loaded = manager.load([name])
-        except (KeyError, OSError, TypeError, ValueError) as error:
+        except (AssertionError, ImportError) as error:  # in the task's code, as it is imported
+            raise _needing(name, error) from error
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"--lm-eval {name}: {type(error).__name__}: {error}; give a name of the harness or "
                 "of a task in --include, with its data on this machine"
@@ -34,6 +40,67 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
         groups = loaded.get("groups") or {}
         found += [groups[name]] if name in groups else loaded["tasks"].values()
     return found
+
+
+def run_harness(model: ScorerLM, tasks: list[Any], *, limit: int | None) -> dict[str, Any] | None:
+    """Return the harness's results on its rank 0, None elsewhere.
+
+    Raises ConfigError where the code of a task needs a package that is missing.
+
+    Collective: those of the model's scorer and writer.
+    """
+    try:
+        return lm_eval.simple_evaluate(
+            model=model,
+            tasks=tasks,
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+    except ImportError as error:  # that a task's code defers until it judges
+        named = " ".join(str(getattr(task, "task_name", None) or task.name) for task in tasks)
+        raise _needing(named, error) from error
+
+
+def _needing(name: str, error: AssertionError | ImportError) -> ConfigError:
+    """Return the error of a task whose code refuses the installed packages."""
+    missing, own = _missing_module(error), " ".join(str(error).split())
+    if missing is None:
+        return ConfigError(
+            f"--lm-eval {name}: the task's code cannot be imported: {own}; install what it needs, "
+            "or leave the task out"
+        )
+    told = "" if own.startswith("No module named") else f" ({own})"
+    return ConfigError(
+        f"--lm-eval {name}: the task needs the package {missing}, which is not installed{told}; "
+        f"run `pip install '{_requirement(missing)}'`, or leave the task out"
+    )
+
+
+def _missing_module(error: BaseException | None) -> str | None:
+    """Return the module that was not found, at the root of an error that a task's code raised."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            return error.name.partition(".")[0]
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _requirement(module: str) -> str:
+    """Return the harness's requirement of that name, with its version; otherwise the name."""
+    for line in requires("lm_eval") or ():
+        requirement = line.partition(";")[0].strip()
+        name = re.match(r"[\w.-]+", requirement)
+        if name is not None and _plain(name[0]) == _plain(module):
+            return requirement
+    return module
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 class ScorerLM(TemplateLM):

@@ -459,16 +459,20 @@ def evaluate_by_harness(
 
     `include`: folder of further tasks of the harness. Returns the harness's results on the first
     rank of a node, None elsewhere. Raises a MegatronDistillError on all ranks together; one for a
-    task that cannot be loaded comes before the model is built.
+    task that cannot be loaded, or whose packages are missing, comes before the model is built.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
             "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`, or "
             "give --tasks"
         )
-    import lm_eval
-
-    from megatron_distill.evaluation.lm_eval_model import ScorerLM, harness_tasks
+    try:
+        from megatron_distill.evaluation.lm_eval_model import ScorerLM, harness_tasks, run_harness
+    except ImportError as error:
+        raise ConfigError(
+            f"--lm-eval: lm-evaluation-harness cannot be imported ({error}); install the extra "
+            "`lm-eval` again, or give --tasks"
+        ) from error
 
     with together():
         tasks = harness_tasks(names, include=include)
@@ -484,13 +488,5 @@ def evaluate_by_harness(
             config.evaluation, groups, cache_gib=config.generation.cache_gib, writes=True
         )
         tokenizer = _shared(tokenizer)
-        return lm_eval.simple_evaluate(
-            model=ScorerLM(model.scorer, TextEncoder(tokenizer), model.writer),
-            tasks=tasks,
-            limit=limit,
-            bootstrap_iters=0,
-            log_samples=False,
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
+        adapter = ScorerLM(model.scorer, TextEncoder(tokenizer), model.writer)
+        return run_harness(adapter, tasks, limit=limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -169,6 +170,68 @@ def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(ConfigError, match="--lm-eval own_choices: FileNotFoundError"):
         harness_tasks(["own_choices"], include=str(tmp_path))
+
+
+NEEDY = {
+    "own_import": "import tokens_of_nobody\n\n\ndef rows(data):\n    return data\n",
+    "own_told": (
+        "try:\n    import langdetect_of_nobody.parts\nexcept ModuleNotFoundError as error:\n"
+        "    raise ModuleNotFoundError('get the harness\\nwith [nobody]') from error\n"
+    ),
+    "own_later": (
+        "def rows(data):\n    return data\n\n\ndef judge(doc, results):\n    import neologdn\n"
+    ),
+}
+
+
+def _harness_error(rank: int, world: int, folder: str, task: str, include: str) -> str:
+    """The error of an evaluation by the harness, in a pool worker."""
+    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
+
+    config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
+    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    from megatron_distill.train.assemble.evaluation import evaluate_by_harness
+
+    try:
+        evaluate_by_harness(config, CPU, [task], include=include, limit=2)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_package_that_a_task_needs_is_named(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+    """Where the task's code imports it at once, where it tells in its own words, and later."""
+    folder, output = tmp_path / "tasks", tmp_path / "run"
+    folder.mkdir()
+    write_tasks(folder)
+    for name, code in NEEDY.items():
+        (folder / f"{name}_code.py").write_text(code)
+        text = (folder / "own_answers.yaml").read_text().replace("own_answers", name)
+        text += f"process_docs: !function {name}_code.rows\n"
+        if name == "own_later":
+            text += f"process_results: !function {name}_code.judge\n"
+        (folder / f"{name}.yaml").write_text(text)
+    run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=1", "checkpoint.save=true")
+
+    def error(name: str) -> str:
+        (text,) = pool.run(1, _harness_error, str(output), name, str(folder))
+        return text
+
+    needs = "--lm-eval {}: the task needs the package {}, which is not installed"
+    leave = "`, or leave the task out"
+    assert error("own_import") == (
+        needs.format("own_import", "tokens_of_nobody")
+        + f"; run `pip install 'tokens_of_nobody'{leave}"
+    )
+    assert error("own_told") == (
+        needs.format("own_told", "langdetect_of_nobody")
+        + f" (get the harness with [nobody]); run `pip install 'langdetect_of_nobody'{leave}"
+    )
+    # One of the harness's own extras, with its version there.
+    expected = re.escape(needs.format("own_later", "neologdn"))
+    assert re.fullmatch(
+        rf"{expected}; run `pip install 'neologdn==[0-9.]+'{leave}", error("own_later")
+    )
 
 
 # Those of minerva_math need the antlr runtime 4.11, which excludes the one of the extra `math`.
