@@ -49,13 +49,14 @@ class TeacherRows:
     """The samples of one step in the tokens of a teacher with a tokenizer of its own.
 
     Marks as in `GlobalBatch`, with the distillation flag where a label is in a chunk. Chunks are
-    numbered in each sample, -1 for none.
+    numbered in each sample, -1 for none. Places are as in `TeacherTokens`.
     """
 
     tokens_GU1: Tensor  # int32
     marks_GU1: Tensor  # int32
     chunks_GU1: Tensor  # int32
     student_chunks_GS1: Tensor  # int32
+    places_GU12: Tensor | None = None  # int32
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,13 @@ def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:
 def _teacher_rows(teachers: Sequence[TeacherTokens]) -> TeacherRows:
     chunks = [one.chunks_U1 for one in teachers]
     flags = [np.where(row != NO_CHUNK, KD_TRAINED, 0) for row in chunks]
+    places = [one.places_U12 for one in teachers if one.places_U12 is not None]
     return TeacherRows(
         tokens_GU1=_stacked([one.tokens_U1 for one in teachers]),
         marks_GU1=_marks([one.document_ids_U1 for one in teachers], flags),
         chunks_GU1=_stacked(chunks),
         student_chunks_GS1=_stacked([one.student_chunks_S1 for one in teachers]),
+        places_GU12=_stacked(places) if places else None,
     )
 
 
@@ -186,6 +189,7 @@ def _unpack_teachers(
         (teacher.marks_GU1[rows].numpy() >> _FLAG_BITS) + PADDING_DOCUMENT,
         teacher.chunks_GU1[rows].numpy(),
         teacher.student_chunks_GS1[rows].numpy(),
+        [None] * count if teacher.places_GU12 is None else teacher.places_GU12[rows].numpy(),
     )
     return [TeacherTokens(*parts) for parts in zip(*columns, strict=True)]
 
@@ -302,7 +306,13 @@ def micro_batch(
     return replace(
         found,
         chunks_bs=_numbered(own, first),
-        teacher=replace(side, chunks_bs=_numbered(other, first)),
+        teacher=replace(
+            side,
+            chunks_bs=_numbered(other, first),
+            record_places_bs2=(
+                None if teacher.places_GU12 is None else teacher.places_GU12[rows][:, 1:]
+            ),
+        ),
         chunk_count=int(counts.sum()),
     )
 

@@ -48,7 +48,7 @@ class StepLoader:
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
     tokenizer of its own; `planner` then plans the rows of the loss on this rank, and `coverage`
     gives figures of a step's samples on rank 0. `units`: the micro-batches of each teacher with its
-    own layout.
+    own layout. `has_places`: the samples are joined with a store by their documents.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class StepLoader:
         planner: ChunkPlanner | None = None,
         coverage: _Coverage | None = None,
         units: Sequence[UnitRows] = (),
+        has_places: bool = False,
     ) -> None:
         self._units = tuple(units)
         self._coverage = coverage
@@ -86,6 +87,7 @@ class StepLoader:
             group=group,
             sources=sources,
             teacher_length=teacher_length,
+            has_places=has_places,
         )
         self._sources = sources
         assert (source is not None) == self._wire.is_sender, "the source lives on rank 0 alone"
@@ -274,6 +276,7 @@ def open_loader(
     coverage: _Coverage | None = None,
     exchange: dist.ProcessGroup | None = None,
     units: Sequence[UnitRows] = (),
+    has_places: bool = False,
 ) -> StepLoader:
     """Return each rank's loader for a source that exists on the first rank.
 
@@ -297,6 +300,7 @@ def open_loader(
         planner=planner,
         coverage=coverage,
         units=units,
+        has_places=has_places,
     )
 
 
@@ -337,8 +341,11 @@ class Wire:
         group: dist.ProcessGroup | None,
         sources: int = 1,
         teacher_length: int | None = None,
+        has_places: bool = False,
     ) -> None:
+        assert not has_places or teacher_length is not None, "places are of a teacher's tokens"
         self._sources = sources
+        self._has_places = has_places
         self._rows = global_batch_size
         self._width = sequence_length + 1
         self._teacher_width = None if teacher_length is None else teacher_length + 1
@@ -356,7 +363,8 @@ class Wire:
 
         Collective: the group, two broadcasts: a header of 24 bytes and 40 per source, then the
         payload. The payload is 8 bytes per token, or 12 per token of both models with a teacher's
-        own tokenizer (plus less than 1 kB per source), or the error's text.
+        own tokenizer (plus less than 1 kB per source), or the error's text. Places add 8 bytes per
+        token of the teacher.
         """
         if self._is_alone:
             assert outcome is not None
@@ -393,7 +401,8 @@ class Wire:
         student = (self._rows, self._width)
         if self._teacher_width is None:
             return [student] * 2
-        return [student] * 3 + [(self._rows, self._teacher_width)] * 3
+        found = [student] * 3 + [(self._rows, self._teacher_width)] * 3
+        return [*found, (self._rows, 2 * self._teacher_width)] if self._has_places else found
 
     @staticmethod
     def _text_words(text_bytes: int) -> int:
@@ -424,6 +433,8 @@ class Wire:
             if batch.teacher is not None:
                 own = batch.teacher
                 parts += [own.student_chunks_GS1, own.tokens_GU1, own.marks_GU1, own.chunks_GU1]
+                assert (own.places_GU12 is not None) == self._has_places
+                parts += [] if own.places_GU12 is None else [own.places_GU12]
             parts += [ids_G2, batch.sources_G, batch.teacher_numbers_G, in_source_G2]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
@@ -455,7 +466,8 @@ class Wire:
         teacher = None
         if own:
             student_chunks, *rows = own
-            teacher = TeacherRows(rows[0], rows[1], rows[2], student_chunks)
+            places = rows[3].view(self._rows, -1, 2) if self._has_places else None
+            teacher = TeacherRows(rows[0], rows[1], rows[2], student_chunks, places)
         return GlobalBatch(tokens, marks, sample_ids, sources, numbers, in_source, teacher)
 
 

@@ -25,19 +25,34 @@ State = dict[str, Any]
 """Plain values only (numbers, strings, lists, dicts): it goes through JSON."""
 
 
+@dataclass(frozen=True, slots=True)
+class DocumentPart:
+    """The tokens of one document in a sample.
+
+    digest: of the document's text. first: number of the first one among the document's tokens,
+    those before and behind the text included.
+    """
+
+    digest: bytes
+    first: int
+
+
 @dataclass(frozen=True)
 class TeacherTokens:
     """A sample's text in U + 1 tokens of a teacher with a tokenizer of its own.
 
     Token and document arrays are as in `Sample`. chunks_U1[i] is the number of the chunk that token
     i is a label of, -1 for none; student_chunks_S1 holds the same for the student's tokens. The
-    chunks of a sample are numbered from 0; each has labels on both sides.
+    chunks of a sample are numbered from 0; each has labels on both sides. places_U12[i] is the
+    record of a store, and the position in it, that predict token i of a chunk, -1 for no chunk;
+    None where the sample is not joined with a store by its documents.
     """
 
     tokens_U1: NDArray[np.int32]
     document_ids_U1: NDArray[np.int32]
     chunks_U1: NDArray[np.int32]
     student_chunks_S1: NDArray[np.int32]
+    places_U12: NDArray[np.int32] | None = None
 
     @property
     def chunks(self) -> int:
@@ -55,7 +70,8 @@ class Sample:
     upper six bits hold one minus the weight, in units of 1/64, see `weight_flag`.
     source is the index of the blended source. teacher is None where the teacher has the same
     tokenizer. teacher_number is that of the sample's teacher among several, -1 for none.
-    number_in_source counts the samples of its source, or of each part of one, from 0.
+    number_in_source counts the samples of its source, or of each part of one, from 0. documents
+    are those of document_ids_S1 in their order; () where they are not known by a digest.
     """
 
     tokens_S1: NDArray[np.int32]
@@ -66,6 +82,7 @@ class Sample:
     teacher: TeacherTokens | None = None
     teacher_number: int = NO_TEACHER
     number_in_source: int = 0
+    documents: tuple[DocumentPart, ...] = ()
 
 
 def weight_flag(weight: float) -> int:
@@ -112,6 +129,7 @@ def untrained_like(sample: Sample, sample_id: int) -> Sample:
         np.full_like(teacher.document_ids_U1, PADDING_DOCUMENT),
         np.full_like(teacher.chunks_U1, NO_CHUNK),
         np.full_like(teacher.student_chunks_S1, NO_CHUNK),
+        None if teacher.places_U12 is None else np.full_like(teacher.places_U12, -1),
     )
     return replace(filler, teacher=padding)
 

@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from megatron_distill.data.aligned.documents import PairEncoder
 from megatron_distill.data.aligned.layout import AlignedLayout
 from megatron_distill.data.aligned.packing import Window
-from megatron_distill.data.aligned.stream import TwoTokenizers, Unaligned, encoding_pool
+from megatron_distill.data.aligned.stream import (
+    RecordsOfDocuments,
+    TwoTokenizers,
+    Unaligned,
+    encoding_pool,
+)
 from megatron_distill.data.blending import BlendedSource, ShuffledSamples, blend_finite
 from megatron_distill.data.chat.prepare import conversation_texts, prepared_conversations
 from megatron_distill.data.chat.source import (
@@ -40,6 +45,9 @@ from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.data.tokenizers.protocol import begin_token
 from megatron_distill.errors import DataError, counted
 
+if TYPE_CHECKING:
+    from megatron_distill.store import DocumentIndex
+
 HELD_OUT_SEED: Final = 0  # the held-out samples do not depend on the run's seed
 _COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
 # Held-out samples read per sample used: a larger factor draws from more documents.
@@ -55,7 +63,8 @@ class TeacherReading:
 
     max_unaligned: largest share of documents without a chunk that both tokenizers share. workers:
     processes that tokenise and align for all sources together, 0: none. distils_all: labels outside
-    of chunks are distilled too, by teachers with the student's tokenizer.
+    of chunks are distilled too, by teachers with the student's tokenizer. index: of a store whose
+    records are found by documents; None where there is no such store.
     """
 
     tokenizer: Tokenizer
@@ -63,6 +72,7 @@ class TeacherReading:
     max_unaligned: float
     workers: int
     distils_all: bool = False
+    index: DocumentIndex | None = None
 
 
 @dataclass(frozen=True)
@@ -328,9 +338,15 @@ def _tokenization(tokenizer: TextEncoder, options: DataOptions) -> _OfName:
     pool = encoding_pool(encoder, teacher.workers)
 
     def of_name(name: str) -> Tokenization[Any]:
-        unaligned = Unaligned(name, teacher.max_unaligned)
+        share, index = teacher.max_unaligned, teacher.index
         return TwoTokenizers(
-            encoder, length, teacher.sequence_length, pool, unaligned, teacher.distils_all
+            encoder,
+            length,
+            teacher.sequence_length,
+            pool,
+            Unaligned(name, share),
+            teacher.distils_all,
+            None if index is None else RecordsOfDocuments(index, name, share),
         )
 
     return of_name

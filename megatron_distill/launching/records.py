@@ -241,7 +241,8 @@ def progress_of(results: Path) -> int:
         names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
         return max((int(found[1]) for found in names if found), default=0)
     with suppress(FileNotFoundError, NotADirectoryError):
-        return sum(".partial" not in file.name for file in (results / "shards").iterdir())
+        files = (results / "shards").glob("logits-*")
+        return sum(".partial" not in file.name for file in files)
     return 0
 
 

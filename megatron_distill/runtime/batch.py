@@ -69,6 +69,9 @@ class Batch:
     teacher: Batch | None = None
     chunks_bs: Tensor | None = None
     chunk_count: int = 0
+    # Of a teacher's side: the record of a store and the position in it that predict each label,
+    # int32 [b, s, 2] in host memory, -1 for none; None: records are not found by documents.
+    record_places_bs2: Tensor | None = None
     planned: Planned | None = None  # the rows of chunks, for the loss between two tokenizers
     # The teacher's side of all context ranks, in host memory; None: `teacher` is all of it.
     whole_teacher: Batch | None = None
@@ -134,6 +137,7 @@ class Batch:
         if size == 1:
             return self
         device, weights_bs = self.tokens_bs.device, self.label_weights_bs
+        places_bs2 = self.record_places_bs2
         index = zigzag_index(sequence_length, rank=rank, size=size, device=device)
         return replace(
             self,
@@ -147,6 +151,7 @@ class Batch:
             documents=self.segments.sharded(rank, size),
             teacher=None if self.teacher is None else self.teacher.context_shard(rank, size),
             chunks_bs=None if self.chunks_bs is None else self.chunks_bs[:, index],
+            record_places_bs2=None if places_bs2 is None else places_bs2[:, index],
             whole_teacher=self.teacher,
         )
 

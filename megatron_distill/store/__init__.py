@@ -1,6 +1,7 @@
 """Stores: a teacher's outputs on disk, written by any number of processes, read by sample id."""
 
 from megatron_distill.store.binary import pack, unpack
+from megatron_distill.store.documents import DocumentIndex
 from megatron_distill.store.drawn_entries import DrawnEntries, draw_ids, sampled_signal
 from megatron_distill.store.manifest import Manifest, ShardProof, Totals
 from megatron_distill.store.maxtext import convert_maxtext
@@ -39,6 +40,7 @@ __all__ = [
     "UNKNOWN",
     "CaptureSettings",
     "CodecError",
+    "DocumentIndex",
     "DrawnEntries",
     "Entries",
     "Identity",

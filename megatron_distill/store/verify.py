@@ -15,6 +15,7 @@ from megatron_distill.errors import StoreError
 from megatron_distill.runtime.atomic_files import flush_folder, write_errors
 from megatron_distill.store.binary import RecordFile, decode, pack, require_record, unpack
 from megatron_distill.store.codecs import CODECS
+from megatron_distill.store.documents import documents_name, has_documents, load_documents
 from megatron_distill.store.manifest import Manifest, ShardProof, file_sha256
 from megatron_distill.store.plan import (
     MANIFEST,
@@ -98,6 +99,7 @@ def verify(
         manifest = Manifest.load(folder, plan)
     except StoreError as error:
         problems.append(Problem(MANIFEST, None, None, _plain(error, folder / MANIFEST, folder)))
+    lists_documents = has_documents(folder)
     for shard in range(plan.shards):
         there = shard_folder(folder) / sidecar_name(shard)
         if manifest is None and not there.exists():
@@ -105,6 +107,8 @@ def verify(
         else:
             expected = None if manifest is None else manifest.shards[shard]
             found = list(_shard_problems(folder, plan, shard, expected))
+            if lists_documents:
+                found += _document_problems(folder, plan, shard)
             bad_samples = {problem.sample_id for problem in found}
             good += 0 if None in bad_samples else plan.count(shard) - len(bad_samples)
             problems += found
@@ -138,6 +142,14 @@ def _shard_problems(
         yield from _record_problems(file, plan, shard, name, proof)
     finally:
         file.close()
+
+
+def _document_problems(folder: Path, plan: Plan, shard: int) -> Iterator[Problem]:
+    try:
+        load_documents(folder, plan, shard)
+    except StoreError as error:
+        path = shard_folder(folder) / documents_name(shard)
+        yield Problem(str(path.relative_to(folder)), shard, None, _plain(error, path, folder))
 
 
 def _record_problems(
@@ -214,8 +226,8 @@ def repair(folder: Path, report: VerificationReport) -> list[Path]:
     return moved
 
 
-def _names(shard: int) -> tuple[str, str]:
-    return sidecar_name(shard), data_name(shard)
+def _names(shard: int) -> tuple[str, ...]:
+    return sidecar_name(shard), data_name(shard), documents_name(shard)
 
 
 def _free_name(path: Path) -> Path:

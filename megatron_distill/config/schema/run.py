@@ -212,7 +212,8 @@ class CapturePassConfig(Section):
         default=False,
         description="The store is for a run whose terms have an `alignment`: `data.tokenizer` is "
         "the student's, the teacher has a tokenizer of its own (`teacher.tokenizer`, or that of its"
-        " folder) and reads `teacher.sequence_length` tokens.",
+        " folder) and reads `teacher.sequence_length` tokens. Documents of text do not need it: a "
+        "store in the teacher's tokens serves every student that reads them.",
     )
 
 

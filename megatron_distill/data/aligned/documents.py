@@ -117,12 +117,15 @@ class AlignedDocument:
 
     flags_n: uint8, loss masks and weights of the student's tokens as labels, as in `Sample`;
     distillation trains those in chunks. None: cross-entropy trains all. unknown: of the tokens.
+    places_m2: int32, record and position in a store that predict each token of the teacher, -1 for
+    none; None where records are not found by documents.
     """
 
     student: Side
     teacher: Side
     flags_n: NDArray[np.uint8] | None = None
     unknown: UnknownTokens = UnknownTokens()
+    places_m2: NDArray[np.int32] | None = None
 
     @property
     def chunks(self) -> int:
@@ -134,8 +137,14 @@ class AlignedDocument:
         flags_n = self.flags_n
         if flags_n is not None:
             flags_n = flags_n[self.student.tokens(first, stop)]
+        places_m2 = self.places_m2
+        if places_m2 is not None:
+            places_m2 = places_m2[self.teacher.tokens(first, stop)]
         return AlignedDocument(
-            self.student.part(first, stop), self.teacher.part(first, stop), flags_n
+            self.student.part(first, stop),
+            self.teacher.part(first, stop),
+            flags_n,
+            places_m2=places_m2,
         )
 
     def tokens_from(self, cell: int) -> NDArray[np.int64]:

@@ -62,7 +62,8 @@ class AlignedPacker(Generic[Mark]):
     A sample holds the longest run of whole chunks that fits into both windows; the rest of each is
     padding. A document that does not end in a sample goes on in the next one, as a document of its
     own after the last token before the cut, so that each label but a document's first is trained
-    once. A chunk is valid if all its labels have a token before them in the sample.
+    once. A chunk is valid if all its labels have a token before them in the sample, and in a record
+    of the store where documents have places in one.
 
     Each document carries a mark; `start` gives the mark and the number of the cell with which the
     next sample begins. A chunk longer than a window is left out, counted and logged.
@@ -180,12 +181,13 @@ class AlignedPacker(Generic[Mark]):
                 flags[place] = piece.document.flags_n[part] & ~left_out
             filled += part.stop - part.start
         flags |= np.where(chunks != NO_CHUNK, KD_TRAINED, 0)
+        places = _places(self._teacher, pieces, is_used=teacher[2] != NO_CHUNK)
         return Sample(
             tokens,
             documents,
             flags.astype(np.uint8),
             sample_id,
-            teacher=TeacherTokens(*teacher, chunks),
+            teacher=TeacherTokens(*teacher, chunks, places),
         )
 
 
@@ -196,7 +198,30 @@ def _valid_chunks(piece: _Piece) -> NDArray[np.bool_]:
         for side in (piece.document.student, piece.document.teacher):
             if side.chunks_n[0] != NO_CHUNK:
                 valid[side.chunks_n[0]] = False
+    places_m2 = piece.document.places_m2
+    if places_m2 is not None:
+        part = piece.tokens(piece.document.teacher)
+        chunks_n = piece.document.teacher.chunks_n[part] - piece.first
+        valid[chunks_n[(chunks_n >= 0) & (places_m2[part, 0] < 0)]] = False
     return valid
+
+
+def _places(
+    window: Window, pieces: Sequence[_Piece], *, is_used: NDArray[np.bool_]
+) -> NDArray[np.int32] | None:
+    """Record and position of each token of the teacher's window in a chunk, int32 [width, 2]."""
+    if all(piece.document.places_m2 is None for piece in pieces):
+        return None
+    places = np.full((window.width, 2), -1, np.int32)
+    filled = 0
+    for piece in pieces:
+        part = piece.tokens(piece.document.teacher)
+        stop = filled + part.stop - part.start
+        assert piece.document.places_m2 is not None, "a sample is joined as a whole"
+        places[filled:stop] = piece.document.places_m2[part]
+        filled = stop
+    places[~is_used] = -1
+    return places
 
 
 def _laid_out(

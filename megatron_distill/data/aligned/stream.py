@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder, UnknownTokens
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.samples import State
 from megatron_distill.data.text.documents import Document
-from megatron_distill.data.text.stream import Block, StreamPosition, document_batches
+from megatron_distill.data.text.stream import Block, DocumentMark, document_batches
 from megatron_distill.data.worker_processes import WorkerPool
 from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
 
-__all__ = ["EncodingPool", "TwoTokenizers", "Unaligned", "check_unaligned", "encoding_pool"]
+if TYPE_CHECKING:  # worker processes need neither the store nor torch
+    from megatron_distill.store import DocumentIndex
+
+__all__ = [
+    "EncodingPool",
+    "RecordsOfDocuments",
+    "TwoTokenizers",
+    "Unaligned",
+    "check_unaligned",
+    "encoding_pool",
+]
 
 _LOG = get_logger(__name__)
 _REPORTED = 10  # documents that are logged one by one
@@ -79,12 +89,54 @@ class Unaligned:
             _LOG.warning("%s: %s", self._name, self._unknown)
 
 
+@dataclass
+class RecordsOfDocuments:
+    """Finds the records of a source's documents in a store.
+
+    A document without any is left out. More than a share of documents that the store lacks, or has
+    a part of, is an error.
+    """
+
+    index: DocumentIndex
+    name: str
+    share: float
+    documents: int = field(default=0, init=False)
+    lacking: int = field(default=0, init=False)
+
+    def joined(self, document: Document, found: AlignedDocument) -> AlignedDocument | None:
+        """The document with the places of its tokens in records; None: the store has none of it.
+
+        Raises DataError: the store lacks more documents than the share allows. Raises StoreError:
+        a record has other tokens of it.
+        """
+        places_m2 = self.index.places(document.text_digest, len(found.teacher.tokens_n))
+        self.documents += 1
+        if places_m2 is None or (places_m2[1:, 0] < 0).any():
+            self.lacking += 1
+            self._check(document.place, is_absent=places_m2 is None)
+        return None if places_m2 is None else replace(found, places_m2=places_m2)
+
+    def _check(self, place: str, *, is_absent: bool) -> None:
+        had = "has none of" if is_absent else "has only a part of"
+        if self.lacking <= _REPORTED or self.lacking.bit_count() == 1:
+            _LOG.warning("%s: %s: teacher.store %s it", self.name, place, had)
+        if self.lacking > self.share * max(self.documents, _FEWEST_JUDGED):
+            raise DataError(
+                f"data.max_unaligned={self.share:g}: teacher.store does not have "
+                f"{self.lacking} of {counted(self.documents, 'document')} of data source "
+                f"{self.name} as a whole; it {had} {place}. Use the corpus of the capture with its "
+                "data.validation_fraction, capture more samples of it, or raise data.max_unaligned "
+                "to train without these texts"
+            )
+
+
 @dataclass(frozen=True)
 class TwoTokenizers:
     """Documents in the student's and the teacher's tokens; a `Tokenization`.
 
     Texts are tokenised and aligned by the workers of a pool, which sources may share; see
-    `encoding_pool`. `distils_all`: as in `AlignedPacker`.
+    `encoding_pool`. `distils_all`: as in `AlignedPacker`. `records`: joins them with a store; None:
+    they are not joined by document.
     """
 
     encoder: PairEncoder
@@ -93,6 +145,7 @@ class TwoTokenizers:
     pool: EncodingPool
     unaligned: Unaligned
     distils_all: bool = False
+    records: RecordsOfDocuments | None = None
 
     @property
     def identity(self) -> State:
@@ -106,7 +159,7 @@ class TwoTokenizers:
             "teacher_begin_token": self.encoder.begins[1],
         }
 
-    def packer(self) -> AlignedPacker[StreamPosition]:
+    def packer(self) -> AlignedPacker[DocumentMark]:
         """See `Tokenization`."""
         student, teacher = self.encoder.student, self.encoder.teacher
         return AlignedPacker(
@@ -115,9 +168,9 @@ class TwoTokenizers:
             distils_all=self.distils_all,
         )
 
-    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[AlignedDocument, StreamPosition]]:
+    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[AlignedDocument, DocumentMark]]:
         """See `Tokenization`; a document that cannot be aligned is left out and counted."""
-        in_work: deque[list[tuple[Document, StreamPosition]]] = deque()
+        in_work: deque[list[tuple[Document, DocumentMark]]] = deque()
 
         def texts() -> Iterator[_Texts]:
             for block in blocks:
@@ -127,10 +180,13 @@ class TwoTokenizers:
 
         with self.pool.results(texts()) as results:
             for found in results:
-                for (document, place), item in zip(in_work.popleft(), found, strict=True):
+                for (document, mark), item in zip(in_work.popleft(), found, strict=True):
                     self.unaligned.add(document.place, item)
-                    if isinstance(item, AlignedDocument):
-                        yield item, place
+                    if not isinstance(item, AlignedDocument):
+                        continue
+                    joined = item if self.records is None else self.records.joined(document, item)
+                    if joined is not None:
+                        yield joined, mark
 
 
 def encoding_pool(encoder: PairEncoder, workers: int) -> EncodingPool:

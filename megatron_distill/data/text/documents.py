@@ -46,6 +46,11 @@ class Document:
     is_start: bool = True
 
     @property
+    def text_digest(self) -> bytes:
+        """8 bytes that identify the text: of a document, or of a piece of a long one."""
+        return self.digest if self.is_start else content_digest(self.text.encode())
+
+    @property
     def place(self) -> str:
         """File and, where documents are rows, row."""
         return f"{self.path}:{self.after.line}" if self.after.line else str(self.path)

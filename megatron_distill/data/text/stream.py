@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.samples import (
     FULLY_TRAINED,
     PADDING_DOCUMENT,
+    DocumentPart,
     Sample,
     State,
     permutation,
@@ -64,6 +65,14 @@ class StreamPosition:
     skipped: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DocumentMark:
+    """A document's place in the endless order, and the digest of its text."""
+
+    position: StreamPosition
+    digest: bytes
+
+
 @dataclass(frozen=True)
 class Order:
     """Selection and shuffling of documents.
@@ -83,8 +92,8 @@ class Order:
         return is_held_out(digest, self.held_out_fraction) == self.is_held_out
 
 
-Block = Sequence[tuple[Document, StreamPosition]]
-"""Documents in training order, each with its place; batches of documents never cross blocks."""
+Block = Sequence[tuple[Document, DocumentMark]]
+"""Documents in training order, each with its mark; batches of documents never cross blocks."""
 
 
 class DocumentPacker(Protocol[Added, Mark]):
@@ -121,11 +130,11 @@ class Tokenization(Protocol[Item]):
         """The tokenizers, as part of a stream's state."""
         ...
 
-    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[Item, StreamPosition]]:
+    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[Item, DocumentMark]]:
         """Tokenise the documents of blocks, in order. Raises DataError."""
         ...
 
-    def packer(self) -> DocumentPacker[Item, StreamPosition]:
+    def packer(self) -> DocumentPacker[Item, DocumentMark]:
         """An empty packer."""
         ...
 
@@ -146,16 +155,18 @@ class OneTokenizer:
         """See `Tokenization`."""
         return {"tokenizer": self.tokenizer.identity, "begin_token": self.begin}
 
-    def encoded(
-        self, blocks: Iterable[Block]
-    ) -> Iterator[tuple[NDArray[np.int32], StreamPosition]]:
+    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[NDArray[np.int32], DocumentMark]]:
         """See `Tokenization`."""
         for block in blocks:
             yield from encoded(block, self.tokenizer, begin=self.begin)
 
-    def packer(self) -> Packer[StreamPosition]:
+    def packer(self) -> Packer[DocumentMark]:
         """See `Tokenization`."""
-        return Packer(self.sequence_length, padding_token=self.tokenizer.eos_id)
+        return Packer(
+            self.sequence_length,
+            padding_token=self.tokenizer.eos_id,
+            digest_of=lambda mark: mark.digest,
+        )
 
 
 # Checkpoints from before `data.add_bos` have documents without a begin-of-text token.
@@ -220,8 +231,8 @@ class PackedStream(Generic[Item]):
             encoded = next(self._encoded, None)
             if encoded is None:
                 return self._packer.flush(self._samples)
-            tokens, place = encoded
-            self._packer.add(tokens, place, skip=self._skip)
+            tokens, mark = encoded
+            self._packer.add(tokens, mark, skip=self._skip)
             self._skip = 0
         sample = self._packer.take(self._samples)
         self._samples += 1
@@ -229,7 +240,10 @@ class PackedStream(Generic[Item]):
 
     def state_dict(self) -> State:
         """Plain values, less than 1 kB."""
-        place, token = self._packer.start or self._first
+        place, token = self._first
+        if self._packer.start is not None:
+            mark, token = self._packer.start
+            place = mark.position
         return {**self._identity, "samples": self._samples, "token": token, **asdict(place)}
 
     def load_state_dict(self, state: State) -> None:
@@ -271,7 +285,10 @@ class PackedStream(Generic[Item]):
         while block := self._block(documents):
             order = permutation(len(block), self._order.seed, place.epoch, place.block)
             yield [
-                (block[order[rank]], replace(place, document=rank))
+                (
+                    block[order[rank]],
+                    DocumentMark(replace(place, document=rank), block[order[rank]].text_digest),
+                )
                 for rank in range(place.document, len(block))
             ]
             after = block[-1].after
@@ -333,12 +350,20 @@ class Packer(Generic[Mark]):
     next one as a separate document, since attention cannot look back across samples.
 
     Each document carries a mark. `start` gives the mark and the token offset at which the next
-    sample begins, which suffices to resume there.
+    sample begins, which suffices to resume there. `digest_of` returns the digest in a mark, for the
+    documents of the samples; None: these are not known.
     """
 
-    def __init__(self, sequence_length: int, *, padding_token: int) -> None:
+    def __init__(
+        self,
+        sequence_length: int,
+        *,
+        padding_token: int,
+        digest_of: Callable[[Mark], bytes] | None = None,
+    ) -> None:
         self.sequence_length = sequence_length
         self.padding_token = padding_token
+        self._digest_of = digest_of
         self._segments: deque[_Segment[Mark]] = deque()
         self._offset = 0  # of the next sample inside the first segment
         self._available = 0
@@ -382,9 +407,12 @@ class Packer(Generic[Mark]):
         width = self.sequence_length + 1
         tokens = np.full(width, self.padding_token, np.int32)
         documents = np.full(width, PADDING_DOCUMENT, np.int32)
+        parts: list[DocumentPart] = []
         filled, offset = 0, self._offset
         for document, segment in enumerate(self._segments):
             part = segment.tokens[offset : offset + length - filled]
+            if self._digest_of is not None:
+                parts.append(DocumentPart(self._digest_of(segment.mark), offset))
             tokens[filled : filled + len(part)] = part
             documents[filled : filled + len(part)] = document
             filled, offset = filled + len(part), 0
@@ -392,7 +420,7 @@ class Packer(Generic[Mark]):
                 break
         self._advance(length - 1)
         flags = np.where(documents == PADDING_DOCUMENT, 0, FULLY_TRAINED).astype(np.uint8)
-        return Sample(tokens, documents, flags, sample_id)
+        return Sample(tokens, documents, flags, sample_id, documents=tuple(parts))
 
     def _advance(self, count: int) -> None:
         self._available -= count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_distill.config import (
     source_in_words,
 )
 from megatron_distill.data.loader import open_loader
+from megatron_distill.data.samples import Sample
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
@@ -39,6 +41,7 @@ from megatron_distill.store import (
     StoreWriter,
 )
 from megatron_distill.store.binary import usual_samples_per_shard
+from megatron_distill.store.documents import pieces_of_sample, publish_documents
 from megatron_distill.store.plan import MANIFEST
 from megatron_distill.train.assemble.alignment import read_teacher
 from megatron_distill.train.assemble.data import RunSamples
@@ -335,7 +338,7 @@ def _assemble(
     groups, data, plan = job.groups, config.data, job.plan.settings
     execution = _execution(config, plan.sequence_length, device, resources)
     places = StreamPositions(working_folder(job.folder), job.plan.uid)
-    source = _open_source(job.samples, places, order, execution.device)
+    source = _open_source(job, places, order, execution.device)
     loader = open_loader(
         source,
         sequence_length=data.sequence_length,
@@ -421,12 +424,32 @@ def capture_banner(
 
 
 def _open_source(
-    samples: RunSamples, places: StreamPositions, order: CaptureOrder, device: torch.device
+    job: _Job, places: StreamPositions, order: CaptureOrder, device: torch.device
 ) -> HoleSource | None:
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
 
+    def list_documents(shard: int, samples: Sequence[Sample]) -> None:
+        first = job.plan.first(shard)
+        pieces = [
+            pieces_of_sample(
+                sample.sample_id - first,
+                sample.document_ids_S1,
+                [(part.digest, part.first) for part in sample.documents],
+            )
+            for sample in samples
+            if sample.documents
+        ]
+        publish_documents(job.folder, job.plan, shard, pieces)
+
     def opened() -> HoleSource:
-        return HoleSource(samples.open_training(), order, known=places.load())
+        # A store for one other tokenizer has both sides of each sample.
+        is_listed = job.plan.settings.student_length is None and job.samples.has_texts
+        return HoleSource(
+            job.samples.open_training(),
+            order,
+            known=places.load(),
+            list_documents=list_documents if is_listed else None,
+        )
 
     return on_first_rank(opened, device=device)
 

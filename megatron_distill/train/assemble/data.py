@@ -73,6 +73,7 @@ class RunSamples:
         StoreError on all ranks.
         """
         opening = self.read_held_out if held_out else self.open_training
+        stored = self.stored
         return open_loader(
             on_first_rank(opening, device=device),
             sequence_length=self.data.sequence_length,
@@ -88,6 +89,7 @@ class RunSamples:
             coverage=None if held_out or self.planner is None else self._coverage(),
             exchange=exchange,
             units=self.units,
+            has_places=isinstance(stored, Stored) and stored.is_by_document and not held_out,
         )
 
     def open_training(self) -> SampleSource:
@@ -105,13 +107,21 @@ class RunSamples:
         """Read the held-out samples; raises DataError or StoreError."""
         if not self.data.sources:
             return self._stores().read_held_out(self.held_out)
-        own = self.data.validation_sources
+        own, options = self.data.validation_sources, self.options
+        if options.teacher is not None:  # held-out documents have no records
+            options = replace(options, teacher=replace(options.teacher, index=None))
         return read_held_out(
             source_specs(own or self.data.sources),
             tokenizer=self._tokenizer(),
-            options=replace(self.options, validation_fraction=1.0) if own else self.options,
+            options=replace(options, validation_fraction=1.0) if own else options,
             samples=self.held_out,
         )
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether a source has documents of text, which their content identifies."""
+        specs = source_specs(self.data.sources)
+        return any(spec.kind.is_text and spec.conversation is None for spec in specs)
 
     def count_epoch(self) -> int:
         """Count the training samples of one epoch; raises DataError."""

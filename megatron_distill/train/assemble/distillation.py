@@ -51,6 +51,7 @@ from megatron_distill.train.assemble.models import (
 from megatron_distill.train.assemble.routing import sample_routing
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.stored import Stored
 from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input
 from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
@@ -159,6 +160,9 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     )
     if section.features:
         objective, teacher = _with_features(config, objective, teacher, student, layers, site)
+    if isinstance(teacher.stored, Stored) and options.teacher is not None:
+        reading = replace(options.teacher, index=teacher.stored.index)
+        options = replace(options, teacher=reading)
     samples = RunSamples(
         data=config.data,
         options=options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     DataConfig,
+    ModelConfig,
     RunConfig,
     StoreSourceConfig,
     TrainConfig,
@@ -34,6 +35,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.store import (
     UNKNOWN,
     CaptureSettings,
+    DocumentIndex,
     StoreReader,
     StoreSet,
     find_stores,
@@ -46,9 +48,10 @@ from megatron_distill.train.assemble.stored_source import (
     share_of_source,
     source_of_store,
 )
+from megatron_distill.train.assemble.stored_terms import check_terms
 from megatron_distill.train.capture.folder import configured
 from megatron_distill.train.model_source import teacher_digest
-from megatron_distill.train.teachers.stored import StoredTeacher, needed_support
+from megatron_distill.train.teachers.stored import StoredTeacher
 
 _LOGGER = get_logger(__name__)
 
@@ -67,6 +70,9 @@ class Stored:
         teacher: returns the signals of micro-batches.
         corpus: the stores as a sample source, on the first rank; None elsewhere.
         shares: of the entries in the samples, on the first rank.
+        is_by_document: whether the run's samples find their records by documents, and not by their
+            numbers.
+        index: of the documents then, on the first rank; None elsewhere.
     """
 
     settings: CaptureSettings
@@ -78,6 +84,8 @@ class Stored:
     shares: Sequence[Share] = ()
     key: str = "teacher"
     share: float = 1.0
+    is_by_document: bool = False
+    index: DocumentIndex | None = None
 
     @property
     def parts(self) -> tuple[Stored, ...]:
@@ -148,23 +156,21 @@ def open_stored(
     """
     key = "teacher" if among is None else among.key
     section = config.models[key]
-    fits = TokensOfRun(
-        vocabulary,
-        student,
-        section.sequence_length or config.data.sequence_length,
-        student_tokenizer,
-        None if student_tokenizer is None else config.data.sequence_length,
-    )
+    fits = TokensOfRun.of(config.data, section, vocabulary, student, student_tokenizer)
     assert section.store is not None, "a stored teacher has stores"
     own = tuple(terms) if among is None else among.terms(terms)
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
     facts: list[_Facts | None] = [None]
-    corpus = reading = None
+    corpus = reading = index = None
     with together():
         if dist.get_rank() == 0:
             corpus = _open(section.store, fits, key)
-            _check(corpus, terms, own, config.data)
-            facts = [_Facts.of(corpus, _joined(corpus, config, key, among))]
+            check_terms(corpus, terms, own)
+            for store in corpus.stores:
+                _check_documents(store, config.data.isolate_documents)
+            index = _index(corpus, fits, config.data)
+            source = _joined(corpus, config, key, among) if index is None else None
+            facts = [_Facts.of(corpus, source, is_by_document=index is not None)]
             _LOGGER.info("teacher store %s", _described(corpus))
         if is_reader:
             reading = _open(section.store, fits, key)
@@ -193,25 +199,32 @@ def open_stored(
         shares,
         key,
         share_of_source(config.data, found.source),
+        found.is_by_document,
+        index,
     )
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """The facts of the stores that all ranks need; source: whose samples they are, if not all."""
+    """The facts of the stores that all ranks need; source: whose samples they are, if not all.
+
+    is_by_document: see `Stored`.
+    """
 
     settings: CaptureSettings
     samples: int
     identities: tuple[str, ...]
     digest: str
     source: int | None
+    is_by_document: bool
 
     @classmethod
-    def of(cls, corpus: StoreSet, source: int | None) -> _Facts:
+    def of(cls, corpus: StoreSet, source: int | None, *, is_by_document: bool) -> _Facts:
         """The facts of open stores."""
-        first = corpus.stores[0]
+        first, samples = corpus.stores[0], corpus.samples
         identities = tuple(store.plan.uid.hex() for store in corpus.stores)
-        return cls(first.settings, corpus.samples, identities, first.identity.teacher, source)
+        digest = first.identity.teacher
+        return cls(first.settings, samples, identities, digest, source, is_by_document)
 
 
 @dataclass(frozen=True)
@@ -224,6 +237,7 @@ class TokensOfRun:
         length: positions of a record.
         student_tokenizer: see `open_stored`.
         student_length: positions of the student's samples; None with one tokenizer.
+        has_sources: whether the run reads a corpus.
     """
 
     vocabulary: Vocabulary
@@ -231,6 +245,26 @@ class TokensOfRun:
     length: int
     student_tokenizer: str | None
     student_length: int | None
+    has_sources: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        data: DataConfig,
+        teacher: ModelConfig,
+        vocabulary: Vocabulary,
+        student: Architecture,
+        student_tokenizer: str | None,
+    ) -> TokensOfRun:
+        """The tokens of a run, for the stores of one teacher."""
+        length = teacher.sequence_length or data.sequence_length
+        student_length = None if student_tokenizer is None else data.sequence_length
+        has_sources = bool(data.sources)
+        return cls(vocabulary, student, length, student_tokenizer, student_length, has_sources)
+
+    def is_by_document(self, store: StoreReader) -> bool:
+        """Whether the samples of a store are in the teacher's tokens alone, and the run's not."""
+        return self.student_tokenizer is not None and store.identity.student_tokenizer is None
 
     def check(self, store: StoreReader) -> None:
         """Raise StoreError unless a store's records have these tokens."""
@@ -238,7 +272,7 @@ class TokensOfRun:
         self._check_tokenizer(store)
         _check_vocabulary(store, self.vocabulary, self.student)
         found = (store.settings.student_length, store.settings.sequence_length)
-        if found == (self.student_length, self.length):
+        if found == (self.student_length, self.length) or self.is_by_document(store):
             return
         if self.student_length is None:
             raise StoreError(
@@ -254,11 +288,11 @@ class TokensOfRun:
 
     def _check_sides(self, store: StoreReader) -> None:
         there, here = store.identity.student_tokenizer, self.student_tokenizer
-        if there is None and here is not None:
+        if self.is_by_document(store) and not self.has_sources:
             raise StoreError(
-                f"{store.folder}: captured for a student with the teacher's tokenizer, and "
-                "objective.terms have an alignment; capture a store with capture.aligned=true, or "
-                "remove `alignment` from objective.terms"
+                f"{store.folder}: captured with the teacher's tokenizer alone, so that its samples "
+                "have no tokens of this student; name the corpus in data.sources, or capture a "
+                "store with capture.aligned=true"
             )
         if there is not None and here is None:
             raise StoreError(
@@ -317,27 +351,6 @@ def _check_vocabulary(store: StoreReader, vocabulary: Vocabulary, student: Archi
     )
 
 
-def _check(
-    stores: StoreSet,
-    terms: Sequence[Term | ChunkTerm],
-    own: Collection[Term | ChunkTerm],
-    data: DataConfig,
-) -> None:
-    """Raise StoreError unless the stores fit their own terms and the documents of the run."""
-    for store in stores.stores:
-        for index, term in enumerate(terms):
-            if term not in own:
-                continue
-            if isinstance(term, ChunkTerm):
-                _check_aligned(store, term, index)
-            elif not store.settings.kind.is_ranked:
-                _check_unranked(store, term, index)
-            else:
-                support = needed_support(term)
-                store.require(support=support, k=term.top_k, temperatures=[term.temperature])
-        _check_documents(store, data.isolate_documents)
-
-
 def _joined(
     stores: StoreSet, config: RunConfig, key: str, among: OneOfSeveral | None
 ) -> int | None:
@@ -360,6 +373,8 @@ def require_samples(stored: Stored | SeveralStores, train: TrainConfig) -> None:
     """Raise StoreError, on all ranks, if a store used with a corpus ends before the run."""
     steps, batch = train.steps, train.global_batch_size
     for one in stored.parts:
+        if one.is_by_document:
+            continue  # its samples are others than the run's
         # A source has its share of the samples but for less than one.
         wanted = steps * batch if one.share == 1.0 else math.ceil(one.share * steps * batch - 1)
         remedy = ", or remove data.sources to train on the store's samples for several epochs"
@@ -379,6 +394,24 @@ def _check_documents(store: StoreReader, isolate_documents: bool) -> None:
             f"{store.folder}: captured with data.isolate_documents={str(isolated).lower()}, and "
             "the student needs the same contexts; set the same value"
         )
+
+
+def _index(stores: StoreSet, fits: TokensOfRun, data: DataConfig) -> DocumentIndex | None:
+    """Read where each document is in the stores; None if records are found by number.
+
+    Raises StoreError: they do not list their documents, or a source of the run has no texts.
+    """
+    if not fits.is_by_document(stores.stores[0]):
+        return None
+    for index, source in enumerate(data.sources):
+        if source.conversation is not None:
+            raise StoreError(
+                f"{stores.stores[0].folder}: captured with the teacher's tokenizer alone, so that "
+                "its records are found by documents of text, but "
+                f"data.sources.{index}.conversation is set; capture a store with "
+                "capture.aligned=true, or remove this source"
+            )
+    return DocumentIndex(stores)
 
 
 def _check_corpus(store: StoreReader, data: DataConfig, seed: int) -> None:
@@ -413,41 +446,6 @@ def _check_teacher(
             f"{key}.store was captured from a teacher with weights {digest[:19]}, but {named} "
             f"has {found[:19]}; set the same teacher, or {key}.store alone"
         )
-
-
-def _check_unranked(store: StoreReader, term: Term, index: int) -> None:
-    is_at_one = term.temperature == 1.0 and term.temperatures is None
-    if not term.is_forward_kl or not is_at_one or term.top_k is not None:
-        raise StoreError(
-            f"{store.folder}: contains {store.settings.kind.adjective} ids, which serve only "
-            f"forward_kl at temperature 1 without top_k; change objective.terms.{index}, or "
-            "capture a store with mode: top_k"
-        )
-    if term.teachers is not None and len(term.teachers.names) > 1:
-        raise StoreError(
-            f"{store.folder}: contains {store.settings.kind.adjective} ids, whose probabilities "
-            f"objective.terms.{index} mixes or compares; give its teacher a term of its own, or "
-            "capture a store with mode: top_k"
-        )
-
-
-def _check_aligned(store: StoreReader, term: ChunkTerm, index: int) -> None:
-    """Raise StoreError unless the records serve a term between tokenizers."""
-    settings = store.settings
-    if not settings.is_complete:
-        raise StoreError(
-            f"{store.folder}: lacks {', '.join(settings.lacks)}, which objective.terms.{index} "
-            "needs; capture a store with the teacher"
-        )
-    if term.alignment == "likelihood":
-        return
-    if not settings.kind.is_ranked:
-        raise StoreError(
-            f"{store.folder}: contains {settings.kind.adjective} ids, which serve no term on common"
-            f" tokens; set alignment of objective.terms.{index} to likelihood, or capture a store "
-            "with mode: top_k"
-        )
-    store.require(support="tail", k=term.top_k, temperatures=[term.temperature])
 
 
 def _described(stores: StoreSet) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -86,7 +86,9 @@ class HoleSource:
 
     Sample n of the stream is sample n of the store. Samples without a row are read and skipped,
     unless the stream's state at the beginning of a later shard is known. Rows without a sample
-    are untrained samples with the id -1. Memory: one shard's tokens for each replica but one.
+    are untrained samples with the id -1. Memory: one shard's tokens for each replica.
+    `list_documents` is called with each hole and its samples before the last one of them is
+    returned, so that no shard is written without it; None: their documents are not listed.
 
     Attributes:
         passed: new states of the stream at the beginnings of passed shards, as (shard, state);
@@ -99,8 +101,11 @@ class HoleSource:
         order: CaptureOrder,
         *,
         known: Mapping[int, State],
+        list_documents: Callable[[int, Sequence[Sample]], None] | None = None,
     ) -> None:
         self._stream = stream
+        self._list_documents = list_documents
+        self._of_shard: list[Sample] = []  # of the hole that is being read
         self._order = order
         self._known = dict(known)
         self._last: Sample | None = None
@@ -111,7 +116,7 @@ class HoleSource:
         self.passed: deque[tuple[int, State]] = deque()
 
     def next_sample(self) -> Sample:
-        """The sample of the next row. Raises DataError."""
+        """The sample of the next row. Raises DataError, and StoreError of `list_documents`."""
         wanted = self._order.sample(self._given)
         self._given += 1
         if wanted is None:
@@ -134,7 +139,13 @@ class HoleSource:
             self._go_to(self._left[0])
         sample = self._advance()
         self._held[sample.sample_id] = sample
-        if self._position == min(first + size, self._order.samples):
+        is_whole = self._position == min(first + size, self._order.samples)
+        if self._list_documents is not None:
+            self._of_shard.append(sample)
+            if is_whole:
+                self._list_documents(self._left[0], self._of_shard)
+                self._of_shard = []
+        if is_whole:
             self._left.popleft()
 
     def _go_to(self, shard: int) -> None:

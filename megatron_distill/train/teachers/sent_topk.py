@@ -19,13 +19,12 @@ from megatron_distill.store import CaptureSettings, PositionScalars, SampleRecor
 from megatron_distill.train.capture.positions import PositionCapture
 from megatron_distill.train.teachers.answers import Column
 from megatron_distill.train.teachers.live import HeadOwner
-from megatron_distill.train.teachers.stored import (
-    HostBatch,
+from megatron_distill.train.teachers.record_signals import (
     is_of_labels,
     needed_support,
-    on_device,
     signal_of_records,
 )
+from megatron_distill.train.teachers.stored import HostBatch, on_device
 
 __all__ = ["TopKColumns", "sent_settings", "serving_capture", "signal_of_columns", "top_k_columns"]
 

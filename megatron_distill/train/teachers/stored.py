@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -19,26 +20,25 @@ from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import IdSignal, Recorded, TopK
-from megatron_distill.store import (
-    CaptureSettings,
-    PositionScalars,
-    SampleRecord,
-    SampleTokens,
-    StoreSet,
-    Support,
-    unpack,
+from megatron_distill.signals import Recorded
+from megatron_distill.store import CaptureSettings, SampleTokens, StoreSet, unpack
+from megatron_distill.train.teachers.located import (
+    record_rows,
+    require_tokens_at,
+    wanted_records,
+)
+from megatron_distill.train.teachers.record_signals import (
+    blank_record,
+    signal_of_records,
+    signal_of_rows,
 )
 
 __all__ = [
     "HostBatch",
     "JoinedSamples",
     "StoredTeacher",
-    "is_of_labels",
     "on_device",
     "recorded_signal",
-    "signal_of_records",
-    "needed_support",
     "require_same_tokens",
     "stored_metrics",
 ]
@@ -134,7 +134,7 @@ class StoredTeacher:
     def _decode(self, packed: Sequence[bytes], batches: Sequence[HostBatch]) -> list[Recorded]:
         signals, remaining = [], iter(packed)
         for batch in batches:
-            own = [next(remaining) for _ in batch.sample_ids]
+            own = [next(remaining) for _ in batch.record_numbers]
             signals.append(
                 recorded_signal(
                     own, batch, self._terms, self._settings, vocab_size=self._vocab_size
@@ -162,7 +162,7 @@ class StoredTeacher:
             agree(failure)
         if not self._reads_signals:
             return
-        count = sum(len(batch.sample_ids) for batch in step.on_host)
+        count = sum(len(batch.record_numbers) for batch in step.on_host)
         packed = _broadcast(packed, count, group=self._groups.tensor, device=self._device)
         step.decoding = self._thread.submit(self._decode, packed, step.on_host)
 
@@ -174,6 +174,13 @@ def _read(stores: StoreSet, batches: Sequence[HostBatch], *, is_alone: bool) -> 
     """
     packed = []
     for batch in batches:
+        if batch.places_bs2 is not None:
+            for number in batch.record_numbers:
+                content, tokens = stores.packed_with_tokens(number)
+                given, place = (batch.tokens_bs, batch.labels_bs), stores.place(number)
+                require_tokens_at(tokens, number, batch.places_bs2, given, place)
+                packed.append(content)
+            continue
         for row, number in enumerate(batch.sample_ids):
             if not batch.is_trained_b[row]:
                 packed.append(b"")
@@ -192,7 +199,7 @@ def _broadcast(
 
     Collective: the group, two broadcasts: 8 bytes per string, and the strings.
     """
-    if group.size() == 1:
+    if group.size() == 1 or count == 0:
         return packed
     is_sender = group.rank() == 0
     lengths = torch.zeros(count, dtype=torch.int64)
@@ -248,6 +255,13 @@ class HostBatch:
     sequence_index_s: NDArray[np.int64]
     sample_ids: tuple[int, ...]
     is_trained_b: tuple[bool, ...]  # rows without a trained label need no record
+    # int32, record and position of each label, -1 for none; None: row i has record sample_ids[i]
+    places_bs2: NDArray[np.int32] | None = None
+
+    @cached_property
+    def record_numbers(self) -> tuple[int, ...]:
+        """The numbers of the packed records that the micro-batch needs, in their order."""
+        return self.sample_ids if self.places_bs2 is None else wanted_records(self.places_bs2)
 
     @classmethod
     def of(cls, batch: Batch, joined: JoinedSamples | None = None) -> HostBatch:
@@ -283,6 +297,7 @@ class HostBatch:
         length = teacher.tokens_bs.shape[1]
         size = length // len(own.sequence_index_s)
         index_s = torch.cat([zigzag_index(length, rank=rank, size=size) for rank in range(size)])
+        places = teacher.record_places_bs2
         return cls(
             tokens_bs=teacher.tokens_bs[:, index_s].numpy(),
             labels_bs=teacher.labels_bs[:, index_s].numpy(),
@@ -290,6 +305,7 @@ class HostBatch:
             sequence_index_s=index_s.numpy(),
             sample_ids=tuple(teacher.sample_ids_b.tolist()),
             is_trained_b=tuple(teacher.kd_mask_bs.any(1).tolist()),
+            places_bs2=None if places is None else places[:, index_s].numpy(),
         )
 
 
@@ -333,8 +349,18 @@ def recorded_signal(
     `packed` holds checked records, empty for a row that is not trained. Stores of older releases
     may have ids of padding, from `vocab_size` on; see `TopK.within` and `Sampled.within`.
     """
+    if batch.places_bs2 is not None:
+        numbers, length = batch.record_numbers, settings.sequence_length
+        return signal_of_rows(
+            [unpack(content, is_checked=True) for content in packed] or [blank_record(settings, 0)],
+            terms,
+            settings,
+            record_rows(batch.places_bs2, numbers, length),
+            vocab_size=vocab_size,
+            labels_bs=batch.labels_bs,
+        )
     records = [
-        unpack(content, is_checked=True) if content else _blank(settings, number)
+        unpack(content, is_checked=True) if content else blank_record(settings, number)
         for content, number in zip(packed, batch.sample_ids, strict=True)
     ]
     return signal_of_records(
@@ -344,117 +370,6 @@ def recorded_signal(
         batch.sequence_index_s,
         vocab_size=vocab_size,
         labels_bs=batch.labels_bs,
-    )
-
-
-def signal_of_records(
-    records: Sequence[SampleRecord],
-    terms: Sequence[Term | ChunkTerm],
-    settings: CaptureSettings,
-    index_s: NDArray[np.int64],
-    *,
-    vocab_size: int | None = None,
-    labels_bs: NDArray[np.int64] | None = None,
-) -> Recorded:
-    """Return the signal of a micro-batch's records for each term, at some of their positions.
-
-    `vocab_size`: see `recorded_signal`; None: the records have no ids of padding. `labels_bs`: for
-    terms on the labels alone.
-    """
-    known: dict[tuple[object, ...], IdSignal] = {}
-    by_term: list[IdSignal] = []
-    entropy = label_log_prob = None
-    scalars = [record.scalars for record in records]
-    if settings.is_complete:
-        entropy = _joined([one.entropy_S[index_s] for one in scalars if one is not None])
-        label_log_prob = _joined(
-            [one.label_log_prob_S[index_s] for one in scalars if one is not None]
-        )
-    for term in terms:
-        if is_of_labels(term):
-            assert label_log_prob is not None, "the store was asked for it"
-            assert labels_bs is not None
-            by_term.append(_of_labels(labels_bs, label_log_prob))
-            continue
-        # Common tokens are chosen from all stored ids.
-        k = term.top_k if isinstance(term, Term) else None
-        key = (k, *_reading(term, settings))
-        if key not in known:
-            read = _read_signal(records, term, k, settings, index_s)
-            if vocab_size is not None and settings.vocab_size > vocab_size:
-                read = read.within(vocab_size)
-            known[key] = read
-        by_term.append(known[key])
-    return Recorded(tuple(by_term), entropy, label_log_prob)
-
-
-def is_of_labels(term: Term | ChunkTerm) -> bool:
-    """Whether a term needs the probabilities of the labels alone."""
-    return isinstance(term, ChunkTerm) and term.alignment == "likelihood"
-
-
-def _of_labels(labels_bs: NDArray[np.int64], label_log_prob: torch.Tensor) -> TopK:
-    """The label of each token, and all further ids as the tail."""
-    labels = torch.from_numpy(labels_bs.reshape(-1, 1))
-    log_tail = torch.expm1(label_log_prob.double().clamp(max=0.0)).neg().log()
-    return TopK(labels, label_log_prob.unsqueeze(1), log_tail.float())
-
-
-def needed_support(term: Term | ChunkTerm) -> Support:
-    """Return the support that records must serve for a term.
-
-    An arithmetic mean of several teachers needs the normaliser of each, for any support.
-    """
-    teachers = term.teachers if isinstance(term, Term) else None
-    if teachers is None or len(teachers.names) == 1 or teachers.mixture != "arithmetic":
-        return term.support
-    return "tail" if term.support == "renormalized" else term.support
-
-
-def _reading(term: Term | ChunkTerm, settings: CaptureSettings) -> tuple[float, Support]:
-    """Return the temperature and the support with which records are read for a term.
-
-    Ratios of probabilities are known at every temperature. Renormalised ones are therefore read as
-    stored, and the objective renormalises them. An arithmetic mean is taken before that.
-    """
-    if needed_support(term) != "renormalized":
-        return term.temperature, "tail"
-    return 1.0, "tail" if settings.is_complete else "renormalized"
-
-
-def _read_signal(
-    records: Sequence[SampleRecord],
-    term: Term | ChunkTerm,
-    k: int | None,
-    settings: CaptureSettings,
-    index_s: NDArray[np.int64],
-) -> IdSignal:
-    """The signal of the records for a term, on k ids, at this rank's positions."""
-    temperature, support = _reading(term, settings)
-    whole = settings.kind.signal(records, k=k, temperature=temperature, support=support)
-    length = len(records[0].tokens_S1) - 1
-    if np.array_equal(index_s, np.arange(length)):
-        return whole
-    rows = np.concatenate([index_s + row * length for row in range(len(records))])
-    rows_n = torch.from_numpy(rows)
-    return whole.map(lambda values: values[rows_n])
-
-
-def _joined(parts: Sequence[NDArray[np.float32]]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts))
-
-
-def _blank(settings: CaptureSettings, sample_id: int) -> SampleRecord:
-    """A valid record of the right shapes for a row that is not trained."""
-    positions = settings.sequence_length
-    zeros = np.zeros(positions, np.float32)
-    return SampleRecord(
-        sample_id=sample_id,
-        tokens_S1=np.zeros(positions + 1, np.int32),
-        document_ids_S1=np.full(positions + 1, -1, np.int32),
-        flags_S1=np.zeros(positions + 1, np.uint8),
-        entries=settings.kind.blank(settings),
-        scalars=PositionScalars(zeros, zeros, zeros) if settings.is_complete else None,
     )
 
 

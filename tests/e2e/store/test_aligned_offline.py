@@ -392,7 +392,7 @@ def test_a_store_that_does_not_fit_is_refused(
 
 
 @pytest.mark.slow
-def test_a_store_of_one_tokenizer_is_refused_for_terms_with_an_alignment(
+def test_samples_of_a_store_of_one_tokenizer_are_refused_for_terms_with_an_alignment(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     config = write_capture(inputs, "not-aligned", samples=8)
@@ -401,7 +401,7 @@ def test_a_store_of_one_tokenizer_is_refused_for_terms_with_an_alignment(
     assert run_in(pool, 1, config, folder, *changes) is True
     text = failure(
         pool, 1, inputs.folder / "aligned.yaml", tmp_path / "run",
-        *SHORT, LIKELIHOOD, *of_store(folder),
+        *SHORT, LIKELIHOOD, *of_store(folder), OWN,
     )  # fmt: skip
-    assert "captured for a student with the teacher's tokenizer" in text
+    assert "captured with the teacher's tokenizer alone" in text
     assert "capture.aligned=true" in text

@@ -1,0 +1,150 @@
+"""From records of a store to the signals of an objective's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.signals import IdSignal, Recorded, TopK
+from megatron_distill.store import CaptureSettings, PositionScalars, SampleRecord, Support
+
+__all__ = [
+    "blank_record",
+    "is_of_labels",
+    "needed_support",
+    "signal_of_records",
+    "signal_of_rows",
+]
+
+
+def signal_of_records(
+    records: Sequence[SampleRecord],
+    terms: Sequence[Term | ChunkTerm],
+    settings: CaptureSettings,
+    index_s: NDArray[np.int64],
+    *,
+    vocab_size: int | None = None,
+    labels_bs: NDArray[np.int64] | None = None,
+) -> Recorded:
+    """Return the signal of a micro-batch's records for each term, at some of their positions.
+
+    `vocab_size`: of the tokenizer; None: the records have no ids of padding. `labels_bs`: for
+    terms on the labels alone.
+    """
+    length = len(records[0].tokens_S1) - 1
+    rows_n = None
+    if not np.array_equal(index_s, np.arange(length)):
+        rows_n = np.concatenate([index_s + row * length for row in range(len(records))])
+    return signal_of_rows(
+        records, terms, settings, rows_n, vocab_size=vocab_size, labels_bs=labels_bs
+    )
+
+
+def signal_of_rows(
+    records: Sequence[SampleRecord],
+    terms: Sequence[Term | ChunkTerm],
+    settings: CaptureSettings,
+    rows_n: NDArray[np.int64] | None,
+    *,
+    vocab_size: int | None,
+    labels_bs: NDArray[np.int64] | None,
+) -> Recorded:
+    """As `signal_of_records`, at some rows of all records' positions; None: at all of them."""
+    known: dict[tuple[object, ...], IdSignal] = {}
+    by_term: list[IdSignal] = []
+    entropy = label_log_prob = None
+    scalars = [record.scalars for record in records]
+    if settings.is_complete:
+        entropy = _joined([one.entropy_S for one in scalars if one is not None], rows_n)
+        label_log_prob = _joined(
+            [one.label_log_prob_S for one in scalars if one is not None], rows_n
+        )
+    for term in terms:
+        if is_of_labels(term):
+            assert label_log_prob is not None, "the store was asked for it"
+            assert labels_bs is not None
+            by_term.append(_of_labels(labels_bs, label_log_prob))
+            continue
+        # Common tokens are chosen from all stored ids.
+        k = term.top_k if isinstance(term, Term) else None
+        key = (k, *_reading(term, settings))
+        if key not in known:
+            read = _read_signal(records, term, k, settings, rows_n)
+            if vocab_size is not None and settings.vocab_size > vocab_size:
+                read = read.within(vocab_size)
+            known[key] = read
+        by_term.append(known[key])
+    return Recorded(tuple(by_term), entropy, label_log_prob)
+
+
+def is_of_labels(term: Term | ChunkTerm) -> bool:
+    """Whether a term needs the probabilities of the labels alone."""
+    return isinstance(term, ChunkTerm) and term.alignment == "likelihood"
+
+
+def _of_labels(labels_bs: NDArray[np.int64], label_log_prob: torch.Tensor) -> TopK:
+    """The label of each token, and all further ids as the tail."""
+    labels = torch.from_numpy(labels_bs.reshape(-1, 1))
+    log_tail = torch.expm1(label_log_prob.double().clamp(max=0.0)).neg().log()
+    return TopK(labels, label_log_prob.unsqueeze(1), log_tail.float())
+
+
+def needed_support(term: Term | ChunkTerm) -> Support:
+    """Return the support that records must serve for a term.
+
+    An arithmetic mean of several teachers needs the normaliser of each, for any support.
+    """
+    teachers = term.teachers if isinstance(term, Term) else None
+    if teachers is None or len(teachers.names) == 1 or teachers.mixture != "arithmetic":
+        return term.support
+    return "tail" if term.support == "renormalized" else term.support
+
+
+def _reading(term: Term | ChunkTerm, settings: CaptureSettings) -> tuple[float, Support]:
+    """Return the temperature and the support with which records are read for a term.
+
+    Ratios of probabilities are known at every temperature. Renormalised ones are therefore read as
+    stored, and the objective renormalises them. An arithmetic mean is taken before that.
+    """
+    if needed_support(term) != "renormalized":
+        return term.temperature, "tail"
+    return 1.0, "tail" if settings.is_complete else "renormalized"
+
+
+def _read_signal(
+    records: Sequence[SampleRecord],
+    term: Term | ChunkTerm,
+    k: int | None,
+    settings: CaptureSettings,
+    rows_n: NDArray[np.int64] | None,
+) -> IdSignal:
+    """The signal of the records for a term, on k ids, at some rows of their positions."""
+    temperature, support = _reading(term, settings)
+    whole = settings.kind.signal(records, k=k, temperature=temperature, support=support)
+    if rows_n is None:
+        return whole
+    index_n = torch.from_numpy(rows_n)
+    return whole.map(lambda values: values[index_n])
+
+
+def _joined(parts: Sequence[NDArray[np.float32]], rows_n: NDArray[np.int64] | None) -> torch.Tensor:
+    whole = np.concatenate(parts)
+    return torch.from_numpy(whole if rows_n is None else whole[rows_n])
+
+
+def blank_record(settings: CaptureSettings, sample_id: int) -> SampleRecord:
+    """A valid record of the right shapes for a row that is not trained."""
+    positions = settings.sequence_length
+    zeros = np.zeros(positions, np.float32)
+    return SampleRecord(
+        sample_id=sample_id,
+        tokens_S1=np.zeros(positions + 1, np.int32),
+        document_ids_S1=np.full(positions + 1, -1, np.int32),
+        flags_S1=np.zeros(positions + 1, np.uint8),
+        entries=settings.kind.blank(settings),
+        scalars=PositionScalars(zeros, zeros, zeros) if settings.is_complete else None,
+    )

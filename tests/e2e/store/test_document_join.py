@@ -1,0 +1,265 @@
+"""One store in the teacher's own tokens serves students of other tokenizers and lengths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.captures import run_in, write_capture
+from tests.e2e.runs import SECOND_SIZES, Inputs, course, failure, quick_and_slow, run
+from tests.e2e.store.test_aligned_offline import (
+    FIGURES,
+    OWN,
+    SHORT,
+    TERMS,
+    K,
+    assert_same,
+    of_store,
+)
+
+LENGTH, OF_TEACHER = 32, 64  # of the student's samples, in the tokens of both models
+DOCUMENTS = 40
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def corpus(inputs: Inputs) -> Path:
+    """Documents that each fill one sample of the student: there is no cut inside of one."""
+    from megatron_distill.data.tokenizers.open import load_tokenizer
+
+    tokenizer = load_tokenizer(inputs.tokenizer)
+    pieces, found = tokenizer.token_bytes(), dict[str, None]()
+    for line in inputs.corpus.read_text().splitlines():
+        ids = tokenizer.encode_batch([json.loads(line)["text"]])[0][:LENGTH].tolist()
+        text = b"".join(pieces[one] or b"" for one in ids).decode("utf-8", "replace")
+        if len(tokenizer.encode_batch([text])[0]) == LENGTH:
+            found[text] = None
+    texts = list(found)[:DOCUMENTS]
+    assert len(texts) == DOCUMENTS
+    path = inputs.folder / "one-document-per-sample.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(pool: Pool, inputs: Inputs, corpus: Path) -> Path:
+    """Several epochs in the teacher's tokens, cut at other places in each."""
+    config = write_capture(inputs, "by-document", samples=40)
+    folder = inputs.folder / "store-by-document"
+    taken = run_in(
+        pool, 2, config, folder,
+        f"store.k={K}", f"data.sources=[{{format: jsonl, paths: {corpus}}}]",
+        f"data.tokenizer.path={inputs.second_tokenizer(max(SECOND_SIZES))}",
+        "data.sequence_length=384", "data.validation_fraction=0", "data.shuffle_samples=20",
+    )  # fmt: skip
+    assert taken is True
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, inputs: Inputs, corpus: Path) -> Run:
+    """Train a student on the corpus; each request once."""
+    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    shared = settings_of(corpus)
+
+    def trained(world: int, *overrides: str) -> list[dict[str, Any]]:
+        key = (world, *overrides)
+        if key not in known:
+            folder = inputs.folder / f"by-document-{len(known)}"
+            config = inputs.folder / "aligned.yaml"
+            known[key] = run(pool, world, config, folder, *shared, *overrides)
+        return known[key]
+
+    return trained
+
+
+def settings_of(corpus: Path) -> tuple[str, ...]:
+    return (
+        *SHORT, TERMS, f"data.sources=[{{format: jsonl, paths: {corpus}}}]",
+        "data.validation_fraction=0", f"data.sequence_length={LENGTH}",
+        f"teacher.sequence_length={OF_TEACHER}",
+    )  # fmt: skip
+
+
+def test_the_store_has_each_document_with_its_whole_context(
+    store: Path, corpus: Path, inputs: Inputs
+) -> None:
+    from megatron_distill.data.text.documents import content_digest
+    from megatron_distill.data.tokenizers.open import load_tokenizer
+    from megatron_distill.store import DocumentIndex, StoreSet
+
+    tokenizer = load_tokenizer(inputs.second_tokenizer(max(SECOND_SIZES)))
+    stores = StoreSet.open([str(store)])
+    index = DocumentIndex(stores)
+    for line in corpus.read_text().splitlines():
+        text = json.loads(line)["text"]
+        ids = [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.eos_id]
+        assert len(ids) <= OF_TEACHER + 1
+        places = index.places(content_digest(text.encode()), len(ids))
+        assert places is not None
+        for label, (number, position) in enumerate(places.tolist()):
+            if label:
+                _, tokens = stores.packed_with_tokens(number)
+                whole = slice(position - label + 1, position + 2)
+                assert tokens.tokens_S1[whole].tolist() == ids[: label + 1]
+                assert len(set(tokens.document_ids_S1[whole].tolist())) == 1
+    stores.close()
+
+
+READERS = {
+    "one rank": (1, ()),
+    "TP2": (2, ("parallel.tensor=2",)),
+    "DP2": (2, ()),
+    "CP2": (2, ("parallel.context=2",)),
+    "PP2": (2, ("parallel.pipeline=2",)),
+}
+
+
+@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["one rank"]))
+def test_where_contexts_are_the_same_losses_are_those_of_the_live_teacher(
+    store: Path, train: Run, reader: str
+) -> None:
+    world, layout = READERS[reader]
+    assert_same(train(world, *of_store(store), *layout), train(1), first=5e-6)
+
+
+OTHERS = {
+    "shorter samples": ("data.sequence_length=20", "teacher.sequence_length=24"),
+    "longer samples": ("data.sequence_length=84", "teacher.sequence_length=96"),
+    # Each token of this student is one of the teacher's: `common` would need their whole mass.
+    "another student": (
+        "data.tokenizer.path={smaller}", "data.sequence_length=40", "data.shuffle_buffer=7",
+        "objective.terms=[{alignment: likelihood, divergence: js_divergence, temperature: 6.0}]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_same_store_serves_other_lengths_and_another_tokenizer(
+    store: Path, train: Run, inputs: Inputs, other: str
+) -> None:
+    smaller = inputs.second_tokenizer(min(SECOND_SIZES))
+    given = tuple(one.replace("{smaller}", str(smaller)) for one in OTHERS[other])
+    alone = train(1, *of_store(store), *given)
+    live = train(1, *given)
+    for ours, beside in zip(alone, live, strict=True):
+        # No chunk is missing, and other contexts of the teacher change its distributions a bit.
+        for name in ("chunks", "aligned_labels"):
+            assert ours[name] == beside[name]
+        assert ours["kd_loss"] == pytest.approx(beside["kd_loss"], rel=0.5)
+    names = [name for name in FIGURES if name in alone[0]]
+    assert len(names) >= 5
+    for world, layout in (READERS["TP2"], READERS["DP2"]):
+        found = train(world, *of_store(store), *given, *layout)
+        for ours, expected in zip(found, alone, strict=True):
+            for name in names:
+                tolerance = 5e-6 if ours["step"] == 1 else 1e-4
+                assert ours[name] == pytest.approx(expected[name], rel=tolerance), name
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_with_the_same_bits(
+    pool: Pool, inputs: Inputs, store: Path, corpus: Path, tmp_path: Path
+) -> None:
+    given = [
+        *settings_of(corpus), *of_store(store), "checkpoint.save=true", "train.steps=6",
+        "data.sequence_length=28", "data.validation_fraction=0.2",
+        "validation={samples: 4, interval: 3}",
+    ]  # fmt: skip
+    config = inputs.folder / "aligned.yaml"
+    whole = run(pool, 2, config, tmp_path / "whole", *given)
+    run(pool, 2, config, tmp_path / "parts", *given, stop_after=2)
+    parts = run(pool, 2, config, tmp_path / "parts", *given)
+    assert course(parts) == course(whole)
+    assert all(record["chunks"] > 0 for record in whole)
+    assert all(one["kd_loss"] != other["kd_loss"] for one, other in pairwise(whole))
+
+
+@pytest.mark.slow
+def test_a_whole_epoch_or_more_is_read_from_a_store_of_fewer_samples(
+    train: Run, store: Path
+) -> None:
+    # 96 samples are read, and the store has 40: a sample is not joined by its number.
+    found = train(1, *of_store(store), "train.steps=12", "data.sequence_length=16")
+    assert len(found) == 12
+    assert all(record["aligned_labels"] > 0.8 for record in found)
+
+
+# overrides -> what the message must hold
+WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "another corpus": (
+        ("data.sources=[{format: jsonl, paths: {other}}]",),
+        ("teacher.store does not have 2 of", "{other}:", "Use the corpus of the capture"),
+    ),
+    "a changed file": (
+        ("data.sources=[{format: jsonl, paths: {changed}}]",),
+        ("teacher.store does not have 2 of", "it has none of {changed}:"),
+    ),
+    "no corpus": (
+        (OWN,),
+        ("captured with the teacher's tokenizer alone", "name the corpus in data.sources"),
+    ),
+    "conversations": (
+        ("data.sources=[{format: jsonl, paths: {other}, conversation: {}}]",),
+        ("data.sources.0.conversation is set", "capture.aligned=true"),
+    ),
+    "no list of documents": (
+        ("teacher.store={unlisted}",),
+        ("{unlisted}: does not list the documents of its samples", "capture it again"),
+    ),
+    "a damaged list": (
+        ("teacher.store={damaged}",),
+        ("documents-000002.json: damaged", "repair {damaged}"),
+    ),
+    "another teacher's tokenizer": (
+        ("teacher.tokenizer={path: {smaller}}", "objective.terms=[{alignment: likelihood}]"),
+        ("its tokenizer is", "remove teacher.tokenizer to use that of the store"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(WRONG, ["no list of documents"]))
+def test_a_store_that_does_not_fit_is_refused(
+    pool: Pool, inputs: Inputs, store: Path, corpus: Path, tmp_path: Path, case: str
+) -> None:
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text(
+        "".join(
+            json.dumps({"text": row["text"] + "!" * (place in (3, 17))}) + "\n"
+            for place, row in enumerate(rows)
+        )
+    )
+    unlisted, damaged = (shutil.copytree(store, tmp_path / name) for name in ("a", "b"))
+    for path in (unlisted / "shards").glob("documents-*"):
+        path.unlink()
+    path = damaged / "shards" / "documents-000002.json"
+    path.write_text(path.read_text().replace('"shard": 2', '"shard": 3'))
+    names = {
+        "{other}": str(inputs.corpus),
+        "{changed}": str(changed),
+        "{unlisted}": str(unlisted),
+        "{damaged}": str(damaged),
+        "{smaller}": str(inputs.second_tokenizer(min(SECOND_SIZES))),
+    }
+
+    def named(text: str) -> str:
+        for name, value in names.items():
+            text = text.replace(name, value)
+        return text
+
+    overrides, parts = WRONG[case]
+    text = failure(
+        pool, 2, inputs.folder / "aligned.yaml", tmp_path / "run",
+        *settings_of(corpus), *of_store(store), *map(named, overrides),
+    )  # fmt: skip
+    for part in parts:
+        assert named(part) in text, text
