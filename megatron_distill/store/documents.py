@@ -47,7 +47,7 @@ PIECE: Final = np.dtype(
 
 # The same with samples numbered over all stores.
 _NUMBERED: Final = np.dtype(
-    [("digest", "<u8"), ("sample", "<i8"), ("place", "<i8"), ("first", "<i8"), ("count", "<i8")]
+    [("digest", "<u8"), ("sample", "<i4"), ("place", "<i4"), ("first", "<i4"), ("count", "<i4")]
 )
 
 Pieces = NDArray[Any]
@@ -127,7 +127,10 @@ class DocumentIndex:
     """Where the tokens of each document are in the records of stores.
 
     Samples are numbered as in the `StoreSet`. Raises StoreError: a store does not list its
-    documents, or a list is damaged.
+    documents, or a list is damaged. Memory: 32 bytes for each different piece of a text.
+
+    Attributes:
+        pieces: number of different pieces.
     """
 
     def __init__(self, stores: StoreSet) -> None:
@@ -147,12 +150,13 @@ class DocumentIndex:
                 pieces["sample"] += before + store.plan.first(shard)
                 tables.append(pieces)
             before += store.samples
-        found = np.concatenate(tables)
+        found = _different(np.concatenate(tables))
         # Of equal tokens the ones painted last are used: those with the longest context, and of
         # these the first in the store.
         order = np.lexsort((-found["sample"], -found["first"], found["digest"]))
         self._pieces = found[order]
         self._digests = np.ascontiguousarray(self._pieces["digest"])
+        self.pieces = len(self._pieces)
 
     def places(self, digest: bytes, count: int) -> Integers | None:
         """Record and position that predict each of a document's tokens: int32 [count, 2].
@@ -177,3 +181,15 @@ class DocumentIndex:
             found[labels, 0] = sample
             found[labels, 1] = np.arange(place, place + size - 1)
         return found
+
+
+def _different(pieces: Pieces) -> Pieces:
+    """One of each set of pieces with the same tokens of a text: the first in the stores.
+
+    A text may occur very often, in a corpus or in several epochs.
+    """
+    names = ("digest", "first", "count")
+    ordered = pieces[np.lexsort([pieces[name] for name in ("sample", "count", "first", "digest")])]
+    is_new = np.ones(len(ordered), np.bool_)
+    is_new[1:] = np.any([ordered[name][1:] != ordered[name][:-1] for name in names], axis=0)
+    return ordered[is_new]

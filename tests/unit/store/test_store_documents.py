@@ -98,6 +98,25 @@ def test_each_token_is_found_where_brute_force_finds_it(
         index.places(digest_of(1), 39)
 
 
+def test_a_text_that_occurs_often_has_few_pieces(tmp_path: Path) -> None:
+    # Pages of a crawl: each look-up would go over all copies, and the index hold them.
+    packer: Packer[int] = Packer(WIDTH, padding_token=9_999, digest_of=digest_of)
+    samples: list[Sample] = []
+    for copy in range(300):
+        for number in (3, 5) if copy % 2 else (3,):
+            packer.add(100 * number + np.arange(LENGTHS[number], dtype=np.int32), number)
+        while packer.is_ready:
+            samples.append(packer.take(len(samples)))
+    with StoreSet.open([str(write(tmp_path / "store", samples))]).stores[0] as store:
+        index = DocumentIndex(StoreSet([store]))
+    for number in (3, 5):
+        places = index.places(digest_of(number), LENGTHS[number])
+        assert places is not None
+        for token in range(1, LENGTHS[number]):
+            assert tuple(places[token].tolist()) == by_brute_force(samples, 100 * number + token)
+    assert index.pieces <= 2 * (LENGTHS[3] + LENGTHS[5])
+
+
 def test_a_store_without_lists_is_refused_by_name(tmp_path: Path) -> None:
     write_store(tmp_path / "store", settings())
     with (
