@@ -32,6 +32,7 @@ __all__ = [
 _LOG = get_logger(__name__)
 _REPORTED = 10  # documents that are logged one by one
 _FEWEST_JUDGED: Final = 100  # the share is that of at least as many
+_MOST_ABSENT: Final = 10_000  # of which a store has none: it is of other texts
 # Texts, each with whether it ends its document and whether it begins it.
 _Texts = list[tuple[str, bool, bool]]
 EncodingPool = WorkerPool[_Texts, list[AlignedDocument | DataError]]
@@ -94,7 +95,8 @@ class RecordsOfDocuments:
     """Finds the records of a source's documents in a store.
 
     A document without any is left out. More than a share of documents that the store lacks, or has
-    a part of, is an error.
+    a part of, is an error. With any share it is one that the store has none of many documents: no
+    sample would ever be full.
     """
 
     index: DocumentIndex
@@ -102,6 +104,7 @@ class RecordsOfDocuments:
     share: float
     documents: int = field(default=0, init=False)
     lacking: int = field(default=0, init=False)
+    absent: int = field(default=0, init=False)
 
     def joined(self, document: Document, found: AlignedDocument) -> AlignedDocument | None:
         """The document with the places of its tokens in records; None: the store has none of it.
@@ -113,6 +116,7 @@ class RecordsOfDocuments:
         self.documents += 1
         if places_m2 is None or (places_m2[1:, 0] < 0).any():
             self.lacking += 1
+            self.absent += places_m2 is None
             self._check(document.place, is_absent=places_m2 is None)
         return None if places_m2 is None else replace(found, places_m2=places_m2)
 
@@ -125,8 +129,14 @@ class RecordsOfDocuments:
                 f"data.max_unaligned={self.share:g}: teacher.store does not have "
                 f"{self.lacking} of {counted(self.documents, 'document')} of data source "
                 f"{self.name} as a whole; it {had} {place}. Use the corpus of the capture with its "
-                "data.validation_fraction, capture more samples of it, or raise data.max_unaligned "
-                "to train without these texts"
+                "data.validation_fraction and data.add_bos, capture more samples of it, or raise "
+                "data.max_unaligned to train without these texts"
+            )
+        if self.absent == self.documents == _MOST_ABSENT:
+            raise DataError(
+                f"teacher.store has none of the first {self.documents:,} documents of data source "
+                f"{self.name}, the last of which is {place}; use the corpus of the capture, or "
+                "remove this source"
             )
 
 

@@ -263,6 +263,36 @@ def test_a_changed_document_is_another_document(
         list(islice(samples, 60))
 
 
+def test_texts_of_another_corpus_are_an_error_with_any_share(
+    student: Tokenizer, teacher: Tokenizer, spec: SourceSpec, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # No sample would ever be full: the stream would be read again and again.
+    monkeypatch.setattr("megatron_distill.data.aligned.stream._MOST_ABSENT", 130)
+    store_of(tmp_path / "store", spec, teacher, samples=20)
+    other = written(tmp_path / "other.jsonl", [text + "." for text in TEXTS])
+    samples = joined(tmp_path / "store", other, student, teacher, share=1.0)
+    with pytest.raises(DataError, match=r"has none of the first 130 documents of .*other\.jsonl"):
+        next(samples)
+
+
+def test_a_store_without_the_begin_of_text_names_the_setting(
+    student: Tokenizer, teacher: Tokenizer, spec: SourceSpec, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    store_of(tmp_path / "store", spec, teacher, samples=70)
+    with StoreSet.open([str(tmp_path / "store")]).stores[0] as store:
+        index = DocumentIndex(StoreSet([store]))
+    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0, index=index)
+    for tokenizer in (student, teacher):
+        monkeypatch.setattr(tokenizer, "bos_id", 0)
+    given = replace(options(STUDENT, reading), add_bos=True)
+    stream = open_training([spec], tokenizer=student, options=given, seed=5)
+    # A document has one token more here, so that its last one has no record.
+    with pytest.raises(DataError, match=r"has only a part of .* and data\.add_bos"):
+        list(islice(iter(stream.next_sample, None), 60))
+
+
 def test_a_piece_of_a_long_document_is_known_by_its_own_text(
     student: Tokenizer, teacher: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
