@@ -12,7 +12,7 @@ from megatron_distill.commands.command import Command
 from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
-from megatron_distill.launching.ssh import SSH, Hosts
+from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts
 from megatron_distill.launching.supervisor import Policy, supervise
 
 _DESCRIPTION = """Run a job on machines without a scheduler, and start it again after a failure.
@@ -34,6 +34,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-starts", type=int, default=3, metavar="N",
         help="launches without a new checkpoint before the end (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pause", type=float, default=FIRST_PAUSE, metavar="SECONDS",
+        help="before the next launch; four times as long after each one without a new checkpoint, "
+        "at most 15 minutes (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--no-requeue", action="store_true", help="one launch alone")
     parser.add_argument("--spare-hosts", type=int, default=0, metavar="N", help="the last of them")
@@ -60,6 +65,8 @@ def _objection(given: argparse.Namespace) -> str | None:
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
+    if given.pause < 0:
+        return f"--pause {given.pause:g}: must be 0 or more"
     wrong = [one for one in given.variable if not one.partition("=")[1]]
     return f"--variable {wrong[0]}: write NAME=VALUE" if wrong else None
 
@@ -74,6 +81,7 @@ def _run(given: argparse.Namespace) -> int:
         addresses={name: address or name for name, _, address in pairs},
         shell=given.shell,
         environment=_environment(given.variable),
+        first_pause=given.pause,
     )
     policy = Policy(
         python=sys.executable,

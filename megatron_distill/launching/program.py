@@ -14,7 +14,7 @@ import yaml
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.records import LAUNCHES, Launches
 
-__all__ = ["Program"]
+__all__ = ["NoAnswerError", "Program"]
 
 _CLI: Final = ("-m", "megatron_distill.cli")
 # Commands with settings, which show them by --print-config.
@@ -23,6 +23,14 @@ _JOBS: Final = ("train", "capture")
 _READERS: Final = ("evaluate", "generate", "evaluate.py", "generate.py")
 _SECONDS: Final = 300.0  # an import from a slow shared disk
 _ERROR: Final = "error: "
+
+
+class NoAnswerError(ConfigError):
+    """The program could not be asked: it has not started, or ended without an error of its own."""
+
+    def __init__(self, command: Sequence[str], reason: str) -> None:
+        super().__init__(f"{' '.join(command)}: {reason}")
+        self.last_line = reason.splitlines()[-1]
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ class Program:
     def launches(self, run: Sequence[str]) -> Launches:
         """Return the folder of the program's launches; `run` starts Python on a node.
 
-        Raises ConfigError: the configuration is wrong, with the program's own message, or the
-        program cannot start.
+        Raises ConfigError: the configuration is wrong, with the program's own message;
+        NoAnswerError: the program cannot start.
         """
         name = Path(self.command).name
         if name in _READERS:
@@ -96,16 +104,13 @@ class Program:
                 command, capture_output=True, text=True, timeout=_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"{' '.join(command)}: has not ended within {_SECONDS:.0f} s; look at the disk of "
-                "the Python environment"
-            ) from None
+            reason = f"has not ended within {_SECONDS:.0f} s; look at the disk of the Python "
+            raise NoAnswerError(command, f"{reason}environment") from None
         if done.returncode != 0:
             lines = [one for one in done.stderr.splitlines() if not one.startswith("srun:")]
             own = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
             if own:
                 raise ConfigError("\n".join(lines[own[0] :]).removeprefix(_ERROR))
-            raise ConfigError(
-                f"{' '.join(command)}: status {done.returncode}: {chr(10).join(lines[-5:])}"
-            )
+            last = "\n".join(lines[-5:])
+            raise NoAnswerError(command, f"status {done.returncode}: {last}".strip())
         return done.stdout

@@ -130,11 +130,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class BadNode:
-    """A node that failed a check; `when` is a local date and time."""
+    """A node that failed a check; `when` is a local date and time.
+
+    is_silent: it has not answered at all, and may be back later.
+    """
 
     when: str
     node: str
     reason: str
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ def bad_nodes(folder: Path) -> list[BadNode]:
             f"{folder / 'bad_nodes'}: a line is not time, node and reason with tabs between them; "
             "remove the line"
         )
-    return [BadNode(*one) for one in parts]
+    return [BadNode(when, node, reason) for when, node, reason in parts]
 
 
 def progress_of(results: Path) -> int:

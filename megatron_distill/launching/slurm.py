@@ -130,11 +130,17 @@ class SlurmJob:
                 return f"{address}:{port}"
         raise ConfigError(f"no free port from {_LEAST_PORT} on for the rendezvous")
 
-    def requeue(self, *, without: Sequence[str]) -> str | None:
-        """Put the job back into its queue, to start on other nodes than these.
+    def pause(self, starts: int) -> float:
+        """Return 0: the queue of Slurm makes a requeued job wait."""
+        del starts
+        return 0.0
+
+    def requeue(self, *, without: Sequence[str], silent: Sequence[str]) -> str | None:
+        """Put the job back into its queue, to start on other nodes than `without`.
 
         Returns the reason where Slurm refuses. The job ends soon after.
         """
+        del silent  # Slurm finds out by itself whether a node is there
         excluded = [*self._excluded(), *without] if without else []
         failure = _failure("scontrol", "requeue", self.shown)
         if failure is None and excluded:
@@ -144,7 +150,7 @@ class SlurmJob:
             refused = _failure("scontrol", "update", f"JobId={self.shown}", nodes)
             if refused is not None:
                 _LOGGER.warning("requeued, but without its exclusion of nodes: %s", refused)
-        return failure
+        return None if failure is None else f"{failure}; submit the job again"
 
     def _excluded(self) -> list[str]:
         """Return the nodes that the job excludes so far, as Slurm writes them."""

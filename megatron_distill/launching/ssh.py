@@ -15,9 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["SSH", "Hosts", "main"]
+__all__ = ["FIRST_PAUSE", "SSH", "Hosts", "main"]
 
 SSH: Final = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ConnectTimeout=20 {host}"
+FIRST_PAUSE: Final = 15.0
+_LONGEST_PAUSE: Final = 900.0
 _POLL_SECONDS: Final = 0.2
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux
 
@@ -31,6 +33,7 @@ class Hosts:
         addresses: that they reach each other by.
         shell: a command that runs a line of a shell on {host}.
         environment: variables of the ranks.
+        first_pause: seconds before a launch that follows a new checkpoint, see `pause`.
         again: whether the launch asked for another one.
     """
 
@@ -43,6 +46,7 @@ class Hosts:
     restart: int = 0
     end: float | None = None
     node_options: tuple[str, ...] = ("--stops-with-input",)
+    first_pause: float = FIRST_PAUSE
     again: bool = False
 
     @property
@@ -69,12 +73,20 @@ class Hosts:
         """Return host and a new port for the rendezvous, which nobody here can probe."""
         return f"{address}:{_LEAST_PORT + random.SystemRandom().randrange(_PORTS)}"
 
-    def requeue(self, *, without: Sequence[str]) -> str | None:
-        """Ask for another launch, on other machines than these."""
-        left = [name for name in self.names if name not in without]
+    def pause(self, starts: int) -> float:
+        """Return the seconds before the next launch, four times as long after each useless one."""
+        return min(self.first_pause * 4.0**starts, _LONGEST_PAUSE)
+
+    def requeue(self, *, without: Sequence[str], silent: Sequence[str]) -> str | None:
+        """Ask for another launch, on other machines than `without`.
+
+        A silent one may be back after a restart, or when the connection is: it is tried again, but
+        a launch begins on another one.
+        """
+        left = [name for name in self.names if name not in without or name in silent]
         if len(left) < self.wanted:
             return f"{len(left)} of {self.wanted} hosts are left: name more in --hosts"
-        self.again, self.names = True, left
+        self.again, self.names = True, sorted(left, key=lambda name: name in silent)
         self.restart += 1
         return None
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +22,10 @@ from typing import Final, Protocol
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.node_health import Health
-from megatron_distill.launching.program import Program
+from megatron_distill.launching.outcomes import classified, report
+from megatron_distill.launching.program import NoAnswerError, Program
 from megatron_distill.launching.records import (
     EXIT_STATUS,
-    LOST_PEER,
     BadNode,
     Launch,
     Launches,
@@ -47,8 +47,6 @@ _POLL_SECONDS: Final = 0.5
 _END_SECONDS: Final = 5.0
 _MEASURE_SECONDS: Final = 30.0  # between looks at the times of steps and saves
 _LATE_SIGNAL_SECONDS: Final = 10.0  # from a scheduler's signal to the ranks to that to this process
-_TRACEBACK: Final = "Traceback (most recent call last)"
-_TRACEBACK_LINES, _TAIL_LINES = 80, 15
 
 
 class Scheduler(Protocol):
@@ -99,8 +97,18 @@ class Scheduler(Protocol):
         """Return host and port of the rendezvous."""
         ...
 
-    def requeue(self, *, without: Sequence[str]) -> str | None:
-        """Let the job start again; return the reason why it cannot."""
+    def pause(self, starts: int) -> float:
+        """Return the seconds before the next launch.
+
+        starts: launches since the newest checkpoint.
+        """
+        ...
+
+    def requeue(self, *, without: Sequence[str], silent: Sequence[str]) -> str | None:
+        """Let the job start again; return the reason why it cannot.
+
+        without: bad nodes. silent: nodes that gave no answer, some of them or others.
+        """
         ...
 
     def is_running(self, job: str) -> bool:
@@ -162,18 +170,25 @@ class _Stop:
 
     def comes_within(self, seconds: float) -> bool:
         """Wait for a signal: a scheduler sends it to the ranks too, in any order."""
-        deadline = time.monotonic() + seconds
-        while not self.received and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return self.received
+        return _waited_for(lambda: self.received, seconds)
+
+    def cancels_within(self, seconds: float) -> bool:
+        """Wait for the signal to leave for good."""
+        return _waited_for(lambda: self.is_cancelled, seconds)
+
+
+def _waited_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
 
 
 def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
     """Run one launch of the job and return its exit status, one of `EXIT_STATUS`."""
     with _Stop() as stop:
         try:
-            on_first = [*job.on_nodes(job.nodes[:1]), policy.python]
-            launches = program.launches(on_first)
+            launches, unanswered = _settings(job, program, policy)
             if launches.is_done():
                 _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")
                 return EXIT_STATUS[Status.DONE]
@@ -181,10 +196,25 @@ def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
                 _LOGGER.info("not started: remove %s to go on", launches.stop_file)
                 return EXIT_STATUS[Status.DONE]
             with _held(launches, job), _disk_errors(launches):
-                return _launch(job, program, policy, launches, stop)
+                return _launch(job, program, policy, launches, stop, unanswered=unanswered)
         except ConfigError as error:
             _LOGGER.error("error: %s", error)
             return EXIT_STATUS[Status.MISCONFIGURED]
+
+
+def _settings(job: Scheduler, program: Program, policy: Policy) -> tuple[Launches, str | None]:
+    """Read the settings on the first node; return the launches' folder.
+
+    The second value: the first node has no answer, though it had one before an earlier launch. The
+    settings are then as this machine reads them. Raises ConfigError.
+    """
+    first = job.nodes[0]
+    try:
+        return program.launches([*job.on_nodes([first]), policy.python]), None
+    except NoAnswerError as error:
+        if job.restart == 0:
+            raise
+        return program.launches([sys.executable]), f"no answer from {first}: {error.last_line}"
 
 
 @contextmanager
@@ -224,7 +254,13 @@ def _held(launches: Launches, job: Scheduler) -> Iterator[None]:
 
 
 def _launch(
-    job: Scheduler, program: Program, policy: Policy, launches: Launches, stop: _Stop
+    job: Scheduler,
+    program: Program,
+    policy: Policy,
+    launches: Launches,
+    stop: _Stop,
+    *,
+    unanswered: str | None,
 ) -> int:
     launch = Launch(
         job=job.job,
@@ -237,6 +273,10 @@ def _launch(
         started=time.time(),
     )
     folder = launches.begin(launch)
+    if unanswered is not None:
+        outcome = Outcome(Status.FAILED, unanswered, launch.progress, time.time())
+        first = launch.nodes[:1]
+        return _decide(job, policy, launches, launch, outcome, stop, without=(), silent=first)
     bad = _bad_nodes(job, policy, launch, folder, stop)
     for one in bad:
         _LOGGER.error("node %s: %s", one.node, one.reason)
@@ -244,6 +284,7 @@ def _launch(
     healthy = [place for place, node in enumerate(launch.nodes) if node not in names]
     # Where every node fails, the check is more likely wrong than the nodes.
     without = names if healthy else []
+    silent = [one.node for one in bad if one.is_silent]
     launches.add_bad_nodes([one for one in bad if one.node in without])
     wanted = policy.wanted_nodes or len(launch.nodes)
     if len(healthy) < wanted:
@@ -257,7 +298,7 @@ def _launch(
         )
         launches.begin(launch)
         outcome = _run_ranks(job, program, policy, launch, launches, stop)
-    return _decide(job, policy, launches, launch, outcome, stop, without=without)
+    return _decide(job, policy, launches, launch, outcome, stop, without=without, silent=silent)
 
 
 def _bad_nodes(
@@ -275,18 +316,18 @@ def _bad_nodes(
     except subprocess.TimeoutExpired:
         _end(step)
     took = time.time() - launch.started
-    found = []
-    for node in launch.nodes:
-        health = read_record(folder / "health" / f"{node}.json", Health)
-        if health is None:
-            found.append(f"has not answered within {policy.health_seconds:.0f} s")
-        else:
-            found.append("; ".join(health.problems))
     if stop.received:  # the checks were ended as well
         return []
     _LOGGER.info("%s checked in %.0f s", counted(len(launch.nodes), "node"), took)
-    pairs = zip(launch.nodes, found, strict=True)
-    return [BadNode(local_time(), node, problem) for node, problem in pairs if problem]
+    bad = []
+    for node in launch.nodes:
+        health = read_record(folder / "health" / f"{node}.json", Health)
+        if health is None:
+            reason = f"has not answered within {policy.health_seconds:.0f} s"
+            bad.append(BadNode(local_time(), node, reason, is_silent=True))
+        elif health.problems:
+            bad.append(BadNode(local_time(), node, "; ".join(health.problems)))
+    return bad
 
 
 def _end(step: subprocess.Popen[bytes]) -> None:
@@ -331,9 +372,9 @@ def _run_ranks(
         was_told = was_told or stop.comes_within(_LATE_SIGNAL_SECONDS)
     silent = [node for node, one in zip(launch.nodes, found, strict=True) if one is None]
     progress, now = progress_of(launches.results), time.time()
-    result, reason = _classified(nodes, silent, status, was_told=was_told)
+    result, reason = classified(nodes, silent, status, was_told=was_told)
     if result in (Status.FAILED, Status.MISCONFIGURED):
-        _report(nodes, folder, shows_traceback=result is Status.FAILED)
+        report(nodes, folder, shows_traceback=result is Status.FAILED)
     return Outcome(result, reason, progress, now)
 
 
@@ -377,69 +418,6 @@ def _wait(
             told = True
 
 
-def _classified(
-    nodes: Sequence[NodeOutcome], silent: Sequence[str], status: int, *, was_told: bool
-) -> tuple[Status, str]:
-    """Return the outcome of all nodes together, and its reason."""
-    kinds = {one.status for one in nodes}
-    first = _first(nodes)
-    if Status.MISCONFIGURED in kinds:
-        return Status.MISCONFIGURED, _reason(first)
-    is_cause = first is not None and first.order < LOST_PEER
-    if Status.FAILED in kinds and (is_cause or not silent):
-        return Status.FAILED, _reason(first)
-    if silent and not was_told:
-        return Status.FAILED, f"no report from {', '.join(silent)} (status {status})"
-    if kinds == {Status.DONE} and not silent:
-        return Status.DONE, "done"
-    if was_told:
-        return Status.UNFINISHED, "stopped before the end of the job's time"
-    if kinds == {Status.UNFINISHED} and not silent:
-        return Status.UNFINISHED, "stopped by a signal to a rank"
-    return Status.FAILED, "a signal from outside ended the ranks"
-
-
-def _first(nodes: Sequence[NodeOutcome]) -> NodeOutcome | None:
-    """Return the outcome of the node whose rank failed first."""
-    failed = [one for one in nodes if one.status in (Status.FAILED, Status.MISCONFIGURED)]
-    return min(failed, key=lambda one: (one.order, one.seconds, one.index), default=None)
-
-
-def _reason(first: NodeOutcome | None) -> str:
-    assert first is not None, "a node failed"
-    return first.message or f"a rank on {first.node} failed"
-
-
-def _report(nodes: Sequence[NodeOutcome], folder: Path, *, shows_traceback: bool) -> None:
-    """Write the first failing rank and its traceback to the job's log."""
-    first = _first(nodes)
-    if first is None:
-        return
-    if first.rank is None or first.order >= LOST_PEER or not shows_traceback:
-        _LOGGER.error("%s", _reason(first))
-        return
-    file = folder / f"rank_{first.rank:05d}.err"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    _LOGGER.error(
-        "rank %d on %s failed first, at %s; the end of %s:\n%s",
-        first.rank,
-        first.node,
-        local_time(first.seconds),
-        file,
-        _end_of(text),
-    )
-    _LOGGER.error("%s", _reason(first))
-
-
-def _end_of(text: str) -> str:
-    """Return the last traceback of a log, or its last lines where it has none."""
-    lines = text.splitlines()
-    starts = [place for place, line in enumerate(lines) if _TRACEBACK in line]
-    if starts:
-        return "\n".join(lines[starts[-1] :][:_TRACEBACK_LINES])
-    return "\n".join(lines[-_TAIL_LINES:])
-
-
 def _decide(
     job: Scheduler,
     policy: Policy,
@@ -449,11 +427,12 @@ def _decide(
     stop: _Stop,
     *,
     without: Sequence[str],
+    silent: Sequence[str],
 ) -> int:
     """Decide about the next launch, record it, ask for it, and return this one's exit status."""
     status, reaches = EXIT_STATUS[outcome.status], f"step {outcome.progress}"
     starts = launches.starts_without_progress(policy.submission)
-    goes_on = False
+    goes_on, pause = False, 0.0
     if outcome.status is Status.DONE:
         launches.mark_done()
         text = "done"
@@ -470,14 +449,19 @@ def _decide(
     else:
         goes_on = policy.requeues
         text = f"goes on from {reaches}" if goes_on else f"the next job goes on from {reaches}"
+        pause = job.pause(starts) if goes_on else 0.0
+        text += f" in {pause:.0f} s" if pause else ""
     write_record(launches.of(launch) / "outcome.json", replace(outcome, next=text))
     say = _LOGGER.info if status in (0, EXIT_STATUS[Status.UNFINISHED]) else _LOGGER.error
     say("%s", text if text == outcome.reason else f"{outcome.reason}: {text}")
     if goes_on:
         sys.stderr.flush()
-        refused = job.requeue(without=without)
+        if stop.cancels_within(pause):
+            refused: str | None = f"cancelled; the same submission goes on from {reaches}"
+        else:
+            refused = job.requeue(without=without, silent=silent)
         if refused is not None:
-            _LOGGER.error("%s; submit the job again", refused)
+            _LOGGER.error("no further launch: %s", refused)
             ended = replace(outcome, next=f"no further launch: {refused}")
             write_record(launches.of(launch) / "outcome.json", ended)
     return status

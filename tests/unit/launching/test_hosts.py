@@ -17,12 +17,25 @@ TINY = str(ROOT / "configs" / "tiny.yaml")
 def test_another_launch_is_on_the_hosts_that_are_left_if_they_are_enough() -> None:
     names = ["a", "b", "c"]
     hosts = Hosts(names, 2, {name: f"10.0.0.{name}" for name in names}, SSH, {})
-    assert hosts.requeue(without=["b"]) is None
+    assert hosts.requeue(without=["b"], silent=[]) is None
     assert (hosts.nodes, hosts.restart, hosts.again) == (["a", "c"], 1, True)
     hosts.again = False
-    assert hosts.requeue(without=["c"]) == "1 of 2 hosts are left: name more in --hosts"
+    assert hosts.requeue(without=["c"], silent=[]) == "1 of 2 hosts are left: name more in --hosts"
     assert (hosts.nodes, hosts.restart, hosts.again) == (["a", "c"], 1, False)
     assert hosts.address("c") == "10.0.0.c"
+
+
+def test_a_silent_host_stays_and_no_launch_begins_on_it() -> None:
+    hosts = Hosts(["a", "b", "c"], 2, {}, SSH, {})
+    assert hosts.requeue(without=["a", "b"], silent=["a"]) is None
+    assert hosts.names == ["c", "a"]
+    assert hosts.requeue(without=[], silent=["c"]) is None
+    assert hosts.names == ["a", "c"]
+
+
+def test_the_pause_grows_with_launches_without_a_new_checkpoint() -> None:
+    hosts = Hosts(["a"], 1, {}, SSH, {})
+    assert [hosts.pause(starts) for starts in range(5)] == [15.0, 60.0, 240.0, 900.0, 900.0]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +46,7 @@ def test_another_launch_is_on_the_hosts_that_are_left_if_they_are_enough() -> No
         (["--hosts", "a,b", "--spare-hosts", "2"], "--spare-hosts 2: must be from 0 to 1"),
         (["--hosts", "a,b", "--variable", "X"], "--variable X: write NAME=VALUE"),
         (["--hosts", "a,b", "--max-starts", "0"], "--max-starts 0: must be 1 or more"),
+        (["--hosts", "a,b", "--pause", "-1"], "--pause -1: must be 0 or more"),
     ],
 )
 def test_wrong_words_are_named(

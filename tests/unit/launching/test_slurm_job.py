@@ -41,7 +41,7 @@ def test_a_requeued_job_excludes_bad_nodes_beside_those_that_it_excluded_before(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     job = SlurmJob("7", "7", 0, ("n1", "n2"), None)
-    assert (job.requeue(without=without) is not None) == refusal
+    assert (job.requeue(without=without, silent=[]) is not None) == refusal
     calls = log.read_text().splitlines()
     assert "requeue 7" in calls
     assert [call for call in calls if call.startswith("update")] == ([update] if update else [])

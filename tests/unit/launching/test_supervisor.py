@@ -1,120 +1,94 @@
-"""The outcome of a launch from the outcomes of its nodes, and the report of the first failure."""
+"""The decision after a launch: another one or none, when, and on which nodes."""
 
 from __future__ import annotations
 
-import io
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 
 import pytest
 
-from megatron_distill import log
+from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.records import (
-    LOST_PEER,
-    Launch,
-    Launches,
-    NodeOutcome,
-    Outcome,
-    Status,
-)
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import Launch, Launches, Outcome, Status, bad_nodes
 from megatron_distill.launching.ssh import SSH, Hosts
 from megatron_distill.launching.supervisor import (
     Policy,
-    _classified,
     _decide,
-    _end_of,
     _held,
-    _report,
     _Stop,
     _stop_seconds,
+    supervise,
 )
 
-DONE, UNFINISHED, ENDED = Status.DONE, Status.UNFINISHED, Status.ENDED
-FAILED, MISCONFIGURED = Status.FAILED, Status.MISCONFIGURED
+FAILED = Status.FAILED
+# A host whose name is in the file `broken` has no connection, as ssh shows it.
+SHELL = """\
+host=$1; shift
+grep -qx "$host" {folder}/broken && {{ echo "connect to host $host: No route" >&2; exit 255; }}
+exec "$@"
+"""
 
 
-def node(
-    index: int, status: Status, *, seconds: float = 0.0, order: int = 0, rank: int | None = None
-) -> NodeOutcome:
-    return NodeOutcome(f"n{index}", index, status, seconds, rank, order, f"of n{index}")
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Give the process its handlers of signals back, which a job leaves to its end."""
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "silent", "told", "status", "reason"),
-    [
-        ([DONE, DONE], [], False, DONE, "done"),
-        ([DONE, DONE], [], True, DONE, "done"),
-        ([UNFINISHED, UNFINISHED], [], True, UNFINISHED, "stopped before"),
-        ([UNFINISHED, ENDED], [], True, UNFINISHED, "stopped before"),
-        ([UNFINISHED], ["n1"], True, UNFINISHED, "stopped before"),
-        ([UNFINISHED, UNFINISHED], [], False, UNFINISHED, "stopped by a signal to a rank"),
-        ([UNFINISHED, ENDED], [], False, FAILED, "a signal from outside"),
-        ([ENDED, ENDED], [], False, FAILED, "a signal from outside"),
-        ([DONE], ["n1"], False, FAILED, "no report from n1"),
-        ([], ["n0", "n1"], False, FAILED, "no report from n0, n1"),
-        ([FAILED, ENDED], [], True, FAILED, "of n0"),
-        ([FAILED, MISCONFIGURED], [], False, MISCONFIGURED, "of n0"),
-    ],
-)
-def test_the_outcome_of_a_launch(
-    kinds: list[Status], silent: list[str], told: bool, status: Status, reason: str
-) -> None:
-    nodes = [node(index, kind) for index, kind in enumerate(kinds)]
-    found, text = _classified(nodes, silent, 1, was_told=told)
-    assert found is status
-    assert text.startswith(reason)
+@dataclass(frozen=True)
+class Machines:
+    """Hosts of this machine, some of them with a broken connection, and a program for them."""
+
+    folder: Path
+
+    def break_connections(self, *names: str) -> None:
+        (self.folder / "broken").write_text("".join(f"{name}\n" for name in names))
+
+    @property
+    def shell(self) -> str:
+        return f"sh {self.folder / 'shell'} {{host}}"
+
+    def hosts(self, *names: str, wanted: int, pause: float = 0.0) -> Hosts:
+        addresses = dict.fromkeys(names, "127.0.0.1")
+        found = Hosts([*names], wanted, addresses, self.shell, {}, first_pause=pause)
+        found.restart = 1  # they had an answer before the first launch
+        return found
+
+    @property
+    def program(self) -> Program:
+        return Program(str(self.folder / "program.py"), ("x",))
+
+    @property
+    def launches(self) -> Launches:
+        return Launches(self.folder / "run" / "launches", self.folder / "run", "")
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Machines:
+    (tmp_path / "shell").write_text(SHELL.format(folder=tmp_path))
+    (tmp_path / "program.py").write_text(f"print('output: {tmp_path}/run')\n")
+    found = Machines(tmp_path)
+    found.break_connections()
+    return found
 
 
 def test_a_signal_to_the_ranks_may_come_before_that_to_the_supervisor() -> None:
-    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        with _Stop() as stop:
-            assert not stop.comes_within(0.1)
-            Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            assert stop.comes_within(60.0)
-            assert stop.is_cancelled
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def test_a_node_without_a_report_is_the_reason_of_ranks_that_lost_a_peer() -> None:
-    lost, own = (node(0, FAILED, order=order, rank=0) for order in (LOST_PEER, 0))
-    assert _classified([lost], ["n1"], 1, was_told=False)[1] == "no report from n1 (status 1)"
-    assert _classified([own], ["n1"], 1, was_told=False)[1] == "of n0"
-    assert _classified([lost], [], 1, was_told=False)[1] == "of n0"
-
-
-def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(tmp_path: Path) -> None:
-    nodes = [
-        node(0, FAILED, seconds=10.0, order=LOST_PEER + 1, rank=0),  # lost a peer
-        node(1, FAILED, seconds=12.0, order=0, rank=5),
-        node(2, FAILED, seconds=11.0, order=0, rank=9),
-        node(3, ENDED),
-    ]
-    trace = 'Traceback (most recent call last)\n  File "step.py"\nValueError: the cause'
-    (tmp_path / "rank_00009.err").write_text(f"a warning\n{trace}\n")
-    stream = io.StringIO()
-    log.configure(0, name="job", stream=stream)
-    _report(nodes, tmp_path, shows_traceback=True)
-    log.configure(0)
-    text = stream.getvalue()
-    assert text.count("rank 9 on n2 failed first, at ") == 1
-    assert "a warning" not in text
-    assert text.index(trace) < text.index("supervisor: of n2\n")
-
-
-def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
-    trace = "Traceback (most recent call last):\n  here\nValueError: {}"
-    log = f"start\n{trace.format(1)}\nbetween\n{trace.format(2)}\nafter"
-    assert _end_of(log) == f"{trace.format(2)}\nafter"
-    assert _end_of("\n".join(map(str, range(40)))) == "\n".join(map(str, range(25, 40)))
-    assert _end_of("") == ""
+    with _Stop() as stop:
+        assert not stop.comes_within(0.1)
+        Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert stop.comes_within(60.0)
+        assert stop.is_cancelled
 
 
 @pytest.mark.parametrize(
@@ -124,13 +98,14 @@ def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
 def test_the_record_of_a_launch_tells_whether_another_one_follows(
     without: list[str], begins: str, tmp_path: Path
 ) -> None:
-    hosts = Hosts(["a", "b"], 2, {"a": "a", "b": "b"}, SSH, {})
+    hosts = Hosts(["a", "b"], 2, {"a": "a", "b": "b"}, SSH, {}, first_pause=0.0)
     launches = Launches(tmp_path, tmp_path, "")
     launch = Launch(hosts.job, 0, hosts.job, ["train"], ["a", "b"], ["a", "b"], 0, 1.0)
     launches.begin(launch)
     failed = Outcome(FAILED, "why", 0, 2.0)
     policy = Policy("python3", hosts.job)
-    assert _decide(hosts, policy, launches, launch, failed, _Stop(), without=without) == 1
+    stop = _Stop()
+    assert _decide(hosts, policy, launches, launch, failed, stop, without=without, silent=()) == 1
     found = launches.outcome(launch)
     assert found is not None
     assert found.next.startswith(begins)
@@ -164,3 +139,87 @@ def test_ranks_that_save_have_the_measured_time_and_until_the_job_ends(tmp_path:
     assert _stop_seconds(hosts, measured, tmp_path) == 460.0
     hosts.end = time.time() + 7200.0
     assert _stop_seconds(hosts, measured, tmp_path) == pytest.approx(3600.0, abs=5.0)
+
+
+def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_another(
+    machines: Machines,
+) -> None:
+    machines.break_connections("a")
+    hosts = machines.hosts("a", "b", "c", wanted=2)
+    policy = Policy(sys.executable, hosts.job)
+    assert supervise(hosts, machines.program, policy) == 1
+    assert (hosts.again, hosts.names) == (True, ["b", "c", "a"])
+    (launch,) = machines.launches.all()
+    outcome = machines.launches.outcome(launch)
+    assert outcome is not None
+    assert outcome.status is FAILED
+    assert outcome.reason == "no answer from a: status 255: connect to host a: No route"
+    assert outcome.next == "goes on from step 0"
+
+    # Before the first launch it is more likely an error in the words.
+    hosts = machines.hosts("a", wanted=1)
+    hosts.restart = 0
+    assert supervise(hosts, machines.program, policy) == 78
+    assert not hosts.again
+
+
+def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
+    machines: Machines,
+) -> None:
+    machines.break_connections("b")
+    hosts = machines.hosts("a", "b", "c", wanted=3)
+    policy = Policy(sys.executable, hosts.job, health_seconds=120.0)
+    assert supervise(hosts, machines.program, policy) == 1
+    assert (hosts.again, hosts.names) == (True, ["a", "c", "b"])
+    (found,) = bad_nodes(machines.launches.folder)
+    assert (found.node, found.reason) == ("b", "has not answered within 120 s")
+
+    machines.break_connections()
+    hosts.again = False
+    check = 'test "$DISTILL_NODE_NAME" != b'
+    policy = Policy(sys.executable, hosts.job, health_seconds=120.0, health_command=check)
+    assert supervise(hosts, machines.program, policy) == 1
+    assert not hosts.again
+    outcome = machines.launches.outcome(machines.launches.all()[-1])
+    assert outcome is not None
+    assert outcome.next.startswith("no further launch: 2 of 3 hosts are left")
+
+
+def test_a_job_over_ssh_waits_longer_each_time_and_ends_without_a_new_checkpoint(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines.break_connections("b")
+    words = ["submit", "ssh", "x", "--command", str(machines.folder / "program.py")]
+    words += ["--hosts", "a=127.0.0.1,b=127.0.0.2", "--shell", machines.shell]
+    assert main([*words, "--max-starts", "3", "--pause", "0.13"]) == 1
+    launches = machines.launches.all()
+    assert [one.restart for one in launches] == [0, 1, 2]
+    outcomes = [machines.launches.outcome(one) for one in launches]
+    ends = [one.ended for one in outcomes if one is not None]
+    assert len(ends) == 3
+    assert launches[1].started - ends[0] >= 0.5
+    assert launches[2].started - ends[1] >= 2.0
+    error = capsys.readouterr().err
+    assert "goes on from step 0 in 1 s" in error
+    assert "goes on from step 0 in 2 s" in error
+    assert "no further launch: 3 launches since step 0 brought no new checkpoint" in error
+
+
+def test_a_signal_in_the_pause_ends_the_job(machines: Machines) -> None:
+    machines.break_connections("a")
+    hosts = machines.hosts("a", wanted=1, pause=900.0)
+
+    def cancel() -> None:
+        deadline = time.monotonic() + 120.0
+        while not list(machines.launches.folder.glob("*/outcome.json")):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    Timer(0.0, cancel).start()
+    assert supervise(hosts, machines.program, Policy(sys.executable, hosts.job)) == 1
+    assert not hosts.again
+    outcome = machines.launches.outcome(machines.launches.all()[0])
+    assert outcome is not None
+    assert outcome.next == "no further launch: cancelled; the same submission goes on from step 0"

@@ -1,0 +1,81 @@
+"""The outcome of a launch from the outcomes of its nodes, and the report of the first failure."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron_distill import log
+from megatron_distill.launching.outcomes import _end_of, classified, report
+from megatron_distill.launching.records import LOST_PEER, NodeOutcome, Status
+
+DONE, UNFINISHED, ENDED = Status.DONE, Status.UNFINISHED, Status.ENDED
+FAILED, MISCONFIGURED = Status.FAILED, Status.MISCONFIGURED
+
+
+def node(
+    index: int, status: Status, *, seconds: float = 0.0, order: int = 0, rank: int | None = None
+) -> NodeOutcome:
+    return NodeOutcome(f"n{index}", index, status, seconds, rank, order, f"of n{index}")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "silent", "told", "status", "reason"),
+    [
+        ([DONE, DONE], [], False, DONE, "done"),
+        ([DONE, DONE], [], True, DONE, "done"),
+        ([UNFINISHED, UNFINISHED], [], True, UNFINISHED, "stopped before"),
+        ([UNFINISHED, ENDED], [], True, UNFINISHED, "stopped before"),
+        ([UNFINISHED], ["n1"], True, UNFINISHED, "stopped before"),
+        ([UNFINISHED, UNFINISHED], [], False, UNFINISHED, "stopped by a signal to a rank"),
+        ([UNFINISHED, ENDED], [], False, FAILED, "a signal from outside"),
+        ([ENDED, ENDED], [], False, FAILED, "a signal from outside"),
+        ([DONE], ["n1"], False, FAILED, "no report from n1"),
+        ([], ["n0", "n1"], False, FAILED, "no report from n0, n1"),
+        ([FAILED, ENDED], [], True, FAILED, "of n0"),
+        ([FAILED, MISCONFIGURED], [], False, MISCONFIGURED, "of n0"),
+    ],
+)
+def test_the_outcome_of_a_launch(
+    kinds: list[Status], silent: list[str], told: bool, status: Status, reason: str
+) -> None:
+    nodes = [node(index, kind) for index, kind in enumerate(kinds)]
+    found, text = classified(nodes, silent, 1, was_told=told)
+    assert found is status
+    assert text.startswith(reason)
+
+
+def test_a_node_without_a_report_is_the_reason_of_ranks_that_lost_a_peer() -> None:
+    lost, own = (node(0, FAILED, order=order, rank=0) for order in (LOST_PEER, 0))
+    assert classified([lost], ["n1"], 1, was_told=False)[1] == "no report from n1 (status 1)"
+    assert classified([own], ["n1"], 1, was_told=False)[1] == "of n0"
+    assert classified([lost], [], 1, was_told=False)[1] == "of n0"
+
+
+def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(tmp_path: Path) -> None:
+    nodes = [
+        node(0, FAILED, seconds=10.0, order=LOST_PEER + 1, rank=0),  # lost a peer
+        node(1, FAILED, seconds=12.0, order=0, rank=5),
+        node(2, FAILED, seconds=11.0, order=0, rank=9),
+        node(3, ENDED),
+    ]
+    trace = 'Traceback (most recent call last)\n  File "step.py"\nValueError: the cause'
+    (tmp_path / "rank_00009.err").write_text(f"a warning\n{trace}\n")
+    stream = io.StringIO()
+    log.configure(0, name="job", stream=stream)
+    report(nodes, tmp_path, shows_traceback=True)
+    log.configure(0)
+    text = stream.getvalue()
+    assert text.count("rank 9 on n2 failed first, at ") == 1
+    assert "a warning" not in text
+    assert text.index(trace) < text.index("outcomes: of n2\n")
+
+
+def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
+    trace = "Traceback (most recent call last):\n  here\nValueError: {}"
+    log = f"start\n{trace.format(1)}\nbetween\n{trace.format(2)}\nafter"
+    assert _end_of(log) == f"{trace.format(2)}\nafter"
+    assert _end_of("\n".join(map(str, range(40)))) == "\n".join(map(str, range(25, 40)))
+    assert _end_of("") == ""
