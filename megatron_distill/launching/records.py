@@ -2,7 +2,7 @@
 
 <run>/launches/job.sbatch                the batch script of the newest submission
 <run>/launches/bad_nodes                 nodes that failed a check: time, name, reason
-<run>/launches/done                      the digest of the settings that reached their end
+<run>/launches/done                      settings that reached their end: digest, and progress there
 <run>/launches/stop                      made by a user: no further launch
 <run>/launches/12345-0/launch.json       job 12345, not yet requeued: nodes, command, progress
 <run>/launches/12345-0/health/n1.json    a node before the ranks start
@@ -207,15 +207,20 @@ class Launches:
         return self.folder / ".lock"
 
     def is_done(self) -> bool:
-        """Return whether a job of these settings reached its end."""
-        with suppress(FileNotFoundError):
-            return (self.folder / "done").read_text().strip() == self.digest
-        return False
+        """Return whether a job of these settings reached its end, and its results are there."""
+        try:
+            digest, text = (self.folder / "done").read_text().split()
+            progress = int(text)
+        except (FileNotFoundError, ValueError):
+            return False
+        is_there = self.results.is_dir() and progress_of(self.results) >= progress
+        return digest == self.digest and is_there
 
     def mark_done(self) -> None:
         """Record that a job of these settings reached its end; raises OSError."""
         if self.digest is not None:
-            replace_file(self.folder / "done", f"{self.digest}\n".encode())
+            text = f"{self.digest} {progress_of(self.results)}\n"
+            replace_file(self.folder / "done", text.encode())
 
     def add_bad_nodes(self, found: Sequence[BadNode]) -> None:
         """Record nodes that failed a check; raises OSError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,36 @@ def test_a_job_is_done_for_the_settings_that_reached_the_end_alone(tmp_path: Pat
     assert not any(one.is_done() for one in (first, other, none))
     first.mark_done()
     assert [one.is_done() for one in (first, other, none)] == [True, False, False]
+
+
+def test_a_job_whose_results_were_removed_is_not_done(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", tmp_path / "store"
+    make_checkpoint(run, 20)
+    (store / "shards").mkdir(parents=True)
+    for number in range(2):
+        (store / "shards" / f"logits-{number}.array_record").touch()
+    jobs = [Launches(run / "launches", run, "", "a"), Launches(tmp_path / "beside", store, "", "b")]
+    for job in jobs:
+        job.folder.mkdir()
+        job.mark_done()
+        assert job.is_done()
+    (run / "checkpoints" / "step_0000020" / "description.json").unlink()
+    (run / "checkpoints" / "step_0000020").rmdir()
+    (store / "shards" / "logits-1.array_record").unlink()
+    assert [job.is_done() for job in jobs] == [False, False]
+    make_checkpoint(run, 20)
+    (store / "shards" / "logits-1.array_record").touch()
+    assert [job.is_done() for job in jobs] == [True, True]
+    shutil.rmtree(store)
+    assert not jobs[1].is_done()
+
+    # A run without checkpoints ends as well, and a marker that nobody can read marks nothing.
+    (tmp_path / "plain" / "launches").mkdir(parents=True)
+    plain = Launches(tmp_path / "plain" / "launches", tmp_path / "plain", "", "c")
+    plain.mark_done()
+    assert plain.is_done()
+    (plain.folder / "done").write_text("c\n")
+    assert not plain.is_done()
 
 
 def test_records_return_as_written_and_torn_ones_do_not_count(tmp_path: Path) -> None:
