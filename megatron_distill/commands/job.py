@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_distill.config.schema import JobConfig, ParallelConfig
     from megatron_distill.runtime.launch import Device, Launch
 
-__all__ = ["Job", "config_file", "shipped_folder"]
+__all__ = ["Job", "config_file", "file_and_overrides", "shipped_folder"]
 
 J = TypeVar("J", bound="JobConfig")
 
@@ -96,7 +96,7 @@ class Job(Generic[J]):
     def _print_config(self, given: argparse.Namespace) -> int:
         from megatron_distill.config import to_yaml
 
-        name, overrides = _file_and_overrides(given)
+        name, overrides = file_and_overrides(given)
         sys.stdout.write(to_yaml(self.load(config_file(name), overrides)))
         return 0
 
@@ -105,7 +105,7 @@ class Job(Generic[J]):
 
         assert self.layout is not None
         nodes, per_node = _machines(given.print_layout)
-        name, overrides = _file_and_overrides(given)
+        name, overrides = file_and_overrides(given)
         config = self.load(config_file(name), overrides)
         teachers = teacher_ranks(config, ranks_per_node=per_node)
         check_layout(config, nodes * per_node, teachers=teachers)
@@ -119,7 +119,7 @@ class Job(Generic[J]):
             raise ConfigError(
                 f"--plan {given.plan}: write a number of devices and a device, as 64xh100-80gb"
             )
-        name, overrides = _file_and_overrides(given)
+        name, overrides = file_and_overrides(given)
         sys.stdout.write(self.plan(self.load(config_file(name), overrides), int(count), device))
         return 0
 
@@ -130,7 +130,7 @@ class Job(Generic[J]):
         from megatron_distill.runtime.launch import joined_world
         from megatron_distill.runtime.lone_failure import tell_unfinished
 
-        name, overrides = _file_and_overrides(given)
+        name, overrides = file_and_overrides(given)
         with launch.together("configuration"):
             path = config_file(name)
             config = self.load(path, overrides)
@@ -165,7 +165,8 @@ def _divided(launch: Launch, config: JobConfig) -> tuple[Launch, ParallelConfig]
     return launch, config.parallel if is_student else teacher_parallel(config, role.name)
 
 
-def _file_and_overrides(given: argparse.Namespace) -> tuple[str, list[str]]:
+def file_and_overrides(given: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the name of the configuration and the changes to it, from a job's arguments."""
     if given.config is not None:
         return given.config, given.words
     return given.words[0], given.words[1:]

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from megatron_distill.commands.command import Command
+from megatron_distill.commands.submitted_layout import check_submission
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.kubernetes import PodDemand, job_set
 from megatron_distill.launching.program import Program
@@ -38,7 +39,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a persistent volume claim that all pods mount; may be repeated",
     )  # fmt: skip
     parser.add_argument("--work-folder", metavar="FOLDER", help="in the pods (default: this one)")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: one per GPU")
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="default: --gpus-per-node, else 1"
+    )
     parser.add_argument("--max-starts", type=int, default=3, metavar="N")
     parser.add_argument("--grace-seconds", type=float, metavar="S")
     parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
@@ -61,11 +64,10 @@ def _objection(given: argparse.Namespace) -> str | None:
 def _run(given: argparse.Namespace) -> int:
     program = Program(given.command, tuple(given.words))
     launches = program.launches([sys.executable])
-    rules = ["--max-starts", str(given.max_starts)]
-    if given.ranks_per_node is not None:
-        rules += ["--ranks-per-node", str(given.ranks_per_node)]
-    elif given.gpus_per_node is not None:
-        rules += ["--ranks-per-node", str(given.gpus_per_node)]
+    ranks = given.ranks_per_node or given.gpus_per_node or 1
+    rules = ["--max-starts", str(given.max_starts), "--ranks-per-node", str(ranks)]
+    # Models and data are on the claims of the pods.
+    check_submission(program, nodes=given.nodes, ranks=ranks, run=None)
     demand = PodDemand(
         name=given.name,
         namespace=given.namespace,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_distill.commands.command import Command
+from megatron_distill.commands.submitted_layout import check_submission
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import Demand, batch_script
 from megatron_distill.launching.program import Program
@@ -73,8 +74,7 @@ def _run(given: argparse.Namespace) -> int:
     program = Program(given.command, tuple(given.words))
     launches = program.launches([sys.executable])
     ranks = given.ranks_per_node or given.gpus_per_node
-    if given.command == "train" and ranks is not None:
-        program.check_layout([sys.executable], nodes=given.nodes, ranks=ranks)
+    check_submission(program, nodes=given.nodes, ranks=ranks, run=[sys.executable])
     submission = time.strftime("%Y%m%d-%H%M%S")
     script = batch_script(
         _demand(given), program, launches, submission=submission, grace=given.grace_seconds

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 from megatron_distill import log
 from megatron_distill.commands.command import Command
+from megatron_distill.commands.submitted_layout import check_submission
+from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
-from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts
+from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts, ranks_on
 from megatron_distill.launching.supervisor import Policy, supervise
 
 _DESCRIPTION = """Run a job on machines without a scheduler, and start it again after a failure.
@@ -92,6 +94,11 @@ def _run(given: argparse.Namespace) -> int:
         requeues=not given.no_requeue,
         health_command=given.health_command,
     )
+    try:
+        _check(hosts, program, given)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_STATUS[Status.MISCONFIGURED]
     if given.dry_run:
         launches = program.launches([sys.executable])
         words = [*hosts.on_nodes(hosts.nodes), policy.python, *program.torchrun_words]
@@ -102,6 +109,16 @@ def _run(given: argparse.Namespace) -> int:
         status = supervise(hosts, program, policy)
         if not hosts.again:
             return status
+
+
+def _check(hosts: Hosts, program: Program, given: argparse.Namespace) -> None:
+    """Compare the layout with the ranks, as the first host sees the models and has GPUs."""
+    first = [sys.executable]
+    ranks = given.ranks_per_node
+    if not given.dry_run:
+        first = [*hosts.on_nodes(hosts.nodes[:1]), sys.executable]
+        ranks = ranks or ranks_on(first)
+    check_submission(program, nodes=hosts.wanted, ranks=ranks, run=first)
 
 
 def _environment(given: Sequence[str]) -> dict[str, str]:

@@ -15,12 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["FIRST_PAUSE", "SSH", "Hosts", "main"]
+from megatron_distill.errors import ConfigError
+
+__all__ = ["FIRST_PAUSE", "SSH", "Hosts", "main", "ranks_on"]
 
 SSH: Final = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ConnectTimeout=20 {host}"
 FIRST_PAUSE: Final = 15.0
 _LONGEST_PAUSE: Final = 900.0
 _POLL_SECONDS: Final = 0.2
+_COUNT: Final = "from megatron_distill.launching import node; print(node.ranks_here(says=False))"
+_COUNT_SECONDS: Final = 120.0  # an import from a slow shared disk
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux
 
 
@@ -94,6 +98,25 @@ class Hosts:
         """Return whether another job runs; the lock of the folder answers that here."""
         del job
         return False
+
+
+def ranks_on(run: Sequence[str]) -> int:
+    """Return the default number of ranks of a host: one per GPU, else 1.
+
+    run: starts Python there. Raises ConfigError: it does not.
+    """
+    command = [*run, "-c", _COUNT]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COUNT_SECONDS, check=True
+        )
+        return int(done.stdout)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError, ValueError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()
+        raise ConfigError(
+            f"{shlex.join(command)}: {said}; the hosts need this folder and this Python, and a "
+            "login without a password, or give --ranks-per-node"
+        ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

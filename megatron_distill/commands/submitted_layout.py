@@ -1,0 +1,41 @@
+"""The layout of a job against the number of its ranks, before it is submitted."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_distill.commands import capture, train
+from megatron_distill.commands.job import config_file, file_and_overrides
+from megatron_distill.launching.program import Program
+
+__all__ = ["check_submission"]
+
+
+def check_submission(
+    program: Program, *, nodes: int, ranks: int | None, run: Sequence[str] | None
+) -> None:
+    """Raise ConfigError, with key and value, unless the layout fits `ranks` of each node.
+
+    ranks: None: known on the nodes alone, and not checked. run: starts Python where the models are,
+    whose shapes are checked as well for `train`; None: they may not be seen from here.
+    """
+    if ranks is None or program.command not in ("train", "capture"):
+        return
+    if program.command == "train" and run is not None:
+        program.check_layout(run, nodes=nodes, ranks=ranks)
+        return
+    from megatron_distill.config import (
+        check_layout,
+        load_capture_config,
+        load_config,
+        teacher_ranks,
+    )
+
+    is_capture = program.command == "capture"
+    command = capture.COMMAND if is_capture else train.COMMAND
+    name, overrides = file_and_overrides(command.parse(argparse.ArgumentParser(), program.words))
+    load = load_capture_config if is_capture else load_config
+    config = load(config_file(name), overrides)
+    teachers = teacher_ranks(config, ranks_per_node=ranks)
+    check_layout(config, nodes * ranks, teachers=teachers)
