@@ -99,6 +99,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
         planned_run,
         shape_rule,
         teacher_places,
+        vocabulary_note,
     )
 
     student, teacher = open_shapes(config)
@@ -117,6 +118,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
         store=search.with_store() if is_live else None,
         capture=search.capture() if is_live else None,
         configured=configured,
+        note=vocabulary_note(config, student, teacher),
     )
     rows = ranking.fitting[:shown]
     return Plan(text, run, device, rows, None if isinstance(configured, str) else configured)

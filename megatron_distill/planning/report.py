@@ -35,13 +35,15 @@ def plan_report(
     store: Planned | None,
     capture: Capture | None,
     configured: Planned | str,
+    note: str | None = None,
 ) -> str:
     """Return the whole report.
 
     store, capture: the fastest run with a store, and the fastest capture of it. configured: the
-    layout of the configuration itself, or the reason why it does not run.
+    layout of the configuration itself, or the reason why it does not run. note: an assumption.
     """
     lines = [f"plan for {devices:,} x {device.title}, {ranking.tried:,} choices tried", ""]
+    lines += [] if note is None else [note, ""]
     best = ranking.fitting[:shown]
     if not best:
         lines += ["Nothing fits. The popular layouts:", ""]

@@ -12,6 +12,7 @@ from megatron_distill.config import (
     ModelConfig,
     ObjectiveConfig,
     RunConfig,
+    TokenizerConfig,
     check_architecture,
     parallel_key,
     teacher_parallel,
@@ -32,6 +33,7 @@ __all__ = [
     "planned_run",
     "shape_rule",
     "teacher_places",
+    "vocabulary_note",
 ]
 
 _STORE_IDS: Final = 64
@@ -50,16 +52,67 @@ def open_shapes(config: RunConfig) -> tuple[Architecture, Architecture | None]:
         )
 
     def shape(role: str) -> Architecture:
-        section, trained = config.models[role], config.data.tokenizer.train_vocab_size
+        section = config.models[role]
         described = None if section.hf is None else describe(Path(section.hf).expanduser())
         found = read_model(config, role, None, described).architecture
-        given = section.architecture
-        if given is not None and given.vocab_size is None and trained is not None:
+        trained = _tokenizer(config, role).train_vocab_size
+        if _has_rows_of_tokenizer(section) and trained is not None:
             return replace(found, vocab_size=trained)  # of the tokenizer that the run will train
         return found
 
+    shapes = {role: shape(role) for role in _planned(config)}
+    assumed = _assumed(config)
+    for role in assumed:
+        # A model with the same tokenizer has about as many rows.
+        known = [
+            other.vocab_size
+            for name, other in shapes.items()
+            if name not in assumed and _tokenizer(config, name) == _tokenizer(config, role)
+        ]
+        if known:
+            shapes[role] = replace(shapes[role], vocab_size=known[0])
+    return shapes["student"], shapes.get("teacher")
+
+
+def vocabulary_note(
+    config: RunConfig, student: Architecture, teacher: Architecture | None
+) -> str | None:
+    """Return a sentence on the vocabulary's size in `open_shapes` where it is assumed, or None."""
+    keys = [f"{role}.architecture.vocab_size" for role in _assumed(config)]
+    if not keys:
+        return None
+    shapes = {"student": student, "teacher": teacher}
+    sizes = {shape.vocab_size for role in _assumed(config) if (shape := shapes[role]) is not None}
+    (size,) = sizes
+    return (
+        f"Assumed: a vocabulary of {size:,} rows, since the tokenizer is not read for a plan; set "
+        f"{' and '.join(keys)}"
+    )
+
+
+def _planned(config: RunConfig) -> list[str]:
+    """Return the roles that have a model."""
     teacher = config.teacher
-    return shape("student"), None if teacher is None or not has_model(teacher) else shape("teacher")
+    return ["student", *(["teacher"] if teacher is not None and has_model(teacher) else [])]
+
+
+def _assumed(config: RunConfig) -> list[str]:
+    """Return the roles whose vocabulary has the size of a tokenizer that is not known yet."""
+    return [
+        role
+        for role in _planned(config)
+        if _has_rows_of_tokenizer(config.models[role])
+        and _tokenizer(config, role).train_vocab_size is None
+    ]
+
+
+def _has_rows_of_tokenizer(section: ModelConfig) -> bool:
+    shape = section.architecture
+    return shape is not None and shape.vocab_size is None and section.checkpoint is None
+
+
+def _tokenizer(config: RunConfig, role: str) -> TokenizerConfig:
+    return config.models[role].tokenizer or config.data.tokenizer
 
 
 def planned_run(

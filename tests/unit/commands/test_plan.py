@@ -50,6 +50,17 @@ def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(
     assert names == {"stage 0 (4 ranks)", "stage 1 (4 ranks)"}
 
 
+def test_a_plan_says_once_which_vocabulary_it_assumes(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", config, "--devices", "1", "--device", "l40s", "teacher=null"]
+    words += ["data.tokenizer.path=unread", "data.tokenizer.train_vocab_size=null"]
+    assert main([*words, "student.architecture.vocab_size=null"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("Assumed: a vocabulary of 32,768 rows") == 1
+    assert "; set student.architecture.vocab_size\n" in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,0 +1,55 @@
+"""The vocabulary of a plan, where no file has its size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.config import load_config
+from megatron_distill.train.reports.planned_run import open_shapes, vocabulary_note
+from tests.unit.commands.test_plan import RUN
+
+BOTH = "student.architecture.vocab_size and teacher.architecture.vocab_size"
+UNREAD = ("data.tokenizer.path=tokenizers/llama3", "data.tokenizer.train_vocab_size=null")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "note"),
+    [
+        ([], (32_768, 32_768), None),
+        (["student.architecture.vocab_size=null"], (300, 32_768), None),  # it is trained
+        (
+            [*UNREAD, "student.architecture.vocab_size=null",
+             "teacher.architecture.vocab_size=null"],
+            (32_768, 32_768),
+            f"a vocabulary of 32,768 rows, since the tokenizer is not read for a plan; set {BOTH}",
+        ),
+        (
+            [*UNREAD, "student.architecture.vocab_size=null",
+             "teacher.architecture.vocab_size=5000"],
+            (5000, 5000),
+            "a vocabulary of 5,000 rows, since the tokenizer is not read for a plan; set "
+            "student.architecture.vocab_size",
+        ),
+        (
+            [*UNREAD, "teacher.architecture.vocab_size=null",
+             "student.architecture.vocab_size=5000", "teacher.tokenizer.path=tokenizers/qwen3",
+             "teacher.sequence_length=2048",
+             "objective.terms=[{alignment: likelihood, divergence: forward_kl}]"],
+            (5000, 32_768),
+            "a vocabulary of 32,768 rows, since the tokenizer is not read for a plan; set "
+            "teacher.architecture.vocab_size",
+        ),
+    ],
+)  # fmt: skip
+def test_an_assumed_vocabulary_is_named_with_the_keys_to_set(
+    tmp_path: Path, changes: list[str], sizes: tuple[int, int], note: str | None
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    config = load_config(tmp_path / "run.yaml", changes)
+    student, teacher = open_shapes(config)
+    assert teacher is not None
+    assert (student.vocab_size, teacher.vocab_size) == sizes
+    found = vocabulary_note(config, student, teacher)
+    assert found == (None if note is None else f"Assumed: {note}")
