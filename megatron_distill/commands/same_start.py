@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import megatron_distill
+from megatron_distill.runtime.sources import sources_digest
 
 if TYPE_CHECKING:
     from megatron_distill.config.schema import JobConfig
@@ -25,7 +23,7 @@ def require_same_start(launch: Launch, config: JobConfig) -> None:
     """
     from megatron_distill.config import to_yaml
 
-    own = {"sources": _sources_digest(), "configuration": to_yaml(config)}
+    own = {"sources": sources_digest(), "configuration": to_yaml(config)}
     name = launch.roles.name(launch.rank)
 
     def difference(first: str) -> str:
@@ -46,14 +44,3 @@ def require_same_start(launch: Launch, config: JobConfig) -> None:
         )
 
     launch.require_equal("identity/value", json.dumps(own), difference=difference)
-
-
-def _sources_digest() -> str:
-    """Return a digest of the package's modules."""
-    assert megatron_distill.__file__ is not None
-    package = Path(megatron_distill.__file__).parent
-    found = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        found.update(str(path.relative_to(package)).encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()

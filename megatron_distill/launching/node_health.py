@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from megatron_distill.launching.node import gpus_listed, node_name
+from megatron_distill.launching.node_view import seen_files, versions
 from megatron_distill.launching.records import Launch, read_record, write_record
 
 __all__ = ["Health", "gpu_problems", "main"]
@@ -32,10 +33,15 @@ _ECC_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class Health:
-    """The problems of one node; none: ranks may start there."""
+    """The problems of one node, and its view, which is compared with those of others.
+
+    versions: of its software. files: what it sees under the paths of the settings.
+    """
 
     node: str
     problems: list[str]
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,19 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     folder = Path(given.launch)
     node = node_name()
-    problems = [*_of_system(folder), *_of_gpus(given.gpus)]
+    launch = read_record(folder / "launch.json", Launch)
+    problems = [*_of_system(folder, launch), *_of_gpus(given.gpus)]
     if given.command is not None:
         problems += _of_command(given.command, given.command_seconds)
     try:
-        write_record(folder / "health" / f"{node}.json", Health(node, problems))
+        files = {} if launch is None else seen_files(launch.paths)
+        health = Health(node, problems, versions(), files)
+        write_record(folder / "health" / f"{node}.json", health)
     except OSError as error:
         sys.stderr.write(f"{node}: cannot write in {folder}: {error.strerror}\n")
         return 1
     return 0
 
 
-def _of_system(folder: Path) -> Iterator[str]:
-    if read_record(folder / "launch.json", Launch) is None:
+def _of_system(folder: Path, launch: Launch | None) -> Iterator[str]:
+    if launch is None:
         yield f"does not see {folder / 'launch.json'}: the run's folder must be shared"
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _LEAST_OPEN_FILES:

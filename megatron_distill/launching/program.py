@@ -12,6 +12,7 @@ from typing import Final
 import yaml
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.launching.node_view import named_paths
 from megatron_distill.launching.records import LAUNCHES, Launches
 
 __all__ = ["NoAnswerError", "Program"]
@@ -82,14 +83,15 @@ class Program:
         text = self._answer(run, "--print-config")
         settings, digest = yaml.safe_load(text), hashlib.sha256(text.encode()).hexdigest()
         assert isinstance(settings, dict), "--print-config writes a mapping"
+        paths = tuple(dict.fromkeys(named_paths(settings)))
         if "output" in settings:
             folder = Path(str(settings["output"]))
-            return Launches(folder / LAUNCHES, folder, f"output={folder}", digest)
+            return Launches(folder / LAUNCHES, folder, f"output={folder}", digest, paths)
         store = settings.get("store")
         if isinstance(store, Mapping) and "path" in store:
             folder = Path(str(store["path"]))
             beside = folder.with_name(f"{folder.name}.{LAUNCHES}")
-            return Launches(beside, folder, f"store.path={folder}", digest)
+            return Launches(beside, folder, f"store.path={folder}", digest, paths)
         raise ConfigError(f"{self.command}: has neither `output` nor `store.path` in its settings")
 
     def check_layout(self, run: Sequence[str], *, nodes: int, ranks: int) -> None:

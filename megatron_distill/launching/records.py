@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -100,6 +100,7 @@ class Launch:
         nodes: of the ranks, in order; addresses: of them.
         progress: of the run before the launch, see `progress_of`.
         started: seconds since the epoch.
+        paths: of the settings, under which all nodes must see the same.
     """
 
     job: str
@@ -110,6 +111,7 @@ class Launch:
     addresses: list[str]
     progress: int
     started: float
+    paths: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -148,12 +150,14 @@ class Launches:
     Attributes:
         named: the key and value of the results' folder, for messages.
         digest: of the job's settings; None: a job without, which is never marked as done.
+        paths: of the settings.
     """
 
     folder: Path
     results: Path
     named: str
     digest: str | None = None
+    paths: tuple[str, ...] = ()
 
     def of(self, launch: Launch) -> Path:
         """Return the folder of one launch."""

@@ -22,6 +22,7 @@ from typing import Final, Protocol
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.node_health import Health
+from megatron_distill.launching.node_view import differences
 from megatron_distill.launching.outcomes import classified, report
 from megatron_distill.launching.program import NoAnswerError, Program
 from megatron_distill.launching.records import (
@@ -271,6 +272,7 @@ def _launch(
         addresses=[job.address(node) for node in job.nodes],
         progress=progress_of(launches.results),
         started=time.time(),
+        paths=list(launches.paths),
     )
     folder = launches.begin(launch)
     if unanswered is not None:
@@ -319,14 +321,16 @@ def _bad_nodes(
     if stop.received:  # the checks were ended as well
         return []
     _LOGGER.info("%s checked in %.0f s", counted(len(launch.nodes), "node"), took)
+    files = {node: folder / "health" / f"{node}.json" for node in launch.nodes}
+    found = {node: read_record(file, Health) for node, file in files.items()}
+    unlike = differences({node: vars(one) for node, one in found.items() if one is not None})
     bad = []
-    for node in launch.nodes:
-        health = read_record(folder / "health" / f"{node}.json", Health)
+    for node, health in found.items():
         if health is None:
             reason = f"has not answered within {policy.health_seconds:.0f} s"
             bad.append(BadNode(local_time(), node, reason, is_silent=True))
-        elif health.problems:
-            bad.append(BadNode(local_time(), node, "; ".join(health.problems)))
+        elif problems := [*health.problems, *unlike.get(node, [])]:
+            bad.append(BadNode(local_time(), node, "; ".join(problems)))
     return bad
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from threading import Timer
 
@@ -28,9 +29,11 @@ from megatron_distill.launching.supervisor import (
 )
 
 FAILED = Status.FAILED
-# A host whose name is in the file `broken` has no connection, as ssh shows it.
+# A host whose name is in the file `broken` has no connection, as ssh shows it. Each has a home of
+# its own, with Python packages in it.
 SHELL = """\
 host=$1; shift
+export HOME={folder}/$host PYTHONPATH={folder}/$host
 grep -qx "$host" {folder}/broken && {{ echo "connect to host $host: No route" >&2; exit 255; }}
 exec "$@"
 """
@@ -77,7 +80,8 @@ class Machines:
 @pytest.fixture
 def machines(tmp_path: Path) -> Machines:
     (tmp_path / "shell").write_text(SHELL.format(folder=tmp_path))
-    (tmp_path / "program.py").write_text(f"print('output: {tmp_path}/run')\n")
+    settings = f"output: {tmp_path}/run\ncorpus: ~/corpus.jsonl"
+    (tmp_path / "program.py").write_text(f"print({settings!r})\n")
     found = Machines(tmp_path)
     found.break_connections()
     return found
@@ -183,6 +187,28 @@ def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
     outcome = machines.launches.outcome(machines.launches.all()[-1])
     assert outcome is not None
     assert outcome.next.startswith("no further launch: 2 of 3 hosts are left")
+
+
+def test_hosts_that_see_other_files_or_packages_are_bad(machines: Machines) -> None:
+    for name in ("a", "b", "c", "d"):
+        (machines.folder / name).mkdir()
+        text = "{}" if name == "b" else '{"text": "whole"}'
+        (machines.folder / name / "corpus.jsonl").write_text(text)
+    (machines.folder / "c" / "corpus.jsonl").unlink()
+    torch = machines.folder / "d" / "torch-2.99.dist-info"
+    torch.mkdir()
+    (torch / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99\n")
+    hosts = machines.hosts("a", "b", "c", "d", "e", wanted=5)
+    (machines.folder / "e").symlink_to(machines.folder / "a")
+    policy = Policy(sys.executable, hosts.job, health_seconds=120.0)
+    assert supervise(hosts, machines.program, policy) == 1
+    assert not hosts.again
+    file = "sees under ~/corpus.jsonl"
+    assert {one.node: one.reason for one in bad_nodes(machines.launches.folder)} == {
+        "b": f"{file}: 1 file of 2 bytes, but a: 1 file of 17 bytes",
+        "c": f"{file}: nothing, but a: 1 file of 17 bytes",
+        "d": f"has torch: 2.99, but a: {metadata.version('torch')}",
+    }
 
 
 def test_a_job_over_ssh_waits_longer_each_time_and_ends_without_a_new_checkpoint(
