@@ -1,4 +1,5 @@
-"""Bytes that the layers of the student save for the backward pass, per token of a micro-batch.
+"""Bytes of activations, per token of a micro-batch: those that the layers of the student save for
+the backward pass, and those that a forward pass without one holds for a moment.
 
 Counted are the tensors that autograd saves in our layers: torch's on a CPU, fused ones on a GPU.
 Source of the method: Reducing Activation Recomputation in Large Transformer Models, arXiv
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 from megatron_distill.planning.operations import layer_kinds
 
 if TYPE_CHECKING:
-    from megatron_distill.models.architecture import Architecture
+    from megatron_distill.models.architecture import Architecture, MixtureOfExperts
     from megatron_distill.planning.run import Choice, PlannedRun
+    from megatron_distill.runtime.groups import Layout
 
-
-__all__ = ["Activations", "LayerBytes", "activation_bytes", "layer_bytes"]
+__all__ = ["Activations", "LayerBytes", "activation_bytes", "forward_bytes", "layer_bytes"]
 
 _FP32: Final = 4
 
@@ -109,19 +110,45 @@ def _experts(run: PlannedRun, choice: Choice, *, is_fused: bool) -> float:
     shape, moe, width = run.student, run.student.moe, run.width
     assert moe is not None
     layout = choice.layout
+    sorted_rows = _sorted_rows(moe, shape.hidden_size, layout) * width
     # Tokens of an expert group are divided over its ranks, and so are those of tensor ranks.
     rows = moe.top_k * width / layout.tensor
     inner = _feed_forward(shape, moe.ffn_hidden_size, is_fused=is_fused) * rows
-    sorted_rows = float(shape.hidden_size * moe.top_k * width)
-    sorted_rows *= 2 if layout.expert > 1 else 1
-    if layout.expert > 1:
-        sorted_rows /= layout.tensor
     router = _FP32 * moe.num_experts + 48.0 * moe.top_k
     shared = 0.0
     if moe.shared_ffn_hidden_size:
         shared = _feed_forward(shape, moe.shared_ffn_hidden_size, is_fused=is_fused)
         shared *= width / layout.tensor
     return inner + sorted_rows + router + shared
+
+
+def _sorted_rows(moe: MixtureOfExperts, hidden_size: int, layout: Layout) -> float:
+    """Return the numbers per token of the rows that the experts read, sorted by expert."""
+    rows = float(hidden_size * moe.top_k)
+    return rows if layout.expert == 1 else 2 * rows / layout.tensor
+
+
+def forward_bytes(shape: Architecture, layout: Layout, width: int, *, is_fused: bool) -> float:
+    """Return the bytes per token at the widest point of a forward pass without a backward pass.
+
+    Alive are the embeddings, the layer's input, its sum after attention, the input of its half and
+    the widest tensors within that. width: bytes of a number.
+    """
+    split, hidden = layout.tensor, shape.hidden_size
+    across = split if layout.sequence else 1
+    joint = (shape.num_attention_heads + 2 * shape.num_kv_heads) * shape.head_size
+    # The joint projection, queries and keys turned and before, and the output.
+    halves = [3 * hidden / across + 4 * joint / split]
+    moe = shape.moe
+    if moe is None or moe.dense_layers:
+        inner = _feed_forward(shape, shape.ffn_hidden_size, is_fused=is_fused)
+        halves.append(4 * hidden / across + inner / split)
+    if moe is not None:
+        rows = _sorted_rows(moe, hidden, layout)
+        inner = (4.0 if shape.is_gated else 2.0) * moe.top_k * moe.ffn_hidden_size
+        halves.append(4 * hidden / across + rows + inner / split)
+    gathered = hidden if layout.sequence else 0
+    return width * (gathered + max(halves))
 
 
 @dataclass(frozen=True)

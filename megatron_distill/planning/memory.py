@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
-from megatron_distill.planning.activations import activation_bytes
+from megatron_distill.planning.activations import activation_bytes, forward_bytes
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun
@@ -29,7 +29,8 @@ class MemoryNeed:
     """Bytes of one rank at its peak, by part.
 
     teacher: its weights. hidden_states: its answers that wait for the student. loss_chunk: logits
-    of both models, and the blocks in which they are reduced. reserved: by the driver and libraries.
+    of both models, and the blocks in which they are reduced. buffers: of a backward pass, or of the
+    teacher's forward pass beyond the student's activations. reserved: by the driver and libraries.
     """
 
     weights: float = 0.0
@@ -103,8 +104,10 @@ def stage_need(
     is_last = stage == choice.layout.pipeline - 1
     chunk = _loss_chunk(run, choice, device) if is_last else 0.0
     waiting = _hidden_states(run, choice, stage)
-    # The loss, the backward pass of the last layer, and that of the embedding follow each other.
+    # A teacher's forward pass comes before the student's. Then the loss, the backward pass of the
+    # last layer, and that of the embedding follow each other.
     peak = max(
+        _teacher_forward(run, choice, device) if choice.place == "shared" else 0.0,
         held.in_flight + chunk,
         held.in_flight + held.live,
         held.in_flight - held.one + _embedding_gradient(run, choice, stage),
@@ -122,6 +125,17 @@ def stage_need(
         buffers=buffers + (_SLACK * transient if device.kind == "gpu" else 0.0),
         reserved=device.reserved_gib * 2**30,
     )
+
+
+def _teacher_forward(run: PlannedRun, choice: Choice, device: Device) -> float:
+    """Return the bytes that a micro-batch of the teacher holds in its layers."""
+    assert run.teacher is not None
+    layout = choice.teacher_layout
+    assert layout is not None
+    length = run.teacher_length or run.sequence_length
+    tokens = choice.micro_batch_size * length / layout.context
+    is_fused = device.kind == "gpu"
+    return tokens * forward_bytes(run.teacher, layout, run.width, is_fused=is_fused)
 
 
 def _embedding_gradient(run: PlannedRun, choice: Choice, stage: int) -> float:
@@ -216,10 +230,7 @@ def teacher_rank_need(run: PlannedRun, choice: Choice, device: Device) -> Memory
     length = run.teacher_length or run.sequence_length
     tokens = choice.micro_batch_size * length / layout.context
     weights = max(_teacher_weights(run, choice, stage) for stage in range(layout.pipeline))
-    # A forward pass holds a layer's inputs and its widest tensor.
-    widest = 2 * shape.hidden_size + 3 * shape.ffn_hidden_size / layout.tensor
-    queries = (shape.num_attention_heads + 2 * shape.num_kv_heads) * shape.head_size
-    alive = tokens * run.width * (widest + 2 * queries / layout.tensor)
+    alive = _teacher_forward(run, choice, device)
     answers = tokens * shape.hidden_size * run.width * 2
     chunk = 0.0
     if run.sent_ids is not None:
