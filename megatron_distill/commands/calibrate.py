@@ -69,11 +69,15 @@ def _refined(folder: Path, name: str) -> Device:
 
     config = load_config(settings, [])
     measured = read_steps(log)
-    student, teacher = open_shapes(config)
-    run = planned_run(config, student, teacher)
+    if config.teachers:
+        raise ConfigError(
+            f"--run {folder}: has several teachers ({', '.join(config.teachers)}), and the speed "
+            "in its log is of the student alone; give a run with one"
+        )
+    run = planned_run(config, open_shapes(config))
     flops = step_flops_per_token(
-        student,
-        teacher,
+        run.student,
+        run.teacher,
         sequence_length=run.sequence_length,
         teacher_length=run.teacher_length,
     )

@@ -102,13 +102,13 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
         vocabulary_note,
     )
 
-    student, teacher = open_shapes(config)
-    run = planned_run(config, student, teacher)
-    places = teacher_places(config.teacher, config.objective)
-    search = Search(run, device, devices, shape_rule(config, student, teacher), places)
+    shapes = open_shapes(config)
+    run = planned_run(config, shapes)
+    places = teacher_places(config)
+    search = Search(run, device, devices, shape_rule(config, shapes), places)
     ranking = search.ranking(shown=shown)
     configured = _configured(config, run, device, devices)
-    is_live = "shared" in places
+    is_live = "shared" in places and not run.several
     text = plan_report(
         run,
         device,
@@ -118,7 +118,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
         store=search.with_store() if is_live else None,
         capture=search.capture() if is_live else None,
         configured=configured,
-        note=vocabulary_note(config, student, teacher),
+        note=vocabulary_note(config.models, config.data.tokenizer, shapes),
     )
     rows = ranking.fitting[:shown]
     return Plan(text, run, device, rows, None if isinstance(configured, str) else configured)

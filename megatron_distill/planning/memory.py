@@ -9,7 +9,7 @@ from typing import Final
 from megatron_distill.planning.activations import activation_bytes, forward_bytes
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
-from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 
 __all__ = ["MemoryNeed", "memory_need", "student_states", "teacher_rank_need"]
 
@@ -103,11 +103,16 @@ def stage_need(
     held = activation_bytes(run, choice, stage, is_fused=device.kind == "gpu")
     is_last = stage == choice.layout.pipeline - 1
     chunk = _loss_chunk(run, choice, device) if is_last else 0.0
-    waiting = _hidden_states(run, choice, stage)
+    teachers = teachers_apart(run, choice) if choice.place == "shared" else []
+    # Answers of several teachers wait for the student together.
+    waiting = sum(
+        _hidden_states(one, its, stage) * (1.0 if its.runs_within else share)
+        for one, its, share in teachers or [(run, choice, 1.0)]
+    )
     # A teacher's forward pass comes before the student's. Then the loss, the backward pass of the
     # last layer, and that of the embedding follow each other.
     peak = max(
-        _teacher_forward(run, choice, device) if choice.place == "shared" else 0.0,
+        *(_teacher_forward(one, its, device) for one, its, _ in teachers),
         held.in_flight + chunk,
         held.in_flight + held.live,
         held.in_flight - held.one + _embedding_gradient(run, choice, stage),
@@ -119,7 +124,7 @@ def stage_need(
         gradients=gradients,
         optimizer=optimizer,
         activations=held.in_flight,
-        teacher=_teacher_weights(run, choice, stage) if choice.place == "shared" else 0.0,
+        teacher=sum(_teacher_weights(one, its, stage) for one, its, _ in teachers),
         hidden_states=waiting,
         loss_chunk=chunk,
         buffers=buffers + (_SLACK * transient if device.kind == "gpu" else 0.0),
@@ -157,7 +162,7 @@ def _loss_chunk(run: PlannedRun, choice: Choice, device: Device) -> float:
     columns = run.student.padded_vocab_size(split) // split
     rows = min(tokens, run.chunk_tokens or max(1, _CHUNK[device.kind] // columns))
     live = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
-    heads = 1 + (live and run.teacher is not None)
+    heads = 1 + (run.mixed if live and run.teacher is not None else 0)
     per_block = max(1, round(_BLOCK[device.kind] / columns)) * device.threads
     buffers = _BLOCK_BUFFERS + (heads if run.width < _FP32 else 0)
     block = min(rows, per_block) * columns * _FP32 * buffers

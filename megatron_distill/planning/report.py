@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Final
 
 from megatron_distill.errors import counted
-from megatron_distill.models.flops import step_flops_per_token
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.flops import StepFlops, step_flops_per_token
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.memory import MemoryNeed
 from megatron_distill.planning.run import Choice, PlannedRun
@@ -51,8 +53,10 @@ def plan_report(
         lines += [*_ranked(run, device, best), "", "Time of a step (ms):", ""]
         lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
         lines += ["", *_cost(run, best[0])]
-    lines += ["", *_configured(device, devices, configured, best)]
-    if run.teacher is not None and best:
+    lines += ["", *_configured(run, device, devices, configured, best)]
+    if run.several:
+        lines += ["", *_several(run)]
+    elif run.teacher is not None and best:
         lines += ["", *_teacher(ranking, store, capture)]
     if ranking.missing:
         lines += ["", "Popular layouts that are not above:", ""]
@@ -125,13 +129,36 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     ]
 
 
-def _ranked(run: PlannedRun, device: Device, best: Sequence[Planned]) -> list[str]:
-    flops = step_flops_per_token(
-        run.student,
-        run.teacher,
-        sequence_length=run.sequence_length,
-        teacher_length=run.teacher_length,
+def _several(run: PlannedRun) -> Iterator[str]:
+    """Yield the teachers and their samples; they have no other place to compare."""
+    shares = ", ".join(f"{one.name} {one.share:.0%}" for one in run.several)
+    yield f"Teachers on the student's ranks, with their shares of the samples: {shares}."
+
+
+def _flops(run: PlannedRun) -> StepFlops:
+    """Return the operations of a step, those of several teachers by their shares of the samples."""
+    teachers: list[Architecture | None] = [run.teacher]
+    if run.several:
+        teachers = [one.shape for one in run.several]
+    found = [
+        step_flops_per_token(
+            run.student,
+            shape,
+            sequence_length=run.sequence_length,
+            teacher_length=run.teacher_length,
+        )
+        for shape in teachers
+    ]
+    if not run.several:
+        return found[0]
+    forward = sum(
+        one.share * flops.teacher_forward for one, flops in zip(run.several, found, strict=True)
     )
+    return replace(found[0], teacher_forward=forward)
+
+
+def _ranked(run: PlannedRun, device: Device, best: Sequence[Planned]) -> list[str]:
+    flops = _flops(run)
     peak = device.peak_tflops["fp32" if run.precision == "fp32" else "bf16"] * 1e12
     rows = [("", "layout", "teacher", "step (s)", "tokens/s", "MFU", "memory (GiB)")]
     for number, one in enumerate(best, start=1):
@@ -193,7 +220,7 @@ def _cost(run: PlannedRun, best: Planned) -> Iterator[str]:
 
 
 def _configured(
-    device: Device, devices: int, one: Planned | str, best: Sequence[Planned]
+    run: PlannedRun, device: Device, devices: int, one: Planned | str, best: Sequence[Planned]
 ) -> Iterator[str]:
     if isinstance(one, str):
         yield f"Configured: does not run on {devices:,} devices. {one}"
@@ -209,7 +236,10 @@ def _configured(
         yield text
     if best:
         yield "The first row's keys:"
-        yield "  " + " ".join(_quoted(word) for word in settings(best[0].choice))
+        words = settings(best[0].choice)
+        if run.several:  # they have the student's layout
+            words = [word for word in words if not word.startswith("teacher.")]
+        yield "  " + " ".join(_quoted(word) for word in words)
 
 
 def _quoted(word: str) -> str:

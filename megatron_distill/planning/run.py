@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
+from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.operations import Recomputed, attended_positions
 
 if TYPE_CHECKING:
@@ -14,9 +15,21 @@ if TYPE_CHECKING:
     from megatron_distill.planning.device import Precision
     from megatron_distill.runtime.groups import Layout
 
-__all__ = ["Choice", "PlannedRun", "TeacherPlace"]
+__all__ = ["Choice", "PlannedRun", "SharedTeacher", "TeacherPlace", "teachers_apart"]
 
 TeacherPlace = Literal["none", "shared", "own ranks", "store"]
+
+
+@dataclass(frozen=True)
+class SharedTeacher:
+    """One of several teachers, on the student's ranks and in its layout.
+
+    share: of the samples that it teaches; 1 where a term names it.
+    """
+
+    name: str
+    shape: Architecture
+    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +38,9 @@ class PlannedRun:
 
     Attributes:
         teacher: of a live teacher, or the one that a store would be captured from; None: no teacher
-            or only a store, whose model is unknown.
+            or only a store, whose model is unknown. The largest of several.
+        several: all teachers, where they are several.
+        mixed: teachers of one term, at most.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
@@ -37,6 +52,8 @@ class PlannedRun:
     student: Architecture
     teacher: Architecture | None
     sequence_length: int
+    several: tuple[SharedTeacher, ...] = ()
+    mixed: int = 1
     teacher_length: int | None = None
     document_length: int | None = None
     global_batch_size: int
@@ -143,6 +160,28 @@ class Choice:
         """Return the layers of the teacher's stage."""
         assert self.teacher_layout is not None
         return _chunks(self.teacher_layers, self.teacher_layout.pipeline, rank)[0]
+
+
+def teachers_apart(run: PlannedRun, choice: Choice) -> list[tuple[PlannedRun, Choice, float]]:
+    """Return a run and a choice of each live teacher, and the share of micro-batches that need it.
+
+    A micro-batch runs through the teachers of all of its samples. Where replicas run a teacher
+    together, one needs it where one of them does.
+    """
+    if not run.several:
+        return [(run, choice, 1.0)]
+    layout = choice.teacher_layout
+    assert layout is not None
+    is_joint = run.shards_teacher or layout.expert > 1
+    samples = choice.micro_batch_size * (choice.data if is_joint else 1)
+    return [
+        (
+            replace(run, teacher=one.shape, several=(), mixed=1),
+            replace(choice, teacher_layers=even_layers(one.shape.num_layers, layout.pipeline)),
+            1 - (1 - one.share) ** samples,
+        )
+        for one in run.several
+    ]
 
 
 def _chunks(layers: tuple[int, ...], pipeline: int, rank: int) -> list[range]:

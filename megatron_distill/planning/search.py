@@ -113,7 +113,7 @@ class Search:
                 found += self._own_ranks()
             else:
                 found += self._fitting(self._choices(self.devices, place))
-                if place == "shared":
+                if place == "shared" and not self.run.several:
                     found += self._own_layouts()
         found = _best_of_each(found)
         return Ranking(tuple(found), tuple(self._missing(found, shown)), self._tried)
@@ -179,7 +179,8 @@ class Search:
         modules: tuple[str, ...],
         place: TeacherPlace,
     ) -> Choice:
-        live = place in ("shared", "own ranks")
+        # As a run with several teachers has its stages, see `stage_layers`.
+        live = place in ("shared", "own ranks") and not self.run.several
         layers = self._stage_layers(layout.stages, live=live, full=recompute == "full")
         choice = Choice(
             layout=layout,

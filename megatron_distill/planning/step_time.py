@@ -21,7 +21,7 @@ from megatron_distill.planning.operations import (
     head_passes,
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
-from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -108,6 +108,15 @@ class StageTimes:
         """Seconds of both passes."""
         return self.forward + self.backward
 
+    def times(self, factor: float) -> StageTimes:
+        """Return the times of `factor` such micro-batches."""
+        chunks = tuple(chunk.times(factor) for chunk in self.chunks)
+        return StageTimes(chunks, self.heads.times(factor), self.message * factor)
+
+    def __add__(self, other: StageTimes) -> StageTimes:
+        chunks = tuple(a + b for a, b in zip(self.chunks, other.chunks, strict=True))
+        return StageTimes(chunks, self.heads + other.heads, self.message + other.message)
+
 
 def student_rank(run: PlannedRun, choice: Choice, device: Device) -> Rank:
     """Return one rank of the student with its micro-batch."""
@@ -127,22 +136,22 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     rank = student_rank(run, choice, device)
     last = choice.layout.pipeline - 1
     has_head = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
-    heads = head_passes(
-        run.student,
-        run.teacher if has_head else None,
-        rank,
-        chunks=loss_chunks(run, choice, device),
-    ).scaled(device.factor("loss"), device.factor("loss"))
+    chunks = loss_chunks(run, choice, device)
+    own = run.teacher if has_head and not run.several else None
+    heads = head_passes(run.student, own, rank, chunks=chunks)
+    for one, _, share in teachers_apart(run, choice) if has_head and run.several else ():
+        heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
+    heads = heads.scaled(device.factor("loss"), device.factor("loss"))
     factors = device.factor("forward"), device.factor("backward")
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
     times = LayerTimes(run.student, rank)
     stages = []
     for stage in range(last + 1):
-        chunks = tuple(
+        passes = tuple(
             _partly_recomputed(choice, times, chunk).scaled(*factors)
             for chunk in choice.chunk_layers(stage)
         )
-        stages.append(StageTimes(chunks, heads if stage == last else Passes(), message))
+        stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
     return stages
 
 
@@ -155,7 +164,20 @@ def _partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passe
 
 
 def teacher_stages(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
-    """Return the stages of a live teacher, without its head unless it sends a top-k."""
+    """Return the stages of a live teacher, without its head unless it sends a top-k.
+
+    Of several teachers, the mean time of a micro-batch through those that it needs.
+    """
+    if not run.several:
+        return _stages_of_one(run, choice, device)
+    each = [
+        [stage.times(share) for stage in _stages_of_one(one, its, device)]
+        for one, its, share in teachers_apart(run, choice)
+    ]
+    return [sum(stages[1:], start=stages[0]) for stages in zip(*each, strict=True)]
+
+
+def _stages_of_one(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
     layout, teacher = choice.teacher_layout, run.teacher
     assert layout is not None
     assert teacher is not None
@@ -289,7 +311,11 @@ def teacher_seconds(run: PlannedRun, choice: Choice, device: Device) -> tuple[fl
     work = micro_batches * max(times)
     gathered = 0.0
     if run.shards_teacher:
-        gathered = max(0.0, micro_batches * _weights_received(run, choice, device) - work)
+        received = sum(
+            share * _weights_received(one, its, device)
+            for one, its, share in teachers_apart(run, choice)
+        )
+        gathered = max(0.0, micro_batches * received - work)
     if choice.place == "shared" and not choice.is_same_layout:
         assert run.teacher is not None
         sent = run.tokens / choice.data / choice.layout.context

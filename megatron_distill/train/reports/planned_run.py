@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,22 +11,23 @@ from typing import Final
 from megatron_distill.config import (
     ArchitectureConfig,
     ModelConfig,
-    ObjectiveConfig,
     RunConfig,
     TokenizerConfig,
     check_architecture,
     parallel_key,
+    routed_terms,
     teacher_parallel,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.flops import balanced_stages
+from megatron_distill.models.flops import balanced_stages, forward_flops_per_token
 from megatron_distill.models.hugging_face.model import describe
 from megatron_distill.models.pipeline_stages import even_layers
-from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
+from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.groups import Layout
 from megatron_distill.train.assemble.models import has_model, layout_of, read_model
+from megatron_distill.train.assemble.routing import members
 
 __all__ = [
     "configured_choice",
@@ -39,70 +41,87 @@ __all__ = [
 _STORE_IDS: Final = 64
 
 
-def open_shapes(config: RunConfig) -> tuple[Architecture, Architecture | None]:
-    """Return the shapes of student and teacher; of a Hugging Face folder only config.json is read.
+def open_shapes(config: RunConfig) -> dict[str, Architecture]:
+    """Return the shapes of all models by role; of a Hugging Face folder only config.json is read.
 
-    A teacher that is only a store has none. Raises ConfigError or CheckpointError: several
-    teachers, or a model that does not exist.
+    A teacher that is only a store has none. Raises ConfigError or CheckpointError: several teachers
+    that are not all in the student's layout on its ranks, or a model that does not exist.
     """
-    if config.teachers:
-        raise ConfigError(
-            f"teachers = {', '.join(config.teachers)}: a plan is of one teacher; give that of the "
-            "largest as `teacher`, with `teachers=null` and terms without `teachers`"
-        )
+    _refuse_other_places(config)
+    models, tokenizer = config.models, config.data.tokenizer
 
     def shape(role: str) -> Architecture:
-        section = config.models[role]
+        section = models[role]
         described = None if section.hf is None else describe(Path(section.hf).expanduser())
         found = read_model(config, role, None, described).architecture
-        trained = _tokenizer(config, role).train_vocab_size
+        trained = _tokenizer(section, tokenizer).train_vocab_size
         if _has_rows_of_tokenizer(section) and trained is not None:
             return replace(found, vocab_size=trained)  # of the tokenizer that the run will train
         return found
 
-    shapes = {role: shape(role) for role in _planned(config)}
-    assumed = _assumed(config)
+    shapes = {role: shape(role) for role, model in models.items() if has_model(model)}
+    assumed = _assumed(models, tokenizer)
     for role in assumed:
         # A model with the same tokenizer has about as many rows.
         known = [
             other.vocab_size
             for name, other in shapes.items()
-            if name not in assumed and _tokenizer(config, name) == _tokenizer(config, role)
+            if name not in assumed
+            and _tokenizer(models[name], tokenizer) == _tokenizer(models[role], tokenizer)
         ]
         if known:
             shapes[role] = replace(shapes[role], vocab_size=known[0])
-    return shapes["student"], shapes.get("teacher")
+    return shapes
+
+
+def _refuse_other_places(config: RunConfig) -> None:
+    """Raise ConfigError for one of several teachers whose place the planner does not know."""
+    for name, model in (config.teachers or {}).items():
+        for key in ("store", "ranks", "nodes", "parallel", "tokenizer"):
+            if getattr(model, key) is not None:
+                raise ConfigError(
+                    f"teachers.{name}.{key}: a plan has several teachers on the student's ranks "
+                    f"alone, in its layout and with its tokenizer; set teachers.{name}.{key}=null "
+                    "for the plan"
+                )
+    for index, source in enumerate(config.data.sources if config.teachers else ()):
+        if source.teacher_field is not None and routed_terms(config):
+            raise ConfigError(
+                f"data.sources.{index}.teacher_field = {source.teacher_field!r}: a plan does not "
+                "read the rows, so that it does not know how many each teacher has; set "
+                f"data.sources.{index}.teacher_field=null and objective.routing_weights for the "
+                "plan"
+            )
 
 
 def vocabulary_note(
-    config: RunConfig, student: Architecture, teacher: Architecture | None
+    models: Mapping[str, ModelConfig],
+    tokenizer: TokenizerConfig,
+    shapes: Mapping[str, Architecture],
 ) -> str | None:
-    """Return a sentence on the vocabulary's size in `open_shapes` where it is assumed, or None."""
-    keys = [f"{role}.architecture.vocab_size" for role in _assumed(config)]
-    if not keys:
+    """Return a sentence on the vocabulary's size in `open_shapes` where it is assumed, or None.
+
+    tokenizer: of the data.
+    """
+    assumed = _assumed(models, tokenizer)
+    if not assumed:
         return None
-    shapes = {"student": student, "teacher": teacher}
-    sizes = {shape.vocab_size for role in _assumed(config) if (shape := shapes[role]) is not None}
-    (size,) = sizes
+    (size,) = {shapes[role].vocab_size for role in assumed}
+    keys = " and ".join(f"{role}.architecture.vocab_size" for role in assumed)
     return (
         f"Assumed: a vocabulary of {size:,} rows, since the tokenizer is not read for a plan; set "
-        f"{' and '.join(keys)}"
+        f"{keys}"
     )
 
 
-def _planned(config: RunConfig) -> list[str]:
-    """Return the roles that have a model."""
-    teacher = config.teacher
-    return ["student", *(["teacher"] if teacher is not None and has_model(teacher) else [])]
-
-
-def _assumed(config: RunConfig) -> list[str]:
+def _assumed(models: Mapping[str, ModelConfig], tokenizer: TokenizerConfig) -> list[str]:
     """Return the roles whose vocabulary has the size of a tokenizer that is not known yet."""
     return [
         role
-        for role in _planned(config)
-        if _has_rows_of_tokenizer(config.models[role])
-        and _tokenizer(config, role).train_vocab_size is None
+        for role, model in models.items()
+        if has_model(model)
+        and _has_rows_of_tokenizer(model)
+        and _tokenizer(model, tokenizer).train_vocab_size is None
     ]
 
 
@@ -111,33 +130,38 @@ def _has_rows_of_tokenizer(section: ModelConfig) -> bool:
     return shape is not None and shape.vocab_size is None and section.checkpoint is None
 
 
-def _tokenizer(config: RunConfig, role: str) -> TokenizerConfig:
-    return config.models[role].tokenizer or config.data.tokenizer
+def _tokenizer(model: ModelConfig, tokenizer: TokenizerConfig) -> TokenizerConfig:
+    return model.tokenizer or tokenizer
 
 
-def planned_run(
-    config: RunConfig, student: Architecture, teacher: Architecture | None
-) -> PlannedRun:
-    """Return the run without its layout."""
+def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> PlannedRun:
+    """Return the run without its layout; `shapes` as of `open_shapes`."""
     train, optimizer, section = config.train, config.optimizer, config.teacher
     transfer = None if section is None else section.transfer
+    several = _several(config, shapes)
+    teacher = shapes.get("teacher")
+    if several:
+        teacher = max((one.shape for one in several), key=_forward_work)
+    live = [model for role, model in config.models.items() if role != "student"]
     return PlannedRun(
-        student=student,
+        student=shapes["student"],
         teacher=teacher,
+        several=several,
+        mixed=max((len(term.teachers or ()) for term in config.objective.terms), default=0) or 1,
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
         global_batch_size=train.global_batch_size,
         steps=train.steps,
         precision=train.precision,
         student_fp8=train.fp8 is not None,
-        teacher_fp8=section is not None and section.fp8 is not None,
+        teacher_fp8=bool(live) and all(model.fp8 is not None for model in live),
         chunk_tokens=config.objective.chunk_tokens,
         is_distributed=optimizer.distributed,
         overlaps_gradients=optimizer.overlap_grad_reduce,
         overlaps_parameters=optimizer.overlap_param_gather,
         bucket_size=optimizer.bucket_size,
-        shards_teacher=section is not None and section.shard_weights,
-        offloads_hidden=section is not None and section.offload_hidden,
+        shards_teacher=any(model.shard_weights for model in live),
+        offloads_hidden=bool(live) and all(model.offload_hidden for model in live),
         steps_ahead=1 if section is None else section.steps_ahead,
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
@@ -145,10 +169,33 @@ def planned_run(
     )
 
 
-def teacher_places(
-    teacher: ModelConfig | None, objective: ObjectiveConfig
-) -> tuple[TeacherPlace, ...]:
+def _forward_work(shape: Architecture) -> float:
+    return forward_flops_per_token(shape, sequence_length=1)
+
+
+def _several(config: RunConfig, shapes: Mapping[str, Architecture]) -> tuple[SharedTeacher, ...]:
+    """Return several teachers with their shares of the samples; empty where there is one."""
+    own = members(config.teachers, config.objective.terms)
+    shares = dict.fromkeys(own, 0.0)
+    weights = config.objective.routing_weights or {}
+    total = sum(source.weight for source in config.data.sources)
+    for source in config.data.sources if routed_terms(config) else ():
+        drawn = {source.teacher: 1.0} if source.teacher is not None else weights
+        for name, weight in drawn.items():
+            part = weight / sum(drawn.values())
+            shares[f"teachers.{name}"] += source.weight / total * part
+    return tuple(
+        SharedTeacher(one.name, shapes[key], 1.0 if one.is_named else shares[key])
+        for key, one in own.items()
+        if one.is_named or shares[key]
+    )
+
+
+def teacher_places(config: RunConfig) -> tuple[TeacherPlace, ...]:
     """Return the places of the teacher that this configuration allows."""
+    teacher, objective = config.teacher, config.objective
+    if config.teachers:
+        return ("shared",)
     if teacher is None:
         return ("none",)
     if teacher.store is not None:
@@ -165,16 +212,19 @@ def configured_choice(config: RunConfig, run: PlannedRun, *, ranks: int, teacher
     if config.teacher is not None:
         place = "own ranks" if teachers else "shared"
         place = "store" if config.teacher.store is not None else place
+    elif run.several:
+        place = "shared"
     is_live = place in ("shared", "own ranks")
     given = config.parallel.layers_per_stage
     layers = given.student or balanced_stages(
         run.student,
-        run.teacher if is_live else None,
+        run.teacher if is_live and not run.several else None,
         sequence_length=run.sequence_length,
         teacher_length=run.teacher_length,
         stages=layout.stages,
         is_recomputed=train.recompute == "full" and train.recompute_layers is None,
     )
+    # One of several has no section `teacher`, and this is the student's layout.
     own = layout_of(teacher_parallel(config)) if is_live else None
     teacher_layers: tuple[int, ...] = ()
     if own is not None and run.teacher is not None:
@@ -194,9 +244,11 @@ def configured_choice(config: RunConfig, run: PlannedRun, *, ranks: int, teacher
     )
 
 
-def shape_rule(config: RunConfig, student: Architecture, teacher: Architecture | None) -> ShapeRule:
-    """Return the rules of the configuration on a shape and a layout, as the planner asks them."""
-    shapes = {"student": student} | ({} if teacher is None else {"teacher": teacher})
+def shape_rule(config: RunConfig, shapes: Mapping[str, Architecture]) -> ShapeRule:
+    """Return the rules of the configuration on shapes and a layout, as the planner asks them.
+
+    The role `teacher` is each of several.
+    """
     sections = {
         role: ArchitectureConfig.model_validate(shape.as_dict()) for role, shape in shapes.items()
     }
@@ -211,7 +263,12 @@ def shape_rule(config: RunConfig, student: Architecture, teacher: Architecture |
     @lru_cache(maxsize=4096)
     def first_problem(role: str, layout: Layout) -> str | None:
         parallel = base.model_copy(update=vars(layout))
-        found = check_architecture(sections[role], role, parallel, lengths[role], key=keys[role])
-        return found[0] if found else None
+        for name in [role] if role in sections else sorted({*sections} - {"student"}):
+            found = check_architecture(
+                sections[name], name, parallel, lengths[name], key=keys[name]
+            )
+            if found:
+                return found[0]
+        return None
 
     return first_problem

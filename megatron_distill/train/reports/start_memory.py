@@ -53,14 +53,14 @@ def memory_warning(config: RunConfig, rank_device: RankDevice, *, ranks: int) ->
         return None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _machine(rank_device.torch_device, local)
-    student, teacher = open_shapes(config)
-    run = planned_run(config, student, teacher)
+    shapes = open_shapes(config)
+    run = planned_run(config, shapes)
     teachers = sum(count for _, count in teacher_ranks(config, ranks_per_node=local))
     choice = configured_choice(config, run, ranks=ranks + teachers, teachers=teachers)
     wanted = planned(run, choice, device)
     if wanted.fits(device):
         return None
-    rule = shape_rule(config, student, teacher)
+    rule = shape_rule(config, shapes)
     search = Search(run, device, choice.devices, rule, (choice.place,))
     found = search.ranking(shown=_WAYS).fitting
     text = _in_words(wanted, nearest(found, choice, count=_WAYS), device)

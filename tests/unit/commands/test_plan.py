@@ -61,6 +61,38 @@ def test_a_plan_says_once_which_vocabulary_it_assumes(
     assert "; set student.architecture.vocab_size\n" in text
 
 
+SEVERAL = """
+student: {architecture: &small {num_layers: 4, hidden_size: 256, ffn_hidden_size: 704,
+  num_attention_heads: 8, num_kv_heads: 4, vocab_size: 32768}}
+teachers:
+  math: {architecture: {<<: *small, num_layers: 16, hidden_size: 1024}}
+  code: {architecture: {<<: *small, num_layers: 8, hidden_size: 512}}
+data:
+  sources:
+    - {format: text, paths: a.txt, weight: 3, teacher: math}
+    - {format: text, paths: b.txt, weight: 1}
+  sequence_length: 2048
+  tokenizer: {train_vocab_size: 300}
+objective: {terms: [{divergence: forward_kl}], routing_weights: {math: 1, code: 1}}
+train: {steps: 1000, global_batch_size: 64, precision: bf16}
+"""
+
+
+def test_several_teachers_on_the_ranks_of_the_student_are_planned_by_their_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(SEVERAL)
+    words = ["plan", str(tmp_path / "run.yaml"), "--devices", "4", "--device", "l40s"]
+    assert main([*words, "--simulate", str(tmp_path / "s")]) == 0
+    text = capsys.readouterr().out
+    assert "with their shares of the samples: code 12%, math 88%." in text
+    assert "parallel.tensor=" in text
+    assert "teacher." not in text
+    assert "Simulated: " in text
+    assert main([*words, "teachers.math.parallel={tensor: 2}"]) == 1
+    assert "teachers.math.parallel: a plan has several teachers on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

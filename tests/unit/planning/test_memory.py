@@ -1,4 +1,4 @@
-"""The parts of a rank's memory that no recorded step shows."""
+"""Parts of a rank's memory that no recorded step shows, and several teachers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megatron_distill.planning.activations import forward_bytes
 from megatron_distill.planning.device import load_device
 from megatron_distill.planning.memory import memory_need
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.run import Choice
+from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher
+from megatron_distill.planning.step_time import step_time, teacher_seconds
 from megatron_distill.runtime.groups import Layout
 from tests.unit.planning.shapes import llama, run_of
 
@@ -38,7 +39,62 @@ def test_tensor_ranks_divide_a_forward_pass_but_for_the_input_of_a_layer() -> No
         forward_bytes(shape, layout, 2, is_fused=True)
         for layout in (Layout(), Layout(2), Layout(2, sequence=True))
     )
-    inner = 2 * 3 * 4096
-    assert one == 2 * 2 * 1024 + inner
+    hidden, inner = 2 * 1024, 2 * 3 * 4096
+    assert one == 4 * hidden + inner
     assert two == one - inner / 2
-    assert split == two - 1024
+    assert split == two - hidden  # half of four, and the gathered input
+
+
+MATH, CODE = llama(8, 1024, 4096, 16, 16), llama(4, 512, 2048, 8, 8)
+SMALL = llama(4, 256, 512, 4, 4)
+TWO = Layout(pipeline=2)
+
+
+def taught(*several: SharedTeacher, **changes: object) -> PlannedRun:
+    return run_of(SMALL, teacher=MATH, several=several, **changes)
+
+
+def choice_of(teacher_layers: tuple[int, ...], micro_batch_size: int) -> Choice:
+    return Choice(
+        layout=TWO, ranks=4, micro_batch_size=micro_batch_size, layers=(2, 2), place="shared",
+        teacher_layout=TWO, teacher_layers=teacher_layers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "math", "code"), [(1, 0.75, 0.25), (2, 0.9375, 0.4375)])
+def test_several_teachers_add_their_weights_and_the_time_of_what_they_run_on(
+    size: int, math: float, code: float
+) -> None:
+    numbers = stage_numbers(SMALL, TWO, (2, 2))
+    both = taught(SharedTeacher("math", MATH, 0.75), SharedTeacher("code", CODE, 0.25))
+    runs = (run_of(SMALL, teacher=MATH), run_of(SMALL, teacher=CODE), both)
+    choices = [choice_of(layers, size) for layers in ((4, 4), (2, 2), (4, 4))]
+    pairs = list(zip(runs, choices, strict=True))
+    needs = [memory_need(run, choice, DEVICE, numbers) for run, choice in pairs]
+    assert needs[2].teacher == needs[0].teacher + needs[1].teacher
+    answers = math * needs[0].hidden_states + code * needs[1].hidden_states
+    assert needs[2].hidden_states == pytest.approx(answers)
+    works = [teacher_seconds(run, choice, DEVICE)[0] for run, choice in pairs]
+    assert works[2] == pytest.approx(math * works[0] + code * works[1])
+    heads = [step_time(run, choice, DEVICE, numbers).heads for run, choice in pairs]
+    assert min(heads[:2]) < heads[2] < sum(heads[:2])
+
+
+def test_replicas_that_run_teachers_together_run_them_where_one_needs_them() -> None:
+    shares = SharedTeacher("math", MATH, 0.5), SharedTeacher("code", CODE, 0.5)
+    alone, joint = (
+        teacher_seconds(taught(*shares, shards_teacher=sharded), choice_of((4, 4), 1), DEVICE)[0]
+        for sharded in (False, True)
+    )
+    # Two replicas: three of four micro-batches need each teacher.
+    assert joint == pytest.approx(1.5 * alone)
+
+
+def test_a_mean_of_teachers_has_the_logits_of_all() -> None:
+    shares = SharedTeacher("math", MATH, 1.0), SharedTeacher("code", CODE, 1.0)
+    numbers = stage_numbers(SMALL, TWO, (2, 2))
+    one, mean = (
+        memory_need(taught(*shares, mixed=mixed), choice_of((4, 4), 1), DEVICE, numbers)
+        for mixed in (1, 2)
+    )
+    assert one.loss_chunk < mean.loss_chunk < 2 * one.loss_chunk

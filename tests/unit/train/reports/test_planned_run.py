@@ -48,8 +48,7 @@ def test_an_assumed_vocabulary_is_named_with_the_keys_to_set(
 ) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     config = load_config(tmp_path / "run.yaml", changes)
-    student, teacher = open_shapes(config)
-    assert teacher is not None
-    assert (student.vocab_size, teacher.vocab_size) == sizes
-    found = vocabulary_note(config, student, teacher)
+    shapes = open_shapes(config)
+    assert (shapes["student"].vocab_size, shapes["teacher"].vocab_size) == sizes
+    found = vocabulary_note(config.models, config.data.tokenizer, shapes)
     assert found == (None if note is None else f"Assumed: {note}")
