@@ -11,16 +11,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from megatron_distill import log
-from megatron_distill.errors import MegatronDistillError
+from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.termination import Interruption
 
 if TYPE_CHECKING:
     from megatron_distill.runtime.launch import Launch
 
-__all__ = ["PROGRAM", "Command", "note", "spelled", "with_launch"]
+__all__ = ["PROGRAM", "Command", "no_file", "note", "spelled", "with_launch", "write_result"]
 
 PROGRAM: Final = "megatron-distill"
 ERROR_STATUS: Final = 1
@@ -121,6 +122,27 @@ def with_launch(work: Callable[[Launch], None]) -> int:
 
     launch = Launch.from_environment()
     return launch.status_of(lambda: work(launch))
+
+
+def no_file(path: Path | None) -> str | None:
+    """Return the error of a file to write, before the work whose result it gets; None: none."""
+    if path is None:
+        return None
+    if path.is_dir():
+        return f"{path} is a folder; name a file in it"
+    return (
+        None if path.parent.is_dir() else f"{path}: the folder {path.parent} is not there; make it"
+    )
+
+
+def write_result(path: Path, text: str) -> None:
+    """Write a command's result to a file; raises ConfigError where the system refuses."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); name another file"
+        ) from error
 
 
 def spelled(given: argparse.Namespace, command: str) -> str:

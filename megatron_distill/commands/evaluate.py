@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_distill.commands.command import Command, note, spelled, with_launch
+from megatron_distill.commands.command import (
+    Command,
+    no_file,
+    note,
+    spelled,
+    with_launch,
+    write_result,
+)
 from megatron_distill.errors import ConfigError
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
@@ -93,9 +100,14 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return "--teacher is the teacher of a run, on tasks; give the run and --tasks"
     if (arguments.items is not None or arguments.against) and not arguments.tasks:
         return "--items and --against are of tasks; add --tasks"
-    for path in (arguments.json, arguments.items):
-        if path is not None and not path.parent.is_dir():
-            return f"{path}: the folder {path.parent} is not there; make it"
+    if arguments.include is not None and not arguments.lm_eval:
+        return "--include has tasks of lm-evaluation-harness; add --lm-eval"
+    if arguments.include is not None and not Path(arguments.include).is_dir():
+        return f"--include {arguments.include}: there is no such folder; correct the path"
+    if arguments.limit is not None and arguments.limit < 1:
+        return f"--limit {arguments.limit}: give 1 item or more, or leave it out for all"
+    if (wrong := no_file(arguments.json) or no_file(arguments.items)) is not None:
+        return wrong
     if (arguments.teacher_text or arguments.speculative) and (weights or on_tasks):
         return "--teacher-text and --speculative compare a run's models; give the run alone"
     if any(length < 1 for length in arguments.speculative):
@@ -209,7 +221,7 @@ def _write_items(
         found = {
             role: {task: one.as_dict() for task, one in own.items()} for role, own in items.items()
         }
-        path.write_text(json.dumps({"model": model, "items": found}) + "\n", encoding="utf-8")
+        write_result(path, json.dumps({"model": model, "items": found}) + "\n")
 
 
 def _write_out(figures: Mapping[str, object], path: Path | None) -> None:
@@ -218,7 +230,7 @@ def _write_out(figures: Mapping[str, object], path: Path | None) -> None:
     if path is None:
         sys.stdout.write(text)
     else:
-        path.write_text(text, encoding="utf-8")
+        write_result(path, text)
 
 
 def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:

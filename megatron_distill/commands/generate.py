@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_distill.commands.command import Command, note, spelled, with_launch
+from megatron_distill.commands.command import (
+    Command,
+    no_file,
+    note,
+    spelled,
+    with_launch,
+    write_result,
+)
 from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
@@ -74,7 +81,9 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return "--system is a message of a chat; add --chat"
     if arguments.transformers and arguments.hf is None:
         return "--transformers reads a Hugging Face folder; add --hf DIR"
-    return None
+    if arguments.tokens < 0:
+        return f"--tokens {arguments.tokens}: give 0 or more"
+    return no_file(arguments.text)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -88,7 +97,7 @@ def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
         if arguments.text is None:
             sys.stdout.write(text + "\n")
         else:
-            arguments.text.write_text(text, encoding="utf-8")
+            write_result(arguments.text, text)
     source = arguments.hf or arguments.checkpoint or run_and_overrides(arguments)[0]
     choice = "greedy" if arguments.temperature == 0 else f"seed {arguments.seed}"
     place = "" if arguments.text is None else f"; the text is in {arguments.text}"

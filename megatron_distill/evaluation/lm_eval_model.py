@@ -9,6 +9,8 @@ from typing import Any
 
 import lm_eval
 import numpy as np
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
@@ -32,10 +34,12 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
             loaded = manager.load([name])
         except (AssertionError, ImportError) as error:  # in the task's code, as it is imported
             raise _needing(name, error) from error
-        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        except TemplateError as error:
+            raise _template_error(name, error) from error
+        except (AttributeError, DatasetsError, KeyError, OSError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"--lm-eval {name}: {type(error).__name__}: {error}; give a name of the harness or "
-                "of a task in --include, with its data on this machine"
+                f"--lm-eval {name}: {type(error).__name__}: {_line(error)}; give a name of the "
+                "harness or of a task in --include, with its data on this machine"
             ) from error
         groups = loaded.get("groups") or {}
         found += [groups[name]] if name in groups else loaded["tasks"].values()
@@ -45,7 +49,8 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
 def run_harness(model: ScorerLM, tasks: list[Any], *, limit: int | None) -> dict[str, Any] | None:
     """Return the harness's results on its rank 0, None elsewhere.
 
-    Raises ConfigError where the code of a task needs a package that is missing.
+    Raises ConfigError where the code of a task needs a package that is missing, or a template names
+    a column that is.
 
     Collective: those of the model's scorer and writer.
     """
@@ -61,13 +66,32 @@ def run_harness(model: ScorerLM, tasks: list[Any], *, limit: int | None) -> dict
             torch_random_seed=None,
         )
     except ImportError as error:  # that a task's code defers until it judges
-        named = " ".join(str(getattr(task, "task_name", None) or task.name) for task in tasks)
-        raise _needing(named, error) from error
+        raise _needing(_names(tasks), error) from error
+    except TemplateError as error:  # of a template that no example was rendered with before
+        raise _template_error(_names(tasks), error) from error
+
+
+def _names(tasks: Sequence[Any]) -> str:
+    return " ".join(str(getattr(task, "task_name", None) or task.name) for task in tasks)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's text in one line; of one that tells no reason, that of its cause."""
+    if isinstance(error, DatasetsError) and error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())
+
+
+def _template_error(name: str, error: TemplateError) -> ConfigError:
+    return ConfigError(
+        f"--lm-eval {name}: a template of the task does not fit its data: {_line(error)}; correct "
+        "the template, or give data with the columns that it names"
+    )
 
 
 def _needing(name: str, error: AssertionError | ImportError) -> ConfigError:
     """Return the error of a task whose code refuses the installed packages."""
-    missing, own = _missing_module(error), " ".join(str(error).split())
+    missing, own = _missing_module(error), _line(error)
     if missing is None:
         return ConfigError(
             f"--lm-eval {name}: the task's code cannot be imported: {own}; install what it needs, "

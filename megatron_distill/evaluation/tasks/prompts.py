@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import SandboxedEnvironment
@@ -16,6 +16,11 @@ from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.evaluation.tasks.rows import TaskRow, read_items, read_shots
 
 __all__ = ["Item", "Prompt", "TaskTemplates", "read_task"]
+
+# Errors of operations and filters in a template.
+_OF_TEMPLATES: Final = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -199,14 +204,14 @@ class TaskTemplates:
             return template
         try:
             return self._template(template).render(self._values(row))
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _OF_TEMPLATES as error:
             raise self._missing(str(error), row) from error
 
     def _expression(self, key: str, source: str, row: TaskRow) -> Any:
         """Return the value of an expression over the columns."""
         try:
             found = self._compiled(source)(**self._values(row))
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _OF_TEMPLATES as error:
             raise self._missing(f"{key}: {error}", row) from error
         if isinstance(found, StrictUndefined) or found is None:
             raise self._missing(f"{key} = {source!r} has no value", row)

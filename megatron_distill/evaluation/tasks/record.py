@@ -158,8 +158,10 @@ def _with_base(named: str, inside: tuple[str, ...]) -> tuple[dict[str, Any], str
         raise ConfigError(f"{place}: base = {base!r} leads back to itself; remove one of them")
     beside = Path(place).parent / str(base)
     below, _ = _with_base(str(beside) if beside.is_file() else str(base), (*inside, str(base)))
-    columns = {**below.get("columns", {}), **content.get("columns", {})}
-    return {**below, **content, **({"columns": columns} if columns else {})}, place
+    columns = [one["columns"] for one in (below, content) if "columns" in one]
+    if len(columns) == 2 and all(isinstance(one, Mapping) for one in columns):
+        content["columns"] = {**columns[0], **columns[1]}
+    return {**below, **content}, place
 
 
 def _read(named: str) -> tuple[dict[str, Any], str]:

@@ -167,6 +167,12 @@ def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert len(harness_tasks(["own_choices", "own_texts"], include=str(tmp_path))) == 2
     with pytest.raises(ConfigError, match="--lm-eval own_nothing: .* give a name of the harness"):
         harness_tasks(["own_choices", "own_nothing"], include=str(tmp_path))
+    text = (tmp_path / "own_choices.yaml").read_text().replace("own_choices", "own_column")
+    (tmp_path / "own_column.yaml").write_text(text.replace("{{q}}", "{{query}}"))
+    with pytest.raises(
+        ConfigError, match="own_column: a template .* 'query' is undefined; correct"
+    ):
+        harness_tasks(["own_column"], include=str(tmp_path))
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(ConfigError, match="--lm-eval own_choices: FileNotFoundError"):
         harness_tasks(["own_choices"], include=str(tmp_path))
