@@ -1,4 +1,4 @@
-"""Figures of the front page and of the page on performance are those of the records."""
+"""Figures of the front page and the pages on performance and generation are those of records."""
 
 import csv
 import re
@@ -119,3 +119,11 @@ def test_the_losses_are_those_of_the_record(page: Path) -> None:
         for subject, text in zip((ours, peer), memory, strict=False):
             extra = record[f"{CASES[0]}/TP{ranks}", loss, subject][2]
             assert rounded(extra, text), (name, subject, extra, text)
+
+
+def test_the_speed_of_text_is_that_of_the_record() -> None:
+    """Of rows at once: the ratio to `transformers`, and that to recomputation."""
+    record = [row for row in rows(RESULTS / "generate.md") if row[0].isdigit()]
+    found = [row for row in rows(ROOT / "docs" / "generation.md") if row[0].isdigit()]
+    assert len(record) >= 4
+    assert found == [[row[0], row[3], row[7]] for row in record]
