@@ -293,6 +293,39 @@ def test_a_store_without_the_begin_of_text_names_the_setting(
         list(islice(iter(stream.next_sample, None), 60))
 
 
+@pytest.mark.parametrize("kind", ["rows", "pieces of a file"])
+def test_begin_of_text_tokens_shift_no_place(
+    student: Tokenizer, teacher: Tokenizer, spec: SourceSpec, tmp_path: Path, kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for tokenizer, bos_id in ((student, 1), (teacher, 2)):
+        monkeypatch.setattr(tokenizer, "bos_id", bos_id)
+        monkeypatch.setattr(tokenizer, "adds_bos", True)
+    if kind != "rows":
+        monkeypatch.setattr("megatron_distill.data.text.documents.PIECE_BYTES", 120)
+        (tmp_path / "long.txt").write_text("\n".join(TEXTS))
+        spec = SourceSpec("text", (str(tmp_path / "long.txt"),))
+    records = store_of(tmp_path / "store", spec, teacher, samples=70)
+    firsts = used = 0
+    for sample in islice(joined(tmp_path / "store", spec, student, teacher), 40):
+        other = sample.teacher
+        assert other is not None
+        assert other.places_U12 is not None
+        for label in np.flatnonzero(other.chunks_U1 != NO_CHUNK):
+            number, position = other.places_U12[label].tolist()
+            pair = slice(position, position + 2)
+            assert (
+                records[number].tokens_S1[pair].tolist()
+                == other.tokens_U1[label - 1 : label + 1].tolist()
+            )
+            assert len(set(records[number].document_ids_S1[pair].tolist())) == 1
+            firsts += int(other.tokens_U1[label - 1] == 2)
+            used += 1
+    # The first token of a text is a label, behind that of its beginning.
+    assert firsts >= (20 if kind == "rows" else 1)
+    assert used > 500
+
+
 def test_a_piece_of_a_long_document_is_known_by_its_own_text(
     student: Tokenizer, teacher: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
