@@ -66,12 +66,8 @@ class Job(Generic[J]):
             for field, (option, metavar, text) in REPORTS.items():
                 if getattr(self, field) is not None:
                     parser.add_argument(option, metavar=metavar, help=text)
-            parser.add_argument(
-                "words",
-                nargs="*",
-                metavar="CONFIG key=value",
-                help=f"YAML file, here or shipped, then changes to it, {example}",
-            )
+            text = f"YAML file, here or shipped, then changes to it, {example}"
+            parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=text)
 
         return Command(
             description=description,

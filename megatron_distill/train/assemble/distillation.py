@@ -161,8 +161,7 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     if section.features:
         objective, teacher = _with_features(config, objective, teacher, student, layers, site)
     if isinstance(teacher.stored, Stored) and options.teacher is not None:
-        reading = replace(options.teacher, index=teacher.stored.index)
-        options = replace(options, teacher=reading)
+        options = replace(options, teacher=replace(options.teacher, index=teacher.stored.index))
     samples = RunSamples(
         data=config.data,
         options=options,
@@ -227,15 +226,13 @@ def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balan
 
     The feature losses' weights come from `objective`, which has the pairs of layers.
     """
-    balance = config.balance
+    balance, terms = config.balance, config.terms
     return Balancing(
         mode=balance.mode,
         schedules=Schedules(
             ce=_schedule(config.ce_weight, config.ce_weight_schedule),
-            terms=tuple(_schedule(term.weight, term.weight_schedule) for term in config.terms),
-            temperatures=tuple(
-                _schedule(term.temperature, term.temperature_schedule) for term in config.terms
-            ),
+            terms=tuple(_schedule(x.weight, x.weight_schedule) for x in terms),
+            temperatures=tuple(_schedule(x.temperature, x.temperature_schedule) for x in terms),
             features=tuple(map(ValueSchedule.unchanging, objective.feature_weights)),
             alpha=_schedule(balance.alpha, balance.alpha_schedule),
         ),
@@ -249,9 +246,8 @@ def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balan
 def _schedule(value: float, schedule: ValueScheduleConfig | None) -> ValueSchedule:
     if schedule is None:
         return ValueSchedule.unchanging(value)
-    return ValueSchedule(
-        value, schedule.to, schedule.kind, schedule.steps or 0, schedule.start_step
-    )
+    steps = schedule.steps or 0
+    return ValueSchedule(value, schedule.to, schedule.kind, steps, schedule.start_step)
 
 
 def _with_features(
