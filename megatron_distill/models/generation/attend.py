@@ -117,7 +117,8 @@ class Append:
         self.first = max(cache.starts)
         positions_b = cache.length - cache.starts_b + cache.first_position
         self.positions_N = F.pad(positions_b, (0, padding)) if padding else positions_b
-        self._own: dict[int | None, Tensor | None] = {}
+        self._own: dict[int, Tensor] = {}
+        self._summands: dict[int, Tensor] = {}
         self._of_prefix: dict[tuple[int, int], Tensor] = {}
 
     def attend(
@@ -136,6 +137,9 @@ class Append:
         store = self.cache.layers[layer]
         keys, values = store.append(key, value, self.cache.length)
         rule = _rule(core)
+        if self.cache.prefix is None and rule.softcap is None:
+            part = Keys(keys, values, self._added(store.slots, query.dtype))
+            return attend_to(query, [part], rule)
         parts = [Keys(keys, values, self._visible(store.slots))]
         if self.cache.prefix is not None:
             parts += self._prefix(layer, rule.window)
@@ -151,6 +155,16 @@ class Append:
             held = length - (length - index) % slots  # the last slot that is stored there
             self._own[slots] = (held >= self.cache.starts_b[:, None])[:, None, None]
         return self._own[slots]
+
+    def _added(self, slots: int, dtype: torch.dtype) -> Tensor | None:
+        """Return `_visible` as a summand of the scores, made once for all layers of a step."""
+        visible = self._visible(slots)
+        if visible is None:
+            return None
+        if slots not in self._summands:
+            hidden = torch.zeros_like(visible, dtype=dtype)
+            self._summands[slots] = hidden.masked_fill_(~visible, -math.inf)
+        return self._summands[slots]
 
     def _prefix(self, layer: int, window: int | None) -> list[Keys]:
         prefix = self.cache.prefix

@@ -116,10 +116,10 @@ class LayerCache:
     def append(self, key_bgd: Tensor, value_bgd: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Store one slot after `length`; returns all stored ones, in any order."""
         slot = length % self.slots
-        self.keys[:, :, slot] = key_bgd
-        self.values[:, :, slot] = value_bgd
+        self.keys.select(2, slot).copy_(key_bgd)
+        self.values.select(2, slot).copy_(value_bgd)
         stored = min(length + 1, self.slots)
-        return self.keys[:, :, :stored], self.values[:, :, :stored]
+        return self.keys.narrow(2, 0, stored), self.values.narrow(2, 0, stored)
 
     def replace(self, keys_bgtd: Tensor, values_bgtd: Tensor, length: int) -> None:
         """Store the last of the slots that end at `length`."""

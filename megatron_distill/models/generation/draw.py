@@ -108,8 +108,12 @@ def draw(
         score_b = own_b = sum_b = logits_bV.new_full(keys_b.shape, -math.inf, dtype=torch.float64)
     else:
         score_b, columns_b = chosen_bV.max(dim=1)  # the first of equal ones
-        own_b = logits_bV.gather(1, columns_b[:, None])[:, 0]
-        sum_b = logits_bV.logsumexp(dim=1)
+        if chosen_bV is logits_bV:  # greedy: `logsumexp`, whose largest logit is known
+            own_b = score_b
+            sum_b = (logits_bV - own_b[:, None]).exp_().sum(dim=1).log_().add_(own_b)
+        else:
+            own_b = logits_bV.gather(1, columns_b[:, None])[:, 0]
+            sum_b = logits_bV.logsumexp(dim=1)
     ids_b = columns_b + shard.start
     if group.size() == 1:
         return Drawn(ids_b, (own_b - sum_b).to(torch.float64))

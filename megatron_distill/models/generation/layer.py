@@ -33,7 +33,7 @@ __all__ = ["Layer", "Norm", "Rotation", "summed"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of the positions, each [N, 1, d]; see `rotated`."""
+"""Cosines and signed sines of the positions, each [N, 1, 1, d]; see `rotated`."""
 
 
 def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -131,7 +131,7 @@ class FeedForward:
 
 
 def rotated(heads: Tensor, rotation: Rotation, width: int) -> Tensor:
-    """Rotate the first `width` numbers of each head [N, ..., d], in halves.
+    """Rotate the first `width` numbers of each head [N, g, h, d], in halves.
 
     Cosines are 1 and sines 0 for further numbers; the sines of the first half are negative.
     Source: RoFormer, arXiv 2104.09864, equation 34.
@@ -236,8 +236,7 @@ class Layer:
             query, key = self.query_norm(both[:, :, :-1]), self.key_norm(both[:, :, -1:])
             both = torch.cat([query, key], 2)
         if self.plane is not None:
-            cosines, sines = rotations[self.plane]
-            both = rotated(both, (cosines[:, None], sines[:, None]), self.rotary_width)
+            both = rotated(both, rotations[self.plane], self.rotary_width)
         return both[:, :, :-1], both[:, :, -1], value
 
     def _of_group(self, mixed: Tensor, share: int) -> Tensor:

@@ -112,7 +112,10 @@ class Stage:
         else:
             hidden_NH = self._received(ids_N.shape[0])
         rotations = [
-            (cosines[step.positions_N][:, None], sines[step.positions_N][:, None])
+            (
+                cosines.index_select(0, step.positions_N)[:, None, None],
+                sines.index_select(0, step.positions_N)[:, None, None],
+            )
             for cosines, sines in self.tables
         ]
         chunk = self.chunks[number]
