@@ -16,7 +16,7 @@ from megatron_distill.losses import token_divergence
 from megatron_distill.signals import DenseLogits
 from tests.reference.cross_tokenizer import Alignment
 from tests.support.aligned_losses import Loss, divergence
-from tests.unit.losses.test_cross_tokenizer_reference import (
+from tests.unit.losses.chunks.test_cross_tokenizer_reference import (
     EXAMPLE,
     ONE_TOKEN,
     STUDENT,
