@@ -30,7 +30,6 @@ from tests.e2e.runs import (
     course,
     failure,
     failure_here,
-    quick_and_slow,
     records,
     run,
     train_here,
@@ -82,7 +81,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick_and_slow(CASES, ("DP2, parameters gathered late",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_training_is_bit_identical_with_and_without(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:

@@ -19,7 +19,6 @@ from tests.e2e.runs import (
     assembled,
     course,
     failure,
-    quick_and_slow,
     records,
     run,
     step_records,
@@ -109,7 +108,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ("DP2",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_changes_nothing(
     pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:

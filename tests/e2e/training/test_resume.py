@@ -99,10 +99,8 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
 }  # fmt: skip
 
 
-QUICK_OTHER = ("PP2 to DP2",)
-
-
-@pytest.mark.parametrize("case", quick_and_slow(OTHER, QUICK_OTHER))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHER)
 def test_in_another_layout_the_losses_are_the_same(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
