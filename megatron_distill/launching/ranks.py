@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     # `launching.node` tells the ranks of a stop. A scheduler may signal every process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, _leave_to_ranks)
-    # Without its parent nobody would record the outcome; the ranks then save and leave.
+    # Without its parent the outcome would have no record; the ranks then save and leave.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     found = _run(folder, arguments[3:])
     outcome = NodeOutcome(node, index, *found)

@@ -74,7 +74,7 @@ class Hosts:
         return self.addresses[node]
 
     def endpoint(self, address: str) -> str:
-        """Return host and a new port for the rendezvous, which nobody here can probe."""
+        """Return host and a new port for the rendezvous, which cannot be probed from here."""
         return f"{address}:{_LEAST_PORT + random.SystemRandom().randrange(_PORTS)}"
 
     def pause(self, starts: int) -> float:

@@ -24,7 +24,7 @@ from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.models import build_terms, layout_of
 from megatron_distill.train.assemble.routing import members
-from megatron_distill.train.assemble.stored_source import OneOfSeveral
+from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
 from megatron_distill.train.teachers.answers import (
     AnswerPlan,
     Column,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron_distill.config import RunConfig, TermConfig, routed_terms
 from megatron_distill.data.routing import Routing
-from megatron_distill.train.assemble.stored_source import OneOfSeveral
+from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
 from megatron_distill.train.teachers.serving import Share
 
 __all__ = ["members", "sample_routing", "share_of_units"]

@@ -31,8 +31,8 @@ from megatron_distill.train.assemble.models import (
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
 from megatron_distill.train.assemble.routing import members
 from megatron_distill.train.assemble.site import Site
-from megatron_distill.train.assemble.stored import SeveralStores, Stored, open_stored
-from megatron_distill.train.assemble.stored_source import OneOfSeveral
+from megatron_distill.train.assemble.stores.stored import SeveralStores, Stored, open_stored
+from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics

@@ -179,10 +179,10 @@ def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 NEEDY = {
-    "own_import": "import tokens_of_nobody\n\n\ndef rows(data):\n    return data\n",
+    "own_import": "import missing_tokens\n\n\ndef rows(data):\n    return data\n",
     "own_told": (
-        "try:\n    import langdetect_of_nobody.parts\nexcept ModuleNotFoundError as error:\n"
-        "    raise ModuleNotFoundError('get the harness\\nwith [nobody]') from error\n"
+        "try:\n    import missing_langdetect.parts\nexcept ModuleNotFoundError as error:\n"
+        "    raise ModuleNotFoundError('install the extra\\n[missing]') from error\n"
     ),
     "own_later": (
         "def rows(data):\n    return data\n\n\ndef judge(doc, results):\n    import neologdn\n"
@@ -226,12 +226,11 @@ def test_a_package_that_a_task_needs_is_named(pool: Pool, inputs: Inputs, tmp_pa
     needs = "--lm-eval {}: the task needs the package {}, which is not installed"
     leave = "`, or leave the task out"
     assert error("own_import") == (
-        needs.format("own_import", "tokens_of_nobody")
-        + f"; run `pip install 'tokens_of_nobody'{leave}"
+        needs.format("own_import", "missing_tokens") + f"; run `pip install 'missing_tokens'{leave}"
     )
     assert error("own_told") == (
-        needs.format("own_told", "langdetect_of_nobody")
-        + f" (get the harness with [nobody]); run `pip install 'langdetect_of_nobody'{leave}"
+        needs.format("own_told", "missing_langdetect")
+        + f" (install the extra [missing]); run `pip install 'missing_langdetect'{leave}"
     )
     # One of the harness's own extras, with its version there.
     expected = re.escape(needs.format("own_later", "neologdn"))

@@ -91,7 +91,7 @@ def test_a_job_whose_results_were_removed_is_not_done(tmp_path: Path) -> None:
     shutil.rmtree(store)
     assert not jobs[1].is_done()
 
-    # A run without checkpoints ends as well, and a marker that nobody can read marks nothing.
+    # A run without checkpoints ends as well, and an unreadable marker counts as none.
     (tmp_path / "plain" / "launches").mkdir(parents=True)
     plain = Launches(tmp_path / "plain" / "launches", tmp_path / "plain", "", "c")
     plain.mark_done()
