@@ -21,6 +21,7 @@ from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.segments import KeyRanges, Segments, copied
 
 _BLOCK = 128
+_SMALLEST_HEAD = 16  # of the products of Triton, which the kernel is compiled to
 
 
 def takes(query: Tensor, rule: AttentionRule) -> bool:
@@ -30,6 +31,7 @@ def takes(query: Tensor, rule: AttentionRule) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and rule.softcap is not None
         and not rule.dropout
+        and query.shape[-1] >= _SMALLEST_HEAD
     )
 
 

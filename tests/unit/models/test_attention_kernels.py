@@ -342,3 +342,9 @@ class _Described:
 def test_head_sizes_that_the_flash_kernel_refuses_are_blocked(size: int) -> None:
     query = _Described(torch.device("cuda"), torch.bfloat16, (8, 1, 4, size))
     assert kernel_for(query, AttentionRule(SCALE)).name == "blocked"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "name"), [(8, "blocked"), (16, "flex")])
+def test_soft_caps_of_heads_too_small_for_flexattention_are_blocked(size: int, name: str) -> None:
+    query = _Described(torch.device("cuda"), torch.bfloat16, (8, 1, 4, size))
+    assert kernel_for(query, AttentionRule(SCALE, softcap=2.0)).name == name  # type: ignore[arg-type]
