@@ -219,11 +219,14 @@ def _sum_of_ranks(rank: int, ranks: int, kind: str, store: str, result: str) -> 
     """Time sums of three sizes; the first of the two processes writes them."""
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)  # else the barrier of every rank is on the first GPU
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
+        device_id=device if kind == "cuda" else None,
     )
     times = []
     for count in _MESSAGES:
