@@ -43,6 +43,7 @@ _COLLECTIVES: Final = {
 }
 _QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SINGLE_QUEUE_BELOW: Final = 10  # the compute capability of Blackwell
+_MOST_QUEUES: Final = 32
 
 
 def prepare_collectives() -> None:
@@ -60,6 +61,16 @@ def limit_queues() -> None:
     capability = None if _QUEUES in os.environ else _compute_capability()
     if capability is not None and capability < _SINGLE_QUEUE_BELOW:
         os.environ[_QUEUES] = "1"
+
+
+def spread_queues() -> None:
+    """Give each stream a hardware queue of its own; call before anything starts CUDA.
+
+    For a teacher on ranks of its own: a thread exchanges answers while layers communicate, in no
+    common order of the ranks. In one queue a message behind a collective that waits for a peer
+    would never start, and the peer could wait for that very message.
+    """
+    os.environ.setdefault(_QUEUES, str(_MOST_QUEUES))
 
 
 def _compute_capability() -> int | None:
@@ -332,13 +343,16 @@ def joined_world(
     Import Megatron-Core inside, not before. An existing process group is used and not destroyed.
     Raises ConfigError, on all ranks, for a missing device or backend. An error in the block that is
     no MegatronDistillError is taken for one of this rank alone and ends the process.
-    `splits_layers`: layers are split by tensor or context parallelism, see `limit_queues`.
+    `splits_layers`: layers are split by tensor or context parallelism, see `limit_queues`; teachers
+    on ranks of their own need `spread_queues`.
 
     Collective: the whole world, rendezvous.
     """
     launch = launch or Launch.from_environment()
     with launch.together("device"):
-        if splits_layers and device != "cpu":
+        if device != "cpu" and launch.roles.are_split:
+            spread_queues()
+        elif device != "cpu" and splits_layers:
             limit_queues()
         selected = select_device(device=device, backend=backend)
         claim_device(selected, launch)

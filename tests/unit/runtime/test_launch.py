@@ -82,6 +82,25 @@ def test_kernels_share_a_queue_before_blackwell(
     assert os.environ[QUEUES] == "32"
 
 
+@pytest.mark.parametrize("splits_layers", [False, True])
+def test_messages_beside_collectives_have_queues_of_their_own(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, splits_layers: bool
+) -> None:
+    monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
+    monkeypatch.setattr(launch, "_bridge", lambda *_: None)
+    store = dist.HashStore()
+    store.set("device/all", "here")  # the other two ranks
+    with joined_world(
+        device="cuda",
+        backend="auto",
+        threads=None,
+        timeout_seconds=TIMEOUT,
+        splits_layers=splits_layers,
+        launch=Launch(0, 3, store, (("teacher", 1),)),
+    ):
+        assert os.environ[QUEUES] == "32"
+
+
 def test_without_the_drivers_library_no_capability_is_known() -> None:
     if torch.version.cuda is None:
         assert launch._compute_capability() is None
