@@ -45,6 +45,11 @@ def describe(folder: Path) -> ModelDescription:
     """
     path = folder / "config.json"
     entries = _entries(path)
+    if entries.get("kv_lora_rank"):
+        raise CheckpointError(
+            f"{path}: kv_lora_rank is {entries['kv_lora_rank']!r}: latent attention (MLA, of "
+            "DeepSeek-V2 and V3) is not implemented; choose a model without it"
+        )
     family = family_named(entries.get("model_type"), where=str(path))
     if entries.get("quantization_config"):
         raise CheckpointError(

@@ -94,6 +94,9 @@ PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0
 # model, entries of config.json -> what the message must hold
 ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "unknown family": ("llama2", {"model_type": "bloom"}, ("model_type 'bloom'", "gpt2, llama, ")),
+    "latent attention": (
+        "llama2", {"model_type": "deepseek_v3", "kv_lora_rank": 512}, ("kv_lora_rank is 512", "MLA")
+    ),
     "activation": ("llama2", {"hidden_act": "relu"}, ("hidden_act is 'relu'", "'silu'")),
     "rotary kind": ("llama2", {"rope_parameters": YARN}, ("rope_type is 'yarn'", "'llama3'")),
     "part of a head": ("llama2", {"rope_parameters": PARTIAL}, ("partial_rotary_factor is 0.5",)),
