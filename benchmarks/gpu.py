@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --parts step,capture
     python benchmarks/gpu.py --quick             # small shapes, to test the harness on any machine
 
-Each part runs in processes of its own and is written as soon as it ends, so that a part that fails
-or runs out of time costs no other.
+Each case runs in a process of its own and is written as soon as it ends. A case that fails costs no
+other, and a part has its share of the time: what it does not use is for the parts after it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ import torch
 
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe, installed
-from benchmarks.harness.summary import compare, summarise
+from benchmarks.harness.summary import Row, compare, summarise
 from benchmarks.steps.cases import Body, Case, Ranks, Workload
+from megatron_distill.runtime.torchrun import available_cores
 
 MIB = 2**20
 # A Llama 3.2 1B beside a Llama 3.1 8B, random weights.
@@ -38,6 +40,8 @@ _ONE = Ranks("TP1", 1)
 _CHUNK = 2048
 # ModelOpt keeps several fp32 copies of a micro-batch's logits: 8,192 tokens of them do not fit.
 _PEER_LENGTH = 4096
+_TEST_PROCESSES = 8
+_TEST_LINES = 60  # of the output of tests that failed
 # Lengths of documents: one, and those of a web corpus.
 _ATTENTION = ((8192, "whole"), (8192, "packed"), (32_768, "packed"))
 
@@ -60,32 +64,80 @@ SMALL = Settings(_SMALL, "fp32", (64, 512), ((512, "packed"),), repeats=1, steps
 
 
 @dataclass
+class Part:
+    """One part: the cases that have ended, and the table of those that succeeded."""
+
+    name: str
+    end: float
+    write: Callable[[], None]
+    lines: list[str] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seconds: float | None = None  # None: it is running
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left to it."""
+        return self.end - time.monotonic()
+
+    def measure(self, case: str, run: Callable[[float], Any]) -> Any:
+        """Run a case in the seconds that are left; return its figures, None if it failed."""
+        found = None
+        if self.left <= 0:
+            self.failures.append(f"{case}: not run, the time was over")
+        else:
+            try:
+                found = self.raw[case] = run(self.left)
+            except subprocess.TimeoutExpired as error:
+                self.failures.append(f"{case}: not ended after {error.timeout:.0f} s")
+            except (SystemExit, OSError, ValueError) as error:
+                self.failures.append(f"{case}: {str(error)[-2000:]}")
+        self.write()
+        return found
+
+    def text(self) -> list[str]:
+        """Return the part as Markdown."""
+        ended = "running" if self.seconds is None else f"{self.seconds:.0f} s"
+        failed = [line for one in self.failures for line in ("Failed:", "", "```", one, "```", "")]
+        return [f"## {self.name} ({ended})", "", *self.lines, "", *failed]
+
+
+@dataclass
 class Report:
-    """The parts that have ended; written anew after each."""
+    """All parts so far; written anew after each case."""
 
     path: Path
     environment: dict[str, str]
-    lines: list[str] = field(default_factory=list)
-    raw: dict[str, Any] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
-    def add(self, name: str, seconds: float, lines: Sequence[str], raw: Any) -> None:
-        """Add a part that has ended."""
-        self.lines += [f"## {name} ({seconds:.0f} s)", "", *lines, ""]
-        self.raw[name] = raw
+    @property
+    def failed(self) -> list[str]:
+        """The parts in which a case failed."""
+        return [part.name for part in self.parts if part.failures]
+
+    def run(self, name: str, settings: Settings, *, end: float) -> None:
+        """Run a part until it ends or its time does."""
+        started = time.monotonic()
+        part = Part(name, end, self.write)
+        self.parts.append(part)
+        PARTS[name].run(settings, part)
+        part.seconds = time.monotonic() - started
         self.write()
+        print("\n".join(part.text()), flush=True)
 
     def write(self) -> None:
         """Write the Markdown and the raw figures."""
         facts = [f"- {key}: {value}" for key, value in self.environment.items()]
-        text = "\n".join(["# One GPU", "", *facts, "", *self.lines])
+        lines = [line for part in self.parts for line in part.text()]
+        text = "\n".join(["# One GPU", "", *facts, "", *lines])
         self.path.with_suffix(".md").write_text(text, encoding="utf-8")
-        kept = {"environment": self.environment, "parts": self.raw}
+        raw = {part.name: part.raw for part in self.parts}
+        kept = {"environment": self.environment, "parts": raw}
         self.path.with_suffix(".json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
 
 def main() -> int:
-    """Run the chosen parts; return 1 if one of them failed."""
+    """Run the chosen parts; return 1 if a case failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,6 +147,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--name", default="gpu", help="what the result files are called")
     arguments = parser.parse_args()
+    names = arguments.parts.split(",")
+    if not set(names) <= set(PARTS):
+        parser.error(f"--parts {arguments.parts}: the parts are {', '.join(PARTS)}")
     if not arguments.quick and not torch.cuda.is_available():
         parser.error("no GPU is visible; --quick tests the harness without one")
     profile = arguments.output / f"{arguments.name}_profile.md"
@@ -102,26 +157,13 @@ def main() -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.output / arguments.name, _environment(sys.argv[1:], arguments.quick))
     end = time.monotonic() + arguments.seconds
-    for name in arguments.parts.split(","):
-        _run_part(name, settings, report, end=end)
+    while names:
+        left = max(0.0, end - time.monotonic())
+        share = PARTS[names[0]].share / sum(PARTS[name].share for name in names)
+        report.run(names.pop(0), settings, end=time.monotonic() + left * share)
     if report.failed:
         print(f"failed: {', '.join(report.failed)}")
     return 1 if report.failed else 0
-
-
-def _run_part(name: str, settings: Settings, report: Report, *, end: float) -> None:
-    left, started = end - time.monotonic(), time.monotonic()
-    if left <= 0:
-        report.failed.append(name)
-        report.add(name, 0, ["Not run: the time was over."], None)
-        return
-    try:
-        lines, raw = PARTS[name](settings, left)
-    except (SystemExit, subprocess.TimeoutExpired, OSError) as error:
-        report.failed.append(name)
-        lines, raw = ["Failed:", "", "```", str(error)[-2000:], "```"], None
-    report.add(name, time.monotonic() - started, lines, raw)
-    print("\n".join([f"## {name}", *lines]), flush=True)
 
 
 def _environment(words: Sequence[str], quick: bool) -> dict[str, str]:
@@ -133,36 +175,68 @@ def _environment(words: Sequence[str], quick: bool) -> dict[str, str]:
     return found
 
 
-def _tests(_: Settings, seconds: float) -> tuple[list[str], Any]:
+def _tests(_: Settings, part: Part) -> None:
     """The tests that need a device."""
-    command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-q", "--no-header"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    last = done.stdout.strip().splitlines()[-12:]
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    # Those that start whole runs take longest.
+    files.sort(key=lambda path: ("e2e" in path.parts, path))
+    part.measure("tests", lambda seconds: _run_tests(files, part, seconds))
+
+
+def _run_tests(files: Sequence[Path], part: Part, seconds: float) -> dict[str, Any]:
+    """Run the files' tests on a device; those that ended count, also if the time was over."""
+    words = ["-m", "gpu", "-v", "--no-header", "--continue-on-collection-errors"]
+    if find_spec("xdist") is not None:
+        words += ["-n", str(min(_TEST_PROCESSES, available_cores()))]
+    command = [sys.executable, "-m", "pytest", *map(str, files), *words]
+    status: int | None = None
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        try:
+            status = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            part.failures.append(f"tests: not ended after {seconds:.0f} s")
+        output.seek(0)
+        lines = output.read().splitlines()
+    ended = [line for line in lines if not {"PASSED", "FAILED", "ERROR"}.isdisjoint(line.split())]
+    passed = sum("PASSED" in line.split() for line in ended)
+    part.lines += [f"{passed} of {len(ended)} tests that ended have passed."]
     # Status 5: no test was selected, as on a machine whose tests are all skipped.
-    if done.returncode not in (0, 5):
-        raise SystemExit("\n".join(last))
-    return last[-1:], {"status": done.returncode, "last": last}
+    if status not in (0, 5, None):
+        part.failures.append("\n".join(["tests:", *lines[-_TEST_LINES:]]))
+    return {"status": status, "ended": ended, "last": lines[-_TEST_LINES:]}
 
 
-def _losses(settings: Settings, seconds: float) -> tuple[list[str], Any]:
+def _losses(settings: Settings, part: Part) -> None:
     """Each loss beside its peers' and beside a copy of the bytes that it must move."""
     tokens, vocab = settings.losses
     words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={settings.precision}"]
     words += ["--tensor=1", f"--repeats={settings.repeats}"]
-    rows = run_child("objectives/worker.py", words, processes=1, name="losses", seconds=seconds)
-    first: dict[str, Any] = {}
-    lines = [
+    part.lines += [
         "| loss | subject | ms | against ours | memory (logit tensors) |",
         "|---|---|---:|---:|---:|",
     ]
+    for inputs in ("hidden", "logits"):
+
+        def run(seconds: float, inputs: str = inputs) -> Any:
+            told = [*words, f"--inputs={inputs}"]
+            return run_child(
+                "objectives/worker.py", told, processes=1, name=inputs, seconds=seconds
+            )
+
+        part.lines += _loss_rows(part.measure(inputs, run) or [])
+
+
+def _loss_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+    first: dict[str, Any] = {}
+    lines = []
     for row in sorted(rows, key=lambda row: str(row["family"])):
         ours = first.setdefault(row["family"], row)
         lines.append(
@@ -170,72 +244,74 @@ def _losses(settings: Settings, seconds: float) -> tuple[list[str], Any]:
             f"{row['seconds'] / ours['seconds']:.2f}x | "
             f"{row['extra_bytes'] / row['logit_bytes']:.2f} |"
         )
-    return lines, rows
+    return lines
 
 
-def _attention(settings: Settings, seconds: float) -> tuple[list[str], Any]:
+def _attention(settings: Settings, part: Part) -> None:
     """Attention over documents beside the masked form."""
-    lines = ["| case | subject | tokens/s | peak (MiB) |", "|---|---|---:|---:|"]
-    raw: dict[str, Any] = {}
-    end = time.monotonic() + seconds
-    for length, documents in settings.attention:
-        for subject in ("ours", "masked"):
+    part.lines += ["| case | subject | tokens/s | peak (MiB) |", "|---|---|---:|---:|"]
+    for subject in ("ours", "masked"):
+        for length, documents in settings.attention:
             words = ["--part", "attention", "--length", str(length), "--documents", documents]
             words += ["--subject", subject, "--device", "auto"]
             words += ["--precision", settings.precision]
-            case = f"{length:,} {documents}"
-            found = run_child(
-                "workers/attention.py",
-                words,
-                processes=1,
-                name=f"attention {case}, {subject}",
-                seconds=end - time.monotonic(),
-            )
-            raw[f"{case}, {subject}"] = found
-            lines.append(
-                f"| {case} | {subject} | {found['tokens_per_second']:,.0f} | "
-                f"{found['peak'] / MIB:,.0f} |"
-            )
-    return lines, raw
+            case = f"{length:,} {documents}, {subject}"
+
+            def run(seconds: float, words: Sequence[str] = words, case: str = case) -> Any:
+                return run_child(
+                    "workers/attention.py", words, processes=1, name=case, seconds=seconds
+                )
+
+            found = part.measure(case, run)
+            if found is not None:
+                part.lines.append(
+                    f"| {length:,} {documents} | {subject} | {found['tokens_per_second']:,.0f} | "
+                    f"{found['peak'] / MIB:,.0f} |"
+                )
 
 
-def _step(settings: Settings, seconds: float) -> tuple[list[str], Any]:
+def _step(settings: Settings, part: Part) -> None:
     """A training step, and the same beside ModelOpt's at a length that fits it."""
-    end = time.monotonic() + seconds
     workload = settings.workload
     peer_length = min(_PEER_LENGTH, workload.sequence_length)
     shorter = replace(workload, sequence_length=peer_length)
     runs = [("ours", workload)]
     if installed("nvidia-modelopt") is not None:
         runs += [("ours", shorter), ("peer", shorter)]
-    lines = [
+    part.lines += [
         "| tokens a step, sequence | subject | tokens/s | TFLOP/s | MFU | teacher | peak (MiB) |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    raw: dict[str, Any] = {}
-    rows = []
+    rows: dict[tuple[str, int], Row] = {}
     for subject, work in runs:
         case = Case(work, _ONE, settings.precision, chunk_tokens=_CHUNK)
-        profile = None if raw else settings.profile
-        found = _child_step(
-            case, subject, settings, seconds=end - time.monotonic(), profile=profile
-        )
-        row = summarise(case, subject, [found])
-        rows.append(row)
-        raw[f"{subject} {work.sequence_length}"] = found
+        profile = None if part.raw else settings.profile
+
+        def run(
+            seconds: float,
+            case: Case = case,
+            subject: str = subject,
+            profile: Path | None = profile,
+        ) -> Any:
+            return _child_step(case, subject, settings, seconds=seconds, profile=profile)
+
+        found = part.measure(f"{subject} {work.sequence_length}", run)
+        if found is None:
+            continue
+        row = rows[subject, work.sequence_length] = summarise(case, subject, [found])
         flops, share = _utilisation(case, row.tokens_per_second)
         teacher = "" if row.teacher_share is None else f"{row.teacher_share:.0%}"
-        lines.append(
+        part.lines.append(
             f"| {case.tokens_per_step:,}, {work.sequence_length:,} | {subject} | "
             f"{row.tokens_per_second:,.0f} | {flops / 1e12:.0f} | {share} | {teacher} | "
             f"{row.step_peak_mib:,.0f} |"
         )
-    if len(rows) == len(("ours", "ours", "peer")):
-        ratio = compare(rows[1], rows[2])
-        lines += ["", f"Against ModelOpt: {ratio.tokens_per_second:.2f}x the tokens/s, "]
-        lines[-1] += f"1/{ratio.step_peak:.1f} of the peak memory."
-        raw["ratio"] = asdict(ratio)
-    return lines, raw
+    ours, peer = (rows.get((subject, peer_length)) for subject in ("ours", "peer"))
+    if ours is not None and peer is not None:
+        ratio = compare(ours, peer)
+        part.lines += ["", f"Against ModelOpt: {ratio.tokens_per_second:.2f}x the tokens/s, "]
+        part.lines[-1] += f"1/{ratio.step_peak:.1f} of the peak memory."
+        part.raw["ratio"] = asdict(ratio)
 
 
 def _child_step(
@@ -278,28 +354,43 @@ def _utilisation(case: Case, tokens_per_second: float) -> tuple[float, str]:
     return flops * tokens_per_second, "" if share is None else f"{share:.0%}"
 
 
-def _capture(settings: Settings, seconds: float) -> tuple[list[str], Any]:
+def _capture(settings: Settings, part: Part) -> None:
     """A top-64 capture beside the teacher's forward pass alone."""
     case = Case(settings.workload, _ONE, settings.precision, chunk_tokens=_CHUNK)
     words = ["--repeats", str(settings.repeats)]
-    found = _run_case("workers/capture.py", case, words, name="capture", seconds=seconds)
+    found = part.measure(
+        "capture",
+        lambda seconds: _run_case(
+            "workers/capture.py", case, words, name="capture", seconds=seconds
+        ),
+    )
+    if found is None:
+        return
     rate = {name: found["tokens"] / found[name] for name in ("forward", "capture")}
-    return [
+    part.lines += [
         "| work | tokens/s |",
         "|---|---:|",
         f"| teacher's forward pass | {rate['forward']:,.0f} |",
         f"| with top-64, log-sum-exp, entropy on the host | {rate['capture']:,.0f} |",
         "",
         f"The capture is {found['capture'] / found['forward'] - 1:.1%} slower.",
-    ], found
+    ]
 
 
-PARTS: dict[str, Callable[[Settings, float], tuple[list[str], Any]]] = {
-    "losses": _losses,
-    "attention": _attention,
-    "step": _step,
-    "capture": _capture,
-    "tests": _tests,
+@dataclass(frozen=True)
+class Kind:
+    """A part's work, and its share of the time."""
+
+    run: Callable[[Settings, Part], None]
+    share: float
+
+
+PARTS: dict[str, Kind] = {
+    "step": Kind(_step, 4),
+    "capture": Kind(_capture, 2),
+    "attention": Kind(_attention, 2),
+    "losses": Kind(_losses, 4),
+    "tests": Kind(_tests, 4),
 }
 
 

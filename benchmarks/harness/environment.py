@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -68,6 +69,8 @@ def installed(package: str) -> str | None:
 
 def _commit() -> str:
     """Return the commit of the sources, marked if the working tree differs from it."""
+    if shutil.which("git") is None:
+        return "unknown"
     commit, state = (
         subprocess.run(
             ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False

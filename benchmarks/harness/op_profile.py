@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 # The range in which both subjects compute their losses from logits (ours: from hidden states).
@@ -30,15 +31,18 @@ def write_profile(step: Callable[[], object], path: Path, device: torch.device) 
     if dist.get_rank() == 0:
         assert profile.profiler is not None
         events = profile.profiler.function_events
-        path.write_text(_markdown(events, on_cuda=device.type == "cuda"), encoding="utf-8")
+        path.write_text(markdown(events, on_cuda=device.type == "cuda"), encoding="utf-8")
 
 
-def _markdown(events: Sequence[FunctionEvent], *, on_cuda: bool) -> str:
+def markdown(events: Sequence[FunctionEvent], *, on_cuda: bool) -> str:
+    """Return the tables of a step's events."""
+    # A kernel is an event too, and its time also that of the operator that started it.
+    events = [event for event in events if event.device_type == DeviceType.CPU]
     loss_nodes = {event.sequence_nr for event in events if _forward_in_loss(event)}
     by_heading: dict[str, float] = defaultdict(float)
     by_name: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        own = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        own = _own_time(event, on_cuda=on_cuda)
         by_heading[_heading(event, loss_nodes)] += own
         by_name[event.name].append(own)
     total = sum(by_heading.values())
@@ -50,6 +54,14 @@ def _markdown(events: Sequence[FunctionEvent], *, on_cuda: bool) -> str:
         own = sum(times)
         lines.append(f"| {name} | {len(times)} | {own / 1e3:.1f} | {own / total:.1%} |")
     return "\n".join(lines) + "\n"
+
+
+def _own_time(event: FunctionEvent, *, on_cuda: bool) -> float:
+    """Return the microseconds of an event without those within it, of the device on CUDA."""
+    if not on_cuda:
+        return float(event.self_cpu_time_total)
+    # To a range torch counts the span of all kernels inside, which are those of operators.
+    return 0.0 if event.is_user_annotation else float(event.self_device_time_total)
 
 
 def _forward_in_loss(event: FunctionEvent) -> bool:

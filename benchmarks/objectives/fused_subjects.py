@@ -31,18 +31,18 @@ class Inputs:
     @classmethod
     def random(cls, arguments: argparse.Namespace, width: int, device: torch.device) -> Inputs:
         """Logits of standard deviation one."""
-        generator = torch.Generator().manual_seed(4)
+        generator = torch.Generator(device).manual_seed(4)
         tokens, vocab = arguments.tokens, arguments.vocab
 
         def normal(rows: int) -> Tensor:
-            drawn = torch.randn(rows, width, generator=generator) / width**0.25
-            return drawn.to(device=device, dtype=PRECISIONS[arguments.precision])
+            drawn = torch.randn(rows, width, generator=generator, device=device)
+            return (drawn / width**0.25).to(PRECISIONS[arguments.precision])
 
         return cls(
             normal(tokens),
             normal(vocab),
             HiddenState(normal(tokens), normal(vocab)),
-            torch.randint(vocab, (tokens,), generator=generator).to(device),
+            torch.randint(vocab, (tokens,), generator=generator, device=device),
             torch.full((tokens,), 1 / tokens, device=device),
         )
 

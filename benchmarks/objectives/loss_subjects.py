@@ -75,7 +75,10 @@ def _ours(shard: VocabShard, group: dist.ProcessGroup | None) -> list[Subject]:
 
 
 def _modelopt(group: dist.ProcessGroup | None) -> list[Subject]:
-    from modelopt.torch.distill.plugins import megatron as plugin
+    try:
+        from modelopt.torch.distill.plugins import megatron as plugin
+    except ImportError:
+        return []
 
     @dataclass
     class Config:

@@ -7,6 +7,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,9 @@ def main() -> None:
     parser.add_argument("--precision", required=True)
     parser.add_argument("--tensor", required=True, type=int)
     parser.add_argument("--repeats", required=True, type=int)
+    parser.add_argument(
+        "--inputs", choices=("logits", "hidden"), help="losses from these alone; default: both"
+    )
     parser.add_argument("--result", required=True, type=Path)
     arguments = parser.parse_args()
     with joined_world(
@@ -58,12 +62,17 @@ def main() -> None:
         threads=threads_per_process(arguments.tensor),
         timeout_seconds=_TIMEOUT_SECONDS,
     ) as device:
-        rows = _measure(arguments, device.torch_device)
+        rows: list[dict[str, Any]] = []
+        if arguments.inputs != "hidden":
+            rows += _from_logits(arguments, device.torch_device)
+        if arguments.inputs != "logits" and arguments.tensor == 1:
+            for width in _WIDTHS[device.kind]:
+                rows += _fused_linear(arguments, width, device.torch_device)
         if dist.get_rank() == 0:
             arguments.result.write_text(json.dumps(rows), encoding="utf-8")
 
 
-def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def _from_logits(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     # Imported late: these import Megatron-Core, which must be prepared first.
     from benchmarks.objectives.loss_subjects import subjects
     from megatron_distill.ops import VocabShard
@@ -74,16 +83,23 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
     start = width * groups.tensor.rank()
     shard = VocabShard(arguments.vocab, start, start + width)
     group = groups.tensor if arguments.tensor > 1 else None
-    generator = torch.Generator().manual_seed(3)
+    # Drawn on the device: a billion numbers take a host many seconds.
+    generator = torch.Generator(device).manual_seed(3)
+    shape = (arguments.tokens, arguments.vocab)
     student, teacher = (
-        (torch.randn(arguments.tokens, arguments.vocab, generator=generator) * 2)
+        (torch.randn(shape, generator=generator, device=device) * 2)
         .to(PRECISIONS[arguments.precision])[:, start : start + width]
         .contiguous()
-        .to(device)
         for _ in range(2)
     )
-    found = subjects(shard, group)
-    extra = [_extra_bytes(subject, student, teacher) for subject in found]
+    found, extra, missing = [], [], []
+    for subject in subjects(shard, group):
+        try:
+            extra.append(_extra_bytes(subject, student, teacher))
+            found.append(subject)
+        except torch.OutOfMemoryError:  # of a GPU; the subjects after it may need less
+            name = f"{subject.name}, out of memory"
+            missing.append(_row(subject.family, name, [inf], student))
     seconds: dict[int, list[float]] = {number: [] for number in range(len(found))}
     values: dict[int, float] = {}
     # In turns, so that a slow minute affects all subjects.
@@ -93,22 +109,14 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
             seconds[number].append(spent)
     rows = [
         {
-            "family": subject.family,
-            "subject": subject.name,
-            "seconds": median(seconds[number]),
-            "best_seconds": min(seconds[number]),
+            **_row(subject.family, subject.name, seconds[number], student),
             "value": values[number],
             "extra_bytes": extra[number],
-            "logit_bytes": student.numel() * student.element_size(),
         }
         for number, subject in enumerate(found)
     ]
     rows += _plain_loops(found, student, teacher, arguments.repeats, device)
-    rows.append(_copy(student, device))
-    if arguments.tensor == 1:
-        widths = _WIDTHS[device.type]
-        rows += [row for width in widths for row in _fused_linear(arguments, width, device)]
-    return rows
+    return [*rows, *missing, _copy(student, device)]
 
 
 def _plain_loops(
@@ -132,19 +140,24 @@ def _plain_loops(
 
         dist.barrier()
         seconds = [_seconds(step, device) for _ in range(_LOOP_WARMUP + 2 * repeats)]
-        timed = seconds[_LOOP_WARMUP:]
-        rows.append(
-            {
-                "family": f"{subject.family}, plain loop",
-                "subject": subject.name,
-                "seconds": median(timed),
-                "best_seconds": min(timed),
-                "value": 0.0,
-                "extra_bytes": 0,
-                "logit_bytes": student.numel() * student.element_size(),
-            }
-        )
+        family = f"{subject.family}, plain loop"
+        rows.append(_row(family, subject.name, seconds[_LOOP_WARMUP:], student))
     return rows
+
+
+def _row(
+    family: str, subject: str, seconds: Sequence[float], student: torch.Tensor
+) -> dict[str, Any]:
+    """Return the figures of a subject on these logits, without its value and its memory."""
+    return {
+        "family": family,
+        "subject": subject,
+        "seconds": median(seconds),
+        "best_seconds": min(seconds),
+        "value": 0.0,
+        "extra_bytes": 0,
+        "logit_bytes": student.numel() * student.element_size(),
+    }
 
 
 def _copy(student: torch.Tensor, device: torch.device) -> dict[str, Any]:
@@ -152,15 +165,7 @@ def _copy(student: torch.Tensor, device: torch.device) -> dict[str, Any]:
     source = torch.ones(5 * student.numel(), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(6)]
-    return {
-        "family": "forward_kl",
-        "subject": "copy of 10 bytes per logit",
-        "seconds": median(seconds[1:]),
-        "best_seconds": min(seconds[1:]),
-        "value": 0.0,
-        "extra_bytes": 0,
-        "logit_bytes": student.numel() * student.element_size(),
-    }
+    return _row("forward_kl", "copy of 10 bytes per logit", seconds[1:], student)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
