@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of this rank; ranks and sizes are read from the group itself."""
+    """Process groups of this rank; ranks and sizes are read from the group itself.
+
+    Attributes:
+        pipeline_back: the ranks of `pipeline` again, for messages from the last stage back to the
+            others. NCCL runs the operations of one group one after the other: two stages that send
+            in both directions would wait for each other.
+    """
 
     layout: Layout
     world: dist.ProcessGroup
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
+    pipeline_back: dist.ProcessGroup
     context: dist.ProcessGroup
     data: dist.ProcessGroup
     data_context: dist.ProcessGroup
@@ -115,6 +123,7 @@ def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
         world=dist.group.WORLD,
         tensor=collection.tp,
         pipeline=collection.pp,
+        pipeline_back=_again(collection.pp, timeout_minutes=timeout_minutes),
         context=collection.cp,
         data=collection.dp,
         data_context=collection.dp_cp,
@@ -122,6 +131,27 @@ def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
         megatron=collection,
         state=_state(),
     )
+
+
+def _again(group: dist.ProcessGroup, *, timeout_minutes: float) -> dist.ProcessGroup:
+    """Return a second group of the same ranks; the group itself where it has one rank.
+
+    The groups of all ranks are of one kind, and of one size.
+
+    Collective: the whole world, one all-gather of ranks and group creation.
+    """
+    if group.size() == 1:
+        return group
+    own = dist.get_process_group_ranks(group)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    found = group
+    for ranks in sorted({tuple(one) for one in every}):
+        made = dist.new_group(list(ranks), timeout=timedelta(minutes=timeout_minutes))
+        if list(ranks) == own:
+            assert made is not None
+            found = made
+    return found
 
 
 def create_second_groups(layout: Layout, *, timeout_minutes: float) -> Groups:

@@ -102,8 +102,8 @@ class Stage:
         ids_N: read where the model begins. Elsewhere the hidden state comes from the stage before,
         and goes to the stage after; then the result is None.
 
-        Collective: pipeline group, one receive and one send of H numbers per position, and those of
-        the layers.
+        Collective: pipeline group, one receive and one send of H numbers per position (from the
+        last stage to the first in `Groups.pipeline_back`), and those of the layers.
         """
         is_first = self.groups.is_first_stage and number == 0
         is_last = self.groups.is_last_stage and number == len(self.chunks) - 1
@@ -188,13 +188,15 @@ class Stage:
         hidden_NH = torch.empty(
             (rows, self.architecture.hidden_size), dtype=self.dtype, device=self.device
         )
-        group = self.groups.pipeline
+        is_from_last = self.groups.is_first_stage  # a further chunk of it
+        group = self.groups.pipeline_back if is_from_last else self.groups.pipeline
         dist.recv(hidden_NH, group=group, group_src=(group.rank() - 1) % group.size())
         return hidden_NH
 
     def _send(self, hidden_NH: Tensor) -> None:
         """Send without waiting, so that a stage with other rows to run does not stand still."""
-        group = self.groups.pipeline
+        is_to_first = self.groups.is_last_stage
+        group = self.groups.pipeline_back if is_to_first else self.groups.pipeline
         hidden_NH = hidden_NH.contiguous()
         work = dist.isend(hidden_NH, group=group, group_dst=(group.rank() + 1) % group.size())
         assert work is not None
@@ -204,9 +206,9 @@ class Stage:
     def broadcast(self, values: Tensor) -> None:
         """Send the last stage's values to all stages; the last stage does not wait.
 
-        Collective: pipeline group, one broadcast of the tensor.
+        Collective: `Groups.pipeline_back`, one broadcast of the tensor.
         """
-        group = self.groups.pipeline
+        group = self.groups.pipeline_back
         is_source = self.groups.is_last_stage
         work = dist.broadcast(values, group=group, group_src=group.size() - 1, async_op=is_source)
         if is_source:
