@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.attention_kernels.blocked import BLOCK_BYTES
 from megatron_distill.models.attention_kernels.rule import AttentionRule
-from megatron_distill.models.generation.cache import Cache, LayerCache
+from megatron_distill.models.generation.cache import Cache, LayerCache, integers
 from megatron_distill.runtime.segments import Segments
 
 __all__ = ["Append", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
@@ -201,10 +201,10 @@ class _Rows:
             start + shift for start, shift in zip(cache.starts, self.shifts, strict=True)
         ]
         rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        columns = [column for shift in self.shifts for column in range(shift, self.most)]
-        self.rows_N = torch.tensor(rows, dtype=torch.int64, device=device)
-        self.columns_N = torch.tensor(columns, dtype=torch.int64, device=device)
-        self.shifts_b = torch.tensor(self.shifts, dtype=torch.int64, device=device)
+        self.columns = [column for shift in self.shifts for column in range(shift, self.most)]
+        self.rows_N = integers(rows, device)
+        self.columns_N = integers(self.columns, device)
+        self.shifts_b = integers(self.shifts, device)
         self.starts_b = cache.starts_b + self.shifts_b
         positions_N = cache.length + self.columns_N - self.starts_b[self.rows_N]
         self.positions_N = F.pad(positions_N + cache.first_position, (0, padding))
@@ -250,7 +250,9 @@ class FirstRows(_Rows):
 
     def _store(self, store: LayerCache, key: Tensor, value: Tensor) -> None:
         if store.slots not in self._stored:
-            chosen = (self.columns_N >= self.most - store.slots).nonzero().squeeze(1)
+            first = self.most - store.slots
+            places = [place for place, column in enumerate(self.columns) if column >= first]
+            chosen = integers(places, self.columns_N.device)
             slots = self.columns_N[chosen] % store.slots
             self._stored[store.slots] = chosen, self.rows_N[chosen], slots
         chosen, rows, slots = self._stored[store.slots]

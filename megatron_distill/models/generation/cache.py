@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_distill.runtime.segments import copied
+
 __all__ = [
     "Cache",
     "KeyBytes",
@@ -22,8 +24,14 @@ __all__ = [
     "LayerCache",
     "Prefix",
     "bytes_per_row",
+    "integers",
     "layer_bytes_per_row",
 ]
+
+
+def integers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return integers of the host on a device, without a wait for it."""
+    return copied(torch.tensor(values, dtype=torch.int64), device)
 
 
 @dataclass(frozen=True)
@@ -206,7 +214,7 @@ class Cache:
 
     def select(self, rows: Sequence[int]) -> Cache:
         """Return some of the rows, in a given order, repeated or not."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.starts_b.device)
+        index = integers(rows, self.starts_b.device)
         return Cache(
             [layer.select(index) for layer in self.layers],
             [self.starts[row] for row in rows],
@@ -225,7 +233,7 @@ class Cache:
         starts = [start + move for start, move in zip(self.starts, moves, strict=True)]
         unused, end = min(starts), self.length - least
         device = self.starts_b.device
-        moves_b = torch.tensor(moves, dtype=torch.int64, device=device)
+        moves_b = integers(moves, device)
         slots_bt = torch.arange(unused, end, device=device) - moves_b[:, None]
         index = slots_bt.clamp_(min=0)[:, None, :, None]
         for layer in self.layers:
@@ -240,7 +248,7 @@ class Cache:
 
     def reduce_to(self, rows: Sequence[int]) -> None:
         """Drop all but some of the rows, in place; one store at a time exists twice."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.starts_b.device)
+        index = integers(rows, self.starts_b.device)
         for layer in self.layers:
             layer.keys = layer.keys.index_select(0, index)
             layer.values = layer.values.index_select(0, index)

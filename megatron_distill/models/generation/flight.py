@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_distill.models.generation.cache import Cache
+from megatron_distill.models.generation.cache import Cache, integers
 from megatron_distill.models.generation.draw import Drawn
 from megatron_distill.models.generation.request import (
     Ending,
@@ -140,7 +140,7 @@ class Flight:
             alive = [0]  # for ranks that have rows left
         if len(self.rows) - len(alive) < max(1.0, _DROPPED_SHARE * len(self.rows)):
             return
-        index = torch.tensor(alive, device=self.ids_b.device)
+        index = integers(alive, self.ids_b.device)
         finished += [row for place, row in enumerate(self.rows) if place not in set(alive)]
         self.rows = [self.rows[place] for place in alive]
         self.cache.reduce_to(alive)

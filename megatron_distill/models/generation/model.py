@@ -30,7 +30,13 @@ from megatron_distill.models.generation.batches import (
     capacity_of,
     plan_batches,
 )
-from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, Prefix
+from megatron_distill.models.generation.cache import (
+    Cache,
+    KeyBytes,
+    KeyShape,
+    Prefix,
+    integers,
+)
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
 from megatron_distill.models.generation.families import Family, deal, families_of
 from megatron_distill.models.generation.flight import Flight, RowText
@@ -329,7 +335,7 @@ class _Run:
         if prefix and plan.everyone and any(plan.everyone):
             cache = self.empty_cache(1, len(prefix))
             step = step_for(cache, [len(prefix)])
-            ids_N = torch.tensor(prefix, device=self.device)
+            ids_N = integers(prefix, self.device)
             for number in range(len(self.stage.chunks)):
                 self.stage.run(number, ids_N, step)
             step.finish()
@@ -384,13 +390,13 @@ class _Run:
         flight = Flight(
             texts,
             cache,
-            torch.tensor(keys, dtype=torch.int64, device=self.device),
+            integers(keys, self.device),
             torch.zeros(len(ids), dtype=torch.int64, device=self.device),
         )
         counts = [len(row) for row in ids]
-        ends = torch.tensor(counts, device=self.device).cumsum(0) - 1
-        ids_N = torch.tensor(flat, dtype=torch.int64, device=self.device)
-        return _Beginning(flight, ids_N, step_for(cache, counts, padding), ends)
+        ends = integers(counts, self.device).cumsum(0) - 1
+        step = step_for(cache, counts, padding)
+        return _Beginning(flight, integers(flat, self.device), step, ends)
 
     def first(self, beginnings: Sequence[_Beginning]) -> list[Flight]:
         """Run the given positions of all groups, and draw the first ids."""

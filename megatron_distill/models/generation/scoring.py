@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.models.generation.attend import step_for
 from megatron_distill.models.generation.batches import Plan, RowSize
-from megatron_distill.models.generation.cache import Cache
+from megatron_distill.models.generation.cache import Cache, integers
 from megatron_distill.models.generation.request import Score
 from megatron_distill.models.generation.stage import Stage
 from megatron_distill.ops.target_scores import target_scores
@@ -266,7 +267,7 @@ def _run(
         ids = [(0,)] + [()] * (cache.rows - 1)
     flat = [token for row in ids for token in row]
     padding = max(0, least - len(flat))
-    ids_N = torch.tensor(flat + [0] * padding, dtype=torch.int64, device=stage.device)
+    ids_N = integers(flat + [0] * padding, stage.device)
     step = step_for(cache, [len(row) for row in ids], padding)
     hidden_NH = None
     for number in range(len(stage.chunks)):
@@ -282,15 +283,16 @@ def _scored(stage: Stage, hidden_NH: Tensor, pairs: Pairs) -> Tensor:
     """
     if not pairs.tokens:
         return torch.zeros(2, 0, dtype=torch.float64, device=stage.device)
-    index_P, row_A = torch.tensor(pairs.positions).unique(return_inverse=True)
-    order_A = row_A.argsort(stable=True)
+    index_P, row_A = np.unique(pairs.positions, return_inverse=True)
+    order = row_A.argsort(kind="stable").tolist()
+    order_A = integers(order, stage.device)
     scores = target_scores(
-        stage.states(hidden_NH[index_P.to(stage.device)]),
+        stage.states(hidden_NH[integers(index_P.tolist(), stage.device)]),
         stage.shard,
         stage.groups.tensor,
-        rows=row_A[order_A].to(stage.device),
-        ids=torch.tensor(pairs.tokens)[order_A].to(stage.device),
+        rows=integers(row_A[order].tolist(), stage.device),
+        ids=integers([pairs.tokens[place] for place in order], stage.device),
     )
     found = torch.empty(2, len(pairs.tokens), dtype=torch.float64, device=stage.device)
-    found[:, order_A.to(stage.device)] = torch.stack([scores.log_prob, scores.is_greedy.double()])
+    found[:, order_A] = torch.stack([scores.log_prob, scores.is_greedy.double()])
     return found
