@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 CASES = "tests/kernels/row_kernel_cases.py"
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-q")
 SECONDS = 1500
+# Each case compiles its own kernels, which takes longer than to run them.
+PROCESSES = ("-n", str(min(8, os.cpu_count() or 1))) if find_spec("xdist") else ()
 
 
 def child(
@@ -70,7 +73,8 @@ def test_degenerate_rows_interpreted() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    assert_passed(child(*PYTEST, "-m", "slow or not slow", CASES, interpreted=False))
+    words = (*PYTEST, *PROCESSES, "-m", "slow or not slow", CASES)
+    assert_passed(child(*words, interpreted=False))
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""A run on a GPU equals that on a CPU: in fp32 to rounding, in bf16 nearly; it can be resumed."""
+"""A run on a GPU equals that on a CPU: in fp32 to rounding, in bf16 nearly; it can be resumed.
+
+With two GPUs a run on both, over NCCL, equals that on one.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.devices.test_fake_cuda import GEMMA, LINEAR, MAPS, STATES, TERMS
-from tests.e2e.processes import SCRIPT, run_python
-from tests.e2e.runs import Inputs, step_records
+from tests.e2e.processes import ROOT, SCRIPT, run_python
+from tests.e2e.runs import (
+    CONTEXT,
+    EXPERT,
+    PIPELINE,
+    SAVE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    Inputs,
+    step_records,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -100,3 +114,44 @@ def test_a_run_that_is_started_again_goes_on(train: Runner, tmp_path: Path, name
     assert [record["step"] for record in resumed] == list(range(1, STEPS + 1))
     # Sums of atomics have no order.
     assert_same_course(resumed, whole, first=FIRST, last=1e-4)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# Two GPUs: configuration and overrides. Without overrides both have different data.
+LAYOUTS: dict[str, tuple[str, Sequence[str]]] = {
+    "DP2": ("dense", ("optimizer.overlap_grad_reduce=true", "optimizer.overlap_param_gather=true")),
+    "TP2+sequence": ("dense", (TENSOR, SEQUENCE)),
+    "PP2": ("dense", (PIPELINE,)),
+    "PP2+virtual": ("dense", (PIPELINE, VIRTUAL)),
+    "CP2": ("dense", (CONTEXT,)),
+    "EP2": ("moe", (EXPERT,)),
+    "sharded teacher": ("dense", ("teacher.shard_weights=true",)),
+    "teacher's layout": ("dense", ("teacher.parallel={tensor: 2}",)),
+    "teacher's rank": ("dense", ("teacher.ranks=1",)),
+}
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_course_on_two_gpus_is_that_on_one(
+    inputs: Inputs, train: Runner, tmp_path: Path, layout: str
+) -> None:
+    name, overrides = LAYOUTS[layout]
+    words = ["--config", str(inputs.folder / f"{name}.yaml"), f"output={tmp_path}"]
+    words += [f"runtime.device={GPU}", *overrides]
+    run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
+    assert_same_course(step_records(tmp_path), train(GPU, name), first=FIRST, last=LAST)
+
+
+@two_gpus
+@pytest.mark.parametrize("stages", [(PIPELINE,), (PIPELINE, VIRTUAL)], ids=str)
+def test_text_of_two_stages_on_two_gpus_is_that_of_one(
+    train: Runner, tmp_path: Path, stages: Sequence[str]
+) -> None:
+    train(GPU, "dense", SAVE, folder=tmp_path)
+    script = str(ROOT / "launch" / "generate.py")
+    words = [str(tmp_path), "--prompt", "def ", "--tokens", "24", "--temperature", "0"]
+    alone = run_python(script, *words, seconds=SECONDS)
+    assert alone.startswith("def ")
+    assert alone in run_python(*TORCHRUN, script, *words, *stages, seconds=SECONDS)
