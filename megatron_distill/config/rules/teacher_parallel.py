@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron_distill.config.messages import Problem, without_effect
-from megatron_distill.config.rules.teacher_ranks import has_own_ranks
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,
@@ -95,17 +94,20 @@ def _own_layout(config: JobConfig, role: str, teacher: ModelConfig) -> Iterator[
             "only, which virtual stages do not shorten; remove it",
         )
     assert isinstance(config, RunConfig)
-    if role == "teacher" and not has_own_ranks(config):  # which has a rule of its own
-        yield from _attention_maps(config)
+    if role == "teacher":  # several have no features
+        yield from _attention_maps(config, teacher.parallel)
 
 
-def _attention_maps(config: RunConfig) -> Iterator[Problem]:
+def _attention_maps(config: RunConfig, own: TeacherParallelConfig) -> Iterator[Problem]:
+    few, many = sorted((config.parallel.tensor, own.tensor))
+    if many % few == 0:
+        return
     for index, entry in enumerate(config.objective.features):
         if entry.loss == "attention":
             name = f"objective.features.{index}.loss"
             yield Problem(
-                (name, "teacher.parallel"),
-                f"{name} = 'attention': needs queries and keys of the same heads on each rank of "
-                "both models, and teacher.parallel divides them in another way; use a loss of "
-                "hidden states, or remove teacher.parallel",
+                (name, "parallel.tensor", "teacher.parallel.tensor"),
+                f"{name} = 'attention': sends the heads of the teacher's tensor ranks to those of "
+                f"the student, and of {few} and {many} of them neither number divides the other; "
+                "change parallel.tensor or teacher.parallel.tensor, or use a loss of hidden states",
             )

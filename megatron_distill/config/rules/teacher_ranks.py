@@ -142,18 +142,6 @@ def _resting(role: str, teacher: ModelConfig) -> Iterator[Problem]:
 
 def _alone(config: RunConfig) -> Iterator[Problem]:
     """Name what a single teacher cannot do on ranks of its own."""
-    own = config.teacher.parallel if config.teacher is not None else None
-    sizes = sorted((config.parallel.tensor, config.parallel.tensor if own is None else own.tensor))
-    for index, entry in enumerate(config.objective.features):
-        if entry.loss == "attention" and sizes[1] % sizes[0]:
-            name = f"objective.features.{index}.loss"
-            yield Problem(
-                (name, "parallel.tensor", "teacher.parallel.tensor"),
-                f"{name} = 'attention': sends the heads of the teacher's tensor ranks to those of "
-                f"the student, and of {sizes[0]} and {sizes[1]} of them neither number divides the "
-                "other; change parallel.tensor or teacher.parallel.tensor, or use a loss of hidden "
-                "states",
-            )
     if not config.objective.terms and not config.objective.features:
         yield Problem(
             ("objective.terms", *_keys("teacher")),

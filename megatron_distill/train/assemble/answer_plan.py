@@ -25,12 +25,12 @@ from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.models import build_terms, layout_of
 from megatron_distill.train.assemble.routing import members
 from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
-from megatron_distill.train.teachers.answers import (
-    AnswerPlan,
-    Column,
+from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
+from megatron_distill.train.teachers.attention_heads import (
     FeatureKind,
-    Output,
     attention_parts,
+    feature_kinds,
+    sizes_per_position,
 )
 from megatron_distill.train.teachers.live import live_metrics
 from megatron_distill.train.teachers.moved_head import head_messages
@@ -48,8 +48,6 @@ __all__ = [
 ]
 
 _ANY_VOCABULARY: Final = 1 << 30
-_OF_STATES: Final[tuple[FeatureKind, ...]] = ("output",)
-_OF_MAPS: Final[tuple[FeatureKind, ...]] = ("query", "key")
 
 
 def answer_plan(
@@ -114,7 +112,7 @@ def _layer_outputs(
         (theirs, of_student[ours - 1], kind)
         for entry in features
         for ours, theirs in matched_layers(entry, student.num_layers, teacher.num_layers)
-        for kind in (_OF_MAPS if entry.loss == "attention" else _OF_STATES)
+        for kind in feature_kinds(of_attention=entry.loss == "attention")
     }
     columns = _layer_columns(teacher, dtype, teacher_parallel(config).tensor, own.tensor)
     for layer, stage, kind in sorted(wanted):
@@ -134,12 +132,11 @@ def _layer_columns(
 ) -> dict[FeatureKind, tuple[Column, ...]]:
     """Return the tensors of a layer by kind: a hidden state, or one for each part of the heads."""
     parts, _ = attention_parts(tensor, student_tensor)
-    heads = teacher.num_attention_heads // tensor
-    key_heads = max(1, teacher.num_kv_heads // tensor)  # at least one, which ranks share
+    sizes = sizes_per_position(teacher, tensor)
     return {
-        "output": (Column("hidden", dtype, (teacher.hidden_size,)),),
-        "query": (Column("query", dtype, (heads, teacher.head_size)),) * parts,
-        "key": (Column("key", dtype, (key_heads, teacher.head_size)),) * parts,
+        "output": (Column("hidden", dtype, sizes["output"]),),
+        "query": (Column("query", dtype, sizes["query"]),) * parts,
+        "key": (Column("key", dtype, sizes["key"]),) * parts,
     }
 
 

@@ -53,7 +53,7 @@ from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stores.stored import Stored
 from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input
-from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher
+from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher, with_movement
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.features import (
@@ -66,7 +66,7 @@ from megatron_distill.train.features import (
 )
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.objective import TokenObjective
-from megatron_distill.train.teachers.answers import attention_parts
+from megatron_distill.train.teachers.attention_heads import attention_parts
 from megatron_distill.train.teachers.live import (
     FeatureTeacher,
     routes,
@@ -262,9 +262,7 @@ def _with_features(
     # The rules ask for a live one. One elsewhere sends its layers already.
     online, groups, device = teacher.models.get("teacher"), site.groups, site.execution.device
     shapes = student, teacher.shapes["teacher"]
-    copies = 1
-    if online is None:
-        _, copies = attention_parts(teacher_parallel(config).tensor, config.parallel.tensor)
+    _, copies = attention_parts(teacher_parallel(config).tensor, config.parallel.tensor)
     features = _build_features(
         config.objective, config.optimizer, shapes, config.seed, groups, device, copies=copies
     )
@@ -276,7 +274,10 @@ def _with_features(
     of_student = ranks_of_layers(layers, ranks)
     if isinstance(online, OwnLayout):
         in_own_layout = online.with_features(features.pairs, of_student)
-        return with_features, replace(teacher, signals=in_own_layout)
+        moved = with_movement(
+            replace(teacher, signals=in_own_layout), [in_own_layout], config.train
+        )
+        return with_features, moved
     of_teacher = ranks_of_layers(configured_layers(online.model.config), ranks)
     ways = routes(features.pairs, of_student=of_student, of_teacher=of_teacher)
     return with_features, replace(teacher, signals=FeatureTeacher(online, ways))

@@ -33,7 +33,7 @@ from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.stored import stored_metrics
 
-__all__ = ["OpenTeacher", "open_teacher"]
+__all__ = ["OpenTeacher", "open_teacher", "with_movement"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def open_teacher(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
         aligned=aligned,
     )
     if isinstance(online, OwnLayout):
-        return _with_movement(opened, [online], config.train)
+        return with_movement(opened, [online], config.train)
     if section.offload:
         return replace(opened, signals=RestingTeacher.of(online, key="teacher.offload"))
     return opened
@@ -138,7 +138,7 @@ def _connected(
     )
 
 
-def _with_movement(
+def with_movement(
     opened: OpenTeacher, found: Sequence[OwnLayout], train: TrainConfig
 ) -> OpenTeacher:
     """Add the units of teachers with their own layouts, and the sizes of their movements."""
@@ -220,7 +220,7 @@ def _several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
         aligned=found.aligned,
     )
     if found.own_layouts:
-        opened = _with_movement(opened, found.own_layouts, config.train)
+        opened = with_movement(opened, found.own_layouts, config.train)
     if found.remotes:
         opened = _with_remotes(opened, found.remotes, site.execution.dtype.itemsize)
     return opened

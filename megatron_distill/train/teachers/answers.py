@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from megatron_distill.runtime.batch import Batch, zigzag_index
+from megatron_distill.train.teachers.attention_heads import FeatureKind, attention_messages
 from megatron_distill.train.teachers.units import Grid, Holding, Message, Units, messages
 
 __all__ = [
@@ -31,11 +32,9 @@ __all__ = [
     "AnswerError",
     "Column",
     "Command",
-    "FeatureKind",
     "Output",
     "Part",
     "Request",
-    "attention_parts",
     "token_hash",
 ]
 
@@ -183,19 +182,6 @@ class Column:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-# Keys are those of the whole sequence, on each context rank.
-FeatureKind = Literal["output", "query", "key"]
-
-
-def attention_parts(teacher: int, student: int) -> tuple[int, int]:
-    """Return the parts of heads that a student's tensor rank receives, and the copies of each part.
-
-    A part is the heads of one of the teacher's tensor ranks. The numbers of tensor ranks are
-    `teacher` and `student`, of which one divides the other.
-    """
-    return max(1, teacher // student), max(1, student // teacher)
-
-
 @dataclass(frozen=True)
 class Output:
     """Tensors of an answer that go together, from a stage of the teacher to one of the student.
@@ -316,12 +302,8 @@ class AnswerPlan:
         """Return the messages of queries or keys, each with the number of its part of the heads."""
         replicas = self.units.teacher_replica(unit), self.replica_of(unit)
         stages = output.source, output.destination
-        return _head_messages(
-            (_grid(self.teacher, output), _grid(self.student, output)),
-            stages,
-            self.length,
-            replicas,
-            is_whole=output.is_whole,
+        return attention_messages(
+            (self.teacher, self.student), stages, self.length, replicas, is_whole=output.is_whole
         )
 
     def sent(self, unit: int, rank: int) -> dict[int, list[Part]]:
@@ -390,31 +372,6 @@ def _messages(
     holders = grids[0].holdings(length, replica=replicas[0], stage=stages[0])
     needs = grids[1].holdings(length, replica=replicas[1], stage=stages[1], is_whole=is_whole)
     return messages(holders, needs)
-
-
-@lru_cache(maxsize=4096)
-def _head_messages(
-    grids: tuple[Grid, Grid],
-    stages: tuple[int, int],
-    length: int,
-    replicas: tuple[int, int],
-    *,
-    is_whole: bool,
-) -> tuple[tuple[int, Message], ...]:
-    holders, needs = (
-        grid.holdings(length, replica=replica, stage=stage, is_whole=is_whole)
-        for grid, replica, stage in zip(grids, replicas, stages, strict=True)
-    )
-    teacher, student = (grid.tensor for grid in grids)
-    parts, copies = attention_parts(teacher, student)
-    return tuple(
-        (part, message)
-        for own in range(student)
-        for part in range(parts)
-        for message in messages(
-            holders[own * parts // copies + part :: teacher], needs[own::student]
-        )
-    )
 
 
 def _grouped(pairs: Iterable[tuple[int, Part]]) -> dict[int, list[Part]]:

@@ -36,6 +36,7 @@ from megatron_distill.signals import (
 )
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.step import run_schedule
+from megatron_distill.train.teachers.attention_heads import feature_kinds, sizes_per_position
 
 _LOGGER = get_logger(__name__)
 
@@ -127,7 +128,7 @@ def routes(
     wanted = {
         ((what, pair.teacher), of_student[pair.student - 1])
         for pair in pairs
-        for what in (("query", "key") if pair.is_of_attention else ("output",))
+        for what in feature_kinds(of_attention=pair.is_of_attention)
     }
     return tuple(
         Route(feature, of_teacher[feature[1] - 1], rank) for feature, rank in sorted(wanted)
@@ -220,13 +221,12 @@ class FeatureTeacher:
         shape, layout = self.online.architecture, self.online.groups.layout
         size, length = batches[0].tokens_bs.shape
         whole = batches[0].document_ids_bS.shape[1]
-        heads = shape.num_attention_heads // layout.tensor
-        key_heads = max(1, shape.num_kv_heads // layout.tensor)  # at least one, which ranks share
+        sizes = sizes_per_position(shape, layout.tensor)
         shared = length // layout.tensor if layout.sequence else length
         return {
-            "output": (len(batches), shared, size, shape.hidden_size),
-            "query": (len(batches), length, size, heads, shape.head_size),
-            "key": (len(batches), whole, size, key_heads, shape.head_size),
+            "output": (len(batches), shared, size, *sizes["output"]),
+            "query": (len(batches), length, size, *sizes["query"]),
+            "key": (len(batches), whole, size, *sizes["key"]),
         }
 
 

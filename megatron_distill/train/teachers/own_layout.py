@@ -6,6 +6,7 @@ of the student.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,83 +23,26 @@ from megatron_distill.models.gpt import HiddenStateGPT, run_model, vocab_shard
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.models.pipeline_stages import configured_layers, ranks_of_layers
 from megatron_distill.models.sharded_weights import needs_every_replica
+from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import OnDemand, WithFeatures
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.step import run_schedule
+from megatron_distill.train.teachers.attention_heads import (
+    FeatureKind,
+    feature_kinds,
+    joined_parts,
+    sizes_per_position,
+)
+from megatron_distill.train.teachers.layout_ways import Output, Ways
 from megatron_distill.train.teachers.live import HostStates, ModelOutput
 from megatron_distill.train.teachers.moved_head import move_head
 from megatron_distill.train.teachers.transfer import Movement, transfer
-from megatron_distill.train.teachers.units import Grid, Message, Units, messages, moved_rows
+from megatron_distill.train.teachers.units import Message, Units, moved_rows
 
-__all__ = ["OwnLayout", "Ways"]
-
-
-@dataclass(frozen=True)
-class Output:
-    """An output of the teacher's stage `source` that the student's stage `destination` needs.
-
-    layer: from 1; None: the last hidden state.
-    """
-
-    layer: int | None
-    source: int
-    destination: int
-
-
-class Ways:
-    """The ways of outputs between both layouts, on this rank.
-
-    teacher, student: the groups of both. group: of all ranks, for their messages.
-    """
-
-    def __init__(self, teacher: Groups, student: Groups, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.rank()
-        ranks = range(group.size())
-        self.teacher = Grid.of(teacher.layout, ranks)
-        self.student = Grid.of(student.layout, ranks)
-        self.places = (_place(teacher, self.teacher), _place(student, self.student))
-        self._found: dict[tuple[Output, int, int, int], tuple[Message, ...]] = {}
-
-    def units(self, micro_batches: int) -> Units:
-        """Return the units of a step of so many micro-batches."""
-        return Units(
-            micro_batches,
-            self.student.replicas,
-            self.teacher.replicas,
-            least=self.teacher.pipeline,
-        )
-
-    def messages(self, output: Output, unit: int, length: int) -> tuple[Message, ...]:
-        """Return the messages of an output of a unit of `length` positions."""
-        replicas = unit % self.teacher.replicas, unit % self.student.replicas
-        key = (output, *replicas, length)
-        if key not in self._found:
-            self._found[key] = messages(
-                self.teacher.holdings(length, replica=replicas[0], stage=output.source),
-                self.student.holdings(length, replica=replicas[1], stage=output.destination),
-            )
-        return self._found[key]
-
-    def holds(self, output: Output, unit: int) -> bool:
-        """Whether this rank's teacher computes a part of the output of a unit."""
-        return self.places[0] == (unit % self.teacher.replicas, output.source)
-
-    def needs(self, output: Output, unit: int) -> bool:
-        """Whether this rank's student needs a part of the output of a unit."""
-        return self.places[1] == (unit % self.student.replicas, output.destination)
-
-
-def _place(groups: Groups, grid: Grid) -> tuple[int, int]:
-    """Return this rank's replica and stage, compared with the grid."""
-    replica, stage = groups.data.rank(), groups.pipeline.rank()
-    tensor, context = groups.tensor.rank(), groups.context.rank()
-    expected = grid.rank(tensor=tensor, context=context, replica=replica, stage=stage)
-    assert expected == groups.world.rank(), (expected, groups.world.rank(), grid)
-    return replica, stage
+__all__ = ["OwnLayout"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +59,8 @@ class OwnLayout:
         head_weight: rows of the student's vocabulary shard; on the student's last stage only.
         groups: the student's.
         own_groups: the teacher's.
-        outputs: that move: the last hidden state, and features.
+        outputs: that move: the last hidden state, and features. Of queries and keys each part of
+            the heads moves by itself.
         offload_hidden: `host_states` exist on the student's last stage; all ranks run waves.
         captured: features of the layers on this rank, of the units that run.
         buffers: received outputs of a step, where the student has several stages.
@@ -132,7 +77,7 @@ class OwnLayout:
     outputs: tuple[Output, ...]
     offload_hidden: bool = False
     host_states: HostStates | None = None
-    captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    captured: dict[tuple[FeatureKind, int, int], Tensor] = field(default_factory=dict)
     buffers: dict[tuple[Output, int], Tensor] = field(default_factory=dict)
     number: int = 0
 
@@ -189,15 +134,29 @@ class OwnLayout:
         )
 
     def with_features(self, pairs: Sequence[FeaturePair], of_student: Sequence[int]) -> OwnLayout:
-        """Return a teacher that also sends layer outputs; `of_student`: pipeline rank per layer.
+        """Return a teacher that also sends features; `of_student`: pipeline rank per layer.
 
         The signals are `WithFeatures` then.
         """
         layers = configured_layers(self.model.config)
         of_teacher = ranks_of_layers(layers, self.ways.teacher.pipeline)
-        wanted = sorted({(pair.teacher, of_student[pair.student - 1]) for pair in pairs})
-        features = tuple(Output(layer, of_teacher[layer - 1], rank) for layer, rank in wanted)
-        tap_layers([self.model], {layer: partial(self._capture, layer) for layer, _ in wanted}, {})
+        wanted = sorted(
+            {
+                (pair.teacher, of_student[pair.student - 1], kind)
+                for pair in pairs
+                for kind in feature_kinds(of_attention=pair.is_of_attention)
+            }
+        )
+        features = tuple(
+            Output(layer, of_teacher[layer - 1], rank, kind, part)
+            for layer, rank, kind in wanted
+            for part in range(1 if kind == "output" else self.ways.parts)
+        )
+        tap_layers(
+            [self.model],
+            {layer: partial(self._put_out, layer) for layer, _, kind in wanted if kind == "output"},
+            {layer: partial(self._attended, layer) for layer, _, kind in wanted if kind == "query"},
+        )
         return replace(self, outputs=(*self.outputs, *features))
 
     def unit_rows(self, micro_batches: int) -> UnitRows:
@@ -213,13 +172,17 @@ class OwnLayout:
     def moved_bytes(self, micro_batches: int, micro_batch_size: int) -> int:
         """Return the bytes that all ranks together send in a step."""
         units = self.ways.units(micro_batches)
-        rows = sum(
+        numbers = sum(
             moved_rows(self.ways.messages(output, unit, self.sequence_length))
+            * math.prod(self._sizes[output.kind])
             for unit in units.of_wave(range(micro_batches))
             for output in self.outputs
         )
-        width = self.architecture.hidden_size * self.model.config.params_dtype.itemsize
-        return rows * micro_batch_size * width
+        return numbers * micro_batch_size * self.model.config.params_dtype.itemsize
+
+    @property
+    def _sizes(self) -> dict[FeatureKind, tuple[int, ...]]:
+        return sizes_per_position(self.architecture, self.ways.teacher.tensor)
 
     def signals(
         self, batches: Sequence[Batch]
@@ -351,7 +314,8 @@ class OwnLayout:
             for output in self.outputs:
                 if self.ways.holds(output, unit):
                     layer = output.layer
-                    state = last[index] if layer is None else self.captured[layer, index]
+                    kind = output.kind
+                    state = last[index] if layer is None else self.captured[kind, layer, index]
                     found[output, unit] = state.contiguous()
         self.captured.clear()
         return found
@@ -366,15 +330,33 @@ class OwnLayout:
         )
         return output, _collected
 
-    def _capture(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
-        self.captured[layer, micro_batch] = hidden_sbH
+    def _put_out(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
+        self.captured["output", layer, micro_batch] = hidden_sbH
         return hidden_sbH
 
+    def _attended(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        visible: VisibleKeys,  # noqa: ARG002 - the student's queries see the same keys
+        *,
+        micro_batch: int,
+    ) -> tuple[Tensor, Tensor]:
+        self.captured["query", layer, micro_batch] = query
+        self.captured["key", layer, micro_batch] = key
+        return query, key
+
     def _buffer(self, output: Output, micro_batch: int, rows: int) -> Tensor:
-        """Return memory for a received output `[s, b, H]`; a step's is allocated once."""
+        """Return memory for a received output `[s, b, ...]`; a step's is allocated once."""
         layout, config = self.groups.layout, self.model.config
-        parts = layout.context * (layout.tensor if layout.sequence else 1)
-        shape = (self.sequence_length // parts, rows, self.architecture.hidden_size)
+        shards = {
+            "output": layout.context * (layout.tensor if layout.sequence else 1),
+            "query": layout.context,
+            "key": 1,
+        }
+        length = self.sequence_length // shards[output.kind]
+        shape = (length, rows, *self._sizes[output.kind])
         make = partial(
             torch.empty,
             shape,
@@ -402,11 +384,11 @@ class OwnLayout:
             signal = ModelOutput(tokens, take, self, whole_context=has_own_tokens)
         if len(self.outputs) == 1:
             return signal
-        features = {
-            ("output", output.layer): state
+        features = joined_parts(
+            ((output.kind, output.layer), state)
             for (output, micro_batch), state in found.items()
             if micro_batch == number and output.layer is not None
-        }
+        )
         return WithFeatures(signal, features)
 
 

@@ -41,6 +41,7 @@ from megatron_distill.train.teachers.answers import (
     Request,
     token_hash,
 )
+from megatron_distill.train.teachers.attention_heads import FeatureKind, joined_parts
 from megatron_distill.train.teachers.units import Message
 
 __all__ = [
@@ -312,21 +313,17 @@ class AnswerReader:
     def __call__(self, columns: Columns, batch: Batch) -> Signal | WithFeatures | None:
         """Return the signal; with features on each stage that receives some."""
         own: list[Tensor] = []
-        parts: dict[tuple[str, int], list[Tensor]] = {}
+        layers: list[tuple[tuple[FeatureKind, int], Tensor]] = []
         for number, tensor in columns.items():
             output = self.plan.columns[number][0]
             if output.layer is None:
                 own.append(tensor)
             else:
-                parts.setdefault((output.kind, output.layer), []).append(tensor)
+                layers.append(((output.kind, output.layer), tensor))
         signal = self.signal_of(own, batch) if own else None
         if not self.plan.has_features:
             return signal
-        # Queries and keys are [s, b, n, d], a part of the heads n each.
-        features = {
-            name: one[0] if len(one) == 1 else torch.cat(one, 2) for name, one in parts.items()
-        }
-        return WithFeatures(signal, features)
+        return WithFeatures(signal, joined_parts(layers))
 
 
 class OwnRanksTeacher:

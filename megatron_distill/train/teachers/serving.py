@@ -37,10 +37,10 @@ from megatron_distill.train.teachers.answers import (
     AnswerHeader,
     AnswerPlan,
     Command,
-    FeatureKind,
     Request,
     token_hash,
 )
+from megatron_distill.train.teachers.attention_heads import FeatureKind
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.units import Message
 

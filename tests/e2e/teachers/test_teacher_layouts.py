@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import Inputs, assembled, quick_and_slow, records, run
+from tests.e2e.training.test_features import MAPS
 from tests.e2e.training.test_layouts import (
     CONTEXT,
     PIPELINE,
@@ -114,6 +115,41 @@ def _divided(records: Course) -> tuple[Course, Course]:
         [record for record in records if "validation" not in record],
         [record for record in records if "validation" in record],
     )
+
+
+OF_MAPS = ("features_loss", "feature_attention_2_1", "feature_mse_1_2", "feature_attention_4_2")
+KEY_HEADS = "teacher.architecture.num_kv_heads=1"
+RECOMPUTED = "train.recompute=full"
+# As `CASES`.
+WITH_MAPS: dict[str, tuple[int, Sequence[str], str, bool]] = {
+    "t2 to t1": (2, (), "tensor: 2, sequence: true", False),
+    "t1 to t2 with a split sequence": (2, (TENSOR, SEQUENCE), "tensor: 1", False),
+    "t2 to c2": (2, (CONTEXT,), "tensor: 2", False),
+    "c2 to t2, shared key heads": (2, (TENSOR, KEY_HEADS), "context: 2", False),
+    "p2 to p1": (2, (), "pipeline: 2", True),
+    "p1 to p2, virtual, recomputed": (2, (PIPELINE, VIRTUAL, RECOMPUTED), "pipeline: 1", True),
+    "host memory": (2, (PIPELINE, "teacher.offload_hidden=true"), "pipeline: 1", True),
+    "t4 to t2": (4, (TENSOR, KEY_HEADS), "tensor: 4", False),
+    "c2 t2 to p2 d2": (4, (PIPELINE,), "context: 2, tensor: 2, sequence: true", False),
+    "t2 p2 to c2 t2": (4, (CONTEXT, TENSOR), "tensor: 2, pipeline: 2", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(WITH_MAPS, []))
+def test_attention_maps_are_those_of_the_shared_layout(
+    train: Callable[..., Course], case: str
+) -> None:
+    world, common, layout, is_exact = WITH_MAPS[case]
+    given = (*VALIDATED, MAPS, *common)
+    expected = train("dense", world, *given)
+    found = train("dense", world, *given, f"teacher.parallel={{{layout}}}")
+    assert_same(found, expected, is_exact=is_exact)
+    for ours, other in zip(found, expected, strict=True):
+        ours, other = ours.get("validation", ours), other.get("validation", other)
+        for name in OF_MAPS:
+            tolerance = 0.0 if is_exact else 1e-6 if ours.get("step") == 1 else 2e-4
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours, name)
+            assert ours[name] > 1e-3, name
 
 
 ALIGNED: dict[str, tuple[int, Sequence[str], str]] = {

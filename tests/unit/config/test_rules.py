@@ -363,9 +363,13 @@ student.sequence_length=64
 OF_TEACHER_LAYOUTS = """
 teacher.parallel.virtual_pipeline=2
     -> teacher.parallel.virtual_pipeline = 2: a teacher runs forward only
-teacher.parallel.tensor=2
+teacher.parallel={tensor: 3}
+parallel.tensor=2
+teacher.architecture={hidden_size: 96, ffn_hidden_size: 192, num_attention_heads: 6,
+  num_kv_heads: 3}
 objective.features=[{student: 1, teacher: 1, loss: attention}]
-    -> objective.features.0.loss = 'attention': needs
+    -> objective.features.0.loss = 'attention': sends the heads of the teacher's tensor ranks to
+       those of the student, and of 2 and 3 of them neither number divides the other
 teacher.parallel.tensor=8
     -> teacher.parallel.tensor = 8: does not divide teacher.architecture.num_attention_heads = 4
 teacher.parallel={context: 2}

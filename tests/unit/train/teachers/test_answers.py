@@ -17,9 +17,9 @@ from megatron_distill.train.teachers.answers import (
     Command,
     Output,
     Request,
-    attention_parts,
     token_hash,
 )
+from megatron_distill.train.teachers.attention_heads import attention_parts
 from megatron_distill.train.teachers.units import Grid, Units
 
 
