@@ -41,6 +41,8 @@ class PlannedRun:
             or only a store, whose model is unknown. The largest of several.
         several: all teachers, where they are several.
         mixed: teachers of one term, at most.
+        sends_heads: whether a teacher in another layout sends queries and keys by whole tensor
+            ranks, so that one of both numbers of them must divide the other.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
@@ -54,6 +56,7 @@ class PlannedRun:
     sequence_length: int
     several: tuple[SharedTeacher, ...] = ()
     mixed: int = 1
+    sends_heads: bool = False
     teacher_length: int | None = None
     document_length: int | None = None
     global_batch_size: int

@@ -274,13 +274,20 @@ class Search:
                 if self.shape_rule("teacher", layout) is None:
                     yield layout
 
+    def _partners(self, ranks: int, alone: Sequence[Planned]) -> Iterator[tuple[Layout, Planned]]:
+        """Yield the teacher's layouts, each beside the student's fastest ones that it fits."""
+        for layout in self._teacher_layouts(ranks):
+            for one in alone[:_PARTNERS]:
+                few, many = sorted((layout.tensor, one.choice.layout.tensor))
+                if not self.run.sends_heads or many % few == 0:
+                    yield layout, one
+
     def _own_layouts(self) -> list[Planned]:
         """Return choices whose teacher has a layout of its own on the student's ranks."""
         alone = _best_of_each(self._fitting(self._choices(self.devices, "none"), is_partner=True))
         choices = (
             self._with_teacher(replace(one.choice, place="shared"), layout, 0)
-            for layout in self._teacher_layouts(self.devices)
-            for one in alone[:_PARTNERS]
+            for layout, one in self._partners(self.devices, alone)
             if layout != one.choice.layout.without_virtual_stages()
         )
         return self._all_fitting(choices)
@@ -303,8 +310,7 @@ class Search:
             alone = _best_of_each(self._fitting(choices_alone, is_partner=True))
             choices += [
                 self._with_teacher(replace(one.choice, place="own ranks"), layout, size)
-                for layout in self._teacher_layouts(size)
-                for one in alone[:_PARTNERS]
+                for layout, one in self._partners(size, alone)
             ]
         return self._all_fitting(iter(choices))
 

@@ -148,6 +148,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         teacher=teacher,
         several=several,
         mixed=max((len(term.teachers or ()) for term in config.objective.terms), default=0) or 1,
+        sends_heads=any(entry.loss == "attention" for entry in config.objective.features),
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
         global_batch_size=train.global_batch_size,
@@ -200,9 +201,8 @@ def teacher_places(config: RunConfig) -> tuple[TeacherPlace, ...]:
         return ("none",)
     if teacher.store is not None:
         return ("store",)
-    attention = any(feature.loss == "attention" for feature in objective.features)
     asks = bool(objective.terms or objective.features)
-    return ("shared",) if attention or not asks else ("shared", "own ranks")
+    return ("shared", "own ranks") if asks else ("shared",)
 
 
 def configured_choice(config: RunConfig, run: PlannedRun, *, ranks: int, teachers: int) -> Choice:

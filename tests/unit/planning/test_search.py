@@ -14,7 +14,7 @@ from megatron_distill.planning.report import changed_settings, plan_report, sett
 from megatron_distill.planning.run import TeacherPlace
 from megatron_distill.planning.search import USABLE, Ranking, Search, nearest
 from megatron_distill.runtime.groups import Layout
-from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
+from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
 
 DEVICE = load_device("h100-80gb")
 
@@ -96,6 +96,27 @@ def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student() -> None:
         assert one.choice.devices == 16
         assert 0 < one.choice.teacher_ranks < 16
         assert one.memory.total <= USABLE * DEVICE.memory_bytes
+
+
+@pytest.mark.parametrize(("tensor", "divides"), [(2, True), (4, False)])
+def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(
+    tensor: int, *, divides: bool
+) -> None:
+    # A node of six: the student has tensor ranks for all of it.
+    node = DEVICE.node.model_copy(update={"devices": 6})
+    six, wanted = DEVICE.model_copy(update={"node": node}), {"student": 6, "teacher": tensor}
+
+    def rule(role: str, layout: Layout) -> str | None:
+        return None if layout.tensor == wanted[role] else "another number of tensor ranks"
+
+    shapes = {"student": llama(12, 1536, 4096, 12, 12), "teacher": llama(12, 3072, 8192, 24, 24)}
+    run = run_of(**shapes, global_batch_size=48)
+    found = {
+        sends: Search(replace(run, sends_heads=sends), six, 24, rule, ("shared",)).ranking(shown=1)
+        for sends in (False, True)
+    }
+    assert found[False].fitting
+    assert bool(found[True].fitting) == divides
 
 
 def test_the_nearest_layouts_keep_what_can_stay(ranking: Ranking) -> None:
