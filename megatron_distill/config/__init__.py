@@ -7,7 +7,7 @@ from megatron_distill.config.load import (
     load_warnings,
     to_yaml,
 )
-from megatron_distill.config.rules.alignment import is_aligned
+from megatron_distill.config.rules.alignment import has_own_tokenizer, is_aligned
 from megatron_distill.config.rules.objective import matched_layers
 from megatron_distill.config.rules.run import (
     check_architecture,
@@ -115,6 +115,7 @@ __all__ = [
     "config_of",
     "data_row",
     "has_own_ranks",
+    "has_own_tokenizer",
     "layout_row",
     "is_aligned",
     "load_capture_config",

@@ -144,15 +144,17 @@ class AlignedLoss:
         own = signal.by_teacher.get(name)
         if own is None:
             return total, report, entries
+        source = own.logit_source()
         more, of_chunks = self(
             student,
-            own.logit_source(),
+            source,
             batch,
             step,
             ce_weight=0.0,
             terms=terms,
             sources=sources,
             weight_gradient_sum=weight_gradient_sum,
+            targets=own.targets(terms) if source is None else None,
         )
         shares = {term.name: of_chunks[term.name] for term in terms}
         report = report | shares | {"kd": report["kd"] + of_chunks["kd"]}

@@ -23,7 +23,12 @@ from megatron_distill.config.schema import (
 )
 from megatron_distill.config.schema.data import TokenizedFormat
 
-__all__ = ["alignment_problems", "is_aligned", "two_tokenizers_problems"]
+__all__ = [
+    "alignment_problems",
+    "has_own_tokenizer",
+    "is_aligned",
+    "two_tokenizers_problems",
+]
 
 # Divergences between two classes whose gradient does not depend on an order of tokens.
 _UNORDERED: Final = "adaptive_kl"
@@ -48,6 +53,11 @@ def is_aligned(config: JobConfig) -> bool:
         return config.capture.aligned
     assert isinstance(config, RunConfig)
     return any(term.alignment is not None for term in config.objective.terms)
+
+
+def has_own_tokenizer(config: JobConfig, role: str) -> bool:
+    """Whether a teacher is the one with a tokenizer of its own."""
+    return is_aligned(config) and role == aligned_role(config)
 
 
 def alignment_problems(config: RunConfig) -> Iterator[Problem]:
@@ -192,8 +202,9 @@ def _lengths(config: JobConfig, teacher: ModelConfig | None, role: str) -> Itera
     if length is None:
         return
     yield from _length(config.parallel, length, role)
-    if role == "teacher" and parallel_key(config, "teacher") != "parallel":
-        yield from under_key(_length(teacher_parallel(config), length, role), "teacher.parallel")
+    key = parallel_key(config, role)
+    if key != "parallel":
+        yield from under_key(_length(teacher_parallel(config, role), length, role), key)
 
 
 def _length(parallel: ParallelConfig, length: int, role: str) -> Iterator[Problem]:

@@ -110,8 +110,6 @@ def _of_teacher(config: RunConfig, role: str, teacher: ModelConfig) -> Iterator[
     yield from _resting(role, teacher)
     if role == "teacher":
         yield from _alone(config)
-    else:
-        yield from _among_several(config, role)
     yield from _transfer(config, role, teacher.transfer)
     yield from _backend(config, role, teacher.transfer)
 
@@ -150,17 +148,6 @@ def _alone(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _among_several(config: RunConfig, role: str) -> Iterator[Problem]:
-    """Name what one of several teachers cannot do on ranks of its own."""
-    for name in own_tokenizers(config):
-        if role != f"teachers.{name}":  # which has a rule of its own
-            yield Problem(
-                (*_keys(role), f"teachers.{name}"),
-                f"{role}.ranks: is not possible beside teachers.{name}, which has another "
-                f"tokenizer; remove {role}.ranks, or give teachers.{name} a run of its own",
-            )
-
-
 def _transfer(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator[Problem]:
     key, what = f"{role}.transfer.k", f"{role}.transfer.what"
     if transfer.what == "hidden":
@@ -179,14 +166,18 @@ def _transfer(config: RunConfig, role: str, transfer: TransferConfig) -> Iterato
         )
     else:
         for index, term in enumerate(config.objective.terms):
-            if _serves(role, term):
+            if _serves(config, role, term):
                 yield from _term(f"objective.terms.{index}", term, role, transfer.k)
 
 
-def _serves(role: str, term: TermConfig) -> bool:
+def _serves(config: RunConfig, role: str, term: TermConfig) -> bool:
     """Return whether a teacher is one of a term's, or that of some sample in it."""
+    name = role.removeprefix("teachers.")
+    has_own_tokenizer = name in own_tokenizers(config)
+    if config.teachers and has_own_tokenizer != (term.alignment is not None):
+        return False
     names = {term.teacher: 1.0} if term.teacher else term.teachers
-    return not names or bool(names.get(role.removeprefix("teachers.")))
+    return not names or bool(names.get(name))
 
 
 def _backend(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator[Problem]:

@@ -77,12 +77,14 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
 
 def _place(key: str, model: ModelConfig) -> Iterator[Problem]:
     """A place that the tokens of another tokenizer do not reach among several teachers."""
-    for name in ("store", "parallel", "ranks", "nodes"):
+    has_own_ranks = model.ranks is not None or model.nodes is not None
+    for name in ("store",) if has_own_ranks else ("store", "parallel"):
         if getattr(model, name) is not None:
             yield Problem(
                 (f"{key}.{name}", "teachers"),
                 f"{key}.{name}: among several teachers the one with a tokenizer of its own is a "
-                "model in the student's layout; remove it, or set teacher in place of teachers",
+                "model in the student's layout or on ranks of its own; remove it, give it "
+                f"{key}.ranks, or set teacher in place of teachers",
             )
 
 

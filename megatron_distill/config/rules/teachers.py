@@ -196,11 +196,13 @@ def _model(config: RunConfig, key: str, model: ModelConfig) -> Iterator[Problem]
 
 def _layouts(config: RunConfig) -> Iterator[Problem]:
     for role, _ in own_layouts(config):
+        if has_own_ranks(config, role):
+            continue
         for name in own_tokenizers(config):
             yield Problem(
                 (f"{role}.parallel", f"teachers.{name}"),
                 f"{role}.parallel: is not possible beside teachers.{name}, which has another "
-                f"tokenizer; remove {role}.parallel, or give teachers.{name} a run of its own",
+                f"tokenizer; remove {role}.parallel, or give {role} ranks of its own",
             )
 
 

@@ -11,7 +11,7 @@ from megatron_distill.config import (
     RunConfig,
     TransferConfig,
     check_features,
-    is_aligned,
+    has_own_tokenizer,
     matched_layers,
     teacher_parallel,
 )
@@ -81,7 +81,7 @@ def answer_plan(
         destination=student_grid.pipeline - 1,
         columns=(hidden,) if settings is None else top_k_columns(settings),
         splits=settings is None,
-        is_whole=settings is not None and is_aligned(config),
+        is_whole=settings is not None and has_own_tokenizer(config, role.name),
     )
     return AnswerPlan(
         units,
@@ -166,12 +166,12 @@ def answer_settings(
         return None
     assert k is not None, "the rules ask for it"
     if k > tokens:
-        whose = "its" if is_aligned(config) else "the"
+        whose = "its" if has_own_tokenizer(config, role) else "the"
         raise ConfigError(
             f"{role}.transfer.k = {k}: {whose} tokenizer has {tokens} tokens; lower it"
         )
     return sent_settings(
-        terms_of(members(config.teachers, config.objective.terms).get(role), terms),
+        terms_of(members(config).get(role), terms),
         k=k,
         vocab_size=tokens,
         sequence_length=section.sequence_length or config.data.sequence_length,

@@ -20,7 +20,7 @@ from megatron_distill.config import (
     KeepBestConfig,
     RunConfig,
     aligned_role,
-    is_aligned,
+    has_own_tokenizer,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
@@ -319,7 +319,7 @@ def _teacher_roles(config: RunConfig, student: _Role) -> Iterator[_Role]:
             seed=teacher_seed(config.seed) + number,
             execution=teacher_execution(student.execution, config.models[role], layers, role),
         )
-        if is_aligned(config) and role == aligned_role(config):
+        if has_own_tokenizer(config, role):
             own = own_tokens(config, student.vocabulary)
             tokenizer = None if own.reading is None else own.reading.tokenizer
             found = replace(found, tokenizer=tokenizer, vocabulary=own.vocabulary)

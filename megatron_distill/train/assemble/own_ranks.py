@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -18,6 +17,7 @@ from megatron_distill.config import (
     RunConfig,
     TrainConfig,
     TransferConfig,
+    has_own_tokenizer,
     is_aligned,
     teacher_parallel,
 )
@@ -25,7 +25,6 @@ from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.prefetch import PrefetchedUnits, exchange_group
 from megatron_distill.data.samples import State
 from megatron_distill.errors import ConfigError
-from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch
@@ -33,15 +32,14 @@ from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.signals import Signal
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.alignment import own_tokens
 from megatron_distill.train.assemble.answer_plan import (
     answer_plan,
     answer_settings,
     head_parts,
-    terms_of,
 )
+from megatron_distill.train.assemble.answer_signals import signal_maker
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
@@ -55,7 +53,6 @@ from megatron_distill.train.assemble.routing import members, sample_routing, sha
 from megatron_distill.train.assemble.same_files import publish_files, require_same_files
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
-from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.loop import permanent_imports
 from megatron_distill.train.teachers.answer_ways import (
@@ -69,7 +66,7 @@ from megatron_distill.train.teachers.answer_ways import (
     private_slots,
 )
 from megatron_distill.train.teachers.answers import AnswerPlan
-from megatron_distill.train.teachers.live import ModelOutput, OnlineTeacher
+from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_ranks import (
     AnswerReader,
     AnswerRing,
@@ -77,7 +74,7 @@ from megatron_distill.train.teachers.own_ranks import (
     OwnRanksTeacher,
     RemoteHead,
 )
-from megatron_distill.train.teachers.sent_topk import serving_capture, signal_of_columns
+from megatron_distill.train.teachers.sent_topk import serving_capture
 from megatron_distill.train.teachers.serving import (
     AnswerSender,
     LastColumns,
@@ -107,11 +104,12 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
     groups, execution, device = site.groups, site.execution, site.device
     bridge = device.bridge
     assert bridge is not None, "the caller has looked"
-    tokens = vocabulary if fit.own is None else fit.own.vocabulary
+    own = fit.own if has_own_tokenizer(config, role) else None
+    tokens = vocabulary if own is None else own.vocabulary
     teacher = resolve_model(config, role, tokens).architecture
-    of_head = student if fit.own is None else teacher
+    of_head = student if own is None else teacher
     transfer = config.models[role].transfer
-    among = members(config.teachers, config.objective.terms).get(role)
+    among = members(config).get(role)
     settings = answer_settings(config, role, fit.terms, tokens=tokens.size)
     roles = bridge.roles
     ranks = roles.teacher(role)
@@ -142,10 +140,13 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
         )
     parts = head_parts(plan, teacher, of_head, tokens.size)
     head = RemoteHead(weight, teacher, groups)
+    signal_of = signal_maker(
+        among, fit.terms, settings, head, execution.device, has_own_tokens=own is not None
+    )
     found = OwnRanksTeacher(
         Asking(plan, bridge, ring),
         head,
-        AnswerReader(plan, _signal_of(among, fit.terms, settings, head, execution.device)),
+        AnswerReader(plan, signal_of),
         head_parts=parts if settings is None else (),
         last_step=config.train.steps,
         alone=device.alone,
@@ -153,41 +154,6 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
     )
     site.resources.callback(found.close)
     return found
-
-
-def _signal_of(
-    among: OneOfSeveral | None,
-    terms: Sequence[Term | ChunkTerm],
-    settings: CaptureSettings | None,
-    head: RemoteHead,
-    device: torch.device,
-) -> Callable[[Sequence[torch.Tensor], Batch], Signal]:
-    """Return what makes an answer a signal; one of several teachers holds its terms by name."""
-    if settings is None:
-        return partial(_output, head)
-    own = terms_of(among, terms)
-    names = () if among is None else tuple(term.name for term in own)
-    return partial(_top_k, own, names, settings, device)
-
-
-def _output(head: RemoteHead, columns: Sequence[torch.Tensor], batch: Batch) -> Signal:
-    """Return the signal of sent hidden states."""
-    (hidden_sbh,) = columns
-    tokens = (batch.teacher or batch).tokens_bs.numel()
-    has_own_tokens = batch.teacher is not None
-    return ModelOutput(tokens, lambda: hidden_sbh, head, whole_context=has_own_tokens)
-
-
-def _top_k(
-    terms: Sequence[Term | ChunkTerm],
-    names: tuple[str, ...],
-    settings: CaptureSettings,
-    device: torch.device,
-    columns: Sequence[torch.Tensor],
-    batch: Batch,
-) -> Signal:
-    """Return the signal of sent top-k ids."""
-    return replace(signal_of_columns(columns, batch, terms, settings, device), names=names)
 
 
 def _backend(transfer: TransferConfig, role: str, device: Device) -> str:
@@ -337,16 +303,17 @@ def _open_teacher(
     assert bridge is not None
     role, roles = bridge.role, bridge.roles
     section = config.models[role.name]
-    among = members(config.teachers, config.objective.terms).get(role.name)
+    among = members(config).get(role.name)
     options = data_options(config.data, Path(config.output), shows_progress=False)
     tokenizer, vocabulary = open_tokenizer(config, options)
     student = resolve_model(config, "student", vocabulary).architecture
-    own = own_tokens(config, vocabulary) if is_aligned(config) else None
+    aligned = own_tokens(config, vocabulary) if is_aligned(config) else None
+    own = aligned if has_own_tokenizer(config, role.name) else None
     tokens, length = vocabulary, config.data.sequence_length
     if own is not None:
         tokens, length = own.vocabulary, own.sequence_length
-        options = replace(options, teacher=own.reading)
-    options = replace(options, routing=sample_routing(config))
+    reading = None if aligned is None else aligned.reading
+    options = replace(options, teacher=reading, routing=sample_routing(config))
     source = resolve_model(config, role.name, tokens)
     execution = teacher_execution(
         Execution(
@@ -377,7 +344,7 @@ def _open_teacher(
         tokenizer=tokenizer,
         seed=config.seed,
         held_out=config.validation.samples,
-        teacher_length=None if own is None else length,
+        teacher_length=None if aligned is None else aligned.sequence_length,
     )
     terms = build_terms(config.objective.terms, vocabulary.size)
     settings = answer_settings(config, role.name, terms, tokens=tokens.size)
@@ -444,6 +411,7 @@ def _open_server(
         device=device.torch_device,
         alone=device.alone,
         share=opened.share,
+        has_own_tokens=has_own_tokenizer(config, plan.role),
     )
     if plan.has_features:
         server.tap()

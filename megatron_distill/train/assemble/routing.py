@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from megatron_distill.config import RunConfig, TermConfig, routed_terms
+from megatron_distill.config import RunConfig, own_tokenizers, routed_terms
 from megatron_distill.data.routing import Routing
 from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
 from megatron_distill.train.teachers.serving import Share
@@ -12,18 +10,19 @@ from megatron_distill.train.teachers.serving import Share
 __all__ = ["members", "sample_routing", "share_of_units"]
 
 
-def members(teachers: Iterable[str] | None, terms: Sequence[TermConfig]) -> dict[str, OneOfSeveral]:
+def members(config: RunConfig) -> dict[str, OneOfSeveral]:
     """Return the teachers of `teachers` by role, in the order of their numbers in a batch."""
     named = {
         name
-        for term in terms
+        for term in config.objective.terms
         for name, weight in ({term.teacher: 1.0} if term.teacher else term.teachers or {}).items()
         if weight
     }
+    own = own_tokenizers(config)
     # Their order in the file changes nothing.
     found = [
-        OneOfSeveral(name, number, is_named=name in named)
-        for number, name in enumerate(sorted(teachers or ()))
+        OneOfSeveral(name, number, is_named=name in named, has_own_tokens=name in own)
+        for number, name in enumerate(sorted(config.teachers or ()))
     ]
     return {one.key: one for one in found}
 

@@ -20,7 +20,7 @@ from megatron_distill.models.sharded_weights import needs_every_replica
 from megatron_distill.runtime.groups import Groups, Layout, create_second_groups
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
-from megatron_distill.train.assemble.alignment import TeacherTokens
+from megatron_distill.train.assemble.alignment import Live, TeacherTokens
 from megatron_distill.train.assemble.answer_plan import answer_metrics
 from megatron_distill.train.assemble.models import (
     layout_of,
@@ -37,7 +37,7 @@ from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
 from megatron_distill.train.teachers.own_layout import OwnLayout
-from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
+from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher, RemoteHead
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.teachers.stored import stored_metrics
@@ -79,7 +79,7 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
     `open_stored`, per teacher; for each different layout, creation of its groups.
     """
     assert config.teachers is not None, "the caller has looked"
-    groups = site.groups
+    groups, chunk_tokens = site.groups, config.objective.chunk_tokens
     plain = tuple(term for term in fit.terms if isinstance(term, Term))
     aligned: AlignedLoss | None = None
     foreign = frozenset(own_tokenizers(config))
@@ -89,7 +89,7 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
     teachers: dict[str, Teacher] = {}
     remotes: dict[str, OwnRanksTeacher] = {}
     metrics = [_metrics(fit.terms)]
-    known = members(config.teachers, config.objective.terms)
+    known = members(config)
     for own in known.values():
         name, section = own.name, config.teachers[own.name]
         if section.store is not None:
@@ -100,16 +100,19 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
             metrics.append(stored_metrics(stores[name].settings, plain))
             teachers[name] = stores[name].teacher
             continue
+        tokens = fit.own if name in foreign else None
         if site.device.bridge is not None and has_own_ranks(config, own.key):
             teachers[name] = remotes[own.key] = open_own_ranks(config, own.key, fit, site)
-            if section.transfer.what == "top_k":
+            sends_ids = section.transfer.what == "top_k"
+            if tokens is not None:
+                head = None if sends_ids else remotes[own.key].head
+                aligned = _on_own_ranks(tokens, head, own, chunk_tokens, fit, site)
+            elif sends_ids:
                 metrics.append(answer_metrics(section.transfer, plain))
             continue
-        tokens = fit.own if name in foreign else None
         live = _live(config, own, section, fit, site, layouts, tokens)
         if tokens is not None:
-            live, found = _connected(tokens, live, config.objective.chunk_tokens, fit, site)
-            aligned = replace(found, teacher=(name, own.number))
+            live, aligned = _connected(tokens, live, own, chunk_tokens, fit, site)
         models[name] = teachers[name] = live
         if section.offload and isinstance(live, OnlineTeacher):
             teachers[name] = RestingTeacher.of(live, key=f"{own.key}.offload")
@@ -118,11 +121,7 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
         teachers,
         named=frozenset(own.name for own in known.values() if own.is_named),
         has_routed_terms=bool(routed_terms(config)),
-        joint=frozenset(
-            name
-            for name, model in models.items()
-            if isinstance(model, OwnLayout) or needs_every_replica(model.model, groups)
-        ),
+        joint=_run_together(models, groups),
         own_tokens=foreign,
     )
     loss = SeveralLoss.of(plain, tuple(teachers), groups.context, elsewhere=foreign, drawn=drawn)
@@ -193,20 +192,48 @@ def _live(
 
 
 def _connected(
-    own: TeacherTokens,
-    online: OnlineTeacher | OwnLayout,
+    tokens: TeacherTokens,
+    online: Live,
+    own: OneOfSeveral,
     chunk_tokens: int | None,
     fit: TeacherFit,
     site: Site,
-) -> tuple[OnlineTeacher, AlignedLoss]:
+) -> tuple[Live, AlignedLoss]:
     """Return a teacher with its head in the layout of the loss, and the loss without labels."""
     device = site.execution.device
-    teacher, loss = own.connect(
+    teacher, loss = tokens.connect(
         online, fit.student, fit.vocabulary, site.groups, device, chunk_tokens=chunk_tokens
     )
-    assert isinstance(teacher, OnlineTeacher)
     # The cross-entropy is in the pass of the other terms.
-    return teacher, replace(loss, planner=replace(loss.planner, has_labels=False))
+    planner = replace(loss.planner, has_labels=False)
+    return teacher, replace(loss, planner=planner, teacher=(own.name, own.number))
+
+
+def _on_own_ranks(
+    tokens: TeacherTokens,
+    head: RemoteHead | None,
+    own: OneOfSeveral,
+    chunk_tokens: int | None,
+    fit: TeacherFit,
+    site: Site,
+) -> AlignedLoss:
+    """Return the loss of a teacher elsewhere; its head is None where it sends top-k ids."""
+    if head is None:
+        _, loss = _connected(tokens, None, own, chunk_tokens, fit, site)
+    else:
+        _, loss = _connected(tokens, head, own, chunk_tokens, fit, site)
+    return loss
+
+
+def _run_together(
+    models: Mapping[str, OnlineTeacher | OwnLayout], groups: Groups
+) -> frozenset[str]:
+    """Return the teachers that data-parallel ranks run together."""
+    return frozenset(
+        name
+        for name, model in models.items()
+        if isinstance(model, OwnLayout) or needs_every_replica(model.model, groups)
+    )
 
 
 def _metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
         shape, precision = shapes[role.name], PRECISIONS[config.train.precision]
         records = sent_records(config, role.name)
         plan = answer_plan(config, role, roles, shape, student, precision, records)
-        own = members(config.teachers, config.objective.terms).get(role.name)
+        own = members(config).get(role.name)
         is_routed = share_of_units(own).number is not None
         lines += _exchange(plan, roles, is_routed=is_routed)
     for name, shape in shapes.items():

@@ -176,7 +176,7 @@ def _forward_work(shape: Architecture) -> float:
 
 def _several(config: RunConfig, shapes: Mapping[str, Architecture]) -> tuple[SharedTeacher, ...]:
     """Return several teachers with their shares of the samples; empty where there is one."""
-    own = members(config.teachers, config.objective.terms)
+    own = members(config)
     shares = dict.fromkeys(own, 0.0)
     weights = config.objective.routing_weights or {}
     total = sum(source.weight for source in config.data.sources)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Queue
 from threading import Thread
@@ -227,6 +227,8 @@ class TeacherServer:
         sender: on ranks whose stage has an output, None elsewhere; it is stopped by its owner.
         layers: outputs, queries and keys of layers on this rank, of the unit that runs.
         share: the units of a round that have an answer; a round without any runs nothing.
+        has_own_tokens: whether the teacher has a tokenizer of its own. The units of another one may
+            have such tokens too, of a teacher elsewhere.
     """
 
     plan: AnswerPlan
@@ -242,6 +244,7 @@ class TeacherServer:
     alone: LoneFailure
     layers: dict[tuple[FeatureKind, int], Tensor] = field(default_factory=dict)
     share: Share = Share()
+    has_own_tokens: bool = False
 
     def tap(self) -> None:
         """Store what is sent of layers; before the first round."""
@@ -368,7 +371,8 @@ class TeacherServer:
         unit, whole = turn.unit, turn.batch
         self.alone.progress.unit = unit
         context = self.groups.context
-        shard = whole.context_shard(context.rank(), context.size()).with_trained_rows()
+        own = whole if self.has_own_tokens else replace(whole, teacher=None)
+        shard = own.context_shard(context.rank(), context.size()).with_trained_rows()
         if self.device.type == "cuda":
             shard = shard.pinned()  # else the host would wait for the stream
         batch = shard.to(self.device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.config import check_layout, teacher_ranks
+from megatron_distill.config import check_layout, has_own_tokenizer, teacher_ranks
 from tests.support.sample_configs import (
     ARCHITECTURE,
     MINIMAL,
@@ -156,11 +156,19 @@ objective.terms=[{top_k: 8}, {top_k: 8, teachers: [math, code]}]
        teachers.code.transfer.k: each has ids of its own
 teachers.math.nodes=1
     -> teachers.math.ranks = 2 and teachers.math.nodes = 1: give only one of the two
+teachers.math={sequence_length: 30, parallel: {context: 2}}
+objective.terms=[{}, {alignment: uld}]
+    -> teachers.math.sequence_length = 30: with teachers.math.parallel.context = 2 and
+       teachers.math.parallel.tensor = 1 it must be a multiple of 4
+teachers.math={sequence_length: 32, transfer: {what: top_k, k: 8}}
+objective.terms=[{}, {alignment: uld}]
+    -> objective.terms.1.alignment = 'uld': needs the teacher's whole distributions, and
+       teachers.math.transfer.what = 'top_k' with k = 8 sends a part of them
 teachers.math.sequence_length=32
-teachers.math.ranks=null
-objective.terms=[{teacher: code}, {teacher: law}, {alignment: uld, teacher: math}]
-objective.routing_weights=null
-    -> teachers.code.ranks: is not possible beside teachers.math, which has another tokenizer
+teachers.law.parallel={tensor: 2}
+objective.terms=[{}, {alignment: uld}]
+    -> teachers.law.parallel: is not possible beside teachers.math, which has another tokenizer;
+       remove teachers.law.parallel, or give teachers.law ranks of its own
 teachers.code.transfer.backend=nccl
 runtime.device=cpu
     -> teachers.code.transfer.backend = 'nccl' needs GPUs, and runtime.device = 'cpu'
@@ -175,6 +183,28 @@ def test_each_rule_of_several_teachers_broken_alone(
     assert len(found) == len(expected), found
     for text, start in zip(found, expected, strict=True):
         assert text.startswith(start), text
+
+
+@pytest.mark.parametrize(
+    ("terms", "changes"),
+    [
+        ("[{}, {alignment: uld}]", ["teachers.math.parallel={tensor: 2, sequence: true}"]),
+        ("[{}, {alignment: gold, teacher: math}, {alignment: likelihood}]", []),
+        (
+            "[{top_k: 8}, {alignment: likelihood}, {alignment: common, top_k: 4}]",
+            ["teachers.math.transfer={what: top_k, k: 64}",
+             "teachers.code={parallel: {tensor: 2}, transfer: {what: top_k, k: 8}}"],
+        ),
+    ],
+)  # fmt: skip
+def test_teachers_of_both_tokenizers_have_ranks_of_their_own(
+    tmp_path: Path, terms: str, changes: list[str]
+) -> None:
+    changes = [*changes, "teachers.math.sequence_length=32", f"objective.terms={terms}"]
+    config = load_tree(tmp_path, SEVERAL, *changes)
+    given = teacher_ranks(config, ranks_per_node=2)
+    check_layout(config, 5, teachers=given)
+    assert [has_own_tokenizer(config, role) for role, _ in given] == [False, True]
 
 
 @pytest.mark.parametrize(

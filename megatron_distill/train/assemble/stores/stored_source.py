@@ -20,23 +20,33 @@ __all__ = ["OneOfSeveral", "share_of_source", "source_of_store"]
 
 @dataclass(frozen=True)
 class OneOfSeveral:
-    """A teacher of `teachers`: its name, its number in a batch, and whether a term names it."""
+    """A teacher of `teachers`.
+
+    Attributes:
+        number: in a batch.
+        is_named: whether a term names it.
+        has_own_tokens: whether it has a tokenizer of its own.
+    """
 
     name: str
     number: int
     is_named: bool
+    has_own_tokens: bool = False
 
     @property
     def key(self) -> str:
         """Its key in the configuration."""
         return f"teachers.{self.name}"
 
-    def terms(self, terms: Sequence[Term | ChunkTerm]) -> tuple[Term, ...]:
-        """Return the terms that it may serve: those that name it, and those that name none."""
+    def terms(self, terms: Sequence[Term | ChunkTerm]) -> tuple[Term | ChunkTerm, ...]:
+        """Return the terms that it may serve: those that name it, and those that name none.
+
+        Terms on chunks are of a teacher with a tokenizer of its own, and all of its terms are.
+        """
         return tuple(
             term
             for term in terms
-            if isinstance(term, Term)
+            if isinstance(term, ChunkTerm) == self.has_own_tokens
             and (term.teachers is None or self.name in term.teachers.names)
         )
 

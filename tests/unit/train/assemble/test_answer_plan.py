@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.train.assemble.answer_plan import answer_settings, terms_of
-from megatron_distill.train.assemble.models import build_terms
+from megatron_distill.runtime.roles import Roles
+from megatron_distill.train.assemble.answer_plan import answer_plan, answer_settings, terms_of
+from megatron_distill.train.assemble.models import build_terms, read_model
 from megatron_distill.train.assemble.routing import members
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, load_tree
 
@@ -50,7 +52,7 @@ def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path: Path) -> N
         assert settings is not None
         temperatures[name] = settings.temperatures
     assert temperatures == {"code": (), "math": (2.0,)}
-    code = members(config.teachers, config.objective.terms)["teachers.code"]
+    code = members(config)["teachers.code"]
     assert terms_of(code, built) == (built[0], built[2], built[3])
     assert terms_of(None, built) == built
 
@@ -61,3 +63,31 @@ def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path: Path) -> N
     assert settings is not None
     assert settings.temperatures == (4.0,)
     assert answer_settings(config, "teachers.math", built, tokens=50) is None
+
+
+def test_of_several_teachers_one_answers_in_tokens_of_its_own(tmp_path: Path) -> None:
+    shape = {"architecture": ARCHITECTURE, "ranks": 1}
+    tree = MINIMAL | {
+        "teachers": {"far": {**shape, "sequence_length": 24}, "near": shape},
+        "objective": {"routing_weights": {"far": 1, "near": 1}},
+    }
+    terms = (
+        "[{top_k: 4, temperature: 2.0}, {alignment: likelihood, temperature: 6.0}, "
+        "{alignment: common, top_k: 4, temperature: 3.0, teacher: far}]"
+    )
+    changes = [f"teachers.{name}.{SENT}" for name in ("far", "near")]
+    config = load_tree(tmp_path, tree, *changes, f"objective.terms={terms}")
+    built = build_terms(config.objective.terms, 100)
+    roles = Roles(3, (("teachers.far", 1), ("teachers.near", 1)))
+    student = read_model(config, "student", None).architecture
+    found = {}
+    for role in roles.teachers:
+        teacher = read_model(config, role.name, None).architecture
+        settings = answer_settings(config, role.name, built, tokens=50)
+        assert settings is not None
+        plan = answer_plan(config, role, roles, teacher, student, torch.float32, settings)
+        found[role.name] = (settings.temperatures, plan.length, plan.outputs[0].is_whole)
+    assert found == {"teachers.far": ((3.0,), 24, True), "teachers.near": ((2.0,), 64, False)}
+    far, near = (members(config)[role] for role in found)
+    assert terms_of(far, built) == built[1:]
+    assert terms_of(near, built) == built[:1]

@@ -1,0 +1,164 @@
+"""Teachers of one and of another tokenizer on ranks of their own: the course of shared ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.e2e.runs import SECOND_SIZES, Inputs, course, quick_and_slow, records, run
+from tests.e2e.teachers.test_several_teacher_ranks import apart, evaluate_here, sent, steps
+from tests.e2e.tokenizers.test_several_tokenizers import (
+    LOSSES,
+    assert_same_course,
+    write_config,
+)
+
+HELD_OUT = ("validation.samples=8", "validation.interval=6")
+FAR, NEAR = "teachers.far.ranks=1", "teachers.near.ranks=1"
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs) -> Path:
+    return write_config(inputs)
+
+
+@pytest.fixture(scope="module")
+def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Every record of the run of one rank that runs all models; the same request runs once."""
+    known: dict[Sequence[str], list[dict[str, Any]]] = {}
+
+    def trained(*overrides: str) -> list[dict[str, Any]]:
+        if overrides not in known:
+            folder = inputs.folder / f"several-tokenizers-shared-{len(known)}"
+            run(pool, 1, config, folder, *overrides)
+            known[overrides] = records(folder)
+        return known[overrides]
+
+    return trained
+
+
+def test_two_steps_with_each_teacher_on_a_rank_are_those_of_shared_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
+    short = ("train.steps=2", "schedule.warmup_steps=1")
+    found, expected = apart(pool, 3, config, tmp_path, *short, FAR, NEAR), shared(*short)
+    assert len(found) == len(expected) == 2
+    for ours, other in zip(found, expected, strict=True):
+        for name in ("ce_loss", "kd_loss", "grad_norm", *LOSSES):
+            assert ours[name] == other[name] > 1e-3, (ours["step"], name)
+        assert ours["teachers"] == other["teachers"]
+
+
+# Ranks of the launch, and the layouts.
+LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
+    "1, and 1": (2, (FAR,)),
+    "1, and 1 of one tokenizer": (2, (NEAR,)),
+    "1, 1 and 1, 0 and 2 ahead, shared memory": (
+        3, (FAR, NEAR, "teachers.far.steps_ahead=2", "teachers.far.transfer.backend=ipc",
+            "teachers.near.steps_ahead=0"),
+    ),
+    "TP2+sequence, and PP2": (
+        4, ("teachers.far.ranks=2", "teachers.far.parallel={pipeline: 2}", "parallel.tensor=2",
+            "parallel.sequence=true"),
+    ),
+    "CP2, and TP2+sequence": (
+        4, ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2, sequence: true}",
+            "parallel.context=2"),
+    ),
+    "PP2, and CP2 of one tokenizer": (
+        4, ("teachers.near.ranks=2", "teachers.near.parallel={context: 2}", "parallel.pipeline=2"),
+    ),
+    "TP2, 1 and 1": (
+        4, (FAR, NEAR, "teachers.far.parallel={tensor: 1}", "teachers.near.parallel={tensor: 1}",
+            "parallel.tensor=2"),
+    ),
+    "DP2, 1 and 1": (4, (FAR, NEAR)),
+    "1, and DP2": (3, ("teachers.far.ranks=2",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
+def test_the_course_is_that_of_shared_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    world, layout = LAYOUTS[case]
+    found, expected = apart(pool, world, config, tmp_path, *HELD_OUT, *layout), shared(*HELD_OUT)
+    assert_same_course(steps(found), steps(expected))
+    assert_same_held_out(found, expected)
+    if case.startswith("1, "):
+        assert course(steps(found)) == course(steps(expected))
+
+
+def assert_same_held_out(
+    found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]
+) -> None:
+    ours, theirs = (one[-1]["validation"] for one in (found, expected))
+    for name in ("ce_loss", "kd_loss", *LOSSES):
+        if name in theirs:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
+    assert ours["teachers"].keys() == theirs["teachers"].keys() == {"far", "near"}
+
+
+# A common token may be any of all ids, so that a live teacher and all of its ids are the same.
+OF_ALL_IDS = (
+    "objective.terms=[{top_k: 8}, {alignment: likelihood, divergence: js_divergence, "
+    "temperature: 6.0}, {divergence: reverse_kl, weight: 0.5, top_k: 8, teacher: near}, "
+    "{alignment: common, weight: 0.5, temperature: 2.0, top_k: 8, teacher: far}]"
+)
+OF_TOP_K = ("forward_kl_top8", "likelihood_js_divergence_t6", "reverse_kl_top8_near")
+SENT = sent("far", max(SECOND_SIZES))
+WITH_TOP_K: dict[str, tuple[int, Sequence[str]]] = {
+    "1, and 1": (2, (FAR, SENT)),
+    "1, and 1 for each, shared memory": (
+        3, (FAR, NEAR, SENT, sent("near"), "teachers.far.transfer.backend=ipc"),
+    ),
+    "1, and 1 of one tokenizer": (2, (NEAR, sent("near"))),
+    "CP2, and TP2+sequence": (
+        4, ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2, sequence: true}", SENT,
+            "parallel.context=2"),
+    ),
+    "TP2+sequence, and 1 for each": (
+        4, (FAR, NEAR, SENT, sent("near"), "teachers.far.parallel={tensor: 1}",
+            "teachers.near.parallel={tensor: 1}", "parallel.tensor=2", "parallel.sequence=true"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(WITH_TOP_K, []))
+def test_a_sent_top_k_gives_the_course_of_live_teachers(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    world, own = WITH_TOP_K[case]
+    given = (*HELD_OUT, OF_ALL_IDS)
+    found, expected = apart(pool, world, config, tmp_path, *given, *own), shared(*given)
+    (common,) = [name for name in expected[0] if name.startswith("common_")]
+    for ours, other in zip(steps(found), steps(expected), strict=True):
+        tolerance = 1e-6 if ours["step"] == 1 else 1e-4
+        for name in ("ce_loss", "kd_loss", "grad_norm", *OF_TOP_K, common):
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+            assert ours[name] > 1e-3, name
+    assert_same_held_out(found, expected)
+
+
+@pytest.mark.slow
+def test_it_resumes_on_shared_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
+    saved = ("checkpoint.save=true", "train.micro_batch_size=1")
+    apart(pool, 3, config, tmp_path, *saved, FAR, NEAR, stop_after=2)
+    run(pool, 1, config, tmp_path, *saved, stop_after=2)
+    found = apart(pool, 2, config, tmp_path, *saved, FAR)
+    assert course(steps(found)) == course(steps(shared(*saved)))
+
+
+@pytest.mark.slow
+def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
+    own = ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2}", "checkpoint.save=true")
+    expected = apart(pool, 3, config, tmp_path, *HELD_OUT, *own)[-1]["validation"]
+    (found,) = pool.run(1, evaluate_here, str(tmp_path))
+    for name in ("ce_loss", "kd_loss", *LOSSES):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
