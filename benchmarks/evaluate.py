@@ -180,11 +180,11 @@ def _ours(place: Path) -> tuple[Callable[[], Measured], float]:
     from megatron_distill.evaluation.tasks.prepared import prepare_task
     from megatron_distill.evaluation.tasks.record import load_task
     from megatron_distill.evaluation.tasks.results import task_result
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.execution import Execution
     from megatron_distill.models.generation.model import CachedGPT
     from megatron_distill.models.gpt import build_gpt
+    from megatron_distill.models.hugging_face.description import describe as read
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights
-    from megatron_distill.models.hugging_face.model import describe as read
     from megatron_distill.models.weights import fill
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
     from megatron_distill.train.evaluation.scoring import ModelScorer

@@ -159,11 +159,11 @@ def _by_transformers(model: Any, rows: Sequence[tuple[int, ...]], count: int) ->
 
 
 def _ours(place: Path) -> tuple[Subject, Subject, Any]:
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.execution import Execution
     from megatron_distill.models.generation.model import CachedGPT
     from megatron_distill.models.gpt import build_gpt
+    from megatron_distill.models.hugging_face.description import describe as read
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights
-    from megatron_distill.models.hugging_face.model import describe as read
     from megatron_distill.models.weights import fill
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
     from megatron_distill.train.next_token import logits_after

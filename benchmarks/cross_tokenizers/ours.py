@@ -20,16 +20,16 @@ from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.collation import count_labels, micro_batch, pack_samples
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary, load_tokenizer
 from megatron_distill.losses import AlignedSide, ChunkTerm, cross_tokenizer_divergence
-from megatron_distill.models.architecture import Execution
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import vocab_shard
-from megatron_distill.models.hugging_face.model import HuggingFaceWeights
+from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe_checked
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import DenseLogits, HiddenState
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import TeacherTokens
-from megatron_distill.train.model_source import ModelSource, describe_checked
+from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
 from megatron_distill.train.phase_timers import PhaseTimers

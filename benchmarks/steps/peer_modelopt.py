@@ -47,7 +47,7 @@ from benchmarks.steps.subject import (
     execution,
     training_state,
 )
-from megatron_distill.models.architecture import transformer_config
+from megatron_distill.models.execution import transformer_config
 from megatron_distill.models.layers import layer_specs
 from megatron_distill.models.taps import LayerCall
 from megatron_distill.models.weights import initialise

@@ -14,7 +14,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from benchmarks.steps.cases import Body, Case
 from megatron_distill.config import OptimizerConfig, ScheduleConfig
-from megatron_distill.models.architecture import Architecture, Execution, MixtureOfExperts
+from megatron_distill.models.architecture import Architecture, MixtureOfExperts
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups

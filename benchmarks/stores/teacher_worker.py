@@ -19,7 +19,7 @@ def distributions(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Return log-probabilities [N, G], log-sum-exps and labels of the held-out micro-batches."""
     with joined_world(**config.runtime.of_world(), launch=Launch.from_environment()) as device:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.train.assemble.data import RunSamples
         from megatron_distill.train.assemble.models import job_groups, resolve_model

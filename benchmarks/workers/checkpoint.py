@@ -54,7 +54,8 @@ class _Student:
 
     def __init__(self, given: argparse.Namespace) -> None:
         from megatron_distill.config import OptimizerConfig, ScheduleConfig
-        from megatron_distill.models.architecture import Architecture, Execution
+        from megatron_distill.models.architecture import Architecture
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt
         from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
         from megatron_distill.train.checkpoint.state import model_shards, optimizer_shards
@@ -114,7 +115,8 @@ def _save_meanwhile(student: _Student, folder: Path) -> dict[str, int | float]:
 
 def _saves(student: _Student, folder: Path, *, asynchronous: bool) -> dict[str, int | float]:
     """Save twice: the second save has the first one's host memory."""
-    from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+    from megatron_distill.train.checkpoint.description import Description
+    from megatron_distill.train.checkpoint.folder import CheckpointFolder
 
     student.fill()
     description = Description(

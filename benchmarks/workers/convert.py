@@ -89,9 +89,10 @@ def _export(source: Path, output: Path) -> Subject:
 
 def _read(source: Path, output: Path) -> Subject:  # noqa: ARG001
     """Read the folder into this rank's part of a model, as `student.hf` does."""
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.execution import Execution
     from megatron_distill.models.gpt import build_gpt
-    from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+    from megatron_distill.models.hugging_face.description import describe
+    from megatron_distill.models.hugging_face.model import HuggingFaceWeights
     from megatron_distill.models.weights import fill
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
 

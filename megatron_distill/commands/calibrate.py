@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_distill.commands.command import PROGRAM, Command
+from megatron_distill.commands.command import PROGRAM, Command, no_file
 from megatron_distill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_distill.config import RunConfig
     from megatron_distill.planning.device import Device
 
 __all__ = ["COMMAND"]
@@ -27,7 +28,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _check(given: argparse.Namespace) -> str | None:
     if (given.run is None) != (given.device is None):
         return "--run and --device go together: the run, and the device that it ran on"
-    return None
+    fault = no_file(given.output)
+    return None if fault is None else f"--output {fault}"
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -51,33 +53,30 @@ def _measured() -> Device:
 def _refined(folder: Path, name: str) -> Device:
     from megatron_distill.config import check_layout, load_config, teacher_ranks
     from megatron_distill.planning.device import load_device
-    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
     device = load_device(name)
     log, settings = folder / "metrics.jsonl", folder / "config.yaml"
     for path in (log, settings):
         if not path.is_file():
             raise ConfigError(f"--run {folder}: there is no {path.name}; give a run's folder")
-    prepare_megatron_core(on_cuda=False)
     from megatron_distill.models.flops import step_flops_per_token
     from megatron_distill.planning.refine import read_steps, refined
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
         planned_run,
+        unplanned,
     )
 
     config = load_config(settings, [])
+    problem = unplanned(config)
+    if problem is not None:
+        raise ConfigError(f"--run {folder}: {problem.reason}; give another run")
     measured = read_steps(log)
-    if config.teachers:
-        raise ConfigError(
-            f"--run {folder}: has several teachers ({', '.join(config.teachers)}), and the speed "
-            "in its log is of the student alone; give a run with one"
-        )
-    run = planned_run(config, open_shapes(config))
+    run = planned_run(config, open_shapes(config, rows=_vocabularies(config, folder)))
     flops = step_flops_per_token(
         run.student,
-        run.teacher,
+        None if run.several else run.teacher,  # as the speed in the log counts them
         sequence_length=run.sequence_length,
         teacher_length=run.teacher_length,
     )
@@ -91,6 +90,26 @@ def _refined(folder: Path, name: str) -> Device:
     lines += [f"  {phase} {factor:.2f}" for phase, factor in found.factors.items()]
     sys.stdout.write("\n".join(lines) + "\n")
     return found.model_copy(update={"name": f"{device.name}-refined"})
+
+
+def _vocabularies(config: RunConfig, folder: Path) -> dict[str, int]:
+    """Return the sizes of the vocabularies that are those of a tokenizer, by role.
+
+    The run's folder has a copy of its tokenizer.
+    """
+    from megatron_distill.train.reports.planned_run import tokenizer_paths
+
+    paths = tokenizer_paths(config.models)
+    if not paths:
+        return {}
+    # Imported here: it loads transformers, and most runs need no tokenizer for this.
+    from megatron_distill.data.tokenizers.open import load_tokenizer
+    from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
+
+    return {
+        role: load_tokenizer(path or folder / ASSETS_FOLDER, named="--run").vocab_size
+        for role, path in paths.items()
+    }
 
 
 COMMAND = Command(

@@ -48,6 +48,10 @@ def _check(given: argparse.Namespace) -> str | None:
     for name in ("devices", "shown"):
         if getattr(given, name) < 1:
             return f"--{name} {getattr(given, name)}: must be 1 or more"
+    if given.row < 0:
+        return f"--row {given.row}: must be 0, the configured layout, or a row of the table"
+    if given.simulate is not None and given.simulate.exists() and not given.simulate.is_dir():
+        return f"--simulate {given.simulate}: is no folder; name one, which is made where missing"
     return None
 
 
@@ -89,9 +93,6 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
             f"{machine.node.devices} ranks; plan at most as many"
         )
     device = machine.shared_by(devices)
-    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
-
-    prepare_megatron_core(on_cuda=False)
     from megatron_distill.planning.report import plan_report
     from megatron_distill.planning.search import Search
     from megatron_distill.train.reports.planned_run import (
@@ -99,9 +100,13 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
         planned_run,
         shape_rule,
         teacher_places,
+        unplanned,
         vocabulary_note,
     )
 
+    problem = unplanned(config)
+    if problem is not None:
+        raise ConfigError(f"{problem.reason}; {problem.remedy}")
     shapes = open_shapes(config)
     run = planned_run(config, shapes)
     places = teacher_places(config)
@@ -152,11 +157,16 @@ def _simulated(plan: Plan, row: int, folder: Path) -> str:
     if chosen is None:
         raise ConfigError("--row 0: the configured layout does not run on these devices")
     timeline = simulate(plan.run, chosen.choice, plan.device, chosen.time)
-    folder.mkdir(parents=True, exist_ok=True)
     picture, trace = folder / "timeline.png", folder / "trace.json"
     name = f"{choice_name(chosen.choice)}, {chosen.choice.devices:,} x {plan.device.title}"
-    draw_timeline(timeline, picture, title=f"{name}: {timeline.seconds:.3f} s per step")
-    trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_timeline(timeline, picture, title=f"{name}: {timeline.seconds:.3f} s per step")
+        trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--simulate {folder}: cannot be written ({error.strerror}); name another folder"
+        ) from error
     idle = [timeline.idle_share(lane) for lane in range(len(timeline.names))]
     difference = timeline.seconds / chosen.time.total - 1
     return (

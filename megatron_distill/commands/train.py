@@ -28,9 +28,6 @@ def _train(config: RunConfig, device: Device, termination: TerminationRequest) -
 
 
 def _layout(config: RunConfig, ranks: int, teachers: TeacherRanks) -> str:
-    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
-
-    prepare_megatron_core(on_cuda=False)
     from megatron_distill.train.reports.layout_report import layout_report
 
     return layout_report(config, ranks=ranks, teachers=teachers)

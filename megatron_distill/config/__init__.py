@@ -25,7 +25,7 @@ from megatron_distill.config.rules.teacher_tokenizers import (
     aligned_role,
     own_tokenizers,
 )
-from megatron_distill.config.rules.teachers import routed_terms
+from megatron_distill.config.rules.teachers import named_teachers, routed_terms
 from megatron_distill.config.schema import (
     PARAMETERS,
     ArchitectureConfig,
@@ -122,6 +122,7 @@ __all__ = [
     "load_config",
     "load_warnings",
     "matched_layers",
+    "named_teachers",
     "own_layouts",
     "own_tokenizers",
     "parallel_key",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.pipeline_stages import balanced_layers
-from megatron_distill.runtime.groups import Layout
+from megatron_distill.runtime.layout import Layout
 
 __all__ = [
     "StepFlops",

@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_distill.models.architecture import Architecture, Execution, transformer_config
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Execution, transformer_config
 from megatron_distill.models.experts import prepare_experts
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.models.layers import layer_specs, transformer_engine_runs

@@ -9,9 +9,7 @@ would need more buffer than a layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import cast
 
 import torch
@@ -22,24 +20,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import HiddenStateGPT, empty_gpt
-from megatron_distill.models.weights import described_tensors, parameters, parts_of, placed
-from megatron_distill.runtime.groups import Groups, Layout
+from megatron_distill.models.rank_weights import LAYERS_AT_ONCE
+from megatron_distill.models.weights import described_tensors, parts_of
+from megatron_distill.runtime.groups import Groups
 
 __all__ = [
-    "WeightsOfRank",
     "build_sharded",
     "has_sharded_weights",
     "needs_every_replica",
     "resident_numbers",
     "shard_ranks",
-    "weights_of_rank",
 ]
 
 # A tensor is cut along its rows unless the padding to equal shards exceeds this part of it.
 _MOST_PADDING = 1 / 8
-_BUFFERS = 2  # the weights of the layer that runs, and those of the next on their way
 
 
 def shard_ranks(groups: Groups) -> tuple[int, int]:
@@ -199,7 +196,7 @@ def resident_numbers(model: nn.Module) -> int:
                 rests_on_device = parameter.to_local().device.type == mesh.device_type
                 shards += size if rests_on_device else 0
         layers.append(whole)
-    return plain + shards + _BUFFERS * max(layers)
+    return plain + shards + LAYERS_AT_ONCE * max(layers)
 
 
 def _shard_size(parameter: DTensor) -> int:
@@ -207,53 +204,3 @@ def _shard_size(parameter: DTensor) -> int:
     (place,) = parameter.placements
     cut = parameter.shape[cast(Shard, place).dim]
     return parameter.numel() // cut * -(-cut // parameter.device_mesh.size())
-
-
-@dataclass(frozen=True)
-class WeightsOfRank:
-    """Numbers of a frozen model's weights on the rank that has most of them.
-
-    whole: the embedding and the head. layers: of this stage, or their shards. buffers: two layers
-    beside their shards. gathered: of the layers in a forward pass, on their way to the rank.
-    """
-
-    whole: int
-    layers: int
-    buffers: int = 0
-    gathered: int = 0
-
-    @property
-    def resident(self) -> int:
-        """The most that is in memory at a time."""
-        return self.whole + self.layers + self.buffers
-
-
-def weights_of_rank(
-    shape: Architecture, layout: Layout, *, ranks: int, is_sharded: bool
-) -> WeightsOfRank:
-    """Return the numbers of a model that `ranks` hold in a layout, without building it.
-
-    Exact for one tensor rank and even shards; else norms count as cut, which are whole.
-    """
-    experts_cut = layout.expert if layout.expert > 1 else layout.tensor
-    shares = ranks // (layout.tensor * layout.pipeline), ranks // (experts_cut * layout.pipeline)
-    sizes = [[0, 0] for _ in range(shape.num_layers)]
-    for parameter, place in placed(shape):
-        if place:
-            cut = experts_cut if parameter.per_expert else layout.tensor
-            sizes[place[0]][parameter.per_expert] += -(-prod(parameter.shape) // cut)
-    rows = {shape.vocab_size: shape.padded_vocab_size(layout.tensor)}
-    ends = [
-        rows[one.shape[0]] * one.shape[1] // layout.tensor if one.is_vocabulary else prod(one.shape)
-        for one in parameters(shape)
-        if not one.per_layer
-    ]
-    whole = sum(ends) if layout.pipeline == 1 else max(ends)
-    stage = sizes[: -(-shape.num_layers // layout.pipeline)]
-    layers = sum(map(sum, stage))
-    if not is_sharded or max(shares) == 1:
-        return WeightsOfRank(whole, layers)
-    shards = sum(
-        size // share for layer in stage for size, share in zip(layer, shares, strict=True)
-    )
-    return WeightsOfRank(whole, shards, _BUFFERS * max(map(sum, stage)), layers - shards)

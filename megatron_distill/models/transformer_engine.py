@@ -17,12 +17,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.models.user_buffers import BufferShape
-from megatron_distill.runtime.groups import Layout
+from megatron_distill.runtime.layout import Layout
 from megatron_distill.runtime.segments import Segments
 
 _FP8_MULTIPLE = 16  # of the widths of a matrix

@@ -12,8 +12,6 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
 from typing import Protocol, cast
 
 import torch
@@ -22,7 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
-from megatron_distill.models.architecture import Architecture, MixtureOfExperts
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.parameters import EXPERT_BIAS, LAYERS, LayerIndex
 from megatron_distill.runtime.groups import Groups
 
 
@@ -105,58 +104,7 @@ def read_part(
     source.read_into(part.data, key, place, part.global_offset[part.prepend_axis_num :])
 
 
-LayerIndex = tuple[int, ...]  # (), (layer,) or (layer, expert)
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A global tensor; `shape` is that of one layer and one expert.
-
-    key: its name, the same for Transformer Engine and torch. layers: those that have it, of a
-    tensor `per_layer`; None: all.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    per_layer: bool = False
-    per_expert: bool = False
-    is_vocabulary: bool = False  # rows of the vocabulary, without padding here
-    layers: tuple[int, ...] | None = None
-
-    def is_in(self, layer: int) -> bool:
-        """Whether a layer has this tensor."""
-        return self.layers is None or layer in self.layers
-
-    def stored(self, place: LayerIndex, architecture: Architecture) -> tuple[str, LayerIndex]:
-        """Return its key in a sharded checkpoint, and its index along the leading axes there.
-
-        Megatron-Core stacks the layers of a tensor where all layers have the same tensors.
-        Otherwise the number of the layer is a part of the key.
-        """
-        if not self.per_layer or not architecture.has_mixed_layers:
-            return self.key, place
-        return self.key.replace(_LAYERS, f"{_LAYERS}{place[0]}.", 1), place[1:]
-
-    def stored_keys(self, architecture: Architecture) -> tuple[str, ...]:
-        """Return the keys of its tensors in a sharded checkpoint."""
-        return tuple({self.stored(at, architecture)[0]: None for at in places(self, architecture)})
-
-    def leading_shape(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the sizes of the axes of layers and experts in a sharded checkpoint."""
-        stacked = self.per_layer and not architecture.has_mixed_layers
-        sizes: tuple[int, ...] = (architecture.num_layers,) if stacked else ()
-        return sizes + self.expert_shape(architecture)
-
-    def expert_shape(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the size of the axis of experts, if there is one."""
-        if not self.per_expert:
-            return ()
-        assert architecture.moe is not None
-        return (architecture.moe.num_experts,)
-
-
-_LAYERS = "decoder.layers."
-_LAYER_KEY = re.compile(rf"({re.escape(_LAYERS)})(\d+)\.(.+)")
+_LAYER_KEY = re.compile(rf"({re.escape(LAYERS)})(\d+)\.(.+)")
 
 
 def _named_place(part: ShardedTensor) -> tuple[str, LayerIndex]:
@@ -168,149 +116,12 @@ def _named_place(part: ShardedTensor) -> tuple[str, LayerIndex]:
     return found[1] + found[3], (int(found[2]), *index)
 
 
-def placed(architecture: Architecture) -> Iterator[tuple[Parameter, LayerIndex]]:
-    """Yield every tensor of every layer and expert, layer by layer, with its place."""
-    everything = parameters(architecture)
-    first_layer = next(i for i, parameter in enumerate(everything) if parameter.per_layer)
-    layers = [parameter for parameter in everything if parameter.per_layer]
-    for parameter in everything[:first_layer]:
-        yield parameter, ()
-    for layer in range(architecture.num_layers):
-        for parameter in layers:
-            if parameter.is_in(layer):
-                for expert in product(*map(range, parameter.expert_shape(architecture))):
-                    yield parameter, (layer, *expert)
-    for parameter in everything[first_layer + len(layers) :]:
-        yield parameter, ()
-
-
-def places(parameter: Parameter, architecture: Architecture) -> Iterator[LayerIndex]:
-    """Yield every layer and expert that has a tensor of this name."""
-    experts = map(range, parameter.expert_shape(architecture))
-    if not parameter.per_layer:
-        return product(*experts)
-    layers = range(architecture.num_layers) if parameter.layers is None else parameter.layers
-    return product(layers, *experts)
-
-
-def parameters(architecture: Architecture) -> tuple[Parameter, ...]:
-    """Return every tensor of a model, in the order of its computation."""
-    return (
-        *_embeddings(architecture),
-        *_attention(architecture),
-        *_feed_forward(architecture),
-        *_norm("decoder.final_layernorm.", architecture, per_layer=False),
-        *_head(architecture),
-    )
-
-
-def _embeddings(architecture: Architecture) -> Iterator[Parameter]:
-    width = architecture.hidden_size
-    yield Parameter(
-        "embedding.word_embeddings.weight", (architecture.vocab_size, width), is_vocabulary=True
-    )
-    if architecture.positions == "learned":
-        positions = architecture.max_position_embeddings
-        yield Parameter("embedding.position_embeddings.weight", (positions, width))
-
-
-def _head(architecture: Architecture) -> Iterator[Parameter]:
-    if not architecture.tied_embeddings:
-        shape = (architecture.vocab_size, architecture.hidden_size)
-        yield Parameter("output_layer.weight", shape, is_vocabulary=True)
-
-
-def _attention(architecture: Architecture) -> Iterator[Parameter]:
-    width, head = architecture.hidden_size, architecture.head_size
-    queries = architecture.num_attention_heads * head
-    projected = queries + 2 * architecture.num_kv_heads * head
-    prefix = "decoder.layers.self_attention."
-    yield from _norm(f"{prefix}linear_qkv.layer_norm_", architecture)
-    yield Parameter(f"{prefix}linear_qkv.weight", (projected, width), per_layer=True)
-    if architecture.qkv_bias:
-        yield Parameter(f"{prefix}linear_qkv.bias", (projected,), per_layer=True)
-    if architecture.qk_norm:
-        yield from _norm(f"{prefix}q_layernorm.", architecture, size=head)
-        yield from _norm(f"{prefix}k_layernorm.", architecture, size=head)
-    yield Parameter(f"{prefix}linear_proj.weight", (width, queries), per_layer=True)
-    if architecture.linear_bias:
-        yield Parameter(f"{prefix}linear_proj.bias", (width,), per_layer=True)
-    if architecture.post_norms:
-        yield from _norm(f"{prefix}post_norm.", architecture)
-
-
-def _feed_forward(architecture: Architecture) -> Iterator[Parameter]:
-    prefix, moe, dense = "decoder.layers.mlp.", architecture.moe, architecture.ffn_hidden_size
-    yield from _norm(f"{prefix}linear_fc1.layer_norm_", architecture)
-    if moe is None:
-        yield from _mlp(prefix, dense, architecture)
-    else:
-        if moe.dense_layers:
-            yield from _mlp(prefix, dense, architecture, layers=moe.dense_layers)
-        yield from _mixture(prefix, moe, architecture)
-    if architecture.post_norms:
-        yield from _norm("decoder.layers.mlp.post_norm.", architecture)
-
-
-def _mixture(prefix: str, moe: MixtureOfExperts, architecture: Architecture) -> Iterator[Parameter]:
-    width, experts = architecture.hidden_size, moe.num_experts
-    layers = architecture.expert_layers if moe.dense_layers else None
-    yield Parameter(f"{prefix}router.weight", (experts, width), per_layer=True, layers=layers)
-    if moe.correction_bias:
-        yield Parameter(f"{prefix}{EXPERT_BIAS}", (experts,), per_layer=True, layers=layers)
-    yield from _mlp(
-        f"{prefix}experts.experts.",
-        moe.ffn_hidden_size,
-        architecture,
-        per_expert=True,
-        layers=layers,
-    )
-    if moe.shared_ffn_hidden_size is not None:
-        shared = f"{prefix}shared_experts."
-        yield from _mlp(shared, moe.shared_ffn_hidden_size, architecture, layers=layers)
-        if moe.shared_gate:
-            yield Parameter(f"{shared}gate_weight", (1, width), per_layer=True, layers=layers)
-
-
-# Of the router, fp32 in models of every precision.
-EXPERT_BIAS = "router.expert_bias"
-
-
 def converted_dtype(key: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a tensor after a conversion to `wanted`; None: its own.
 
     The router's bias stays as it is, because it is fp32 in models of every precision.
     """
     return own if wanted is None or key.endswith(EXPERT_BIAS) else wanted
-
-
-def _mlp(
-    prefix: str,
-    inner: int,
-    architecture: Architecture,
-    *,
-    per_expert: bool = False,
-    layers: tuple[int, ...] | None = None,
-) -> Iterator[Parameter]:
-    width = architecture.hidden_size
-    first = inner * (2 if architecture.is_gated else 1)
-    for name, shape in (("linear_fc1", (first, width)), ("linear_fc2", (width, inner))):
-        sizes: dict[str, tuple[int, ...]] = {"weight": shape}
-        if architecture.linear_bias:
-            sizes["bias"] = shape[:1]
-        for kind, size in sizes.items():
-            yield Parameter(
-                f"{prefix}{name}.{kind}", size, per_layer=True, per_expert=per_expert, layers=layers
-            )
-
-
-def _norm(
-    prefix: str, architecture: Architecture, *, size: int | None = None, per_layer: bool = True
-) -> Iterator[Parameter]:
-    shape = (architecture.hidden_size if size is None else size,)
-    yield Parameter(f"{prefix}weight", shape, per_layer=per_layer)
-    if architecture.norm == "layernorm":
-        yield Parameter(f"{prefix}bias", shape, per_layer=per_layer)
 
 
 # Projections into the residual stream start smaller (GPT-2, section 2.3).

@@ -16,7 +16,7 @@ from megatron_distill.planning.operations import layer_kinds
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture, MixtureOfExperts
     from megatron_distill.planning.run import Choice, PlannedRun
-    from megatron_distill.runtime.groups import Layout
+    from megatron_distill.runtime.layout import Layout
 
 __all__ = ["Activations", "LayerBytes", "activation_bytes", "forward_bytes", "layer_bytes"]
 

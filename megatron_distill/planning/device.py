@@ -187,7 +187,12 @@ def read_device(path: Path) -> Device:
 
 
 def write_device(device: Device, path: Path) -> None:
-    """Write a device's file."""
+    """Write a device's file. Raises ConfigError: it cannot be written."""
     tree = device.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
-    replace_file(path, text.encode())
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"--output {path}: cannot be written ({error.strerror}); name another file"
+        ) from error

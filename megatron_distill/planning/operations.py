@@ -16,7 +16,7 @@ from megatron_distill.planning.device import Device, Precision, share
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
-    from megatron_distill.runtime.groups import Layout
+    from megatron_distill.runtime.layout import Layout
 
 __all__ = [
     "LayerTimes",

@@ -9,8 +9,8 @@ from math import prod
 from typing import Final
 
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.weights import EXPERT_BIAS, Parameter, parameters
-from megatron_distill.runtime.groups import Layout
+from megatron_distill.models.parameters import EXPERT_BIAS, Parameter, parameters
+from megatron_distill.runtime.layout import Layout
 
 __all__ = ["RankNumbers", "stage_numbers"]
 

@@ -13,7 +13,7 @@ from megatron_distill.planning.operations import Recomputed, attended_positions
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
     from megatron_distill.planning.device import Precision
-    from megatron_distill.runtime.groups import Layout
+    from megatron_distill.runtime.layout import Layout
 
 __all__ = ["Choice", "PlannedRun", "SharedTeacher", "TeacherPlace", "teachers_apart"]
 

@@ -15,7 +15,7 @@ from megatron_distill.planning.operations import Recomputed
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
 from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
-from megatron_distill.runtime.groups import Layout
+from megatron_distill.runtime.layout import Layout
 
 __all__ = ["Capture", "Planned", "Ranking", "Search", "layout_name", "nearest", "planned"]
 

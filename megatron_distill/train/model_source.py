@@ -15,23 +15,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution, model_fields
+from megatron_distill.models.architecture import Architecture, model_fields
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
+from megatron_distill.models.hugging_face.description import ModelDescription
 from megatron_distill.models.hugging_face.families import family_named
-from megatron_distill.models.hugging_face.model import (
-    HuggingFaceWeights,
-    ModelDescription,
-    describe,
-)
+from megatron_distill.models.hugging_face.model import describe_checked
+from megatron_distill.models.parameters import placed
 from megatron_distill.models.sharded_weights import build_sharded, shard_ranks
 from megatron_distill.models.weights import (
     WeightSource,
     WindowReader,
     fill,
     initialise_part,
-    placed,
     read_part,
 )
 from megatron_distill.runtime.collectives import from_first_rank, together
@@ -40,9 +37,7 @@ from megatron_distill.train.convert.stream import Block, shares
 
 __all__ = [
     "ModelSource",
-    "describe_checked",
     "describe_on_first_rank",
-    "evenly_spread",
     "teacher_digest",
 ]
 
@@ -60,22 +55,6 @@ class ModelSource:
     architecture: Architecture
     open_weights: Callable[[], WeightSource] | None = None
     keep_layers: tuple[int, ...] | None = None
-
-    def with_layers(self, layers: tuple[int, ...]) -> ModelSource:
-        """Return the source of a model of some of the layers; raises CheckpointError."""
-        if self.open_weights is None:
-            raise CheckpointError(
-                "keep_layers and num_layers take layers from weights, and these are random"
-            )
-        sliding = self.architecture.sliding_layers
-        if sliding is not None:
-            sliding = tuple(index for index, layer in enumerate(layers) if layer in sliding)
-        moe = self.architecture.moe
-        if moe is not None:
-            dense = tuple(index for index, layer in enumerate(layers) if layer in moe.dense_layers)
-            moe = replace(moe, dense_layers=dense)
-        shape = replace(self.architecture, num_layers=len(layers), sliding_layers=sliding, moe=moe)
-        return replace(self, architecture=shape, keep_layers=layers)
 
     def build(
         self, execution: Execution, *, groups: Groups, seed: int, interleaved: bool = True
@@ -120,16 +99,6 @@ class ModelSource:
         return chunk
 
 
-def describe_checked(folder: Path) -> ModelDescription:
-    """Read a Hugging Face folder's config.json and every file's header.
-
-    Raises ConfigError or CheckpointError.
-    """
-    described = describe(folder)
-    HuggingFaceWeights(folder, described).check()
-    return described
-
-
 def describe_on_first_rank(folder: Path) -> ModelDescription:
     """Return the result of `describe_checked`, read on one rank; raises on all ranks.
 
@@ -143,14 +112,6 @@ def describe_on_first_rank(folder: Path) -> ModelDescription:
     model_type, fields = from_first_rank(plain)
     family = family_named(model_type, where=str(folder))
     return ModelDescription(family, Architecture.from_dict(fields))
-
-
-def evenly_spread(count: int, available: int) -> tuple[int, ...]:
-    """Return `count` of `available` layers at even distances, including the first and the last."""
-    if count == 1:
-        return (0,)
-    gaps = count - 1
-    return tuple((2 * i * (available - 1) + gaps) // (2 * gaps) for i in range(count))
 
 
 _BLOCK_NUMBERS = 2**24  # a part of the digest, so it must not change

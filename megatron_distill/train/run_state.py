@@ -18,13 +18,15 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_distill.data.prefetch import StepSource
 from megatron_distill.errors import CheckpointError
 from megatron_distill.losses import BalanceState
-from megatron_distill.models.architecture import Architecture, architecture_differences
-from megatron_distill.models.pipeline_stages import configured_layers, even_layers
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.pipeline_stages import even_layers
+from megatron_distill.models.stage_table import configured_layers
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.checkpoint.best import Best, BestRule
-from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+from megatron_distill.train.checkpoint.description import Description, check_same_model
+from megatron_distill.train.checkpoint.folder import CheckpointFolder
 from megatron_distill.train.checkpoint.reader import MappedChunks, load_shards
 from megatron_distill.train.checkpoint.shards import Shard
 from megatron_distill.train.checkpoint.state import (
@@ -140,25 +142,6 @@ class RunState:
         return shards
 
 
-def check_same_model(
-    description: Description, architecture: Architecture, tokenizer_hash: str, folder: Path
-) -> None:
-    """Raise CheckpointError when a checkpoint has a different architecture or tokenizer."""
-    differences = architecture_differences(saved_architecture(description, folder), architecture)
-    if differences:
-        raise CheckpointError(
-            f"{folder} is a checkpoint of another model (checkpoint vs configuration): "
-            f"{'; '.join(differences)}; change the architecture, or `output` to start a run of "
-            "its own"
-        )
-    # Weights may have been imported without a tokenizer.
-    if description.tokenizer and description.tokenizer != tokenizer_hash:
-        raise CheckpointError(
-            f"{folder} was trained with another tokenizer ({description.tokenizer[:12]}, not "
-            f"{tokenizer_hash[:12]}); set data.tokenizer.path to that one"
-        )
-
-
 def check_same_features(
     description: Description, features: dict[str, Any] | None, folder: Path
 ) -> None:
@@ -172,20 +155,6 @@ def check_same_features(
                 f"{here[key]} in this run; change {setting}, or start a run of its own with "
                 "student.checkpoint and another `output`"
             )
-
-
-def saved_architecture(description: Description, folder: Path) -> Architecture:
-    """Return the architecture of a checkpoint; fields unknown to older releases get defaults.
-
-    Raises CheckpointError for field names of a different release.
-    """
-    try:
-        return Architecture.from_dict(description.architecture)
-    except TypeError as error:
-        raise CheckpointError(
-            f"{folder}: the architecture in its description is of another release ({error}); "
-            "use the release that wrote it"
-        ) from error
 
 
 def saved_balance(description: Description, folder: Path) -> BalanceState:

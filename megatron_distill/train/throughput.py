@@ -16,7 +16,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import step_flops_per_token
 from megatron_distill.models.sharded_weights import resident_numbers
 from megatron_distill.ops.workspace import chunk_tokens_for
-from megatron_distill.runtime.groups import Layout
+from megatron_distill.runtime.layout import Layout
 
 __all__ = [
     "MemoryOfRank",

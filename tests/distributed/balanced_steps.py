@@ -101,7 +101,7 @@ def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int])
 def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObjective, Balancing]:
     """Student with Megatron's gradient buffers, teacher, objective and balancing of a case."""
     from megatron_distill.config import OptimizerConfig
-    from megatron_distill.models.architecture import Execution, Recompute
+    from megatron_distill.models.execution import Execution, Recompute
     from megatron_distill.models.gpt import build_gpt, vocab_shard
     from megatron_distill.ops import LogitRule
     from megatron_distill.train.balancing import Balancing, Schedules

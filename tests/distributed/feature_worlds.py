@@ -128,7 +128,7 @@ def step_batches(groups: Groups, micro_batch_size: int) -> StepBatches:
 def build_student(groups: Groups, recompute: str) -> Student:
     """The student with Megatron's gradient buffers, whole on every rank."""
     from megatron_distill.config import OptimizerConfig
-    from megatron_distill.models.architecture import Execution, Recompute
+    from megatron_distill.models.execution import Execution, Recompute
     from megatron_distill.models.gpt import build_gpt
     from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
     from megatron_distill.train.step import Student
@@ -143,7 +143,7 @@ def build_student(groups: Groups, recompute: str) -> Student:
 
 def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
     """The frozen teacher."""
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.execution import Execution
     from megatron_distill.models.gpt import build_gpt
     from megatron_distill.train.teachers.live import OnlineTeacher
 

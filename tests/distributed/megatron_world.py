@@ -55,7 +55,7 @@ def build(architecture: Architecture, groups: Groups, *, seed: int | None) -> li
     """Build this rank's part of a model in fp32 on the CPU."""
     import torch
 
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.execution import Execution
     from megatron_distill.models.gpt import build_gpt
 
     execution = Execution(torch.float32, torch.device("cpu"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
@@ -21,7 +21,7 @@ from megatron_distill.config.schema import (
 )
 from megatron_distill.config.schema.data import ConversationFormat
 
-__all__ = ["TARGET_KEYS", "routed_terms", "target_of", "teacher_problems"]
+__all__ = ["TARGET_KEYS", "named_teachers", "routed_terms", "target_of", "teacher_problems"]
 
 _WITH_ROWS = get_args(ConversationFormat)
 _LISTS = ("sources", "validation_sources")
@@ -36,6 +36,16 @@ def target_of(term: TermConfig) -> tuple[object, ...]:
     if term.mixture == "lowest_loss":
         return (*shares, term.mixture)
     return (*shares.items(), term.mixture if len(shares) > 1 else None)
+
+
+def named_teachers(terms: Sequence[TermConfig]) -> set[str]:
+    """The teachers that a term names with a weight, and that serve every sample for it."""
+    return {
+        name
+        for term in terms
+        for name, weight in ({term.teacher: 1.0} if term.teacher else term.teachers or {}).items()
+        if weight
+    }
 
 
 def routed_terms(config: RunConfig) -> list[int]:

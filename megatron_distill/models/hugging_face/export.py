@@ -22,13 +22,8 @@ from megatron_distill.models.hugging_face.safetensors_files import (
     SafetensorsWriter,
     TensorEntry,
 )
-from megatron_distill.models.weights import (
-    LayerIndex,
-    Parameter,
-    WeightSource,
-    WindowReader,
-    placed,
-)
+from megatron_distill.models.parameters import LayerIndex, Parameter, placed
+from megatron_distill.models.weights import WeightSource, WindowReader
 from megatron_distill.runtime.collectives import together
 
 _BLOCK_BYTES = 2**28  # largest part of one tensor in a rank's memory

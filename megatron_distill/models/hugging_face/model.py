@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,69 +14,17 @@ from torch import Tensor
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face.families import family_named
+from megatron_distill.models.hugging_face.description import ModelDescription, describe
 from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.rules import Piece, Run
 from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
-from megatron_distill.models.hugging_face.settings import config_errors, one_line
-from megatron_distill.models.weights import LayerIndex, Parameter, parameters, placed, places
+from megatron_distill.models.parameters import LayerIndex, Parameter, parameters, placed, places
 
 _LOGGER = get_logger(__name__)
 _NAMED_AT_MOST = 5
 _FEW_RUNS = 3  # more are heads of queries and keys, too small for separate reads
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-
-
-@dataclass(frozen=True)
-class ModelDescription:
-    """The configuration of a Hugging Face folder as an architecture."""
-
-    family: Family
-    architecture: Architecture
-
-
-def describe(folder: Path) -> ModelDescription:
-    """Read config.json.
-
-    Raises CheckpointError: no such file, an unknown family, or an unsupported value.
-    """
-    path = folder / "config.json"
-    entries = _entries(path)
-    if entries.get("kv_lora_rank"):
-        raise CheckpointError(
-            f"{path}: kv_lora_rank is {entries['kv_lora_rank']!r}: latent attention (MLA, of "
-            "DeepSeek-V2 and V3) is not implemented; choose a model without it"
-        )
-    family = family_named(entries.get("model_type"), where=str(path))
-    if entries.get("quantization_config"):
-        raise CheckpointError(
-            f"{path}: quantization_config is set, so the weights are quantised; use the "
-            "unquantised weights"
-        )
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return ModelDescription(family, family.architecture(config))
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except config_errors() as error:
-        raise CheckpointError(f"{path}: {one_line(error)}; correct it") from error
-
-
-def _entries(path: Path) -> dict[str, Any]:
-    try:
-        entries = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: no such file; name a folder with a Hugging Face model"
-        ) from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: not a configuration ({error}); copy it again") from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: not a configuration; copy it again")
-    return entries
 
 
 @dataclass(frozen=True)
@@ -267,6 +213,16 @@ class HuggingFaceWeights:
             )
         _LOGGER.info("%s: %s is a copy of the embedding", self._files.folder, name)
         return True
+
+
+def describe_checked(folder: Path) -> ModelDescription:
+    """Read a Hugging Face folder's config.json and every file's header.
+
+    Raises ConfigError or CheckpointError.
+    """
+    described = describe(folder)
+    HuggingFaceWeights(folder, described).check()
+    return described
 
 
 def _columns(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

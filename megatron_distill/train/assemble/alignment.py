@@ -37,7 +37,7 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.store import find_stores, tokenizer_folder
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
-from megatron_distill.train.checkpoint.folder import assets_of, resolve_checkpoint
+from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.own_ranks import RemoteHead

@@ -17,13 +17,15 @@ from megatron_distill.config import (
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.losses import ChunkTerm, Term
-from megatron_distill.models.architecture import Architecture, Recompute
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Recompute
 from megatron_distill.models.flops import balanced_stages
 from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.store import CaptureSettings
-from megatron_distill.train.assemble.models import build_terms, layout_of
+from megatron_distill.train.assemble.models import build_terms
 from megatron_distill.train.assemble.routing import members
+from megatron_distill.train.assemble.shapes import layout_of
 from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
 from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
 from megatron_distill.train.teachers.attention_heads import (

@@ -26,7 +26,8 @@ from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups

@@ -36,10 +36,8 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import stage_layers
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds
-from megatron_distill.models.pipeline_stages import (
-    configured_layers,
-    ranks_of_layers,
-)
+from megatron_distill.models.pipeline_stages import ranks_of_layers
+from megatron_distill.models.stage_table import configured_layers
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens

@@ -29,7 +29,8 @@ from megatron_distill.evaluation.tasks.paired import TaskItems, differences
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.sharded_weights import has_sharded_weights
@@ -40,12 +41,12 @@ from megatron_distill.runtime.termination import is_requested
 from megatron_distill.train.assemble.alignment import own_tokens
 from megatron_distill.train.assemble.distillation import OpenRun
 from megatron_distill.train.assemble.models import (
-    has_model,
     job_groups,
     resolve_model,
     teacher_execution,
     teacher_seed,
 )
+from megatron_distill.train.assemble.shapes import has_model
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.tasks import (
     NO_TASKS,

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_distill.config import (
-    ArchitectureConfig,
     JobConfig,
     ModelConfig,
     ParallelConfig,
     RuntimeConfig,
     TermConfig,
-    check_architecture,
-    parallel_key,
-    teacher_parallel,
 )
 from megatron_distill.data.tokenizers.open import Vocabulary, holds_tokenizer
-from megatron_distill.errors import ConfigError, counted
+from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, Term, TermTeachers
-from megatron_distill.models.architecture import Architecture, Execution, Fp8, WeightShards
-from megatron_distill.models.hugging_face.model import HuggingFaceWeights, ModelDescription
+from megatron_distill.models.execution import Execution, Fp8, WeightShards
+from megatron_distill.models.hugging_face.description import ModelDescription
+from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe_checked
 from megatron_distill.models.user_buffers import TensorOverlap, UserBuffers
+from megatron_distill.models.weights import WeightSource
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.groups import (
-    Groups,
-    Layout,
-    create_groups,
-    destroy_groups,
-    seed_everything,
+from megatron_distill.runtime.groups import Groups, create_groups, destroy_groups, seed_everything
+from megatron_distill.train.assemble.shapes import layout_of, read_shape
+from megatron_distill.train.checkpoint.description import (
+    Description,
+    assets_of,
+    resolve_checkpoint,
+    saved_architecture,
 )
-from megatron_distill.train.checkpoint.folder import Description, assets_of, resolve_checkpoint
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
 from megatron_distill.train.model_source import (
     ModelSource,
-    describe_checked,
     describe_on_first_rank,
-    evenly_spread,
 )
-from megatron_distill.train.run_state import check_same_model, saved_architecture
 
 _LOGGER = get_logger(__name__)
 _TEACHER_SEED_OFFSET = 1
-
-
-def layout_of(parallel: ParallelConfig) -> Layout:
-    """Translate the parallel sizes."""
-    return Layout(**parallel.model_dump(exclude={"layers_per_stage"}))
 
 
 @contextmanager
@@ -106,91 +97,21 @@ def read_model(
 ) -> ModelSource:
     """Return the result of `resolve_model`, in a process without a world.
 
-    `vocabulary` None: not known yet, and compared with nothing. `described` is that of the model's
-    `hf`, where it is known. Raises ConfigError or CheckpointError.
+    The arguments are those of `read_shape`, which reads descriptions alone; here the headers of a
+    Hugging Face model's files are checked as well. Raises ConfigError or CheckpointError.
     """
     model = config.models[role]
-    length = model.sequence_length or config.data.sequence_length
+    open_weights: Callable[[], WeightSource] | None = None
     if model.hf is not None:
         folder = Path(model.hf).expanduser()
-        found = described or describe_checked(folder)
-        source = ModelSource(found.architecture, lambda: HuggingFaceWeights(folder, found))
+        described = described or describe_checked(folder)
+        open_weights = partial(HuggingFaceWeights, folder, described)
     elif model.checkpoint is not None:
-        source = _in_checkpoint(model.checkpoint, model.architecture, vocabulary, length)
-    elif model.architecture is not None:
-        size = _ANY_SIZE if vocabulary is None else vocabulary.size
-        source = ModelSource(Architecture.from_dict(model.architecture.resolved(length, size)))
-    else:
-        raise ConfigError(
-            f"{role} has no source; give {role}.hf, {role}.architecture or {role}.checkpoint"
-        )
-    if model.keep_layers is not None or model.num_layers is not None:
-        source = source.with_layers(_copied_layers(model, role, source.architecture.num_layers))
-    architecture = source.architecture
-    if vocabulary is not None and architecture.vocab_size < vocabulary.size:
-        raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
-    shape = ArchitectureConfig.model_validate(architecture.as_dict())
-    parallel = config.parallel if role == "student" else teacher_parallel(config, role)
-    key = parallel_key(config, role)
-    problems = check_architecture(shape, role, parallel, length, key=key)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return source
-
-
-_ANY_SIZE = 1 << 15  # of a vocabulary that is not known yet
-
-
-def has_model(section: ModelConfig) -> bool:
-    """Return whether a section names a model, and not only stores."""
-    return any(x is not None for x in (section.hf, section.checkpoint, section.architecture))
-
-
-def _too_small(model: ModelConfig, role: str, size: int, wanted: int) -> str:
-    """Return the error for a vocabulary smaller than the tokenizer's, with the key to change."""
-    source = "hf" if model.hf is not None else "checkpoint"
-    if model.architecture is not None:
-        return (
-            f"{role}.architecture.vocab_size is {size}, but the tokenizer has {wanted} tokens; set "
-            f"it to {wanted} or more"
-        )
-    return (
-        f"{role}.{source} = {getattr(model, source)!r}: its vocabulary has {size} tokens, but the "
-        f"tokenizer has {wanted}; set data.tokenizer.path to the tokenizer of that model"
-    )
-
-
-def _in_checkpoint(
-    checkpoint: str, shape: ArchitectureConfig | None, vocabulary: Vocabulary | None, length: int
-) -> ModelSource:
-    folder = resolve_checkpoint(checkpoint)
-    description = Description.read(folder)
-    saved = wanted = saved_architecture(description, folder)
-    if shape is not None:
-        size = max(saved.vocab_size, 0 if vocabulary is None else vocabulary.size)
-        wanted = Architecture.from_dict(shape.resolved(length, size))
-    tokenizer = description.tokenizer if vocabulary is None else vocabulary.identity
-    check_same_model(description, wanted, tokenizer, folder)
-    return ModelSource(wanted, lambda: CheckpointWeights(folder, saved))
-
-
-def _copied_layers(model: ModelConfig, role: str, available: int) -> tuple[int, ...]:
-    """Return the layers to copy; raises ConfigError where the source has fewer."""
-    if model.keep_layers is not None:
-        if model.keep_layers[-1] >= available:
-            raise ConfigError(
-                f"{role}.keep_layers = {list(model.keep_layers)}: the source has "
-                f"{counted(available, 'layer')}, 0 to {available - 1}, counted from 0"
-            )
-        return model.keep_layers
-    count = model.num_layers
-    assert count is not None
-    if count > available:
-        raise ConfigError(
-            f"{role}.num_layers = {count}: the source has only {counted(available, 'layer')}; "
-            "lower it"
-        )
-    return evenly_spread(count, available)
+        folder = resolve_checkpoint(model.checkpoint)
+        saved = saved_architecture(Description.read(folder), folder)
+        open_weights = partial(CheckpointWeights, folder, saved)
+    shape = read_shape(config, role, vocabulary, described)
+    return ModelSource(shape.architecture, open_weights, shape.keep_layers)
 
 
 def teacher_seed(seed: int) -> int:

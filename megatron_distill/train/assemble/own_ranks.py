@@ -25,7 +25,7 @@ from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.prefetch import PrefetchedUnits, exchange_group
 from megatron_distill.data.samples import State
 from megatron_distill.errors import ConfigError
-from megatron_distill.models.architecture import Execution
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge

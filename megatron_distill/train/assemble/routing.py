@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_distill.config import RunConfig, own_tokenizers, routed_terms
+from megatron_distill.config import RunConfig, named_teachers, own_tokenizers, routed_terms
 from megatron_distill.data.routing import Routing
 from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
 from megatron_distill.train.teachers.serving import Share
@@ -12,12 +12,7 @@ __all__ = ["members", "sample_routing", "share_of_units"]
 
 def members(config: RunConfig) -> dict[str, OneOfSeveral]:
     """Return the teachers of `teachers` by role, in the order of their numbers in a batch."""
-    named = {
-        name
-        for term in config.objective.terms
-        for name, weight in ({term.teacher: 1.0} if term.teacher else term.teachers or {}).items()
-        if weight
-    }
+    named = named_teachers(config.objective.terms)
     own = own_tokenizers(config)
     # Their order in the file changes nothing.
     found = [

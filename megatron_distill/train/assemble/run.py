@@ -19,7 +19,7 @@ from megatron_distill.config import (
 from megatron_distill.data.prefetch import PrefetchedSteps, StepSource, exchange_group
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Execution, Fp8, Recompute
+from megatron_distill.models.execution import Execution, Fp8, Recompute
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
@@ -37,7 +37,8 @@ from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stores.stored import require_samples
 from megatron_distill.train.assemble.tasks import NO_TASKS, open_run_tasks
-from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+from megatron_distill.train.checkpoint.description import Description
+from megatron_distill.train.checkpoint.folder import CheckpointFolder
 from megatron_distill.train.loop import LoopPlan, Parts, permanent_imports, train
 from megatron_distill.train.metrics import MetricsLog, open_metrics
 from megatron_distill.train.optimizer import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from megatron_distill.models.architecture import Execution
+from megatron_distill.models.execution import Execution
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 

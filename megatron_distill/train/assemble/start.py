@@ -16,9 +16,10 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import find_stores
-from megatron_distill.train.assemble.models import has_model, read_model
+from megatron_distill.train.assemble.models import read_model
+from megatron_distill.train.assemble.shapes import has_model
 from megatron_distill.train.assemble.sources import require_files
-from megatron_distill.train.checkpoint.folder import Description, complete_checkpoints
+from megatron_distill.train.checkpoint.description import Description, complete_checkpoints
 from megatron_distill.train.metrics import require_installed
 from megatron_distill.train.run_folder import (
     SETTINGS_FILE,

@@ -10,19 +10,16 @@ from megatron_distill.config import ModelConfig, RunConfig, TrainConfig, teacher
 from megatron_distill.data.collation import UnitRows
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
-from megatron_distill.runtime.groups import Layout, create_second_groups
+from megatron_distill.runtime.groups import create_second_groups
+from megatron_distill.runtime.layout import Layout
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import Live, TeacherTokens
 from megatron_distill.train.assemble.answer_plan import answer_metrics
-from megatron_distill.train.assemble.models import (
-    layout_of,
-    resolve_model,
-    teacher_execution,
-    teacher_seed,
-)
+from megatron_distill.train.assemble.models import resolve_model, teacher_execution, teacher_seed
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
 from megatron_distill.train.assemble.several import open_several
+from megatron_distill.train.assemble.shapes import layout_of
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.stores.stored import SeveralStores, Stored, open_stored
 from megatron_distill.train.assemble.teacher_fit import TeacherFit

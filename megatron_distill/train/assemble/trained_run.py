@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_distill.config import RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
-from megatron_distill.models.architecture import Execution
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.generation import Sampling, Stops, WriteRow
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.sharded_weights import has_sharded_weights

@@ -9,25 +9,23 @@ A folder is complete if and only if it has its final name.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
-from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER
-from megatron_distill.runtime.atomic_files import flush_folder, replace_file, write_flushed
+from megatron_distill.runtime.atomic_files import flush_folder, replace_file
 from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.train.checkpoint.best import BEST_FILE, Best
+from megatron_distill.train.checkpoint.description import Description, complete_checkpoints
 from megatron_distill.train.checkpoint.shards import Shard, Staging
 from megatron_distill.train.checkpoint.writer import (
     Snapshot,
@@ -40,102 +38,11 @@ from megatron_distill.train.checkpoint.writer import (
 )
 
 _LOGGER = get_logger(__name__)
-_FINISHED = re.compile(r"step_(\d{7,})")
 _PARTIAL = ".partial"
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-DESCRIPTION_FILE = "description.json"
-
-
-@dataclass(frozen=True)
-class Description:
-    """Description of a checkpoint, readable without Megatron: `description.json` in its folder."""
-
-    step: int
-    tokens: int
-    bad_steps: int
-    architecture: dict[str, object]
-    tokenizer: str  # content hash
-    layout: str  # of the run that wrote it
-    data: dict[str, Any]  # the loader's position
-    balance: dict[str, Any] = field(default_factory=dict)  # running means of the losses
-    # The feature losses and their projectors; None: none.
-    features: dict[str, Any] | None = None
-    # The settings of the run that wrote it; empty in imports and in older versions' checkpoints.
-    configuration: dict[str, Any] = field(default_factory=dict)
-    best: dict[str, Any] | None = None  # see `Best`; None: the run keeps no best checkpoint
-    save_seconds: float | None = None  # from the start of the save to the complete folder
-
-    def write(self, folder: Path) -> None:
-        """Write the file and flush it to disk."""
-        write_flushed(folder / DESCRIPTION_FILE, json.dumps(vars(self), indent=1).encode())
-
-    @classmethod
-    def read(cls, folder: Path) -> Description:
-        """Read the description of a complete checkpoint; raises CheckpointError."""
-        path = folder / DESCRIPTION_FILE
-        try:
-            found = cls(**json.loads(path.read_text()))
-            if not isinstance(found.architecture, dict):
-                raise TypeError("its architecture is not an object")
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{folder} is not a checkpoint: it has no {DESCRIPTION_FILE}; name a run's output "
-                "folder or one of its checkpoints/step_* folders"
-            ) from None
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from None
-        return found
 
 
 def _name_of(step: int) -> str:
     return f"step_{step:07d}"
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, oldest first."""
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if _FINISHED.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def resolve_checkpoint(path: str) -> Path:
-    """Return the checkpoint folder for a user's path: the path itself, or the newest of a run.
-
-    Raises CheckpointError when there is none.
-    """
-    given = Path(path)
-    for root in (given / "checkpoints", given):
-        complete = complete_checkpoints(root)
-        if complete:
-            return complete[-1]
-    if (given / DESCRIPTION_FILE).is_file():
-        return given
-    _refuse_pickle(given)
-    raise CheckpointError(
-        f"{path} contains no complete checkpoint; name the output folder of a run or one of its "
-        "checkpoints/step_* folders"
-    )
-
-
-def _refuse_pickle(given: Path) -> None:
-    """Raise CheckpointError for unsharded checkpoints, such as those of old Megatron-LM."""
-    globs = (f"{folder}*{suffix}" for folder in ("", "*/", "*/*/") for suffix in _PICKLES)
-    found = (path for glob in globs for path in sorted(given.glob(glob)))
-    # A partial checkpoint of this library, left by a killed run, contains one such pickle.
-    strange = (path for path in found if path.name != COMMON_STATE_FNAME)
-    pickle = given if given.suffix in _PICKLES else next(strange, None)
-    if pickle is not None and pickle.is_file():
-        raise CheckpointError(
-            f"{pickle} is a pickle, which can run code when it is read, and is refused; convert "
-            "the model to safetensors where it was made, and import that"
-        )
-
-
-def assets_of(checkpoint: Path) -> Path:
-    """Return the folder of the Hugging Face files of a checkpoint or of its run."""
-    own = checkpoint / ASSETS_FOLDER
-    return own if own.is_dir() else checkpoint.parent.parent / ASSETS_FOLDER
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from typing_extensions import Buffer
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.settings import one_line
-from megatron_distill.models.weights import LayerIndex, parameters
+from megatron_distill.models.parameters import LayerIndex, parameters
 from megatron_distill.runtime.collectives import together
 from megatron_distill.train.checkpoint.shards import (
     Part,

@@ -28,18 +28,23 @@ from megatron_distill.models.hugging_face.assets import (
     copy_assets,
     write_config,
 )
+from megatron_distill.models.hugging_face.description import describe
 from megatron_distill.models.hugging_face.export import plan_files, write_files
-from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+from megatron_distill.models.hugging_face.model import HuggingFaceWeights
 from megatron_distill.models.weights import converted_dtype
 from megatron_distill.runtime.atomic_files import new_folder, write_errors
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.progress import size
-from megatron_distill.train.checkpoint.folder import Description, assets_of, resolve_checkpoint
+from megatron_distill.train.checkpoint.description import (
+    Description,
+    assets_of,
+    resolve_checkpoint,
+    saved_architecture,
+)
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
 from megatron_distill.train.checkpoint.writer import write_common
 from megatron_distill.train.convert.stream import blocks_of, write_blocks
 from megatron_distill.train.run_folder import copy_model_tokenizer, tokenizer_bytes
-from megatron_distill.train.run_state import saved_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOGGER = get_logger(__name__)

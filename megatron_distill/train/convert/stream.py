@@ -33,14 +33,8 @@ from torch.distributed.checkpoint.planner import (
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.weights import (
-    LayerIndex,
-    Parameter,
-    WeightSource,
-    WindowReader,
-    converted_dtype,
-    placed,
-)
+from megatron_distill.models.parameters import LayerIndex, Parameter, placed
+from megatron_distill.models.weights import WeightSource, WindowReader, converted_dtype
 from megatron_distill.train.checkpoint.writer import RankWriter, alone, first_failure
 
 _BLOCK_BYTES = 2**28  # of one tensor: the memory of a rank at a time

@@ -13,16 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.errors import CheckpointError, ConfigError
-from megatron_distill.models.architecture import Architecture, Execution, architecture_differences
+from megatron_distill.models.architecture import Architecture, architecture_differences
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import build_gpt
-from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+from megatron_distill.models.hugging_face.description import describe
+from megatron_distill.models.hugging_face.model import HuggingFaceWeights
 from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
-from megatron_distill.models.weights import LayerIndex, WeightSource, fill, placed
-from megatron_distill.runtime.groups import Layout, create_groups, destroy_groups, seed_everything
-from megatron_distill.train.checkpoint.folder import Description, resolve_checkpoint
+from megatron_distill.models.parameters import LayerIndex, placed
+from megatron_distill.models.weights import WeightSource, fill
+from megatron_distill.runtime.groups import create_groups, destroy_groups, seed_everything
+from megatron_distill.runtime.layout import Layout
+from megatron_distill.train.checkpoint.description import (
+    Description,
+    resolve_checkpoint,
+    saved_architecture,
+)
 from megatron_distill.train.checkpoint.reader import CheckpointWeights
 from megatron_distill.train.next_token import logits_after
-from megatron_distill.train.run_state import saved_architecture
 
 LOGIT_TOLERANCE = 1e-4  # of the largest logit
 _SEED = 0

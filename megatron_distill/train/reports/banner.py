@@ -10,8 +10,9 @@ from typing import Final
 import torch
 
 from megatron_distill.errors import counted
-from megatron_distill.models.architecture import Architecture, Execution
-from megatron_distill.models.weights import parameters, places
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Execution
+from megatron_distill.models.parameters import parameters, places
 from megatron_distill.runtime.progress import short_count, size
 from megatron_distill.store import Plan
 from megatron_distill.train.run_state import RunState

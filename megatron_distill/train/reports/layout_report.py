@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from megatron_distill.config import (
@@ -14,18 +15,14 @@ from megatron_distill.config import (
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import StepFlops, step_flops_per_token
-from megatron_distill.models.sharded_weights import weights_of_rank
-from megatron_distill.runtime.launch import PRECISIONS
+from megatron_distill.models.rank_weights import weights_of_rank
 from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.roles import Role, Roles
-from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
-from megatron_distill.train.assemble.models import has_model, layout_of, read_model
-from megatron_distill.train.assemble.routing import members, share_of_units
-from megatron_distill.train.teachers.answers import AnswerPlan
+from megatron_distill.train.assemble.shapes import has_model, layout_of, read_shape
 
 __all__ = ["layout_report"]
 
-_OF_LAYER: Final = {"query": "queries", "key": "keys"}
+_BYTES: Final = {"fp32": 4, "bf16": 2}
 _BALANCED: Final = 1.25  # a side that is busy for less than this part of the other's time waits
 
 
@@ -36,9 +33,9 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
     CheckpointError: a model does not exist or does not fit.
     """
     roles = Roles(ranks, teachers)
-    student = read_model(config, "student", None).architecture
+    student = _checked_shape(config, "student")
     shapes = {
-        role: read_model(config, role, None).architecture
+        role: _checked_shape(config, role)
         for role, model in sorted(config.models.items())
         if role != "student" and model.store is None and has_model(model)
     }
@@ -46,13 +43,14 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
     lines = [f"layout of {counted(ranks, 'rank')}", *_ranks(roles.student, config.parallel)]
     for role in roles.teachers:
         lines += _ranks(role, teacher_parallel(config, role.name))
-    for role in roles.teachers:
-        shape, precision = shapes[role.name], PRECISIONS[config.train.precision]
-        records = sent_records(config, role.name)
-        plan = answer_plan(config, role, roles, shape, student, precision, records)
-        own = members(config).get(role.name)
-        is_routed = share_of_units(own).number is not None
-        lines += _exchange(plan, roles, is_routed=is_routed)
+    if roles.teachers:
+        # Imported here: it loads Megatron-Core, which takes seconds, and no other layout needs it.
+        from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+
+        prepare_megatron_core(on_cuda=False)
+        from megatron_distill.train.reports.exchange_report import exchange_report
+
+        lines += exchange_report(config, roles, {"student": student, **shapes})
     for name, shape in shapes.items():
         lines.append(_teacher_weights(config, name, shape, apart.get(name, roles.student).size))
         flops = step_flops_per_token(
@@ -63,6 +61,16 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
         )
         lines += _balance(flops, roles, shape, config) if name == "teacher" else _share(flops)
     return "\n".join(lines) + "\n"
+
+
+def _checked_shape(config: RunConfig, role: str) -> Architecture:
+    """Return a model's shape; the headers of a Hugging Face model's files are checked as well."""
+    described, path = None, config.models[role].hf
+    if path is not None:
+        from megatron_distill.models.hugging_face.model import describe_checked  # loads torch
+
+        described = describe_checked(Path(path).expanduser())
+    return read_shape(config, role, None, described).architecture
 
 
 def _ranks(role: Role, parallel: ParallelConfig) -> Iterator[str]:
@@ -86,39 +94,12 @@ def _ranks(role: Role, parallel: ParallelConfig) -> Iterator[str]:
             yield f"  {names:<28} (rank {launched}): replica {replica}, stage {stage}"
 
 
-def _exchange(plan: AnswerPlan, roles: Roles, *, is_routed: bool) -> Iterator[str]:
-    routes = plan.step_bytes()
-    last = plan.outputs[0]
-    several = "" if plan.role == "teacher" else f" of {plan.role}"
-    most = "at most " if is_routed else ""
-    yield (
-        f"answers{several}: {most}{size(sum(routes.values()))} per step, "
-        f"{last.bytes_per_token:,} bytes per token and receiving rank; "
-        f"{counted(plan.units.micro_batches, 'unit')} per step and replica of the student"
-    )
-    for output in plan.outputs[1:]:
-        kind = "" if output.kind == "output" else f"{_OF_LAYER[output.kind]} of "
-        yield (
-            f"  {kind}layer {output.layer} of the teacher: from its stage {output.source} to the "
-            f"student's stage {output.destination}, {output.bytes_per_token:,} bytes per token"
-        )
-    for (source, destination), count in sorted(routes.items()):
-        yield f"  {roles.name(source)} to {roles.name(destination)}: {most}{size(count)} per step"
-    for stage in sorted({output.destination for output in plan.outputs}):
-        where = "last stage" if stage == last.destination else f"stage {stage}"
-        held = plan.slot_bytes(plan.student.rank(stage=stage))
-        yield (
-            f"slots{several}: {size(held)} on each rank of the student's {where}, for "
-            f"{counted(plan.blocks, 'step')} ({plan.role}.steps_ahead = {plan.steps_ahead})"
-        )
-
-
 def _teacher_weights(config: RunConfig, role: str, shape: Architecture, ranks: int) -> str:
     """Return the bytes of a teacher's weights on the rank that has most of them."""
     layout = layout_of(teacher_parallel(config, role))
     is_sharded = config.models[role].shard_weights
     counts = weights_of_rank(shape, layout, ranks=ranks, is_sharded=is_sharded)
-    width = PRECISIONS[config.train.precision].itemsize
+    width = _BYTES[config.train.precision]
     name = "teacher's weights" if role == "teacher" else f"weights of {role}"
     text = f"{name}: {size(width * counts.resident)} of a rank"
     if not counts.buffers:

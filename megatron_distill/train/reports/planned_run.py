@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Final
 
 from megatron_distill.config import (
@@ -14,20 +13,18 @@ from megatron_distill.config import (
     RunConfig,
     TokenizerConfig,
     check_architecture,
+    named_teachers,
     parallel_key,
     routed_terms,
     teacher_parallel,
 )
-from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import balanced_stages, forward_flops_per_token
-from megatron_distill.models.hugging_face.model import describe
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
 from megatron_distill.planning.search import ShapeRule
-from megatron_distill.runtime.groups import Layout
-from megatron_distill.train.assemble.models import has_model, layout_of, read_model
-from megatron_distill.train.assemble.routing import members
+from megatron_distill.runtime.layout import Layout
+from megatron_distill.train.assemble.shapes import has_model, layout_of, read_shape
 
 __all__ = [
     "configured_choice",
@@ -35,32 +32,37 @@ __all__ = [
     "planned_run",
     "shape_rule",
     "teacher_places",
+    "tokenizer_paths",
+    "unplanned",
     "vocabulary_note",
 ]
 
 _STORE_IDS: Final = 64
 
 
-def open_shapes(config: RunConfig) -> dict[str, Architecture]:
+def open_shapes(
+    config: RunConfig, *, rows: Mapping[str, int] | None = None
+) -> dict[str, Architecture]:
     """Return the shapes of all models by role; of a Hugging Face folder only config.json is read.
 
-    A teacher that is only a store has none. Raises ConfigError or CheckpointError: several teachers
-    that are not all in the student's layout on its ranks, or a model that does not exist.
+    A teacher that is only a store has none. rows: sizes of vocabularies by role, where tokenizers
+    have been read. Raises ConfigError or CheckpointError: a model does not exist, or does not fit
+    its layout.
     """
-    _refuse_other_places(config)
+    rows = rows or {}
     models, tokenizer = config.models, config.data.tokenizer
 
     def shape(role: str) -> Architecture:
         section = models[role]
-        described = None if section.hf is None else describe(Path(section.hf).expanduser())
-        found = read_model(config, role, None, described).architecture
+        found = read_shape(config, role, None).architecture
         trained = _tokenizer(section, tokenizer).train_vocab_size
-        if _has_rows_of_tokenizer(section) and trained is not None:
-            return replace(found, vocab_size=trained)  # of the tokenizer that the run will train
+        if _has_rows_of_tokenizer(section):
+            # A tokenizer that the run will train has the size of its key.
+            return replace(found, vocab_size=rows.get(role) or trained or found.vocab_size)
         return found
 
     shapes = {role: shape(role) for role, model in models.items() if has_model(model)}
-    assumed = _assumed(models, tokenizer)
+    assumed = [role for role in _assumed(models, tokenizer) if role not in rows]
     for role in assumed:
         # A model with the same tokenizer has about as many rows.
         known = [
@@ -74,24 +76,42 @@ def open_shapes(config: RunConfig) -> dict[str, Architecture]:
     return shapes
 
 
-def _refuse_other_places(config: RunConfig) -> None:
-    """Raise ConfigError for one of several teachers whose place the planner does not know."""
+@dataclass(frozen=True)
+class Unplanned:
+    """A part of a configuration that the planner does not know: key and reason, and the remedy."""
+
+    reason: str
+    remedy: str
+
+
+# Of one of several teachers; a store needs no memory of a device.
+_OTHER_PLACES: Final = ("store", "ranks", "nodes", "parallel", "tokenizer")
+
+
+def unplanned(config: RunConfig, *, only_memory: bool = False) -> Unplanned | None:
+    """Return the first of several teachers whose place or samples the planner does not know.
+
+    only_memory: its time is not asked for.
+    """
     for name, model in (config.teachers or {}).items():
-        for key in ("store", "ranks", "nodes", "parallel", "tokenizer"):
+        for key in _OTHER_PLACES[1:] if only_memory else _OTHER_PLACES:
             if getattr(model, key) is not None:
-                raise ConfigError(
+                return Unplanned(
                     f"teachers.{name}.{key}: a plan has several teachers on the student's ranks "
-                    f"alone, in its layout and with its tokenizer; set teachers.{name}.{key}=null "
-                    "for the plan"
+                    "alone, in its layout and with its tokenizer",
+                    f"set teachers.{name}.{key}=null for the plan",
                 )
-    for index, source in enumerate(config.data.sources if config.teachers else ()):
-        if source.teacher_field is not None and routed_terms(config):
-            raise ConfigError(
+    if only_memory or not config.teachers or not routed_terms(config):
+        return None
+    for index, source in enumerate(config.data.sources):
+        if source.teacher_field is not None:
+            return Unplanned(
                 f"data.sources.{index}.teacher_field = {source.teacher_field!r}: a plan does not "
-                "read the rows, so that it does not know how many each teacher has; set "
-                f"data.sources.{index}.teacher_field=null and objective.routing_weights for the "
-                "plan"
+                "read the rows, so that it does not know how many each teacher has",
+                f"set data.sources.{index}.teacher_field=null and objective.routing_weights for "
+                "the plan",
             )
+    return None
 
 
 def vocabulary_note(
@@ -119,9 +139,7 @@ def _assumed(models: Mapping[str, ModelConfig], tokenizer: TokenizerConfig) -> l
     return [
         role
         for role, model in models.items()
-        if has_model(model)
-        and _has_rows_of_tokenizer(model)
-        and _tokenizer(model, tokenizer).train_vocab_size is None
+        if _reads_size(model) and _tokenizer(model, tokenizer).train_vocab_size is None
     ]
 
 
@@ -132,6 +150,23 @@ def _has_rows_of_tokenizer(section: ModelConfig) -> bool:
 
 def _tokenizer(model: ModelConfig, tokenizer: TokenizerConfig) -> TokenizerConfig:
     return model.tokenizer or tokenizer
+
+
+def tokenizer_paths(models: Mapping[str, ModelConfig]) -> dict[str, str | None]:
+    """Return the tokenizers whose size is that of a model's vocabulary, by role.
+
+    None: that of the data. One of the model's own without a path is left out.
+    """
+    own = {role: one.tokenizer for role, one in models.items() if _reads_size(one)}
+    return {
+        role: None if tokenizer is None else tokenizer.path
+        for role, tokenizer in own.items()
+        if tokenizer is None or tokenizer.path is not None
+    }
+
+
+def _reads_size(section: ModelConfig) -> bool:
+    return has_model(section) and _has_rows_of_tokenizer(section)
 
 
 def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> PlannedRun:
@@ -175,20 +210,26 @@ def _forward_work(shape: Architecture) -> float:
 
 
 def _several(config: RunConfig, shapes: Mapping[str, Architecture]) -> tuple[SharedTeacher, ...]:
-    """Return several teachers with their shares of the samples; empty where there is one."""
-    own = members(config)
-    shares = dict.fromkeys(own, 0.0)
+    """Return several teachers with their shares of the samples; empty where there is one.
+
+    Stores are left out, and rows that name their teachers count for all of them alike: a plan has
+    neither, and the memory of a run does not depend on them.
+    """
+    live = sorted(name for name, one in (config.teachers or {}).items() if one.store is None)
+    named = named_teachers(config.objective.terms)
+    shares = dict.fromkeys(live, 0.0)
     weights = config.objective.routing_weights or {}
     total = sum(source.weight for source in config.data.sources)
     for source in config.data.sources if routed_terms(config) else ():
         drawn = {source.teacher: 1.0} if source.teacher is not None else weights
-        for name, weight in drawn.items():
-            part = weight / sum(drawn.values())
-            shares[f"teachers.{name}"] += source.weight / total * part
+        if source.teacher_field is not None:
+            drawn = dict.fromkeys(live, 1.0)
+        for name in drawn.keys() & shares.keys():
+            shares[name] += source.weight / total * drawn[name] / sum(drawn.values())
     return tuple(
-        SharedTeacher(one.name, shapes[key], 1.0 if one.is_named else shares[key])
-        for key, one in own.items()
-        if one.is_named or shares[key]
+        SharedTeacher(name, shapes[f"teachers.{name}"], 1.0 if name in named else shares[name])
+        for name in live
+        if name in named or shares[name]
     )
 
 

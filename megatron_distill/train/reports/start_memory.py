@@ -21,6 +21,7 @@ from megatron_distill.train.reports.planned_run import (
     open_shapes,
     planned_run,
     shape_rule,
+    unplanned,
 )
 
 __all__ = ["memory_warning", "warn_of_memory"]
@@ -45,11 +46,12 @@ def warn_of_memory(config: RunConfig, device: RankDevice, *, ranks: int) -> None
 def memory_warning(config: RunConfig, rank_device: RankDevice, *, ranks: int) -> str | None:
     """Return a warning where the fullest rank needs more memory than there is, with ways out.
 
-    ranks: of the student. Reads descriptions of the models only. Several teachers are not
-    predicted. Raises ConfigError where the states that live from step to step alone are more than
-    a GPU has: these are exact, and nothing can free them.
+    ranks: of the student. Reads descriptions of the models only. Nothing is predicted where one of
+    several teachers has ranks, a layout or a tokenizer of its own. Raises ConfigError where the
+    states that live from step to step alone are more than a GPU has: these are exact, and nothing
+    can free them.
     """
-    if config.teachers:
+    if unplanned(config, only_memory=True) is not None:
         return None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _machine(rank_device.torch_device, local)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, FeaturePair, Term
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import (
     HiddenStateGPT,
     align_head,

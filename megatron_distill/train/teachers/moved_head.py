@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.models.architecture import Execution
+from megatron_distill.models.execution import Execution
 from megatron_distill.ops import VocabShard
 from megatron_distill.train.teachers.transfer import Movement, transfer
 from megatron_distill.train.teachers.units import Grid, Holding, Message, messages

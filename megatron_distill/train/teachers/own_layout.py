@@ -18,11 +18,13 @@ from torch import Tensor
 
 from megatron_distill.data.collation import UnitRows
 from megatron_distill.losses import FeaturePair
-from megatron_distill.models.architecture import Architecture, Execution
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import HiddenStateGPT, run_model, vocab_shard
 from megatron_distill.models.layers import tap_layers
-from megatron_distill.models.pipeline_stages import configured_layers, ranks_of_layers
+from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.models.sharded_weights import needs_every_replica
+from megatron_distill.models.stage_table import configured_layers
 from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_distill.runtime.segments import pieces_of
 
 if TYPE_CHECKING:
-    from megatron_distill.runtime.groups import Layout
+    from megatron_distill.runtime.layout import Layout
 
 __all__ = ["Grid", "Holding", "Message", "Units", "messages", "moved_rows"]
 

@@ -31,7 +31,8 @@ def _of_folder(rank: int, world: int, folder: Path, prefix: tuple[int, ...]) -> 
     with megatron_groups() as groups:
         from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
-        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.hugging_face.description import describe
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights
         from megatron_distill.models.weights import fill
 
         shape = describe(folder).architecture

@@ -114,7 +114,7 @@ def test_keys_and_values_stay_within_the_bound(
 def _on_uneven_stages(rank: int, world: int, layers: tuple[int, ...] | None) -> list[Any]:
     """Ids and scores where the memory of the stages would hold different numbers of rows."""
     with megatron_groups(pipeline=world) as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import build_gpt

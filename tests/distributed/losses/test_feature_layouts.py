@@ -172,7 +172,7 @@ def owners(rank: int, world: int, layout: dict[str, Any], depth: int) -> list[in
     from tests.distributed.megatron_world import megatron_groups, small_architecture
 
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt
 
         chunks = build_gpt(

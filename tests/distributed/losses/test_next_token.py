@@ -30,7 +30,7 @@ def _next(
     rank: int, world: int, layout: dict[str, Any], logit_softcap: float | None
 ) -> torch.Tensor:
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt
         from megatron_distill.train.next_token import logits_after
 

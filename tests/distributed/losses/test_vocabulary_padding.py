@@ -95,7 +95,7 @@ def test_a_top_k_of_all_tokens_is_the_whole_distribution_for_any_padding(
 def next_logits(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """Logits of the real ids, and of all rows, of a head whose padding is always the largest."""
     with megatron_groups(tensor=world) as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt, vocab_shard
         from megatron_distill.train.next_token import logits_after
 

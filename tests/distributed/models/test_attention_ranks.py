@@ -27,8 +27,8 @@ def _attended(rank: int, world: int, cases: list[Case]) -> list[list[Tensor]]:
     with megatron_groups(context=world) as groups:
         from megatron.core.transformer.enums import AttnMaskType
 
-        from megatron_distill.models.architecture import Execution, transformer_config
         from megatron_distill.models.attention import TorchAttention
+        from megatron_distill.models.execution import Execution, transformer_config
         from megatron_distill.models.taps import LayerCall
 
         execution = Execution(torch.float64, torch.device("cpu"))
@@ -76,7 +76,7 @@ def _held_after_forward(rank: int, world: int, case: Case) -> tuple[bool, bool]:
         from megatron.core.transformer.enums import AttnMaskType
 
         from megatron_distill.models import attention
-        from megatron_distill.models.architecture import Execution, Recompute, transformer_config
+        from megatron_distill.models.execution import Execution, Recompute, transformer_config
         from megatron_distill.models.taps import LayerCall
 
         index = zigzag_index(case.bounds[0][-1], rank=rank, size=world)

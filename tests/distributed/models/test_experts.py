@@ -96,7 +96,7 @@ def without_numbers(rank: int, world: int, grouped: bool) -> str:
 
     with megatron_groups() as groups:
         from megatron_distill.models import experts, layers
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt
 
         architecture = small_architecture(moe=MOE)
@@ -162,7 +162,8 @@ def through_a_checkpoint(
     with megatron_groups() as groups:
         from megatron_distill.models import layers
         from megatron_distill.models.weights import fill, sharded_tensors
-        from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+        from megatron_distill.train.checkpoint.description import Description
+        from megatron_distill.train.checkpoint.folder import CheckpointFolder
         from megatron_distill.train.checkpoint.reader import CheckpointWeights
         from megatron_distill.train.checkpoint.state import model_shards
 

@@ -68,12 +68,14 @@ def through_a_layout(
 ) -> Tensor:
     """Read a folder in a layout, save a checkpoint from there, export it; return the logits."""
     with megatron_groups(**settings) as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt
         from megatron_distill.models.hugging_face.assets import ASSETS_FOLDER, copy_assets
-        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.hugging_face.description import describe
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights
         from megatron_distill.models.weights import fill
-        from megatron_distill.train.checkpoint.folder import CheckpointFolder, Description
+        from megatron_distill.train.checkpoint.description import Description
+        from megatron_distill.train.checkpoint.folder import CheckpointFolder
         from megatron_distill.train.checkpoint.state import model_shards
         from megatron_distill.train.convert.convert import export_checkpoint
         from megatron_distill.train.next_token import logits_after

@@ -85,7 +85,7 @@ def _trained(
 ) -> tuple[list[tuple[Tensor, Tensor]], Parts, Parts]:
     """Hidden states with their positions, weights, and gradients by their place in the model."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.architecture import Execution, Recompute
+        from megatron_distill.models.execution import Execution, Recompute
         from megatron_distill.models.gpt import build_gpt, run_model
         from megatron_distill.train.step import run_schedule
 

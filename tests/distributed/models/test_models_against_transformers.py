@@ -47,7 +47,8 @@ def ours(
             run_model,
             vocab_shard,
         )
-        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.hugging_face.description import describe
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights
         from megatron_distill.models.weights import fill
         from megatron_distill.ops import LogitRule
         from megatron_distill.runtime.batch import Batch
@@ -112,7 +113,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(
 def _in_bf16(rank: int, world: int) -> tuple[float, Tensor, Tensor]:
     """The embedding's factor, and a norm's output and weight gradient, of a Gemma-like model."""
     with megatron_groups() as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt
 
         shape = small_architecture(

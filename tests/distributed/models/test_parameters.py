@@ -57,7 +57,8 @@ def described(
 ) -> tuple[set[Description], set[Description]]:
     """Key, leading axes and shape: of this rank's tensors, and of all tensors in conversion."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.weights import parameters, sharded_tensors
+        from megatron_distill.models.parameters import parameters
+        from megatron_distill.models.weights import sharded_tensors
 
         architecture = small_architecture(**shape)
         chunks = build(architecture, groups, seed=None)
@@ -155,7 +156,8 @@ def filled(
 ) -> tuple[list[str], dict[Any, Tensor], dict[Any, Tensor]]:
     """Weights by sharded key and place: in torch's modules, and in Transformer Engine's."""
     with megatron_groups(**layout) as groups, ExitStack() as stack:
-        from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+        from megatron_distill.models.hugging_face.description import describe
+        from megatron_distill.models.hugging_face.model import HuggingFaceWeights
         from megatron_distill.models.weights import fill, sharded_tensors
 
         description = describe(folder)

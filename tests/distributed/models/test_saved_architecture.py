@@ -29,8 +29,7 @@ def _complaint(
 ) -> str:
     architecture = small_architecture(**ours)
     from megatron_distill.errors import CheckpointError
-    from megatron_distill.train.checkpoint.folder import Description
-    from megatron_distill.train.run_state import check_same_model
+    from megatron_distill.train.checkpoint.description import Description, check_same_model
 
     values = json.loads(json.dumps(small_architecture(**saved).as_dict()))
     for name in forgotten:

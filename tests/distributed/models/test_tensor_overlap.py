@@ -170,7 +170,7 @@ def stepped(rank: int, world: int, recompute: str) -> tuple[list[Any], dict[Any,
     from tests.distributed.models.test_models import LENGTH, packed_batch
 
     with megatron_groups(tensor=2, sequence=True) as groups, overlapping_layers() as found:
-        from megatron_distill.models.architecture import Execution, Recompute
+        from megatron_distill.models.execution import Execution, Recompute
         from megatron_distill.models.gpt import build_gpt, run_model
 
         buffers = UserBuffers()

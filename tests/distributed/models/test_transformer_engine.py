@@ -79,7 +79,7 @@ def attended(rank: int, world: int, shape: dict[str, Any]) -> list[tuple[str, Te
         from megatron.core.extensions import transformer_engine as extension
 
         from megatron_distill.models import layers
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt, run_model
         from megatron_distill.runtime.batch import Batch
         from tests.distributed.models.test_models import packed_batch
@@ -178,7 +178,7 @@ def fp8_of(rank: int, world: int, shape: dict[str, Any], tensor: int, runs: bool
     """The FP8 fields of a model's configuration, or the error."""
     with megatron_groups():
         from megatron_distill.errors import ConfigError
-        from megatron_distill.models.architecture import Execution, Fp8, transformer_config
+        from megatron_distill.models.execution import Execution, Fp8, transformer_config
         from megatron_distill.models.transformer_engine import check_fp8
         from megatron_distill.runtime.groups import Layout
 

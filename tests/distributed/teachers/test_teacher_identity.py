@@ -27,11 +27,11 @@ def imported(rank: int, world: int, source: Path, output: Path) -> None:
 def digest(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
     """The digest of the model in a folder of either kind."""
     small_architecture()
-    from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
-    from megatron_distill.train.checkpoint.folder import Description
+    from megatron_distill.models.hugging_face.description import describe
+    from megatron_distill.models.hugging_face.model import HuggingFaceWeights
+    from megatron_distill.train.checkpoint.description import Description, saved_architecture
     from megatron_distill.train.checkpoint.reader import CheckpointWeights
     from megatron_distill.train.model_source import ModelSource, teacher_digest
-    from megatron_distill.train.run_state import saved_architecture
 
     if (folder / "config.json").is_file():
         described = describe(folder)

@@ -99,7 +99,7 @@ def test_capture_makes_none(pool: Pool, inputs: Inputs, tmp_path: Path, isolate:
 
 def _prompted(rank: int, world: int) -> int:
     with megatron_groups() as groups:
-        from megatron_distill.models.architecture import Execution
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.generation import Sampling, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import build_gpt

@@ -53,7 +53,7 @@ def whole_logits(
     config = configure(rank, path, overrides, world, load_capture_config)
     from megatron_distill.data.collation import micro_batch, pack_samples
     from megatron_distill.data.samples import FULLY_TRAINED, Sample
-    from megatron_distill.models.architecture import Execution
+    from megatron_distill.models.execution import Execution
     from megatron_distill.models.gpt import vocab_shard
     from megatron_distill.train.assemble.models import job_groups, resolve_model, teacher_seed
     from megatron_distill.train.assemble.sources import data_options, open_tokenizer

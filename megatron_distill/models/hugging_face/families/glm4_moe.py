@@ -25,7 +25,7 @@ from megatron_distill.models.hugging_face.settings import (
     Only,
     Rope,
 )
-from megatron_distill.models.weights import EXPERT_BIAS
+from megatron_distill.models.parameters import EXPERT_BIAS
 
 _OURS, _THEIRS = "decoder.layers.mlp.", f"{like.LAYER}mlp."
 

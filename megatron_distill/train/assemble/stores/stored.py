@@ -41,7 +41,8 @@ from megatron_distill.store import (
     find_stores,
 )
 from megatron_distill.store.plan import plan_differences
-from megatron_distill.train.assemble.models import has_model, resolve_model, teacher_seed
+from megatron_distill.train.assemble.models import resolve_model, teacher_seed
+from megatron_distill.train.assemble.shapes import has_model
 from megatron_distill.train.assemble.sources import dataset_settings
 from megatron_distill.train.assemble.stores.stored_source import (
     OneOfSeveral,

@@ -59,7 +59,8 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) ->
 
 def read(folder: Path) -> dict[str, Tensor]:
     """Account for a folder as import and training do; return a few tensors of ours."""
-    from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+    from megatron_distill.models.hugging_face.description import describe
+    from megatron_distill.models.hugging_face.model import HuggingFaceWeights
 
     description = describe(folder)
     weights = HuggingFaceWeights(folder, description)

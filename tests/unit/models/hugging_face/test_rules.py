@@ -112,7 +112,8 @@ def by_hand(name: str, stored: dict[str, Tensor], groups: int) -> dict[tuple[Any
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2", "phi3", "gpt2", "mixtral"])
 def test_a_window_equals_that_of_the_tensor_assembled_by_hand(tmp_path: Path, name: str) -> None:
-    from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe
+    from megatron_distill.models.hugging_face.description import describe
+    from megatron_distill.models.hugging_face.model import HuggingFaceWeights
     from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
 
     folder = save_model(tmp_path, name)
@@ -150,7 +151,7 @@ def test_a_window_equals_that_of_the_tensor_assembled_by_hand(tmp_path: Path, na
 @given(available=st.integers(1, 200), data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_pruned_layers_are_spread_evenly(available: int, data: st.DataObject) -> None:
-    from megatron_distill.train.model_source import evenly_spread
+    from megatron_distill.train.assemble.shapes import evenly_spread
 
     count = data.draw(st.integers(1, available))
     kept = evenly_spread(count, available)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from megatron_distill.config import RunConfig, load_config
 from megatron_distill.errors import ConfigError
+from megatron_distill.models.parameters import parameters, places
 from megatron_distill.planning.device import Device, load_device
 from megatron_distill.runtime.launch import Device as RankDevice
 from megatron_distill.train.reports import start_memory
 from megatron_distill.train.reports.planned_run import open_shapes
-from tests.unit.commands.test_plan import RUN
+from tests.unit.commands.test_plan import RUN, SEVERAL
 
 CPU = RankDevice("cpu", "gloo", torch.device("cpu"))
 
@@ -64,3 +66,47 @@ def test_states_above_the_memory_of_a_gpu_are_an_error_and_on_a_cpu_a_warning(
         start_memory.memory_warning(large, CPU, ranks=1)
     monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(0.2, "cpu"))
     assert start_memory.memory_warning(large, CPU, ranks=1) is not None
+
+
+def several(tmp_path: Path, *changes: str) -> RunConfig:
+    (tmp_path / "several.yaml").write_text(SEVERAL)
+    return load_config(tmp_path / "several.yaml", list(changes))
+
+
+def test_several_teachers_need_the_memory_of_all_of_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(1.0, "gpu"))
+    routed = several(tmp_path)
+    text = start_memory.memory_warning(routed, CPU, ranks=4)
+    assert text is not None
+    shapes = open_shapes(routed)
+    numbers = sum(
+        prod(one.shape) * len(list(places(one, shapes[role])))
+        for role in ("teachers.math", "teachers.code")
+        for one in parameters(shapes[role])
+    )
+    assert f", teacher {numbers * 2 / 2**30:.2f}, " in text.splitlines()[0]
+    assert "teacher." not in text
+    # Rows that name their teachers need the same: either may come.
+    rows = several(
+        tmp_path,
+        "data.sources=[{format: jsonl, paths: a.jsonl, teacher_field: domain}]",
+    )
+    assert start_memory.memory_warning(rows, CPU, ranks=4) == text
+
+
+def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(1.0, "gpu"))
+    stored = several(
+        tmp_path, "teachers.math={store: [{path: stores/math}]}", "objective.terms.0.top_k=8"
+    )
+    text = start_memory.memory_warning(stored, CPU, ranks=4)
+    assert text is not None
+    code = open_shapes(stored)["teachers.code"]
+    numbers = sum(prod(one.shape) * len(list(places(one, code))) for one in parameters(code))
+    assert f", teacher {numbers * 2 / 2**30:.2f}, " in text
+    apart = several(tmp_path, "teachers.math.parallel={tensor: 2}")
+    assert start_memory.memory_warning(apart, CPU, ranks=4) is None

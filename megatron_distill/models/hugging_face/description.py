@@ -1,0 +1,67 @@
+"""The description of a Hugging Face model: its config.json as an architecture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.families import family_named
+from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.settings import config_errors, one_line
+
+__all__ = ["ModelDescription", "describe"]
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """The configuration of a Hugging Face folder as an architecture."""
+
+    family: Family
+    architecture: Architecture
+
+
+def describe(folder: Path) -> ModelDescription:
+    """Read config.json.
+
+    Raises CheckpointError: no such file, an unknown family, or an unsupported value.
+    """
+    path = folder / "config.json"
+    entries = _entries(path)
+    if entries.get("kv_lora_rank"):
+        raise CheckpointError(
+            f"{path}: kv_lora_rank is {entries['kv_lora_rank']!r}: latent attention (MLA, of "
+            "DeepSeek-V2 and V3) is not implemented; choose a model without it"
+        )
+    family = family_named(entries.get("model_type"), where=str(path))
+    if entries.get("quantization_config"):
+        raise CheckpointError(
+            f"{path}: quantization_config is set, so the weights are quantised; use the "
+            "unquantised weights"
+        )
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return ModelDescription(family, family.architecture(config))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except config_errors() as error:
+        raise CheckpointError(f"{path}: {one_line(error)}; correct it") from error
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no such file; name a folder with a Hugging Face model"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: not a configuration ({error}); copy it again") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: not a configuration; copy it again")
+    return entries
