@@ -65,8 +65,9 @@ class EvaluationConfig(Section):
     at_start: bool = Field(default=True, description="Evaluate the student before the first step.")
     teacher: bool = Field(
         default=True,
-        description="Evaluate a live teacher in the student's layout once, before the first step, "
-        "as the baseline.",
+        description="Evaluate each live teacher on the student's ranks once, before the first "
+        "step, as the baseline of `minus`. false: results have no `minus`, also where the folder "
+        "has the baselines of an earlier start.",
     )
     limit: int | None = Field(
         default=None,
