@@ -8,7 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_distill.commands.command import Command
+from megatron_distill.commands.command import ERROR_STATUS, Command
+from megatron_distill.errors import ConfigError
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,14 +20,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> int:
     from megatron_distill.launching.run_status import read_status
 
-    for place, name in enumerate(given.runs):
-        status = read_status(Path(name))
+    shown = 0
+    for name in given.runs:
+        try:
+            status = read_status(Path(name))
+        except ConfigError as error:  # the others of runs/* are shown all the same
+            sys.stderr.write(f"error: {error}\n")
+            continue
         if given.json:
             sys.stdout.write(f"{json.dumps(asdict(status))}\n")
         else:
-            lines = status.lines() if place == 0 else ["", *status.lines()]
+            lines = ["", *status.lines()] if shown else status.lines()
             sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
+        shown += 1
+    return 0 if shown == len(given.runs) else ERROR_STATUS
 
 
 COMMAND = Command(

@@ -52,10 +52,12 @@ def _objection(given: argparse.Namespace) -> str | None:
     wrong = [claim for claim in given.claim if not all(claim.partition(":"))]
     if wrong:
         return f"--claim {wrong[0]}: write NAME:FOLDER"
-    for name in ("nodes", "max_starts", "ranks_per_node"):
+    for name in ("nodes", "max_starts", "ranks_per_node", "gpus_per_node"):
         count = getattr(given, name)
         if count is not None and count < 1:
-            return f"--{name.replace('_', '-')} {count}: must be 1 or more"
+            return f"--{name.replace('_', '-')} {count}: must be 1 or more; or leave it out"
+    if given.grace_seconds is not None and not given.grace_seconds > 0:
+        return f"--grace-seconds {given.grace_seconds:g}: must be more than 0"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
     return None

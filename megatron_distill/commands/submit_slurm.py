@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
-from megatron_distill.commands.command import Command
+from megatron_distill.commands.command import PROGRAM, Command
 from megatron_distill.commands.submitted_layout import check_submission
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import Demand, batch_script
@@ -32,11 +33,15 @@ the command itself follow `--`."""
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     demand = parser.add_argument_group("demands, as sbatch takes them")
     demand.add_argument("--nodes", type=int, required=True, metavar="N")
-    for name in ("time", "partition", "account", "qos"):
+    demand.add_argument("--time", metavar="LIMIT", help="e.g. 24:00:00; 24:00 is 24 minutes")
+    for name in ("partition", "account", "qos"):
         demand.add_argument(f"--{name}", metavar=name.upper())
     demand.add_argument("--gpus-per-node", type=int, metavar="N")
     demand.add_argument("--cpus-per-task", type=int, metavar="N", help="for all ranks of a node")
-    demand.add_argument("--job-name", default="megatron-distill", metavar="NAME")
+    demand.add_argument(
+        "--job-name", metavar="NAME",
+        help="default: megatron-distill; with --chain a digest of the run's folder follows",
+    )  # fmt: skip
     demand.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION",
         help="a further one, as --sbatch=--reservation=maintenance; may be repeated",
@@ -59,10 +64,29 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _objection(given: argparse.Namespace) -> str | None:
-    for name in ("nodes", "chain", "array", "max_starts", "ranks_per_node"):
+    for name in (
+        "nodes",
+        "chain",
+        "array",
+        "max_starts",
+        "ranks_per_node",
+        "gpus_per_node",
+        "cpus_per_task",
+    ):
         count = getattr(given, name)
         if count is not None and count < 1:
-            return f"--{name.replace('_', '-')} {count}: must be 1 or more"
+            return f"--{name.replace('_', '-')} {count}: must be 1 or more; or leave it out"
+    if given.grace_seconds is not None and not given.grace_seconds > 0:
+        return f"--grace-seconds {given.grace_seconds:g}: must be more than 0"
+    for name in ("job_name", "partition", "account", "qos"):
+        text = getattr(given, name)
+        if text is not None and (not text or any(map(str.isspace, text))):
+            return (
+                f"--{name.replace('_', '-')} {text!r}: Slurm's script takes a name without spaces"
+            )
+    for option in given.sbatch:
+        if not option.startswith("-"):
+            return f"--sbatch {option}: write it as sbatch takes it, --sbatch=--{option}"
     if given.spare_nodes < 0:
         return f"--spare-nodes {given.spare_nodes}: must be 0 or more"
     if given.chain > 1 and given.array > 1:
@@ -77,7 +101,11 @@ def _run(given: argparse.Namespace) -> int:
     check_submission(program, nodes=given.nodes, ranks=ranks, run=[sys.executable])
     submission = time.strftime("%Y%m%d-%H%M%S")
     script = batch_script(
-        _demand(given), program, launches, submission=submission, grace=given.grace_seconds
+        _demand(given, launches),
+        program,
+        launches,
+        submission=submission,
+        grace=given.grace_seconds,
     )
     if given.dry_run:
         sys.stdout.write(script)
@@ -88,9 +116,9 @@ def _run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _demand(given: argparse.Namespace) -> Demand:
+def _demand(given: argparse.Namespace, launches: Launches) -> Demand:
     return Demand(
-        name=given.job_name,
+        name=given.job_name or _job_name(launches, is_chain=given.chain > 1),
         nodes=given.nodes,
         spare=given.spare_nodes,
         time=given.time,
@@ -104,6 +132,14 @@ def _demand(given: argparse.Namespace) -> Demand:
         array=given.array,
         rules=_rules(given),
     )
+
+
+def _job_name(launches: Launches, *, is_chain: bool) -> str:
+    """Return the name of a job without one; Slurm's singleton waits for all jobs of one name."""
+    if not is_chain:
+        return PROGRAM
+    digest = hashlib.sha256(str(launches.results.resolve()).encode()).hexdigest()
+    return f"{PROGRAM}-{digest[:8]}"
 
 
 def _rules(given: argparse.Namespace) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,14 @@ from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import Launches, bad_nodes
 
-__all__ = ["Demand", "batch_script", "python_path"]
+__all__ = ["Demand", "batch_script", "limit_seconds", "python_path"]
 
+# The forms of a time limit that sbatch takes, as `time` of its manual lists them.
+_LIMIT: Final = re.compile(
+    r"(?P<minutes>\d+)(:(?P<seconds>\d+))?|(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)"
+    r"|(?P<days>\d+)-(?P<hours>\d+)(:(?P<min>\d+)(:(?P<sec>\d+))?)?"
+)
+_UNLIMITED: Final = ("0", "INFINITE", "UNLIMITED")
 _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
@@ -64,10 +71,18 @@ def batch_script(
     """Return the text of the script.
 
     submission: a name that the launches of this submission share. grace: seconds of the save
-    before the time limit; None: as the run has measured it. Raises ConfigError: no node is left.
+    before the time limit; None: as the run has measured it. Raises ConfigError: the time limit
+    leaves no time for a step, or a path has a space.
     """
     lines = ["#!/usr/bin/env bash", f"# {' '.join(program.spelled)}", *_demands(demand)]
     warned = grace or grace_seconds(launches.results) or USUAL_SECONDS
+    limit = None if demand.time is None else limit_seconds(demand.time)
+    if limit is not None and limit <= warned:
+        raise ConfigError(
+            f"--time {demand.time}: is {limit:,.0f} s for Slurm, and the save before the limit has "
+            f"{math.ceil(warned):,} s of them; ask for more time, as 24:00:00 for a day, or set "
+            "--grace-seconds"
+        )
     lines.append(f"#SBATCH --signal=B:USR1@{math.ceil(warned)}")
     excluded = sorted({one.node for one in bad_nodes(launches.folder)})
     if excluded:
@@ -92,6 +107,25 @@ def batch_script(
         "",
     ]
     return "\n".join(lines)
+
+
+def limit_seconds(text: str) -> float | None:
+    """Return the seconds of a time limit as sbatch reads it; None: there is none.
+
+    Raises ConfigError: sbatch would refuse it.
+    """
+    if text.upper() in _UNLIMITED:
+        return None
+    found = _LIMIT.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--time {text}: sbatch takes minutes, minutes:seconds, hours:minutes:seconds, or "
+            "days-hours; write 24:00:00 or 1-0 for a day"
+        )
+    of = {name: int(value or 0) for name, value in found.groupdict().items()}
+    hours = 24 * of["days"] + of["hours"] + of["h"]
+    minutes = 60 * hours + of["minutes"] + of["m"] + of["min"]
+    return 60.0 * minutes + of["seconds"] + of["s"] + of["sec"]
 
 
 def _demands(demand: Demand) -> list[str]:

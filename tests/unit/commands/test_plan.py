@@ -93,6 +93,23 @@ def test_several_teachers_on_the_ranks_of_the_student_are_planned_by_their_sampl
     assert "teachers.math.parallel: a plan has several teachers on" in capsys.readouterr().err
 
 
+def test_wrong_words_are_named_before_any_work(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = ["plan", config, "--device", "l40s"]
+    for words, message in (
+        ([*plan, "--devices", "0"], "--devices 0: must be 1 or more"),
+        ([*plan, "--devices", "8", "--row", "-1"], "--row -1: must be 0"),
+        ([*plan, "--devices", "8", "--simulate", config], "run.yaml: is no folder"),
+        (["calibrate", "--output", str(tmp_path)], "is a folder; name a file in it"),
+        (["calibrate", "--output", str(tmp_path / "no" / "a.yaml")], "is not there; make it"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -12,13 +12,24 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.batch_script import Demand, batch_script
+from megatron_distill.launching.batch_script import Demand, batch_script, limit_seconds
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import BadNode, Launches
 from megatron_distill.launching.slurm import Container
 from tests.guards.source_tree import ROOT
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
+
+
+WRONG = {
+    "--chain|2|--array|2": "--chain and --array: choose one",
+    "--nodes|0": "--nodes 0: must be 1 or more",
+    "--spare-nodes|-1": "--spare-nodes -1: must be 0 or more",
+    "--gpus-per-node|0": "--gpus-per-node 0: must be 1 or more; or leave it out",
+    "--grace-seconds|-5": "--grace-seconds -5: must be more than 0",
+    "--job-name|my run": "--job-name 'my run': Slurm's script takes a name without spaces",
+    "--sbatch|mem=64G": "--sbatch mem=64G: write it as sbatch takes it, --sbatch=--mem=64G",
+}
 
 
 def script(folder: Path, *, grace: float | None = None, **demand: Any) -> str:
@@ -86,6 +97,37 @@ def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path: Path) -
     assert "--no-requeue" not in job_words(one)
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("24:00", 1440), ("24:00:00", 86400), ("1-0", 86400), ("2-1:30", 178200),
+     ("0-0:5:30", 330), ("0", None), ("UNLIMITED", None)],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: float | None) -> None:
+    assert limit_seconds(text) == seconds
+
+
+def test_a_time_limit_without_time_for_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--time 4:59: is 299 s for Slurm, .* has 300 s"):
+        script(tmp_path, time="4:59")
+    assert options(script(tmp_path, time="4:59", grace=60.0))["time"] == "4:59"
+    with pytest.raises(ConfigError, match="--time 24h: sbatch takes minutes"):
+        script(tmp_path, time="24h")
+
+
+def test_a_chain_has_a_name_that_no_other_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm lets a job of a chain wait for all jobs of its name."""
+    names = []
+    for run, words in (("a", ["--chain", "3"]), ("b", ["--chain", "3"]), ("a", [])):
+        output = f"output={tmp_path}/{run}"
+        assert main(["submit", "slurm", TINY, output, "--nodes", "1", "--dry-run", *words]) == 0
+        names.append(options(capsys.readouterr().out)["job-name"])
+    assert len(set(names)) == 3
+    assert names[0].startswith("megatron-distill-")
+    assert names[2] == "megatron-distill"
+
+
 def test_a_path_that_slurm_cannot_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes no path with a space"):
         script(tmp_path / "a folder")
@@ -119,6 +161,7 @@ def test_a_dry_run_shows_the_script_and_writes_nothing(
     assert "convert: is no command for a cluster; train, capture, evaluate, generate are" in (
         capsys.readouterr().err
     )
-    for wrong in (["--chain", "2", "--array", "2"], ["--nodes", "0"], ["--spare-nodes", "-1"]):
+    for wrong, message in WRONG.items():
         with pytest.raises(SystemExit):
-            main([*words, *wrong])
+            main([*words, *wrong.split("|")])
+        assert message in capsys.readouterr().err

@@ -114,7 +114,9 @@ def test_the_command_prints_lines_or_json_and_refuses_other_folders(
     assert main(["status", "--json", *runs]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["run"] for one in found] == runs
-    assert main(["status", str(tmp_path)]) == 1
-    assert "no run has started here" in capsys.readouterr().err
+    assert main(["status", str(tmp_path), *runs]) == 1
+    text = capsys.readouterr()
+    assert "no run has started here" in text.err
+    assert text.out.count("state       stopped: at step 25") == 2
     with pytest.raises(ConfigError, match="no run has started here"):
         read_status(tmp_path / "nowhere")
