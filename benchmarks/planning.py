@@ -1,11 +1,12 @@
 """The planner's predictions beside measured steps of this machine: seconds, and peak memory.
 
-    python benchmarks/planning.py                       # calibrates, then every layout: ten minutes
-    python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2
+    python benchmarks/planning.py --quiet 0.3           # calibrates, then every layout: ten minutes
+    python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2 --output /tmp/planning
     python benchmarks/planning.py --only memory         # valid on a busy machine too
 
-The cases are those of benchmarks/step.py. The first one refines the calibrated device, as
-`megatron-distill calibrate --run` does; its own row shows nothing of time.
+The cases are those of benchmarks/step.py. Times are predicted twice: for the device as
+`megatron-distill calibrate` measures it, and with one factor on all phases that makes the first
+case's prediction its measurement, as a run refines a device. Its own refined row shows nothing.
 """
 
 from __future__ import annotations
@@ -14,27 +15,31 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, get_args
 
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe
+from benchmarks.harness.quiet import others, run_in_quiet
 from benchmarks.steps.cases import Case, layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case, planned_peaks
+from megatron_distill.errors import ConfigError
 from megatron_distill.planning.calibration import measure_machine
 from megatron_distill.planning.device import Device, Phase, load_device
 
 _CHILD_SECONDS = 1800
 _MIB = 2**20
 _NOTE = """\
-`measured` is the median of all timed steps of all rounds; `predicted` that of the planner for the
-calibrated device, with one factor on all phases that makes the first row's prediction its
-measurement. `peak` is the most bytes of tensors alive at once during a step above those that last
-from step to step, of the rank that has most; `lasting` those, weights of both models, gradients and
-the optimizer's state, whose prediction leaves out one step counter of 4 bytes per parameter.
+`measured` is the median of all timed steps of all rounds, `others` the median of the cores that
+other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device,
+`refined` the same with one factor on all phases, by which the first row is exact. `peak` is the
+most bytes of tensors alive at once during a step above those that last from step to step, of the
+rank that has most; `lasting` those: weights of both models, gradients and the optimizer's state.
+Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.
 """
 
 
@@ -44,7 +49,9 @@ class Row:
 
     case: str
     seconds: float
-    predicted_seconds: float
+    others: float
+    calibrated_seconds: float
+    refined_seconds: float
     peak: int
     predicted_peak: float
     lasting: int
@@ -55,23 +62,36 @@ def main() -> int:
     """Measure, print, and save the results."""
     arguments = _arguments()
     cases = [case for case in _cases() if arguments.cases in case.name]
-    device = measure_machine("cpu") if arguments.device is None else load_device(arguments.device)
+    if not cases:
+        names = ", ".join(case.name for case in _cases())
+        sys.stderr.write(f"--cases {arguments.cases}: is in no name of a case: {names}\n")
+        return 2
+    try:
+        given = None if arguments.device is None else load_device(arguments.device)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    # Before the measurements: it has the load that they met.
+    environment = describe("benchmarks/planning.py", sys.argv[1:])
+    has_times = arguments.only != "memory"
+    device = given or (measure_machine("cpu") if has_times else _without_rates())
     measured: dict[str, list[Any]] = {case.name: [] for case in cases}
-    for number in range(arguments.rounds):
+    for number in range(arguments.rounds if has_times else 1):
         for case in cases if number % 2 == 0 else cases[::-1]:
-            result = _run(case, steps=arguments.steps)
+            result = run_in_quiet(partial(_run, case, arguments.steps), arguments.quiet)
             measured[case.name].append(result)
             steps = " ".join(f"{seconds:.2f}" for seconds in result["seconds"])
             sys.stdout.write(f"{case.name} {number + 1}/{arguments.rounds}: {steps} s\n")
+            sys.stdout.flush()
     rows = _rows(cases, measured, device)
-    text = "\n".join(_markdown(describe("benchmarks/planning.py", sys.argv[1:]), device, rows,
-                               has_times=arguments.only != "memory"))  # fmt: skip
+    text = "\n".join(_markdown(environment, device, rows, has_times=has_times))
     sys.stdout.write(text)
     kept = {
-        "environment": describe("benchmarks/planning.py", sys.argv[1:]),
+        "environment": environment,
         "device": device.model_dump(mode="json"),
-        "has_times": arguments.only != "memory",
+        "has_times": has_times,
         "rows": [asdict(row) for row in rows],
+        "rounds": measured,
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "planning.md").write_text(text, encoding="utf-8")
@@ -87,7 +107,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="processes per case")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
     parser.add_argument("--device", help="a calibrated device's file, instead of measuring")
-    parser.add_argument("--only", choices=("memory",), help="leave the times out of the record")
+    parser.add_argument("--only", choices=("memory",), help="one round, and no times in the record")
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        metavar="CORES",
+        help="wait until others use fewer cores, and repeat what they disturbed",
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
@@ -96,7 +122,14 @@ def _cases() -> list[Case]:
     return [*layout_cases(), *peer_cases()]
 
 
-def _run(case: Case, *, steps: int) -> Any:
+def _without_rates() -> Device:
+    """Return a CPU whose figures of memory are right, and whose rates are not asked for."""
+    return load_device("a100-80gb").model_copy(
+        update={"kind": "cpu", "cores": 2, "reserved_gib": 0.0}
+    )
+
+
+def _run(case: Case, steps: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "case.json"
         file.write_text(json.dumps(case.as_dict()), encoding="utf-8")
@@ -119,20 +152,23 @@ def _rows(cases: Sequence[Case], measured: dict[str, list[Any]], device: Device)
     refined = device.model_copy(update={"factors": dict.fromkeys(get_args(Phase), factor)})
     rows = []
     for case in cases:
-        ranks = measured[case.name][0]["ranks"]
+        results = measured[case.name]
+        ranks = results[0]["ranks"]
         per_stage = len(ranks) // case.ranks.pipeline
         peaks = planned_peaks(case, device)
         stage = max(range(len(peaks)), key=lambda one: ranks[one * per_stage]["peak"]["tensors"])
         there = ranks[stage * per_stage]
         rows.append(
             Row(
-                case.name,
-                seconds[case.name],
-                planned_case(case, refined).time.total,
-                there["peak"]["tensors"],
-                peaks[stage][1],
-                sum(there["persistent"].values()),
-                peaks[stage][0],
+                case=case.name,
+                seconds=seconds[case.name],
+                others=median(cores for result in results for cores in others(result)),
+                calibrated_seconds=planned_case(case, device).time.total,
+                refined_seconds=planned_case(case, refined).time.total,
+                peak=there["peak"]["tensors"],
+                predicted_peak=peaks[stage][1],
+                lasting=sum(there["persistent"].values()),
+                predicted_lasting=peaks[stage][0],
             )
         )
     return rows
@@ -143,22 +179,39 @@ def _markdown(
 ) -> list[str]:
     lines = ["# The planner beside measured steps", ""]
     lines += [f"- {name}: {value}" for name, value in environment.items()]
-    rate = device.peak_tflops["fp32"] * 1e3
-    lines += [f"- calibrated: {rate:.0f} GFLOP/s and {device.memory_gb_per_s:.1f} GB/s of a core"]
-    lines += ["", _NOTE]
-    times = ["measured (s)", "predicted (s)", "ratio"] if has_times else []
-    names = ["case", *times, "peak MiB", "predicted", "ratio", "lasting MiB", "difference (bytes)"]
+    if has_times:
+        rate = device.peak_tflops["fp32"] * 1e3
+        lines += [f"- device: {rate:.0f} GFLOP/s, {device.memory_gb_per_s:.1f} GB/s of a core"]
+    lines += ["", _NOTE, *_summary(rows, has_times=has_times), ""]
+    times = ["measured (s)", "others", "calibrated (s)", "ratio", "refined (s)", "ratio"]
+    names = ["case", *(times if has_times else []), "peak MiB", "predicted", "ratio"]
+    names += ["lasting MiB", "difference (bytes)"]
     lines += [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
     for row in rows:
         cells = [row.case]
         if has_times:
-            cells += [f"{row.seconds:.3f}", f"{row.predicted_seconds:.3f}"]
-            cells += [f"{row.predicted_seconds / row.seconds:.2f}"]
+            cells += [f"{row.seconds:.3f}", f"{row.others:.2f}"]
+            for predicted in (row.calibrated_seconds, row.refined_seconds):
+                cells += [f"{predicted:.3f}", f"{predicted / row.seconds:.2f}"]
         cells += [f"{row.peak / _MIB:.1f}", f"{row.predicted_peak / _MIB:.1f}"]
         cells += [f"{row.predicted_peak / row.peak:.2f}", f"{row.lasting / _MIB:.1f}"]
         cells += [f"{row.predicted_lasting - row.lasting:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _summary(rows: Sequence[Row], *, has_times: bool) -> Iterator[str]:
+    """Yield the errors of the predictions over all cases; the refined first case is left out."""
+    errors = {"peaks": [row.predicted_peak / row.peak - 1 for row in rows]}
+    if has_times:
+        errors["calibrated times"] = [row.calibrated_seconds / row.seconds - 1 for row in rows]
+        errors["refined times"] = [row.refined_seconds / row.seconds - 1 for row in rows[1:]]
+    for name, found in errors.items():
+        if found:
+            yield (
+                f"- {name}: mean error {mean(map(abs, found)):.1%}, from {min(found):+.1%} to "
+                f"{max(found):+.1%} over {len(found)} cases"
+            )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,13 @@ from rich.console import Console
 
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe, installed
-from benchmarks.harness.quiet import is_disturbed, wait_until_quiet
+from benchmarks.harness.quiet import run_in_quiet
 from benchmarks.harness.report import write_report
 from benchmarks.harness.summary import Ratio, Row, compare, rich_table, summarise
 from benchmarks.steps.cases import Case, layout_cases, peer_cases, quick
 
 _LOSS_TOLERANCE = 1e-5
 _CHILD_SECONDS = 1800
-_ATTEMPTS = 5
 _FILE_WIDTH = 180
 
 
@@ -131,24 +131,13 @@ def _measure(
     for number in range(arguments.rounds):
         for subject in subjects if number % 2 == 0 else subjects[::-1]:
             profiled = arguments.profile and number == 0
-            result = _run_quiet(case, subject, arguments, profiled=profiled)
+            child = partial(_run_child, case, subject, arguments, profiled=profiled)
+            result = run_in_quiet(child, arguments.quiet)
             results[subject].append(result)
             steps = " ".join(f"{seconds:.2f}" for seconds in result["seconds"])
             console.print(f"{case.name} {subject} {number + 1}/{arguments.rounds}: {steps} s")
     measured.raw[case.name] = results
     return [summarise(case, subject, results[subject]) for subject in subjects]
-
-
-def _run_quiet(case: Case, subject: str, arguments: argparse.Namespace, *, profiled: bool) -> Any:
-    """Run a child in a quiet moment; repeat disturbed runs, and return the last result."""
-    if arguments.quiet is None:
-        return _run_child(case, subject, arguments, profiled=profiled)
-    for _ in range(_ATTEMPTS):
-        wait_until_quiet(arguments.quiet)
-        result = _run_child(case, subject, arguments, profiled=profiled)
-        if not is_disturbed(result, arguments.quiet):
-            break
-    return result
 
 
 def _run_child(case: Case, subject: str, arguments: argparse.Namespace, *, profiled: bool) -> Any:

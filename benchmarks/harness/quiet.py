@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -14,6 +14,7 @@ import psutil
 import torch
 
 _LOOK_SECONDS = 3.0
+_ATTEMPTS = 5
 
 
 def busy_seconds() -> float:
@@ -29,6 +30,21 @@ def wait_until_quiet(cores: float) -> None:
         time.sleep(_LOOK_SECONDS)
         if (busy_seconds() - before) / _LOOK_SECONDS < cores:
             return
+
+
+def run_in_quiet(child: Callable[[], Any], cores: float | None) -> Any:
+    """Run a measurement while others use fewer than `cores` processors; return its last result.
+
+    A disturbed one is repeated, `_ATTEMPTS` times at most. cores: None: run it once, at once.
+    """
+    if cores is None:
+        return child()
+    for _ in range(_ATTEMPTS):
+        wait_until_quiet(cores)
+        result = child()
+        if not is_disturbed(result, cores):
+            break
+    return result
 
 
 def touch_bytes(count: int, *, large_pages: bool) -> None:
