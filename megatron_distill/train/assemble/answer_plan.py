@@ -26,7 +26,7 @@ from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.models import build_terms
 from megatron_distill.train.assemble.routing import members
 from megatron_distill.train.assemble.shapes import layout_of
-from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
+from megatron_distill.train.assemble.stores.source import OneOfSeveral
 from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
 from megatron_distill.train.teachers.attention_heads import (
     FeatureKind,

@@ -12,7 +12,7 @@ from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Signal
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.answer_plan import terms_of
-from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
+from megatron_distill.train.assemble.stores.source import OneOfSeveral
 from megatron_distill.train.teachers.live import ModelOutput
 from megatron_distill.train.teachers.own_ranks import RemoteHead
 from megatron_distill.train.teachers.sent_topk import signal_of_columns

@@ -23,7 +23,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.assemble.sources import source_names, source_specs
-from megatron_distill.train.assemble.stores.stored import SeveralStores, Stored
+from megatron_distill.train.assemble.stores.teacher import SeveralStores, Stored
 
 
 @dataclass(frozen=True, kw_only=True)

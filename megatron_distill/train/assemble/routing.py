@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_distill.config import RunConfig, named_teachers, own_tokenizers, routed_terms
 from megatron_distill.data.routing import Routing
-from megatron_distill.train.assemble.stores.stored_source import OneOfSeveral
+from megatron_distill.train.assemble.stores.source import OneOfSeveral
 from megatron_distill.train.teachers.serving import Share
 
 __all__ = ["members", "sample_routing", "share_of_units"]

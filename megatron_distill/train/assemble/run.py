@@ -35,7 +35,7 @@ from megatron_distill.train.assemble.models import export_source, job_groups, te
 from megatron_distill.train.assemble.own_ranks import publish_data, publish_start, run_teacher
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
-from megatron_distill.train.assemble.stores.stored import require_samples
+from megatron_distill.train.assemble.stores.teacher import require_samples
 from megatron_distill.train.assemble.tasks import NO_TASKS, open_run_tasks
 from megatron_distill.train.checkpoint.description import Description
 from megatron_distill.train.checkpoint.folder import CheckpointFolder

@@ -44,12 +44,12 @@ from megatron_distill.store.plan import plan_differences
 from megatron_distill.train.assemble.models import resolve_model, teacher_seed
 from megatron_distill.train.assemble.shapes import has_model
 from megatron_distill.train.assemble.sources import dataset_settings
-from megatron_distill.train.assemble.stores.stored_source import (
+from megatron_distill.train.assemble.stores.source import (
     OneOfSeveral,
     share_of_source,
     source_of_store,
 )
-from megatron_distill.train.assemble.stores.stored_terms import check_terms
+from megatron_distill.train.assemble.stores.terms import check_terms
 from megatron_distill.train.capture.folder import configured
 from megatron_distill.train.model_source import teacher_digest
 from megatron_distill.train.teachers.stored import StoredTeacher
