@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_distill.config import load_capture_config
 from megatron_distill.errors import MegatronDistillError
@@ -88,6 +89,25 @@ def run_in(
     assert len(set(text)) == 1, text
     result: bool | str = text[0]
     return result
+
+
+class KnownStores:
+    """Stores of one configuration of a capture; the same request is captured once."""
+
+    def __init__(self, pool: Pool, inputs: Inputs, label: str, config: Path, *common: str) -> None:
+        self._pool, self._inputs, self._label = pool, inputs, label
+        self._config, self._common = config, common
+        self._known: dict[tuple[Any, ...], Path] = {}
+
+    def __call__(self, *overrides: str, world: int = 1) -> Path:
+        """Return the folder of the store."""
+        key = (world, *overrides)
+        if key not in self._known:
+            folder = self._inputs.folder / f"{self._label}-{len(self._known)}"
+            changes = (*self._common, *overrides)
+            assert run_in(self._pool, world, self._config, folder, *changes) is True
+            self._known[key] = folder
+        return self._known[key]
 
 
 def contents(store: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,25 @@ SEQUENCE = "parallel.sequence=true"
 PIPELINE, VIRTUAL = "parallel.pipeline=2", "parallel.virtual_pipeline=2"
 CONTEXT = "parallel.context=2"
 EXPERT = "parallel.expert=2"
+QUANTITIES = ("ce_loss", "kd_loss", "grad_norm")
+
+Course = list[dict[str, Any]]
+
+
+def layout(name: str) -> tuple[int, tuple[str, ...]]:
+    """Ranks and overrides of a layout such as "TP2xPP2+virtual"; behind a comma is a remark.
+
+    DP2 sets nothing: ranks beyond the sizes that are set replicate the model.
+    """
+    sizes, *more = name.partition(",")[0].split("+")
+    if sizes in ("1", "one rank"):
+        return 1, ()
+    keys = {"TP": "tensor", "PP": "pipeline", "CP": "context", "EP": "expert"}
+    parts = [(part[:2], int(part[2:])) for part in sizes.split("x")]
+    changes = [f"parallel.{keys[kind]}={size}" for kind, size in parts if kind != "DP"]
+    flags = {"sequence": SEQUENCE, "virtual": VIRTUAL}
+    return math.prod(size for _, size in parts), (*changes, *(flags[one] for one in more))
+
 
 STUDENT = """\
 student:
@@ -188,15 +208,29 @@ class Inputs:
         return self.folder / f"tokenizer-{size}"
 
     def write(
-        self, name: str, *sections: str, steps: int = STEPS, terms: str = PLAIN_TERMS
+        self,
+        name: str,
+        *sections: str,
+        steps: int = STEPS,
+        terms: str = PLAIN_TERMS,
+        changes: dict[str, str] | None = None,
     ) -> Path:
-        """Write a configuration of these sections and the common ones."""
+        """Write a configuration of these sections and the common ones, with changes of its text."""
         common = COMMON.format(
             corpus=self.corpus, tokenizer=self.tokenizer, steps=steps, terms=terms
         )
+        for old, new in (changes or {}).items():
+            assert old in common
+            common = common.replace(old, new)
         path = self.folder / f"{name}.yaml"
         path.write_text("".join(sections) + common)
         return path
+
+
+def one_of_several(name: str, *, width: int = 40) -> str:
+    """The teacher of `TEACHER` as an entry of `teachers`, with a hidden size of its own."""
+    text = TEACHER.removeprefix("teacher:\n").replace("hidden_size: 40", f"hidden_size: {width}", 1)
+    return f"  {name}:\n" + "".join(f"  {line}\n" for line in text.splitlines())
 
 
 def write_corpus(path: Path) -> None:
@@ -335,21 +369,46 @@ def run(
     return step_records(output)
 
 
+def evaluate_here(
+    rank: int, world: int, folder: Path, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Evaluate a run in a pool worker, as launch/evaluate.py does."""
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.assemble.trained_config import load_trained_run
+    from megatron_distill.train.assemble.trained_run import evaluate
+
+    return evaluate(load_trained_run(str(folder), overrides, world_size=world), CPU)
+
+
 class KnownRuns:
     """Runs of the session's configurations; the same request is trained once."""
 
-    def __init__(self, pool: Pool, inputs: Inputs, label: str, *common: str) -> None:
+    def __init__(
+        self, pool: Pool, inputs: Inputs, label: str, *common: str, validations: bool = False
+    ) -> None:
         self._pool, self._inputs, self._label, self._common = pool, inputs, label, common
-        self._known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        self._read = records if validations else step_records
+        self._known: dict[tuple[Any, ...], Course] = {}
 
-    def __call__(self, name: str, world: int, *overrides: str) -> list[dict[str, Any]]:
-        """Return the records of the steps."""
+    def __call__(self, name: str, world: int, *overrides: str) -> Course:
+        """Return the records of the steps, or all of them."""
         key = (name, world, *overrides)
         if key not in self._known:
             config, changes = self._inputs.folder / f"{name}.yaml", (*self._common, *overrides)
             output = self._inputs.folder / f"{self._label}-{len(self._known)}"
-            self._known[key] = run(self._pool, world, config, output, *changes)
+            run(self._pool, world, config, output, *changes)
+            self._known[key] = self._read(output)
         return self._known[key]
+
+
+def resumed(
+    pool: Pool, world: int, config: Path, folder: Path, *overrides: str, stop_after: int
+) -> tuple[Course, Course]:
+    """Train with checkpoints, once with a stop in `cut` and once through in `whole`."""
+    saved = ("checkpoint.save=true", *overrides)
+    whole = run(pool, world, config, folder / "whole", *saved)
+    run(pool, world, config, folder / "cut", *saved, stop_after=stop_after)
+    return run(pool, world, config, folder / "cut", *saved), whole
 
 
 def logged(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> str:
@@ -385,10 +444,36 @@ def step_records(output: Path) -> list[dict[str, Any]]:
     return [record for record in records(output) if not others & set(record)]
 
 
+def validations(output: Path) -> list[dict[str, Any]]:
+    """Return the records of validations."""
+    return [record for record in records(output) if "validation" in record]
+
+
 def course(found: Sequence[dict[str, Any]]) -> list[tuple[float, ...]]:
     """Reduce records to what must be bit-identical between two runs that are the same."""
     names = ("step", "tokens", "ce_loss", "kd_loss", "total_loss", "grad_norm", "learning_rate")
     return [tuple(record[name] for name in names) for record in found]
+
+
+def assert_same_course(
+    found: Course,
+    expected: Course,
+    quantities: Sequence[str] = QUANTITIES,
+    *,
+    first: float = 1e-6,
+    last: float = 1e-4,
+) -> None:
+    """Compare every step, the first one to rounding and the last one to what Adam makes of it.
+
+    Figures of teachers agree within ten times that.
+    """
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for ours, other in zip(found, expected, strict=True):
+        tolerance = first if ours["step"] == 1 else last
+        for name in quantities:
+            assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
+        for name, figures in other.get("teachers", {}).items():
+            assert ours["teachers"][name] == pytest.approx(figures, rel=10 * tolerance), name
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,21 @@ import pytest
 
 from megatron_distill.data.samples import Sample
 from tests.distributed.pool import Pool
-from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import SECOND_SIZES, Inputs, course, failure, quick_and_slow, records, run
-from tests.e2e.teachers.test_teacher_ranks import run_apart, shared
+from tests.e2e.captures import KnownStores, run_in, write_capture
+from tests.e2e.runs import (
+    SECOND_SIZES,
+    Course,
+    Inputs,
+    KnownRuns,
+    course,
+    failure,
+    layout,
+    quick_and_slow,
+    records,
+    resumed,
+    run,
+)
+from tests.e2e.teachers.test_teacher_ranks import of_roles, run_apart, shared
 from tests.e2e.training.test_conversations import write_chat, write_chat_tokenizers
 
 STEPS, ROWS, K = 3, 8, 64
@@ -25,44 +38,24 @@ TERMS = """objective.terms=[
 NAMES = ("likelihood_js_divergence_t6", "common_forward_kl_t2_top8", "common_reverse_kl_top5")
 FIGURES = (*NAMES, "total_loss", "ce_loss", "kd_loss", "grad_norm")
 OWN = "data.sources=[]"
-Run = Callable[..., list[dict[str, Any]]]
+Run = Callable[..., Course]
 
 
 @pytest.fixture(scope="module")
 def capture(pool: Pool, inputs: Inputs) -> Callable[..., Path]:
-    """Capture the teacher on its own tokens of the run's samples; each request once."""
-    known: dict[tuple[Any, ...], Path] = {}
-    config = write_capture(inputs, "aligned-offline", samples=STEPS * ROWS)
-    aligned = (
+    """Stores of the teacher on its own tokens of the run's samples."""
+    return KnownStores(
+        pool, inputs, "store-aligned",
+        write_capture(inputs, "aligned-offline", samples=STEPS * ROWS),
         "capture.aligned=true", f"store.k={K}", "teacher.sequence_length=24",
         f"teacher.tokenizer.path={inputs.second_tokenizer(max(SECOND_SIZES))}",
     )  # fmt: skip
 
-    def captured(*overrides: str, world: int = 1) -> Path:
-        key = (world, *overrides)
-        if key not in known:
-            folder = inputs.folder / f"store-aligned-{len(known)}"
-            assert run_in(pool, world, config, folder, *aligned, *overrides) is True
-            known[key] = folder
-        return known[key]
-
-    return captured
-
 
 @pytest.fixture(scope="module")
 def train(pool: Pool, inputs: Inputs) -> Run:
-    """Train the student of another tokenizer; each request once."""
-    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-
-    def trained(world: int, *overrides: str) -> list[dict[str, Any]]:
-        key = (world, *overrides)
-        if key not in known:
-            folder = inputs.folder / f"aligned-offline-{len(known)}"
-            config = inputs.folder / "aligned.yaml"
-            known[key] = run(pool, world, config, folder, *SHORT, TERMS, *overrides)
-        return known[key]
-
-    return trained
+    """Train the student of another tokenizer."""
+    return partial(KnownRuns(pool, inputs, "aligned-offline", *SHORT, TERMS), "aligned")
 
 
 def of_store(store: Path) -> tuple[str, ...]:
@@ -80,56 +73,38 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], fir
             assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
 
 
-READERS = {
-    "one rank": (1, ()),
-    "TP2": (2, ("parallel.tensor=2",)),
-    "DP2": (2, ()),
-    "PP2": (2, ("parallel.pipeline=2",)),
-    "CP2": (2, ("parallel.context=2",)),
-    "TP2xSPxCP2": (4, ("parallel.tensor=2", "parallel.sequence=true", "parallel.context=2")),
-}
-
-
-@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["one rank"]))
+@pytest.mark.parametrize(
+    "reader",
+    quick_and_slow(["one rank", "TP2", "DP2", "PP2", "CP2", "TP2xCP2+sequence"], ["one rank"]),
+)
 def test_a_run_from_a_store_has_the_losses_of_the_live_teacher(
     capture: Callable[..., Path], train: Run, reader: str
 ) -> None:
-    world, layout = READERS[reader]
-    assert_same(train(world, *of_store(capture()), *layout), train(1), first=5e-6)
-
-
-WRITERS = {
-    "TP2": (2, ("parallel.tensor=2",)),
-    "DP2xCP2": (4, ("parallel.context=2",)),
-    "PP2": (2, ("parallel.pipeline=2",)),
-}
+    world, overrides = layout(reader)
+    assert_same(train(world, *of_store(capture()), *overrides), train(1), first=5e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", ["TP2", "DP2xCP2", "PP2"])
 def test_no_layout_of_the_capture_changes_a_loss(
     capture: Callable[..., Path], train: Run, writer: str
 ) -> None:
-    world, layout = WRITERS[writer]
-    store = capture(*layout, world=world)
+    world, overrides = layout(writer)
+    store = capture(*overrides, world=world)
     assert_same(train(1, *of_store(store)), train(1), first=5e-6)
 
 
 SENT = f"teacher.transfer={{what: top_k, k: {K}}}"
-TENSOR = ("parallel.tensor=2", "parallel.sequence=true")
-OWN_1, OWN_TENSOR = "teacher.parallel={tensor: 1}", "teacher.parallel={tensor: 2, sequence: true}"
-# Ranks of the student and of the teacher, and their layouts.
-APART: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "1 and 1": (1, 1, ()),
+# Layouts of the student and of the teacher, and other settings.
+APART: dict[str, tuple[str, ...]] = {
+    "1 and 1": (),
     "1 and 1, 2 ahead, shared memory": (
-        1, 1, ("teacher.steps_ahead=2", "teacher.transfer.backend=ipc"),
+        "teacher.steps_ahead=2", "teacher.transfer.backend=ipc",
     ),
-    "TP2+sequence and 1": (2, 1, (*TENSOR, OWN_1)),
-    "TP2+sequence and TP2+sequence": (2, 2, (*TENSOR, OWN_TENSOR)),
-    "DP2 and DP2": (2, 2, ()),
-    "PP2 and CP2": (2, 2, ("parallel.pipeline=2", "teacher.parallel={context: 2}")),
-    "CP2 and 1": (2, 1, ("parallel.context=2", OWN_1)),
-    "CP2 and TP2+sequence": (2, 2, ("parallel.context=2", OWN_TENSOR)),
+    **dict.fromkeys(
+        ("TP2+sequence and 1", "TP2+sequence and TP2+sequence", "DP2 and DP2", "PP2 and CP2",
+         "CP2 and 1", "CP2 and TP2+sequence"), (),
+    ),
 }  # fmt: skip
 
 
@@ -142,12 +117,12 @@ def test_a_sent_top_k_has_the_losses_of_a_store(
     train: Run,
     case: str,
 ) -> None:
-    students, teachers, layout = APART[case]
-    config = inputs.folder / "aligned.yaml"
-    found = run_apart(pool, students, teachers, config, tmp_path, *SHORT, TERMS, SENT, *layout)
-    of_student = [one for one in layout if one.startswith("parallel.")]
+    students, teachers, layouts = of_roles(case)
+    config, given = inputs.folder / "aligned.yaml", (*SHORT, TERMS, SENT, *layouts, *APART[case])
+    found = run_apart(pool, students, teachers, config, tmp_path, *given)
+    of_student = [one for one in layouts if one.startswith("parallel.")]
     expected = train(students, *of_store(capture()), *of_student)
-    is_of_one_rank = OWN_1 in layout or not any(one.startswith("teacher.par") for one in layout)
+    is_of_one_rank = case.partition(",")[0].endswith(("and 1", "and DP2"))
     for ours, other in zip(found, expected, strict=True):
         assert ours["chunks"] == other["chunks"] > 0
         for name in FIGURES:
@@ -190,8 +165,8 @@ def test_draws_serve_the_likelihood_and_no_other_loss(
     terms = TERMS.splitlines()[1].rstrip().rstrip(",")
     likelihood = f"objective.terms=[{terms.strip()}]"
     expected = train(1, likelihood)
-    for world, layout in ((1, ()), (2, ("parallel.context=2",))):
-        found = train(world, *of_store(store), likelihood, *layout)
+    for world, overrides in map(layout, ("one rank", "CP2")):
+        found = train(world, *of_store(store), likelihood, *overrides)
         for ours, other in zip(found, expected, strict=True):
             tolerance = 5e-6 if ours["step"] == 1 else 1e-4
             assert ours["chunks"] == other["chunks"] > 0
@@ -249,16 +224,11 @@ def test_conversations_from_a_store_have_the_losses_of_the_live_teacher(
 def test_a_stopped_run_goes_on_with_the_same_bits(
     pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path, own_samples: bool
 ) -> None:
-    given = [*SHORT, TERMS, *of_store(capture()), "checkpoint.save=true", "train.steps=6"]
+    given = [*SHORT, TERMS, *of_store(capture())]
     if own_samples:  # two epochs, with samples held out
-        given += [OWN, "validation={samples: 8, interval: 3}"]
-    else:
-        given[0] = "train.steps=3"
-        given.remove("train.steps=6")
+        given += [OWN, "train.steps=6", "validation={samples: 8, interval: 3}"]
     config = inputs.folder / "aligned.yaml"
-    whole = run(pool, 2, config, tmp_path / "whole", *given)
-    run(pool, 2, config, tmp_path / "parts", *given, stop_after=2)
-    parts = run(pool, 2, config, tmp_path / "parts", *given)
+    parts, whole = resumed(pool, 2, config, tmp_path, *given, stop_after=2)
     assert course(parts) == course(whole)
     assert all(record["chunks"] > 0 for record in whole)
     if own_samples:

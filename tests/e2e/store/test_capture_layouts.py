@@ -15,23 +15,16 @@ from megatron_distill.store import SampleRecord, StoreReader, verify
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
 from tests.e2e.captures import SAMPLES, contents, run_in, write_capture
-from tests.e2e.runs import CPU, Inputs, configure, quick_and_slow
+from tests.e2e.runs import CPU, Inputs, configure, layout, quick_and_slow
 
 K = 12
 TEMPERATURES = (0.5, 2.0)
 MOE = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "TP1": (1, ()),
-    "TP2": (2, ("parallel.tensor=2",)),
-    "TP2 SP": (2, ("parallel.tensor=2", "parallel.sequence=true")),
-    "PP2": (2, ("parallel.pipeline=2",)),
-    "CP2": (2, ("parallel.context=2",)),
-    "DP2": (2, ()),
-    "DP2, sharded weights": (2, ("teacher.shard_weights=true",)),
-    "TP2 PP2": (4, ("parallel.tensor=2", "parallel.pipeline=2")),
-    "TP4": (4, ("parallel.tensor=4",)),
-}
+LAYOUTS = (
+    "one rank", "TP2", "TP2+sequence", "PP2", "CP2", "DP2", "DP2, sharded weights", "TP2xPP2",
+    "TP4",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +124,13 @@ def logits_of(pool: Pool, config: Path, records: list[SampleRecord], *overrides:
     return found
 
 
-@pytest.mark.parametrize("name", quick_and_slow(LAYOUTS, ["TP2 PP2"]))
+@pytest.mark.parametrize("name", quick_and_slow(LAYOUTS, ["TP2xPP2"]))
 def test_every_layout_writes_the_values_of_the_whole_logits(
     pool: Pool, config: Path, reference: Path, tmp_path: Path, name: str
 ) -> None:
-    world, layout = LAYOUTS[name]
-    assert run_in(pool, world, config, tmp_path / "store", *layout) is True
+    world, overrides = layout(name)
+    own = ("teacher.shard_weights=true",) if "sharded" in name else ()
+    assert run_in(pool, world, config, tmp_path / "store", *overrides, *own) is True
     records, expected = samples_of(tmp_path / "store"), samples_of(reference)
     assert [record.sample_id for record in records] == list(range(SAMPLES))
     logits = logits_of(pool, config, expected)
@@ -206,10 +200,10 @@ def test_a_cut_at_a_mass_keeps_the_shortest_head(
 def test_draws_are_the_same_for_every_split(pool: Pool, config: Path, tmp_path: Path) -> None:
     changes = ("store.mode=sampled", "store.temperatures=[]", "store.k=40")
     stores = []
-    for name in ("TP1", "TP2", "CP2", "PP2", "DP2"):
-        world, layout = LAYOUTS[name]
+    for name in ("one rank", "TP2", "CP2", "PP2", "DP2"):
+        world, overrides = layout(name)
         stores.append(tmp_path / name)
-        assert run_in(pool, world, config, stores[-1], *layout, *changes) is True
+        assert run_in(pool, world, config, stores[-1], *overrides, *changes) is True
     first, *others = (samples_of(store) for store in stores)
     for records in others:
         differing = 0

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import SECOND_SIZES, Inputs, course, failure, quick_and_slow, run
+from tests.e2e.runs import (
+    SECOND_SIZES,
+    Inputs,
+    KnownRuns,
+    course,
+    failure,
+    layout,
+    quick_and_slow,
+    resumed,
+)
 from tests.e2e.store.test_aligned_offline import (
     FIGURES,
     OWN,
     SHORT,
     TERMS,
     K,
+    Run,
     assert_same,
     of_store,
 )
 
 LENGTH, OF_TEACHER = 32, 64  # of the student's samples, in the tokens of both models
 DOCUMENTS = 40
-Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +73,8 @@ def store(pool: Pool, inputs: Inputs, corpus: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def train(pool: Pool, inputs: Inputs, corpus: Path) -> Run:
-    """Train a student on the corpus; each request once."""
-    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    shared = settings_of(corpus)
-
-    def trained(world: int, *overrides: str) -> list[dict[str, Any]]:
-        key = (world, *overrides)
-        if key not in known:
-            folder = inputs.folder / f"by-document-{len(known)}"
-            config = inputs.folder / "aligned.yaml"
-            known[key] = run(pool, world, config, folder, *shared, *overrides)
-        return known[key]
-
-    return trained
+    """Train a student on the corpus."""
+    return partial(KnownRuns(pool, inputs, "by-document", *settings_of(corpus)), "aligned")
 
 
 def settings_of(corpus: Path) -> tuple[str, ...]:
@@ -113,21 +110,14 @@ def test_the_store_has_each_document_with_its_whole_context(
     stores.close()
 
 
-READERS = {
-    "one rank": (1, ()),
-    "TP2": (2, ("parallel.tensor=2",)),
-    "DP2": (2, ()),
-    "CP2": (2, ("parallel.context=2",)),
-    "PP2": (2, ("parallel.pipeline=2",)),
-}
-
-
-@pytest.mark.parametrize("reader", quick_and_slow(READERS, ["one rank"]))
+@pytest.mark.parametrize(
+    "reader", quick_and_slow(["one rank", "TP2", "DP2", "CP2", "PP2"], ["one rank"])
+)
 def test_where_contexts_are_the_same_losses_are_those_of_the_live_teacher(
     store: Path, train: Run, reader: str
 ) -> None:
-    world, layout = READERS[reader]
-    assert_same(train(world, *of_store(store), *layout), train(1), first=5e-6)
+    world, overrides = layout(reader)
+    assert_same(train(world, *of_store(store), *overrides), train(1), first=5e-6)
 
 
 OTHERS = {
@@ -157,8 +147,8 @@ def test_the_same_store_serves_other_lengths_and_another_tokenizer(
         assert ours["kd_loss"] == pytest.approx(beside["kd_loss"], rel=0.5)
     names = [name for name in FIGURES if name in alone[0]]
     assert len(names) >= 5
-    for world, layout in (READERS["TP2"], READERS["DP2"]):
-        found = train(world, *of_store(store), *given, *layout)
+    for world, overrides in map(layout, ("TP2", "DP2")):
+        found = train(world, *of_store(store), *given, *overrides)
         for ours, expected in zip(found, alone, strict=True):
             for name in names:
                 tolerance = 5e-6 if ours["step"] == 1 else 1e-4
@@ -170,14 +160,12 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
     pool: Pool, inputs: Inputs, store: Path, corpus: Path, tmp_path: Path
 ) -> None:
     given = [
-        *settings_of(corpus), *of_store(store), "checkpoint.save=true", "train.steps=6",
+        *settings_of(corpus), *of_store(store), "train.steps=6",
         "data.sequence_length=28", "data.validation_fraction=0.2",
         "validation={samples: 4, interval: 3}",
     ]  # fmt: skip
     config = inputs.folder / "aligned.yaml"
-    whole = run(pool, 2, config, tmp_path / "whole", *given)
-    run(pool, 2, config, tmp_path / "parts", *given, stop_after=2)
-    parts = run(pool, 2, config, tmp_path / "parts", *given)
+    parts, whole = resumed(pool, 2, config, tmp_path, *given, stop_after=2)
     assert course(parts) == course(whole)
     assert all(record["chunks"] > 0 for record in whole)
     assert all(one["kd_loss"] != other["kd_loss"] for one, other in pairwise(whole))

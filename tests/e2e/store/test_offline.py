@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 
-from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.store import UNKNOWN, Identity, convert_maxtext
-from megatron_distill.train.assemble.trained_config import load_trained_run
 from tests.distributed.pool import Pool
-from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import CPU, Inputs, KnownRuns, assembled, failure, records, run
+from tests.e2e.captures import KnownStores, write_capture
+from tests.e2e.runs import (
+    Course,
+    Inputs,
+    KnownRuns,
+    assembled,
+    evaluate_here,
+    failure,
+    layout,
+    records,
+    run,
+    validations,
+)
 from tests.support.store_maxtext_files import example, sequence, write
 
 STEPS, ROWS = 8, 8
@@ -41,24 +50,12 @@ WARM = f"""objective.terms=[
     {{divergence: forward_kl, temperature: 3.0, top_k: 6, support: renormalized}}]"""
 ONE_TERM = f"objective.terms=[{{divergence: forward_kl, top_k: {K}}}]"
 
-Course = list[dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
 def capture(pool: Pool, inputs: Inputs) -> Callable[..., Path]:
-    """Capture the runs' teacher on their own samples; the same request is captured once."""
-    known: dict[tuple[Any, ...], Path] = {}
+    """Stores of the runs' teacher on their own samples."""
     config = write_capture(inputs, "offline", samples=STEPS * ROWS)
-
-    def captured(*overrides: str, world: int = 1) -> Path:
-        key = (world, *overrides)
-        if key not in known:
-            folder = inputs.folder / f"store-{len(known)}"
-            assert run_in(pool, world, config, folder, *overrides) is True
-            known[key] = folder
-        return known[key]
-
-    return captured
+    return KnownStores(pool, inputs, "store", config)
 
 
 @pytest.fixture(scope="module")
@@ -104,22 +101,14 @@ def test_temperatures_that_were_captured_are_exact(
 
 # Reader, writer: what each of them gives by itself is in test_capture_layouts.py beside this file
 # and in tests/distributed/teachers/test_stored_teacher.py.
-LAYOUTS = {
-    "TP2": (2, ("parallel.tensor=2",)),
-    "CP2": (2, ("parallel.context=2",)),
-    "DP2": (2, ()),
-    "TP2xPP2": (4, ("parallel.tensor=2", "parallel.pipeline=2")),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("reader", "writer"), [("TP2xPP2", "CP2"), ("CP2", "TP2"), ("DP2", "DP2")])
 def test_no_layout_of_reader_or_writer_changes_a_loss(
     reader: str, writer: str, capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:
-    (world, layout), (writing, own) = LAYOUTS[reader], LAYOUTS[writer]
+    (world, reading), (writing, own) = layout(reader), layout(writer)
     store = f"teacher.store={capture(*own, world=writing)}"
-    offline = train(world, ALL_TERMS, store, *layout)
+    offline = train(world, ALL_TERMS, store, *reading)
     assert_same_course(offline, train(1, ALL_TERMS), first=5 * FIRST, last=LAST)
 
 
@@ -209,12 +198,12 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     arguments = [ONE_TERM, f"teacher.store={capture()}", *ALONE, *held_out]
     saved = (*SHORT, *arguments, "checkpoint.save=true")
     run(pool, 2, inputs.folder / "dense.yaml", tmp_path, *saved)
-    found = [one["validation"] for one in records(tmp_path) if "validation" in one]
+    found = [one["validation"] for one in validations(tmp_path)]
     assert len(found) == 2
     assert {"ce_loss", "kd_loss", "teacher_ce_loss", "top1_agreement"} <= found[0].keys()
     assert found[1]["ce_loss"] < found[0]["ce_loss"]
     assert found[1]["teacher_ce_loss"] == found[0]["teacher_ce_loss"]
-    (evaluated,) = pool.run(1, _evaluate, str(tmp_path))
+    (evaluated,) = pool.run(1, evaluate_here, tmp_path)
     compared = evaluated["comparison"]
     assert compared["top1_agreement"] == pytest.approx(found[1]["top1_agreement"], rel=2e-6)
     least, most = compared["acceptance"]
@@ -224,7 +213,7 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     # Joined with a corpus, the store has no records of held-out text.
     joined = [ONE_TERM, f"teacher.store={capture()}", "validation.samples=8"]
     run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "joined", *SHORT, *joined)
-    (last,) = [one["validation"] for one in records(tmp_path / "joined") if "validation" in one]
+    (last,) = [one["validation"] for one in validations(tmp_path / "joined")]
     assert "ce_loss" in last
     assert not {"kd_loss", "teacher_ce_loss"} & last.keys()
 
@@ -251,13 +240,6 @@ def test_several_stores_share_the_steps_by_weight(
         losses = [one["kd_loss"] for one in sources.values()]
         merged = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
         assert merged == pytest.approx(record["kd_loss"], rel=2e-6)
-
-
-def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
-    prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble.trained_run import evaluate
-
-    return evaluate(load_trained_run(folder, [], world_size=world), CPU)
 
 
 def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -> list[int]:

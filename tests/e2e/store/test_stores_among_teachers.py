@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.runs import (
-    COMMON,
+    QUANTITIES,
     SAVE,
     STUDENT,
-    TEACHER,
+    Course,
     Inputs,
+    KnownRuns,
     course,
     failure,
+    layout,
+    one_of_several,
     quick_and_slow,
     run,
     step_records,
@@ -42,30 +45,23 @@ MIXED = (
 )
 DRAWN = ("objective.routing_weights={code: 2, law: 1}", "data.sources.0.teacher=null",
          "data.sources.1.teacher=null")  # fmt: skip
-NAMES = ("total_loss", "ce_loss", "kd_loss", "grad_norm")
-Course = list[dict[str, Any]]
+NAMES = ("total_loss", *QUANTITIES)
 
 
 @pytest.fixture(scope="module")
 def config(inputs: Inputs) -> Path:
     """Two live teachers, each of one source; the first has the weights of a capture."""
-    own = TEACHER.removeprefix("teacher:\n")
-    section = "".join(
-        f"  {name}:\n" + "".join(f"  {line}\n" for line in own.splitlines())
-        for name in ("code", "law")
-    )
     lines = inputs.corpus.read_text().splitlines(keepends=True)
     (inputs.folder / "second.jsonl").write_text("".join(lines[1::2]))
-    common = COMMON.format(
-        corpus=inputs.corpus, tokenizer=inputs.tokenizer, steps=STEPS, terms=TERMS
-    ).replace(
-        f"    - {{format: jsonl, paths: {inputs.corpus}}}\n",
+    only = f"    - {{format: jsonl, paths: {inputs.corpus}}}\n"
+    both = (
         f"    - {{format: jsonl, paths: {inputs.corpus}, teacher: code, weight: 2}}\n"
-        f"    - {{format: jsonl, paths: {inputs.folder / 'second.jsonl'}, teacher: law}}\n",
+        f"    - {{format: jsonl, paths: {inputs.folder / 'second.jsonl'}, teacher: law}}\n"
     )
-    written = inputs.folder / "stores_among.yaml"
-    written.write_text(f"{STUDENT}teachers:\n{section}{common}")
-    return written
+    teachers = f"teachers:\n{one_of_several('code')}{one_of_several('law')}"
+    return inputs.write(
+        "stores_among", STUDENT, teachers, steps=STEPS, terms=TERMS, changes={only: both}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +86,7 @@ def capture(pool: Pool, inputs: Inputs) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def train(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., Course]:
-    """Train; the same request runs once."""
-    known: dict[tuple[Any, ...], Course] = {}
-
-    def trained(world: int, *overrides: str) -> Course:
-        key = (world, *overrides)
-        if key not in known:
-            known[key] = run(pool, world, config, inputs.folder / f"among-{len(known)}", *overrides)
-        return known[key]
-
-    return trained
+    return partial(KnownRuns(pool, inputs, "among"), config.stem)
 
 
 def assert_same(found: Course, expected: Course, *, first: float, last: float) -> None:
@@ -174,22 +161,16 @@ def test_a_mean_and_a_choice_with_a_store_of_all_ids_are_the_live_ones(
     assert stored[0]["teachers"].keys() == {"code", "law", "code+law"}
 
 
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "TP2": (2, ("parallel.tensor=2",)),
-    "TP2+sequence": (2, ("parallel.tensor=2", "parallel.sequence=true")),
-    "DP2": (2, ()),
-    "PP2": (2, ("parallel.pipeline=2",)),
-    "CP2": (2, ("parallel.context=2",)),
-}
 MEAN = f"objective.terms=[{{divergence: forward_kl, top_k: {K}}}, {{divergence: reverse_kl, \
 top_k: 5, temperature: 2.0, teachers: {{code: 0.7, law: 0.3}}}}]"
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["TP2", "TP2+sequence", "DP2", "PP2", "CP2"])
 def test_the_layout_changes_nothing(
-    train: Callable[..., Course], capture: Callable[..., str], layout: str
+    train: Callable[..., Course], capture: Callable[..., str], case: str
 ) -> None:
-    world, overrides = LAYOUTS[layout]
+    world, overrides = layout(case)
     common = (MEAN, capture(), "validation.samples=4", f"validation.interval={STEPS}")
     expected = train(1, *common)
     assert_same(train(world, *common, *overrides), expected, first=1e-6, last=1e-4)

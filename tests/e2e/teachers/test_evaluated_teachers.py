@@ -19,8 +19,8 @@ from tests.distributed.pool import Pool
 from tests.e2e.evaluation.test_evaluation import _results, evaluations, quiz
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import STUDENT, Inputs, logged, run, train_here
-from tests.e2e.tokenizers.test_several_tokenizers import section, write_config
+from tests.e2e.runs import STUDENT, Inputs, logged, one_of_several, run, train_here
+from tests.e2e.tokenizers.test_several_tokenizers import write_config
 
 SHORT = ("train.steps=1", "schedule.warmup_steps=1", "checkpoint.save=true")
 
@@ -76,7 +76,7 @@ def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(
 
     far = (*SHORT, *tasks, "evaluation.at_start=false")
     run(pool, 1, inputs.folder / "aligned.yaml", tmp_path / "far", *far)
-    near = section("near", width=48).replace("  near:", "teacher:", 1).replace("\n  ", "\n")
+    near = one_of_several("near", width=48).replace("  near:", "teacher:", 1).replace("\n  ", "\n")
     # A random teacher has the seed of the run and its own number among several.
     run(pool, 1, inputs.write("near", STUDENT, near), tmp_path / "near", *far, "seed=8")
     for name in ("far", "near"):

@@ -6,28 +6,30 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from megatron_distill.runtime.mcore_patches import prepare_megatron_core
-from megatron_distill.train.assemble.trained_config import load_trained_run
 from tests.distributed.pool import Pool
 from tests.e2e.faults.test_lone_failures import started
 from tests.e2e.processes import run_python
 from tests.e2e.runs import (
-    CPU,
     SECONDS,
+    Course,
     Inputs,
+    KnownRuns,
+    assert_same_course,
     course,
+    evaluate_here,
     quick_and_slow,
     records,
     run,
     step_records,
 )
-from tests.e2e.teachers.test_several_teachers import ROUTED, assert_same_course, write_several
+from tests.e2e.teachers.test_several_teachers import COMPARED, ROUTED, write_several
 from tests.e2e.teachers.test_teacher_ranks import train_in_roles
 from tests.e2e.teachers.test_teacher_ranks_failures import COMMAND, KILLED, SECONDS_TO_THE_END, hook
 
@@ -42,18 +44,9 @@ def config(inputs: Inputs) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Every record of the run of one rank that runs all models; the same request runs once."""
-    known: dict[Sequence[str], list[dict[str, Any]]] = {}
-
-    def trained(*overrides: str) -> list[dict[str, Any]]:
-        if overrides not in known:
-            folder = inputs.folder / f"several-shared-{len(known)}"
-            run(pool, 1, config, folder, *overrides)
-            known[overrides] = records(folder)
-        return known[overrides]
-
-    return trained
+def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., Course]:
+    """Every record of the run of one rank that runs all models."""
+    return partial(KnownRuns(pool, inputs, "several-shared", validations=True), config.stem, 1)
 
 
 def apart(
@@ -63,14 +56,14 @@ def apart(
     output: Path,
     *overrides: str,
     stop_after: int | None = None,
-) -> list[dict[str, Any]]:
+) -> Course:
     """Train with the teachers that have `ranks` on the last ones; returns every record."""
     changes = [f"output={output}", *overrides]
     pool.run(world, train_in_roles, config, changes, stop_after, timeout=SECONDS)
     return records(output)
 
 
-def steps(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def steps(found: Course) -> Course:
     return [record for record in found if "validation" not in record]
 
 
@@ -103,7 +96,7 @@ def test_the_course_is_that_of_shared_ranks(
     world, layout = LAYOUTS[case]
     found = apart(pool, world, config, tmp_path / "run", *HELD_OUT, *layout)
     expected = shared(*HELD_OUT)
-    assert_same_course(steps(found), steps(expected))
+    assert_same_course(steps(found), steps(expected), COMPARED)
     ours, theirs = (one[-1]["validation"] for one in (found, expected))
     assert ours["kd_loss"] == pytest.approx(theirs["kd_loss"], rel=1e-3)
     assert ours["teachers"].keys() == theirs["teachers"].keys()
@@ -154,7 +147,7 @@ def test_a_sent_top_k_gives_the_course_of_live_teachers(
     world, common, own = OF_TOP_K[case]
     given = (*HELD_OUT, TOP_K, *common)
     found, expected = apart(pool, world, config, tmp_path, *given, *own), shared(*given)
-    assert_same_course(steps(found), steps(expected))
+    assert_same_course(steps(found), steps(expected), COMPARED)
     ours, theirs = (one[-1]["validation"] for one in (found, expected))
     assert ours["kd_loss"] == pytest.approx(theirs["kd_loss"], rel=1e-3)
     assert ours["teachers"].keys() == theirs["teachers"].keys() == {"law", "code", "math"}
@@ -224,7 +217,7 @@ def test_a_teacher_runs_for_its_samples_alone(
     assert read + left_out == units
     # With its weights on both replicas it runs where one of the two has a sample of it.
     assert (read < passes < units) if "sharded" in case else (passes == read)
-    assert_same_course(step_records(tmp_path), steps(shared(ROUTED, ONE_SAMPLE)))
+    assert_same_course(step_records(tmp_path), steps(shared(ROUTED, ONE_SAMPLE)), COMPARED)
 
 
 @pytest.mark.slow
@@ -238,19 +231,12 @@ def test_it_resumes_with_other_ranks(
     assert course(steps(found)) == course(steps(shared(*saved)))
 
 
-def evaluate_here(rank: int, world: int, folder: str) -> dict[str, Any]:
-    prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble.trained_run import evaluate
-
-    return evaluate(load_trained_run(folder, [], world_size=world), CPU)
-
-
 @pytest.mark.slow
 def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
     law = ("teachers.law.ranks=2", "teachers.law.parallel={tensor: 2}")
     code = ("teachers.code.parallel={pipeline: 2}", "checkpoint.save=true")
     expected = apart(pool, 4, config, tmp_path, *HELD_OUT, *law, *code)[-1]["validation"]
-    (found,) = pool.run(1, evaluate_here, str(tmp_path), timeout=SECONDS)
+    (found,) = pool.run(1, evaluate_here, tmp_path, timeout=SECONDS)
     for name in ("ce_loss", "kd_loss"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4)
     for name, figures in expected["teachers"].items():

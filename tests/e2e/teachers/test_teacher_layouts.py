@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, assembled, quick_and_slow, records, run
-from tests.e2e.training.test_features import MAPS
-from tests.e2e.training.test_layouts import (
+from tests.e2e.runs import (
     CONTEXT,
     PIPELINE,
     SEQUENCE,
     TENSOR,
-    TERMS,
     VIRTUAL,
+    Course,
+    Inputs,
+    KnownRuns,
+    assembled,
     assert_same_course,
+    quick_and_slow,
+    records,
+    run,
 )
+from tests.e2e.training.test_features import MAPS
+from tests.e2e.training.test_layouts import TERMS
 from tests.support.peaks import least_peak
 
-Course = list[dict[str, Any]]
 STEPS = ("train.steps=5", "schedule.warmup_steps=1")
 VALIDATED = ("validation.interval=5", "validation.samples=8")
 EXPERTS = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
@@ -38,19 +42,7 @@ NAMES = ("ce_loss", "kd_loss", "grad_norm", "top1_agreement")
 
 @pytest.fixture(scope="module")
 def train(pool: Pool, inputs: Inputs) -> Callable[..., Course]:
-    """Train a named configuration; the same request runs once."""
-    known: dict[tuple[Any, ...], Course] = {}
-
-    def trained(name: str, world: int, *overrides: str) -> Course:
-        key = (name, world, *overrides)
-        if key not in known:
-            folder = inputs.folder / f"teacher-layout-{len(known)}"
-            config = inputs.folder / f"{name}.yaml"
-            run(pool, world, config, folder, *STEPS, *overrides)
-            known[key] = records(folder)
-        return known[key]
-
-    return trained
+    return KnownRuns(pool, inputs, "teacher-layout", *STEPS, validations=True)
 
 
 # Ranks, the student's layout and loss, the teacher's layout, and whether all kernels see the same

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,9 +17,12 @@ from tests.distributed.pool import Pool
 from tests.e2e.processes import run_python
 from tests.e2e.runs import (
     SECONDS,
+    VIRTUAL,
+    Course,
     Inputs,
     StopAfter,
     configure,
+    layout,
     quick_and_slow,
     records,
     run,
@@ -75,7 +77,7 @@ def run_apart(
     output: Path,
     *overrides: str,
     stop_after: int | None = None,
-) -> list[dict[str, Any]]:
+) -> Course:
     """Train with a teacher on ranks of its own and return every record."""
     world = students + teachers
     changes = [f"output={output}", f"teacher.ranks={teachers}", *overrides]
@@ -84,11 +86,11 @@ def run_apart(
 
 
 def assert_same(
-    found: Sequence[dict[str, Any]],
-    expected: Sequence[dict[str, Any]],
+    found: Course,
+    expected: Course,
     *,
-    first: float,
-    later: float,
+    first: float = 1e-6,
+    later: float = 2e-4,
     names: Sequence[str] = QUANTITIES,
 ) -> None:
     """Compare losses and gradients of steps and validations, within relative distances."""
@@ -101,50 +103,48 @@ def assert_same(
                 assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (index, name)
 
 
-def shared(pool: Pool, world: int, config: Path, output: Path, *overrides: str) -> list[Any]:
+def shared(pool: Pool, world: int, config: Path, output: Path, *overrides: str) -> Course:
     """Return every record of the run on shared ranks."""
     run(pool, world, config, output, *overrides)
     return records(output)
 
 
-TENSOR, PIPELINE, CONTEXT = "tensor=2", "pipeline=2", "context=2"
-STUDENT_TP2, STUDENT_SP = "parallel.tensor=2", "parallel.sequence=true"
-OWN_TP1 = "teacher.parallel={tensor: 1}"
-# Ranks of the student and of the teacher, and their layouts.
-LAYOUTS: dict[str, tuple[int, int, Sequence[str]]] = {
-    "1 and 1": (1, 1, ()),
-    "TP2 and 1": (2, 1, ("parallel.tensor=2", OWN_TP1)),
-    "TP2+sequence and 1": (2, 1, ("parallel.tensor=2", "parallel.sequence=true", OWN_TP1)),
-    "1 and TP2": (1, 2, ("teacher.parallel={tensor: 2}",)),
-    "1 and TP2+sequence": (1, 2, ("teacher.parallel={tensor: 2, sequence: true}",)),
-    "DP2 and 1": (2, 1, ()),
-    "1 and DP2": (1, 2, ()),
-    "DP2 and DP2": (2, 2, ()),
-    "1 and DP3": (1, 3, ()),
-    "PP2 and 1": (2, 1, ("parallel.pipeline=2", "teacher.parallel={pipeline: 1}")),
-    "PP2+virtual and 1": (
-        2,
-        1,
-        ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "teacher.parallel={pipeline: 1}"),
-    ),
-    "1 and PP2": (1, 2, ("teacher.parallel={pipeline: 2}",)),
-    "CP2 and 1": (2, 1, ("parallel.context=2", "teacher.parallel={context: 1}")),
-    "1 and CP2": (1, 2, ("teacher.parallel={context: 2}",)),
-}
-QUICK = ("1 and DP3",)
+def of_roles(case: str) -> tuple[int, int, tuple[str, ...]]:
+    """Ranks of the student and of the teacher, and overrides, of "TP2+sequence and PP2, remark"."""
+    layouts = [layout(one) for one in case.partition(",")[0].split(" and ")]
+    (students, own), (teachers, others) = layouts
+    if set(others) == {one for one in own if one != VIRTUAL}:
+        return students, teachers, own  # the student's layout is the default
+    values = [one.removeprefix("parallel.").replace("=", ": ") for one in others]
+    return students, teachers, (*own, f"teacher.parallel={{{', '.join(values) or 'tensor: 1'}}}")
 
 
-@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))
+def runs_of_roles(
+    pool: Pool, inputs: Inputs, folder: Path, case: str, *both: str,
+    own: Sequence[str] = (), name: str = "dense",
+) -> tuple[Course, Course]:  # fmt: skip
+    """The run with a teacher on ranks of its own, and the same on one rank for both models."""
+    students, teachers, layouts = of_roles(case)
+    config, given = inputs.folder / f"{name}.yaml", (*SHORT, *both)
+    apart = folder / "apart"
+    found = run_apart(pool, students, teachers, config, apart, *given, *layouts, *own)
+    return found, shared(pool, 1, config, folder / "shared", *given)
+
+
+EXACT = {"first": 0.0, "later": 0.0}
+LAYOUTS = (
+    "1 and 1", "TP2 and 1", "TP2+sequence and 1", "1 and TP2", "1 and TP2+sequence", "DP2 and 1",
+    "1 and DP2", "DP2 and DP2", "1 and DP3", "PP2 and 1", "PP2+virtual and 1", "1 and PP2",
+    "CP2 and 1", "1 and CP2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ["1 and DP3"]))
 def test_the_course_is_that_of_shared_ranks(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    students, teachers, layout = LAYOUTS[case]
-    config = inputs.folder / "dense.yaml"
-    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *SHORT, *layout)
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT)
-    assert_same(found, expected, first=1e-6, later=2e-4)
-    if case == "1 and 1":
-        assert_same(found, expected, first=0.0, later=0.0)
+    found, expected = runs_of_roles(pool, inputs, tmp_path, case)
+    assert_same(found, expected, **(EXACT if case == "1 and 1" else {}))
 
 
 TOP_K = (
@@ -169,34 +169,21 @@ def test_neither_steps_ahead_nor_the_way_change_a_bit(
     pool: Pool, inputs: Inputs, tmp_path: Path, way: str
 ) -> None:
     (common, other), config = WAYS[way], inputs.folder / "dense.yaml"
-    given = (*SHORT, *LAYOUTS["TP2+sequence and 1"][2], *common)
+    given = (*SHORT, *of_roles("TP2+sequence and 1")[2], *common)
     expected = run_apart(pool, 2, 1, config, tmp_path / "usual", *given)
     found = run_apart(pool, 2, 1, config, tmp_path / "other", *given, *other)
-    assert_same(found, expected, first=0.0, later=0.0)
+    assert_same(found, expected, **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("students", "teachers", "layout"),
-    [
-        pytest.param(1, 1, (), id="1 and 1", marks=pytest.mark.slow),
-        pytest.param(2, 1, LAYOUTS["TP2+sequence and 1"][2], id="TP2", marks=pytest.mark.slow),
-        pytest.param(1, 2, LAYOUTS["1 and TP2+sequence"][2], id="own TP2", marks=pytest.mark.slow),
-        pytest.param(2, 2, ("parallel.context=2",), id="CP2 and CP2", marks=pytest.mark.slow),
-    ],
+    "case", ["1 and 1", "TP2+sequence and 1", "1 and TP2+sequence", "CP2 and CP2"]
 )
 def test_a_sent_top_k_gives_the_losses_of_a_live_one(
-    pool: Pool,
-    inputs: Inputs,
-    tmp_path: Path,
-    students: int,
-    teachers: int,
-    layout: Sequence[str],
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    config = inputs.folder / "dense.yaml"
-    given = (*SHORT, TOP_K, *layout)
-    found = run_apart(pool, students, teachers, config, tmp_path / "apart", SENT, *given)
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, TOP_K)
-    assert_same(found, expected, first=1e-6, later=2e-4)
+    found, expected = runs_of_roles(pool, inputs, tmp_path, case, TOP_K, own=[SENT])
+    assert_same(found, expected)
     assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
 
 
@@ -247,14 +234,11 @@ CHANGING: dict[str, Sequence[str]] = {
 def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     given = [FEATURES if one == "{features}" else one for one in CHANGING[case]]
-    found = run_apart(pool, 1, 1, config, tmp_path / "apart", *SHORT, *given)
-    live = [one for one in given if one != SENT]
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, *live)
-    is_exact = SENT not in given
-    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 1e-6, "later": 2e-4}
-    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_FEATURES, "balance"))
+    sent, live = ([one for one in given if (one == SENT) == is_sent] for is_sent in (True, False))
+    found, expected = runs_of_roles(pool, inputs, tmp_path, "1 and 1", *live, own=sent)
+    names = (*QUANTITIES, *OF_FEATURES, "balance")
+    assert_same(found, expected, **({} if sent else EXACT), names=names)
 
 
 @pytest.mark.slow
@@ -264,11 +248,8 @@ def test_weights_of_a_teacher_are_spread_over_its_replicas(
 ) -> None:
     # Three units of the student's step on two replicas: one runs a unit again.
     experts = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
-    odd = (*SHORT, experts, "train.global_batch_size=6")
-    config = inputs.folder / "dense.yaml"
-    found = run_apart(pool, 1, 2, config, tmp_path / "apart", *odd, spread)
-    expected = shared(pool, 1, config, tmp_path / "shared", *odd)
-    assert_same(found, expected, first=1e-6, later=2e-4)
+    odd = (experts, "train.global_batch_size=6")
+    assert_same(*runs_of_roles(pool, inputs, tmp_path, "1 and DP2", *odd, own=[spread]))
 
 
 @pytest.mark.slow
@@ -309,84 +290,61 @@ def test_numbers_of_replicas_need_not_divide_each_other(
     program = ("-m", "megatron_distill.cli", "train", str(config), "--processes", "5")
     run_python(*program, *given, seconds=SECONDS)
     expected = shared(pool, students, config, tmp_path / "shared", *common)
-    assert_same(records(output), expected, first=0.0, later=0.0)
+    assert_same(records(output), expected, **EXACT)
 
 
-BOTH_PIPELINES = ("parallel.pipeline=2", "teacher.parallel={pipeline: 2}")
-# Ranks of the student and of the teacher, and settings of this run alone.
-WITH_FEATURES: dict[str, tuple[int, int, Sequence[str]]] = {
-    "1 and 1": (1, 1, ()),
-    "1 and 1, 0 ahead": (1, 1, ("teacher.steps_ahead=0", "teacher.transfer.backend=ipc")),
-    "PP2 and PP2": (2, 2, BOTH_PIPELINES),
-    "PP2+virtual, recomputed, and DP2": (
-        2,
-        2,
-        ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.recompute=full",
-         "teacher.parallel={pipeline: 1}", "teacher.transfer.backend=ipc"),
+# Settings of this run, and of both.
+AT_ONCE = ("teacher.steps_ahead=0", SHARED_MEMORY)
+WITH_FEATURES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "1 and 1": ((), ()),
+    "1 and 1, 0 ahead": (AT_ONCE, ()),
+    "PP2 and PP2": ((), ()),
+    "PP2+virtual and DP2, recomputed": (("train.recompute=full", SHARED_MEMORY), ()),
+    "TP2+sequence and PP2": ((), ()),
+    "CP2 and TP2+sequence": ((), ()),
+    "PP2 and PP2, uneven stages": (
+        ("parallel.layers_per_stage={student: [1, 3], teacher: [3, 1]}",),
+        ("teacher.architecture.num_layers=4",),
     ),
-    "TP2+sequence and PP2": (
-        2, 2, (STUDENT_TP2, STUDENT_SP, "teacher.parallel={pipeline: 2}"),
-    ),
-    "CP2 and TP2+sequence": (
-        2, 2, ("parallel.context=2", "teacher.parallel={tensor: 2, sequence: true}"),
-    ),
-    "uneven stages": (
-        2,
-        2,
-        (*BOTH_PIPELINES, "parallel.layers_per_stage={student: [1, 3], teacher: [3, 1]}",
-         "teacher.architecture.num_layers=4"),
-    ),
-    "PP2 and PP2, top-k": (
-        2, 2, (*BOTH_PIPELINES, "objective.terms=[{top_k: 8}]", SENT),
-    ),
-    "PP2 and PP2, without terms": (2, 2, (*BOTH_PIPELINES, "objective.terms=[]")),
-}  # fmt: skip
+    "PP2 and PP2, top-k": ((SENT,), ("objective.terms=[{top_k: 8}]",)),
+    "PP2 and PP2, without terms": ((), ("objective.terms=[]",)),
+}
 
 
-@pytest.mark.parametrize("case", quick_and_slow(WITH_FEATURES, []))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WITH_FEATURES)
 def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    students, teachers, own = WITH_FEATURES[case]
-    config = inputs.folder / "dense.yaml"
-    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *SHORT, FEATURES, *own)
-    common = [one for one in own if one.startswith(("objective.terms", "teacher.architecture"))]
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, FEATURES, *common)
-    is_exact = case.startswith("1 and 1")
-    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 1e-6, "later": 2e-4}
-    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_FEATURES))
+    own, both = WITH_FEATURES[case]
+    found, expected = runs_of_roles(pool, inputs, tmp_path, case, FEATURES, *both, own=own)
+    exact = EXACT if case.startswith("1 and 1") else {}
+    assert_same(found, expected, **exact, names=(*QUANTITIES, *OF_FEATURES))
     assert all(record["features_loss"] > 0.1 for record in found if "validation" not in record)
 
 
 OF_MAPS = ("features_loss", "feature_attention_2_1", "feature_mse_1_2", "feature_attention_4_2")
-# Ranks of the student and of the teacher, settings of this run, and of both.
-WITH_MAPS: dict[str, tuple[int, int, Sequence[str], Sequence[str]]] = {
-    "1 and 1": (1, 1, ("teacher.transfer.backend=ipc",), ()),
-    "1 and TP2": (1, 2, ("teacher.parallel={tensor: 2}",), ()),
-    "TP2+sequence and 1": (2, 1, (STUDENT_TP2, STUDENT_SP, OWN_TP1), ()),
-    "TP2 and TP2, shared key heads": (
-        2, 2, (STUDENT_TP2,), ("teacher.architecture.num_kv_heads=1",),
-    ),
-    "PP2, recomputed, and DP2": (
-        2, 2, ("parallel.pipeline=2", "train.recompute=full", "teacher.parallel={pipeline: 1}"), (),
-    ),
-    "CP2 and TP2": (2, 2, ("parallel.context=2", "teacher.parallel={tensor: 2}"), ()),
-    "TP2 and CP2": (2, 2, (STUDENT_TP2, "teacher.parallel={context: 2}"), ()),
-    "PP2 and PP2, top-k": (2, 2, (*BOTH_PIPELINES, SENT), ("objective.terms=[{top_k: 8}]",)),
-}  # fmt: skip
+WITH_MAPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "1 and 1": ((SHARED_MEMORY,), ()),
+    "1 and TP2": ((), ()),
+    "TP2+sequence and 1": ((), ()),
+    "TP2 and TP2, shared key heads": ((), ("teacher.architecture.num_kv_heads=1",)),
+    "PP2 and DP2, recomputed": (("train.recompute=full",), ()),
+    "CP2 and TP2": ((), ()),
+    "TP2 and CP2": ((), ()),
+    "PP2 and PP2, top-k": ((SENT,), ("objective.terms=[{top_k: 8}]",)),
+}
 
 
-@pytest.mark.parametrize("case", quick_and_slow(WITH_MAPS, []))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WITH_MAPS)
 def test_attention_maps_are_made_of_sent_queries_and_keys(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    students, teachers, own, both = WITH_MAPS[case]
-    config, given = inputs.folder / "dense.yaml", (*SHORT, MAPS, *both)
-    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *given, *own)
-    expected = shared(pool, 1, config, tmp_path / "shared", *given)
-    is_exact = case == "1 and 1"
-    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 1e-6, "later": 2e-4}
-    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *OF_MAPS))
+    own, both = WITH_MAPS[case]
+    found, expected = runs_of_roles(pool, inputs, tmp_path, case, MAPS, *both, own=own)
+    exact = EXACT if case == "1 and 1" else {}
+    assert_same(found, expected, **exact, names=(*QUANTITIES, *OF_MAPS))
     assert all(record[OF_MAPS[1]] > 1e-3 for record in found if "validation" not in record)
 
 
@@ -403,7 +361,7 @@ def taken_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]
 def test_a_stage_of_several_chunks_decodes_an_answer_once(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
-    given = [f"output={tmp_path}", "teacher.ranks=1", *LAYOUTS["PP2+virtual and 1"][2]]
+    given = [f"output={tmp_path}", "teacher.ranks=1", *of_roles("PP2+virtual and 1")[2]]
     given += [SENT, TOP_K, "train.steps=3"]
     taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, timeout=SECONDS)
     assert taken == [0, 3 * 4, 0]
@@ -413,30 +371,25 @@ EVERY_ALIGNMENT = (
     "objective.terms=[{alignment: projection, temperature: 2.0}, {alignment: gold}, "
     "{alignment: uld}, {alignment: likelihood}, {alignment: common, top_k: 8}]"
 )
-# The teacher's sequences have 24 tokens, the student's 32.
-OWN_TOKENS: dict[str, tuple[int, int, Sequence[str]]] = {
-    "1 and 1": (1, 1, ()),
-    "1 and 1, 0 ahead": (1, 1, ("teacher.steps_ahead=0", "teacher.transfer.backend=ipc")),
-    "TP2+sequence and PP2": (2, 2, (STUDENT_TP2, STUDENT_SP, "teacher.parallel={pipeline: 2}")),
-    "CP2 and TP2+sequence": (
-        2, 2, ("parallel.context=2", "teacher.parallel={tensor: 2, sequence: true}"),
-    ),
-    "PP2 and CP2": (2, 2, ("parallel.pipeline=2", "teacher.parallel={context: 2}")),
-    "every alignment, TP2 and DP2": (2, 2, (STUDENT_TP2, OWN_TP1, EVERY_ALIGNMENT)),
-}  # fmt: skip
+# The teacher's sequences have 24 tokens, the student's 32. Settings of this run, and of both.
+OWN_TOKENS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "1 and 1": ((), ()),
+    "1 and 1, 0 ahead": (AT_ONCE, ()),
+    "TP2+sequence and PP2": ((), ()),
+    "CP2 and TP2+sequence": ((), ()),
+    "PP2 and CP2": ((), ()),
+    "TP2 and DP2, every alignment": ((), (EVERY_ALIGNMENT,)),
+}
 
 
-@pytest.mark.parametrize("case", quick_and_slow(OWN_TOKENS, []))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OWN_TOKENS)
 def test_a_teacher_with_its_own_tokenizer_gives_the_losses_of_shared_ranks(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    students, teachers, own = OWN_TOKENS[case]
-    config = inputs.folder / "aligned.yaml"
-    found = run_apart(pool, students, teachers, config, tmp_path / "apart", *SHORT, *own)
-    terms = [one for one in own if one.startswith("objective.terms")]
-    expected = shared(pool, 1, config, tmp_path / "shared", *SHORT, *terms)
-    is_exact = case.startswith("1 and 1")
-    tolerances = {"first": 0.0, "later": 0.0} if is_exact else {"first": 1e-6, "later": 2e-4}
+    own, both = OWN_TOKENS[case]
+    found, expected = runs_of_roles(pool, inputs, tmp_path, case, *both, own=own, name="aligned")
+    exact = EXACT if case.startswith("1 and 1") else {}
     names = [name for name in expected[0] if name.startswith(("likelihood", "common", "gold"))]
-    assert_same(found, expected, **tolerances, names=(*QUANTITIES, *names))
+    assert_same(found, expected, **exact, names=(*QUANTITIES, *names))
     assert len(names) >= 3, expected[0]

@@ -15,13 +15,12 @@ from tests.distributed.pool import Pool
 from tests.distributed.teachers.test_answer_routes import PairGroups
 from tests.e2e.runs import SECONDS, Inputs, records
 from tests.e2e.teachers.test_teacher_ranks import (
-    BOTH_PIPELINES,
     FEATURES,
-    LAYOUTS,
     SENT,
     SHORT,
     TOP_K,
     assert_same,
+    of_roles,
     run_apart,
     train_in_roles,
 )
@@ -55,21 +54,13 @@ def bytes_in_roles(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("students", "teachers", "given"),
-    [
-        pytest.param(2, 1, LAYOUTS["TP2+sequence and 1"][2], id="hidden"),
-        pytest.param(2, 2, (*BOTH_PIPELINES, FEATURES, TOP_K, SENT), id="layers and top-k"),
-    ],
+    ("case", "given"), [("TP2+sequence and 1", ()), ("PP2 and PP2", (FEATURES, TOP_K, SENT))]
 )
 def test_each_route_carries_the_bytes_of_the_formula(
-    pool: Pool,
-    inputs: Inputs,
-    tmp_path: Path,
-    students: int,
-    teachers: int,
-    given: Sequence[str],
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str, given: Sequence[str]
 ) -> None:
-    own = [f"output={tmp_path}", f"teacher.ranks={teachers}", "train.steps=3", *given]
+    students, teachers, layouts = of_roles(case)
+    own = [f"output={tmp_path}", f"teacher.ranks={teachers}", "train.steps=3", *layouts, *given]
     config, world = inputs.folder / "dense.yaml", students + teachers
     found = pool.run(world, bytes_in_roles, config, own, timeout=SECONDS)
     formula = found[0][1]
@@ -115,7 +106,7 @@ def test_no_communicator_of_two_ranks_is_made_in_a_step(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     config, apart = inputs.folder / "dense.yaml", tmp_path / "apart"
-    given = [*SHORT, FEATURES, *BOTH_PIPELINES]
+    given = [*SHORT, FEATURES, *of_roles("PP2 and PP2")[2]]
     own = [f"output={apart}", "teacher.ranks=2", *given]
     found = pool.run(4, pairs_in_roles, config, own, timeout=SECONDS)
     assert all(at_start == at_end for at_start, at_end in found)

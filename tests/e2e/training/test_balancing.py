@@ -21,7 +21,9 @@ from tests.e2e.runs import (
     failure,
     quick_and_slow,
     records,
+    resumed,
     run,
+    validations,
 )
 
 LAST = 1e-4
@@ -144,7 +146,6 @@ RESUMED: dict[str, tuple[int, Sequence[str]]] = {
     "features, gradient norms, TP2": (2, (*NORMS, FEATURES, TENSOR)),
 }
 KEPT = (
-    "checkpoint.save=true",
     "validation.samples=8",
     "validation.interval=3",
     "data.validation_fraction=0.2",
@@ -157,16 +158,11 @@ def test_a_resumed_run_is_the_run_to_the_bit(
 ) -> None:
     world, overrides = RESUMED[case]
     config, common = inputs.folder / "dense.yaml", (*SHORT, *KEPT, *overrides)
-    expected = run(pool, world, config, tmp_path / "whole", *common)
-    run(pool, world, config, tmp_path / "cut", *common, stop_after=4)
-    found = run(pool, world, config, tmp_path / "cut", *common)
+    found, expected = resumed(pool, world, config, tmp_path, *common, stop_after=4)
     assert course(found) == course(expected)
     assert [one["balance"] for one in found] == [one["balance"] for one in expected]
-    ours, other = (
-        [one for one in records(tmp_path / folder) if "validation" in one]
-        for folder in ("cut", "whole")
-    )
-    assert ours == other
+    ours = validations(tmp_path / "cut")
+    assert ours == validations(tmp_path / "whole")
     # One set of names at temperatures of a run's end, all through.
     assert [one["step"] for one in ours] == [3, 6]
     assert ours[0]["validation"].keys() == ours[1]["validation"].keys()

@@ -14,16 +14,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
-    CONTEXT,
-    CPU,
-    PIPELINE,
-    SEQUENCE,
-    TENSOR,
-    VIRTUAL,
     Inputs,
     assembled,
+    evaluate_here,
+    layout,
     quick_and_slow,
     records,
+    resumed,
     run,
     step_records,
 )
@@ -204,13 +201,6 @@ def flat(output: Path) -> list[dict[str, float]]:
     return found
 
 
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "TP2xPP2": (4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL)),
-    "CP2": (2, (CONTEXT, "train.micro_batch_size=4")),
-    "DP2": (2, ("train.micro_batch_size=1",)),
-}
-
-
 @pytest.fixture(scope="module")
 def alone(pool: Pool, inputs: Inputs, blend: tuple[str, ...]) -> Path:
     """The run of one rank that the others are compared with, from a checkpoint of its own."""
@@ -242,21 +232,10 @@ def test_the_log_has_every_source_and_their_mean_is_the_whole(alone: Path) -> No
     assert all(expected <= one.keys() for one in last.values())
 
 
-def evaluate_here(rank: int, world: int, folder: str, overrides: list[str]) -> dict[str, Any]:
-    """What launch/evaluate.py prints of a run."""
-    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
-
-    prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.assemble.trained_config import load_trained_run
-    from megatron_distill.train.assemble.trained_run import evaluate
-
-    return evaluate(load_trained_run(folder, overrides, world_size=world), CPU)
-
-
 @pytest.mark.slow
 def test_an_evaluation_reports_the_same_for_each_source(pool: Pool, alone: Path) -> None:
     expected = records(alone)[-1]["validation"]["sources"]
-    for found in pool.run(2, evaluate_here, str(alone), ["parallel.tensor=2"]):
+    for found in pool.run(2, evaluate_here, alone, ["parallel.tensor=2"]):
         assert tuple(found["sources"]) == NAMES
         for source, figures in expected.items():
             assert found["sources"][source] == pytest.approx(figures, rel=1e-5, abs=1e-7)
@@ -265,11 +244,14 @@ def test_an_evaluation_reports_the_same_for_each_source(pool: Pool, alone: Path)
 STEP_KEYS = {"ce_loss", "kd_loss", "ce_tokens", "kd_tokens", "forward_kl", "reverse_kl"}
 
 
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, ["DP2"]))
+@pytest.mark.parametrize(
+    "case", quick_and_slow(("TP2xPP2+sequence+virtual", "CP2, 4", "DP2, 1"), ["DP2, 1"])
+)
 def test_no_layout_changes_the_report_of_a_source(
-    pool: Pool, inputs: Inputs, blend: tuple[str, ...], alone: Path, tmp_path: Path, layout: str
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], alone: Path, tmp_path: Path, case: str
 ) -> None:
-    world, overrides = LAYOUTS[layout]
+    world, overrides = layout(case)
+    overrides += tuple(f"train.micro_batch_size={size}" for size in case.split(", ")[1:])
     start = f"student.checkpoint={inputs.folder / 'blend-start'}"
     config = inputs.folder / "dense.yaml"
     run(pool, world, config, tmp_path, *blend, *HELD_OUT, start, *overrides)
@@ -287,10 +269,8 @@ def test_no_layout_changes_the_report_of_a_source(
 def test_a_blend_that_stops_goes_on_bit_by_bit(
     pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
 ) -> None:
-    config, saved = inputs.folder / "dense.yaml", (*blend, *HELD_OUT, "checkpoint.save=true")
-    run(pool, 2, config, tmp_path / "whole", *saved)
-    run(pool, 2, config, tmp_path / "cut", *saved, stop_after=1)
-    run(pool, 2, config, tmp_path / "cut", *saved)
+    config = inputs.folder / "dense.yaml"
+    resumed(pool, 2, config, tmp_path, *blend, *HELD_OUT, stop_after=1)
     assert flat(tmp_path / "cut") == flat(tmp_path / "whole")
 
 

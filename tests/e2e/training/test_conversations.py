@@ -10,8 +10,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import capture_here, write_capture
-from tests.e2e.runs import STUDENT, TEACHER, Inputs, failure, records, run
-from tests.e2e.training.test_layouts import assert_same_course
+from tests.e2e.runs import STUDENT, TEACHER, Inputs, assert_same_course, failure, records, run
 
 SECTIONS = (
     "data.sources=[{{format: jsonl, paths: {corpus}, conversation: {{chat_template: plain}}}}]"
@@ -68,8 +67,7 @@ def test_losses_on_conversations_are_the_same_in_every_layout_and_resumed(
 
 def write_chat_tokenizers(rank: int, world: int, folder: Path) -> None:
     """Two tokenizers with other merges, special tokens and chat templates, in a pool worker."""
-    from tests.support.chat_fixtures import chat_tokenizer
-    from tests.unit.data.aligned.test_aligned_conversations import other_tokenizer
+    from tests.support.chat_fixtures import chat_tokenizer, other_tokenizer
 
     chat_tokenizer("qwen25").save(folder / "student")
     other_tokenizer("llama3").save(folder / "teacher")

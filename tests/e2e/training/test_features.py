@@ -20,8 +20,8 @@ from tests.e2e.runs import (
     assembled,
     course,
     quick_and_slow,
-    records,
     run,
+    validations,
 )
 
 LOSSES = (
@@ -92,12 +92,9 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(
     found = run(pool, next_world, config, tmp_path / "cut", *both, *next_layout)
     if layout == next_layout:
         assert course(found) == course(expected)
-        validations = [
-            [record for record in records(tmp_path / name) if "validation" in record]
-            for name in ("cut", "whole")
-        ]
-        assert validations[0] == validations[1]
-        assert {"features_loss", "feature_mse_1_2"} <= set(validations[0][0]["validation"])
+        held_out = validations(tmp_path / "cut")
+        assert held_out == validations(tmp_path / "whole")
+        assert {"features_loss", "feature_mse_1_2"} <= set(held_out[0]["validation"])
     for ours, other in zip(found, expected, strict=True):
         for name in (name for name in QUANTITIES if name in other):
             tolerance = 0.0 if layout == next_layout else 1e-4

@@ -18,10 +18,10 @@ from tests.e2e.runs import (
     Inputs,
     course,
     quick_and_slow,
-    records,
     run,
     step_records,
     train_here,
+    validations,
 )
 
 SMALL_BUCKETS = "optimizer.bucket_size=2000"  # the head closes one of its own
@@ -84,11 +84,6 @@ def saved(output: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def held_out(output: Path) -> list[dict[str, Any]]:
-    """The validations of a run."""
-    return [record for record in records(output) if "validation" in record]
-
-
 @pytest.mark.parametrize("case", quick_and_slow(CASES, []))
 def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
@@ -103,8 +98,8 @@ def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
         config = inputs.folder / "dense.yaml"
         assert pool.run(world, function, config, arguments, timeout=SECONDS) == [True] * world
     assert course(step_records(tmp_path / "late")) == course(step_records(tmp_path / "plain"))
-    assert held_out(tmp_path / "late") == held_out(tmp_path / "plain")
-    assert len(held_out(tmp_path / "late")) == 3
+    assert validations(tmp_path / "late") == validations(tmp_path / "plain")
+    assert len(validations(tmp_path / "late")) == 3
     late, plain = saved(tmp_path / "late"), saved(tmp_path / "plain")
     assert late.keys() == plain.keys()
     assert any("output_layer" in name or "word_embeddings" in name for name in late)

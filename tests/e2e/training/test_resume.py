@@ -23,7 +23,9 @@ from tests.e2e.runs import (
     failure,
     quick_and_slow,
     records,
+    resumed,
     run,
+    validations,
 )
 
 STEPS = 6
@@ -61,17 +63,11 @@ def test_in_the_same_layout_every_bit_is_the_same(
 ) -> None:
     name, world, layout = SAME[case]
     config = inputs.folder / f"{name}.yaml"
-    expected = run(pool, world, config, tmp_path / "whole", *COMMON, *layout)
-    before = run(pool, world, config, tmp_path / "cut", *COMMON, *layout, stop_after=STOP)
-    assert course(before) == course(expected)[:STOP]
-    after = run(pool, world, config, tmp_path / "cut", *COMMON, *layout)
+    after, expected = resumed(pool, world, config, tmp_path, *COMMON, *layout, stop_after=STOP)
     assert course(after) == course(expected)
-    validations = [
-        [record for record in records(tmp_path / folder) if "validation" in record]
-        for folder in ("cut", "whole")
-    ]
-    assert validations[0] == validations[1]
-    assert [record["step"] for record in validations[0]] == [3, 6]
+    held_out = validations(tmp_path / "cut")
+    assert held_out == validations(tmp_path / "whole")
+    assert [record["step"] for record in held_out] == [3, 6]
 
 
 @pytest.mark.slow
