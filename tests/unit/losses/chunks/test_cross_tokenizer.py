@@ -1,5 +1,5 @@
 """Losses per chunk between tokenizers: oracles in fp32 and fp64, equal models, masks, layouts of
-rows and columns, refusals. The oracles' own examples: test_cross_tokenizer_reference.py."""
+rows and columns, refusals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The losses of the package on small examples computed by hand: values, and gradients by central
 differences of every logit. X-Token's chunks with a many-to-many one, one token against three
-digits, a top-k with a class of the rest. The oracles on them: test_cross_tokenizer_reference.py."""
+digits, a top-k with a class of the rest."""
 
 from __future__ import annotations
 
@@ -16,15 +16,27 @@ from megatron_distill.losses import token_divergence
 from megatron_distill.signals import DenseLogits
 from tests.reference.cross_tokenizer import Alignment
 from tests.support.aligned_losses import Loss, divergence
-from tests.unit.losses.chunks.test_cross_tokenizer_reference import (
-    EXAMPLE,
-    ONE_TOKEN,
-    STUDENT,
-    TEACHER,
-    ints,
-    logs,
-)
 
+
+def logs(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+# Student tokens a, b, ab, c; teacher tokens a, b, c, d; the text "abcab" as ab|c|ab and a|b|c|a|b.
+EVEN = [0.25] * 4
+STUDENT = logs([0.1, 0.2, 0.4, 0.3], [0.2, 0.1, 0.6, 0.1], EVEN)
+TEACHER = logs(
+    [0.1, 0.6, 0.2, 0.1], [0.1, 0.2, 0.6, 0.1], [0.7, 0.1, 0.1, 0.1], [0.2, 0.5, 0.2, 0.1], EVEN
+)
+# Chunk 0 starts the document: the label "a" of the teacher has no predictor.
+EXAMPLE = Alignment(
+    ints(0, 1, -1), ints(-1, 0, 1, 1, -1), ints(3, 2, -1), ints(1, 2, 0, 1, -1), count=2
+)
+ONE_TOKEN = Alignment(ints(0), ints(0), ints(0), ints(0), count=1)
 STEP = 1e-5  # of a logit: the difference is exact to 1e-10
 
 
@@ -128,6 +140,16 @@ def test_arithmetic_projection_and_gold(name: str) -> None:
         given = {**projection, "map_rows": first_rows(3), "divergence": name, "top_k": 3}
         values = slopes_of_chunks(STUDENT, teacher, EXAMPLE, given)
         assert values.tolist() == pytest.approx(expected[name], abs=1e-6)
+
+
+def test_gold_of_common_and_uncommon_tokens() -> None:
+    """Common a, b, c and the rest; uncommon ab and d at 0.4 and 0.1, then 0.6 and 0.1."""
+    loss = {"alignment": "gold", "divergence": "forward_kl"}
+    loss |= {"common_ids": (ints(0, 1, 3), ints(0, 1, 2))}
+    p = torch.tensor([[0.1, 0.2, 0.6, 0.1], [0.45, 0.3, 0.15, 0.1]], dtype=torch.float64)
+    q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.2, 0.1, 0.1, 0.6]], dtype=torch.float64)
+    expected = (p * (p / q).log()).sum(1) + torch.tensor([0.3, 0.5])
+    torch.testing.assert_close(divergence(STUDENT, TEACHER, EXAMPLE, loss), expected)
 
 
 # One student token of text "201" beside the teacher's three digits.
