@@ -13,8 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.spans import ResponseFinder
 from megatron_distill.data.chat.template import PLAIN_SOURCE, ChatTemplate, special_texts
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_distill.data.tokenizers.open import train_bpe
 
@@ -65,9 +67,19 @@ STYLES: Mapping[str, Style] = {
 @cache
 def chat_tokenizer(style: str) -> HuggingFaceTokenizer:
     """A small byte-level BPE with the special tokens of a style, and its template."""
-    named = STYLES[style]
     texts = ["the assistant says hello, what is the weather in Paris? It is sunny there."] * 8
-    hugging_face = train_bpe(texts, vocab_size=300).hugging_face
+    return _of_style(style, texts, size=300, name=style)
+
+
+def other_tokenizer(style: str) -> HuggingFaceTokenizer:
+    """A tokenizer of a style with other merges than `chat_tokenizer`."""
+    texts = ["say ask why not 中文", "sunny weather or hello"] * 5
+    return _of_style(style, texts, size=290, name=f"other {style}")
+
+
+def _of_style(style: str, texts: list[str], *, size: int, name: str) -> HuggingFaceTokenizer:
+    named = STYLES[style]
+    hugging_face = train_bpe(texts, vocab_size=size).hugging_face
     hugging_face.add_special_tokens(
         {
             "eos_token": named.eos,
@@ -77,7 +89,24 @@ def chat_tokenizer(style: str) -> HuggingFaceTokenizer:
     )
     if style != "plain":
         hugging_face.chat_template = (FOLDER / f"{style}.jinja").read_text()
-    return HuggingFaceTokenizer(hugging_face, name=style)
+    return HuggingFaceTokenizer(hugging_face, name=name)
+
+
+def conversations(count: int, said: str) -> list[dict[str, Any]]:
+    """Conversations of one to three turns, each of its own content; `said` has a place for it."""
+    found = []
+    for index in range(count):
+        texts = []
+        for turn in range(1 + index % 3):
+            place = f"{index}.{turn}"
+            texts += [f"ask {place} " + "why " * (index % 5), said.format(place)]
+        found.append({"messages": turns(*texts)})
+    return found
+
+
+def conversation_spec(path: Path, **changes: Any) -> SourceSpec:
+    """A source of conversations."""
+    return SourceSpec("jsonl", (str(path),), conversation=ConversationSpec(**changes))
 
 
 def template_of(style: str, **options: Any) -> ChatTemplate:

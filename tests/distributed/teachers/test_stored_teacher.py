@@ -63,6 +63,14 @@ def _teacher(groups: Any, folder: Path) -> Any:
     )
 
 
+def _steps(teacher: Any, groups: Any, announce: bool) -> list[Any]:
+    """The micro-batches of all steps, which the teacher may know beforehand."""
+    steps = [batches_of(step, groups) for step in range(STEPS)]
+    for batches in steps if announce else ():
+        teacher.expect(batches)
+    return steps
+
+
 def _sent_signals(
     rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool
 ) -> Sent:
@@ -70,10 +78,7 @@ def _sent_signals(
     sent: Sent = []
     with megatron_groups(**layout) as groups:
         teacher = _teacher(groups, folder)
-        steps = [batches_of(step, groups) for step in range(STEPS)]
-        if announce:
-            for batches in steps:
-                teacher.expect(batches)
+        steps = _steps(teacher, groups, announce)
         for batches in steps:
             for batch, signal in zip(batches, teacher.signals(batches), strict=True):
                 assert (signal is not None) == groups.is_last_stage
@@ -86,15 +91,8 @@ def _sent_signals(
                 assert second is first  # of a renormalised term
                 cells = batch.sample_ids_b[:, None] * 16 + batch.sequence_index_s
                 assert signal.entropy is not None
-                sent.append(
-                    (
-                        cells.reshape(-1).tolist(),
-                        first.ids,
-                        first.log_probs,
-                        first.log_tail,
-                        signal.entropy,
-                    )
-                )
+                values = first.ids, first.log_probs, first.log_tail, signal.entropy
+                sent.append((cells.reshape(-1).tolist(), *values))
         teacher.close()
     return sent
 
@@ -133,10 +131,7 @@ def test_every_rank_gets_the_store_s_signals_of_its_positions(
 def _failure(rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool) -> str:
     with megatron_groups(**layout) as groups:
         teacher = _teacher(groups, folder)
-        steps = [batches_of(step, groups) for step in range(STEPS)]
-        if announce:
-            for batches in steps:
-                teacher.expect(batches)
+        steps = _steps(teacher, groups, announce)
         try:
             for batches in steps:
                 teacher.signals(batches)

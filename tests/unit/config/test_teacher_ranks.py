@@ -71,14 +71,6 @@ runtime.device=cpu
 """
 
 
-@pytest.mark.parametrize(("overrides", "expected"), read_table(BROKEN))
-def test_each_rule_broken_alone(tmp_path: Path, overrides: list[str], expected: list[str]) -> None:
-    found = complaints(load_tree, tmp_path, TREE, *overrides)
-    assert len(found) == len(expected), found
-    for text, start in zip(found, expected, strict=True):
-        assert text.startswith(start), text
-
-
 # Of the rules on terms, those that a sent top-k serves.
 SERVED = (
     "[{alignment: likelihood, temperature: 6.0, temperature_schedule: {to: 2.0, steps: 2}}, "
@@ -175,14 +167,18 @@ runtime.device=cpu
 """
 
 
-@pytest.mark.parametrize(("overrides", "expected"), read_table(OF_SEVERAL))
-def test_each_rule_of_several_teachers_broken_alone(
-    tmp_path: Path, overrides: list[str], expected: list[str]
-) -> None:
-    found = complaints(load_tree, tmp_path, SEVERAL, *overrides)
-    assert len(found) == len(expected), found
-    for text, start in zip(found, expected, strict=True):
-        assert text.startswith(start), text
+CASES = [
+    (tree, *case)
+    for tree, text in ((TREE, BROKEN), (SEVERAL, OF_SEVERAL))
+    for case in read_table(text)
+]
+
+
+@pytest.mark.parametrize(("tree", "overrides", "expected"), CASES)
+def test_each_rule_broken_alone(tmp_path, tree, overrides, expected):
+    found = complaints(load_tree, tmp_path, tree, *overrides)
+    starts = [text[: len(start)] for text, start in zip(found, expected, strict=False)]
+    assert (starts, len(found)) == (expected, len(expected))
 
 
 @pytest.mark.parametrize(

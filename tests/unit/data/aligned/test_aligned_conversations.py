@@ -17,7 +17,6 @@ import pytest
 from rich.console import Console
 
 from megatron_distill.data.aligned.preview import Pieces, chunk_table
-from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.source import ConversationOptions, ConversationSource
 from megatron_distill.data.collation import micro_batch, pack_samples
 from megatron_distill.data.formats import SourceSpec
@@ -30,48 +29,24 @@ from megatron_distill.data.sources import (
     read_held_out,
 )
 from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
+from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
-from tests.support.chat_fixtures import FOLDER, STYLES, chat_tokenizer, turns, write_rows
+from tests.support.chat_fixtures import (
+    chat_tokenizer,
+    conversation_spec,
+    conversations,
+    other_tokenizer,
+    turns,
+    write_rows,
+)
 
 # The end of a turn of each style, as its template writes it.
 ENDS = {"qwen25": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "phi3": "<|end|>",
         "gemma": "<end_of_turn>", "mistral": "</s>", "plain": "<|endoftext|>"}  # fmt: skip
 
 
-def other_tokenizer(style: str) -> HuggingFaceTokenizer:
-    """A tokenizer of a style with other merges than `chat_tokenizer`."""
-    named = STYLES[style]
-    hugging_face = train_bpe(
-        ["say ask why not 中文", "sunny weather or hello"] * 5, vocab_size=290
-    ).hugging_face
-    hugging_face.add_special_tokens(
-        {
-            "eos_token": named.eos,
-            "additional_special_tokens": list(named.others),
-            **({"bos_token": named.bos} if named.bos else {}),
-        }
-    )
-    if style != "plain":
-        hugging_face.chat_template = (FOLDER / f"{style}.jinja").read_text()
-    return HuggingFaceTokenizer(hugging_face, name=f"other {style}")
-
-
 def rows(count: int) -> list[dict[str, Any]]:
-    found = []
-    for index in range(count):
-        texts = []
-        for turn in range(1 + index % 3):
-            texts += [
-                f"ask {index}.{turn} " + "why " * (index % 5),
-                f"say 中文 {index}.{turn}, hello.",
-            ]
-        found.append({"messages": turns(*texts)})
-    return found
-
-
-def spec_of(path: Path, **changes: Any) -> SourceSpec:
-    return SourceSpec("jsonl", (str(path),), conversation=ConversationSpec(**changes))
+    return conversations(count, "say 中文 {}, hello.")
 
 
 def options_of(
@@ -122,7 +97,7 @@ def test_the_responses_and_their_ends_are_in_chunks_of_equal_text(
 ) -> None:
     student, teacher = chat_tokenizer(style), other_tokenizer(teacher_style)
     corpus = rows(9)
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", corpus))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
     source = source_of(spec, student, options_of(tmp_path, teacher), epochs=1)
     samples = list(iter(source.next_or_none, None))
     ends = (ENDS[style], ENDS[teacher_style])
@@ -143,7 +118,7 @@ def test_the_responses_and_their_ends_are_in_chunks_of_equal_text(
 
 def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path: Path) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(3)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(3)))
     sample = source_of(spec, student, options_of(tmp_path, teacher)).next_sample()
     kinds = token_kinds(sample, isolate_documents=True)
     table = chunk_table(
@@ -161,7 +136,7 @@ def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path: Pat
 
 def test_masks_come_from_the_student_s_rendering(tmp_path: Path) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(6)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(6)))
     alone = open_training(
         [spec], tokenizer=student, seed=1,
         options=replace(options_of(tmp_path, teacher, train_on="last_response"), teacher=None),
@@ -190,7 +165,7 @@ def test_masks_come_from_the_student_s_rendering(tmp_path: Path) -> None:
 def test_conversations_are_whole_or_cut_behind_a_chunk(tmp_path: Path, truncation: str) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
     corpus = rows(12)
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", corpus))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
     whole = source_of(spec, student, options_of(tmp_path, teacher), epochs=1)
     documents: dict[tuple[int, ...], tuple[int, ...]] = {}
     for sample in iter(whole.next_or_none, None):
@@ -233,7 +208,7 @@ def test_conversations_are_whole_or_cut_behind_a_chunk(tmp_path: Path, truncatio
 def test_pieces_of_a_conversation_begin_behind_a_chunk(tmp_path: Path, truncation: str) -> None:
     """The last chunks that fit, or all of them: each once, behind the token before it."""
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(12)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(12)))
     options = options_of(tmp_path, teacher, distill_on_prompt=True)
     whole = source_of(spec, student, options, epochs=1)
     mothers = [one for sample in iter(whole.next_or_none, None) for one in documents_of(sample)]
@@ -321,7 +296,7 @@ def both_sides(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def test_it_resumes_exactly_and_prepares_once_for_two_tokenizers(tmp_path: Path) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(23)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(23)))
     options = options_of(tmp_path, teacher, packing_buffer=9)
     source = source_of(spec, student, options)
     states, samples = [], []
@@ -363,7 +338,7 @@ def test_moved_and_rewritten_contents_are_in_no_chunk(tmp_path: Path) -> None:
     # Mistral's template writes the system message into the last question, and strips responses.
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("mistral_v3")
     messages = turns("ask  ", "say one.", "why", " say two.", system="be kind")
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", [{"messages": messages}]))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", [{"messages": messages}]))
     options = options_of(tmp_path, teacher, distill_on_prompt=True)
     found = chunk_texts(source_of(spec, student, options).next_sample(), student, teacher)
     texts = "".join(own for own, _ in found)
@@ -380,15 +355,15 @@ def test_refusals_name_the_file_the_row_and_the_key(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="the teacher's tokenizer has no chat template; add a chat_"
     ):
-        source_of(spec_of(path), student, bare)
-    student_alone, plain = chat_tokenizer("plain"), spec_of(path, chat_template="plain")
+        source_of(conversation_spec(path), student, bare)
+    student_alone, plain = chat_tokenizer("plain"), conversation_spec(path, chat_template="plain")
     sample = source_of(plain, student_alone, bare).next_sample()
     texts = chunk_texts(sample, student_alone, other_tokenizer("plain"))
     assert ("<|endoftext|>", "<|endoftext|>") in texts
     gemma = options_of(tmp_path, other_tokenizer("gemma"))
     system = write_rows(tmp_path / "b.jsonl", [{"messages": turns("a", "b", system="c")}])
     with pytest.raises(DataError, match=r"b\.jsonl:1: the teacher's template: "):
-        source_of(spec_of(system), student, gemma)
+        source_of(conversation_spec(system), student, gemma)
     # A template that changes every response: nothing is in a chunk.
     shouting = other_tokenizer("llama3")
     source = shouting.hugging_face.chat_template.replace("| trim", "| upper")
@@ -398,4 +373,4 @@ def test_refusals_name_the_file_the_row_and_the_key(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"data\.max_unaligned=0\.01: 3 of 3 .*a\.jsonl:3: no trained"
     ):
-        source_of(spec_of(path), student, options_of(tmp_path, changed))
+        source_of(conversation_spec(path), student, options_of(tmp_path, changed))

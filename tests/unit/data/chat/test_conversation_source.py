@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_distill.data.chat.conversations import ConversationSpec
 from megatron_distill.data.chat.source import (
     TRUNCATIONS,
     ConversationOptions,
@@ -32,25 +31,21 @@ from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, PADDING_DOC
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out, sample_texts
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import LabelCounts
-from tests.support.chat_fixtures import chat_tokenizer, template_of, turns, write_rows
+from tests.support.chat_fixtures import (
+    chat_tokenizer,
+    conversation_spec,
+    conversations,
+    template_of,
+    turns,
+    write_rows,
+)
 
 STYLE = "qwen3"
 TOKENIZER = chat_tokenizer(STYLE)
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Conversations of one to three turns, each of its own content."""
-    found = []
-    for index in range(count):
-        texts = []
-        for turn in range(1 + index % 3):
-            texts += [f"ask {index}.{turn} " + "why " * (index % 5), f"say {index}.{turn}."]
-        found.append({"messages": turns(*texts)})
-    return found
-
-
-def spec_of(path: Path, **changes: Any) -> SourceSpec:
-    return SourceSpec("jsonl", (str(path),), conversation=ConversationSpec(**changes))
+    return conversations(count, "say {}.")
 
 
 def options_of(folder: Path, length: int, **changes: Any) -> DataOptions:
@@ -96,7 +91,7 @@ def reference(conversation: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 def test_an_epoch_holds_every_conversation_once_with_its_marks(tmp_path: Path) -> None:
     corpus = rows(40)
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", corpus))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
     source = source_of(spec, options_of(tmp_path, 300, packing_buffer=16), epochs=1)
     samples = list(iter(source.next_or_none, None))
     found = Counter(json.dumps(one) for sample in samples for one in documents(sample))
@@ -112,7 +107,7 @@ def test_an_epoch_holds_every_conversation_once_with_its_marks(tmp_path: Path) -
 def test_masks_of_packed_samples_are_shifted_once_and_padding_never_trains(tmp_path: Path) -> None:
     # The end-of-turn token is the padding token as well.
     assert TOKENIZER.decode([TOKENIZER.eos_id]) == "<|im_end|>"
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(6)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(6)))
     source = source_of(spec, options_of(tmp_path, 1000))
     batch = pack_samples([source.next_sample()])
     found = micro_batch(batch, slice(0, 1), isolate_documents=True)
@@ -137,7 +132,7 @@ def test_every_sequence_length_cuts_a_conversation_as_declared(
 ) -> None:
     conversation = rows(2)[1]
     tokens, flags = reference(conversation)
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", [conversation]))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", [conversation]))
     for length in range(2, len(tokens) + 2):
         options = options_of(tmp_path, length, truncation=truncation)
         width, size = length + 1, len(tokens)
@@ -172,7 +167,7 @@ def test_long_conversations_are_counted_and_named(
     length = sorted(sizes)[-3]
     with caplog.at_level(logging.WARNING):
         logging.getLogger("megatron_distill").propagate = True
-        source_of(spec_of(path), options_of(tmp_path, length))
+        source_of(conversation_spec(path), options_of(tmp_path, length))
     longest = sizes.index(max(sizes)) + 1
     reported = f"has {max(sizes)} tokens, {length + 1} fit (data.sequence_length + 1)"
     assert f"2 of 6 conversations are too long: the longest {reported}" in caplog.text
@@ -199,7 +194,7 @@ def test_split_trains_each_label_once(start: int, size: int, width: int) -> None
 
 
 def test_it_resumes_exactly_from_every_sample(tmp_path: Path) -> None:
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(23)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(23)))
     options = options_of(tmp_path, 200, packing_buffer=9)
     source = source_of(spec, options)
     states, samples = [], []
@@ -221,7 +216,7 @@ def test_it_resumes_exactly_from_every_sample(tmp_path: Path) -> None:
 
 
 def test_held_out_conversations_are_no_training_ones_whatever_the_seed(tmp_path: Path) -> None:
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(60)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(60)))
     options = replace(options_of(tmp_path, 120), validation_fraction=0.3)
     held_out = read_held_out([spec], tokenizer=TOKENIZER, options=options, samples=3)
     kept_out = {json.dumps(one) for sample in held_out.samples for one in documents(sample)}
@@ -239,7 +234,7 @@ def test_held_out_conversations_are_no_training_ones_whatever_the_seed(tmp_path:
 def test_weights_reach_the_batch_and_its_counts(tmp_path: Path) -> None:
     corpus = rows(2)
     corpus[1]["messages"][1]["weight"] = 0.25
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", corpus))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
     source = source_of(spec, options_of(tmp_path, 400))
     batch = pack_samples([source.next_sample()])
     found = micro_batch(batch, slice(0, 1), isolate_documents=True)
@@ -262,26 +257,26 @@ def test_weights_reach_the_batch_and_its_counts(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_is_trained_on_the_text_of_messages(tmp_path: Path) -> None:
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(2)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(2)))
     texts = list(sample_texts([spec], options=options_of(tmp_path, 8), characters=10**6))
     assert texts == [message["content"] for row in rows(2) for message in row["messages"]]
 
 
 def test_a_missing_template_is_reported_before_anything_is_read(tmp_path: Path) -> None:
-    spec = spec_of(write_rows(tmp_path / "a.jsonl", rows(2)))
+    spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(2)))
     bare = chat_tokenizer("plain")
     with pytest.raises(DataError, match="plain: the tokenizer has no chat template; set .*plain"):
         open_training([spec], tokenizer=bare, options=options_of(tmp_path, 8), seed=1)
-    plain = spec_of(tmp_path / "a.jsonl", chat_template="plain", separator=" ")
+    plain = conversation_spec(tmp_path / "a.jsonl", chat_template="plain", separator=" ")
     source = open_training([plain], tokenizer=bare, options=options_of(tmp_path, 400), seed=1)
     text = bare.decode(source.next_sample().tokens_S1)
     assert "ask 0.0  say 0.0.<|endoftext|>" in text
     path = tmp_path / "broken.jinja"
     path.write_text("{% for %}")
-    broken = spec_of(tmp_path / "a.jsonl", chat_template=str(path))
+    broken = conversation_spec(tmp_path / "a.jsonl", chat_template=str(path))
     with pytest.raises(DataError, match="broken.jinja: line 1"):
         open_training([broken], tokenizer=bare, options=options_of(tmp_path, 8), seed=1)
-    missing = spec_of(tmp_path / "a.jsonl", chat_template=str(tmp_path / "no.jinja"))
+    missing = conversation_spec(tmp_path / "a.jsonl", chat_template=str(tmp_path / "no.jinja"))
     with pytest.raises(DataError, match=r"no\.jinja: cannot be read"):
         open_training([missing], tokenizer=bare, options=options_of(tmp_path, 8), seed=1)
     assert template_of("plain").render(turns("a", "b"), None) == "a\nb<|endoftext|>"

@@ -23,17 +23,8 @@ class Live:
         return [None] * len(batches)
 
 
-class Stored(StoredTeacher):
+class Stored(Live, StoredTeacher):
     """A store that notes its turn."""
-
-    def __init__(self, name: str, turns: list[str]) -> None:
-        self._name = name
-        self._turns = turns
-
-    def signals(self, batches: Sequence[Batch]) -> Sequence[None]:
-        """Note the turn."""
-        self._turns.append(self._name)
-        return [None] * len(batches)
 
 
 def test_stores_have_their_turn_before_every_live_teacher() -> None:
