@@ -55,13 +55,20 @@ class Trace(TorchDispatchMode):
         return result
 
     def _count(self, result: Any) -> None:
-        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
+        """Add the storages of a result; the bytes alive grow with a new one only."""
+        has_grown = False
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+                continue
+            storage = leaf.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            known = self._live.get(key)
+            if key not in self._known and (known is None or known[1] != size):
+                self._live[key] = (StorageWeakRef(storage), size)
+                has_grown = True
+        if has_grown:
+            self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+            self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
 
 
 class HostWaits(TorchDispatchMode):

@@ -57,7 +57,8 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ["TP2+sequence"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS)
 def test_twenty_steps_are_those_of_one_rank(train: Runner, case: str) -> None:
     name = "moe" if case == "EP2" else "dense"
     world, overrides = layout(case)
@@ -85,6 +86,7 @@ TERMS = """objective.terms=[
 
 # The model, the changes that one rank makes as well, and those of the other run.
 COMBINATIONS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
+    "TP2+sequence": ("dense", (), ()),
     "one rank, no accumulation": ("dense", (), ("train.micro_batch_size=8",)),
     "DP2, overlapped parameter gather": ("dense", (), ("optimizer.overlap_param_gather=true",)),
     "DP2xPP2+virtual, overlapped parameter gather": (
@@ -114,7 +116,7 @@ COMBINATIONS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick_and_slow(COMBINATIONS, ["EP2xPP2, mixture"]))
+@pytest.mark.parametrize("case", quick_and_slow(COMBINATIONS, ["TP2+sequence", "EP2xPP2, mixture"]))
 def test_combinations_are_those_of_one_rank(train: Runner, case: str) -> None:
     name, common, own = COMBINATIONS[case]
     world, overrides = layout(case)

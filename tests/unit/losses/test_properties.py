@@ -22,7 +22,7 @@ from tests.reference.distillation import cross_entropy
 from tests.reference.logits import logit_pair
 from tests.support.divergence_runs import NAMES, PROPER, SUPPORTS, signal_of, solved, term_of
 
-FEW = settings(max_examples=15, deadline=None)
+FEW = settings(max_examples=10, deadline=None)
 EACH = pytest.mark.parametrize("name", NAMES)
 
 

@@ -162,7 +162,9 @@ def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("backward_on_cpu")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5))]
+)
 def test_flex_masks_and_caps_are_the_definition(seed: int) -> None:
     attend = partial(flex.attend_with, flex_attention.flex_attention)
     assert_is_definition(attend, random_case(seed, softcap=True))

@@ -103,6 +103,7 @@ def run_files(output: Path) -> list[Path]:
     return sorted(output.glob("wandb/offline-run-*/run-*.wandb"))
 
 
+@pytest.mark.slow
 def test_wandb_offline_writes_a_run_without_network_and_goes_on_under_its_id(
     tmp_path: Path, no_network: None
 ) -> None:

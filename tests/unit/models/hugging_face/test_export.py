@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +90,30 @@ def test_a_writer_that_is_used_wrongly_raises(tmp_path: Path, wrong: str) -> Non
         )
 
 
+@cache
+def parameters_of(name: str) -> tuple[Any, Any, int]:
+    """The family of a model, its architecture, and its parameters in `transformers`."""
+    import transformers
+
+    from megatron_distill.models.hugging_face.families import families
+
+    model_type, entries = MODELS[name]
+    family = families()[model_type]
+    config = transformers.AutoConfig.for_model(model_type, **entries)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return family, family.architecture(config), sum(p.numel() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["llama3.1", "gpt2", "mixtral"])
 @given(cap=st.integers(1, 200_000), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=25, deadline=None)
 def test_no_file_exceeds_the_cap_unless_one_tensor_does(
     name: str, cap: int, dtype: torch.dtype
 ) -> None:
-    import transformers
-
     from megatron_distill.models.hugging_face.export import _index, plan_files
-    from megatron_distill.models.hugging_face.families import families
 
-    model_type, entries = MODELS[name]
-    family = families()[model_type]
-    config = transformers.AutoConfig.for_model(model_type, **entries)
-    architecture = family.architecture(config)
+    family, architecture, parameters = parameters_of(name)
     files = plan_files(family, architecture, dtype_of=lambda key: dtype, max_shard_bytes=cap)
     total = 0
     for file in files:
@@ -113,9 +123,7 @@ def test_no_file_exceeds_the_cap_unless_one_tensor_does(
         total += size
     for first, second in zip(files, files[1:], strict=False):
         assert first.nbytes + second.units[0].nbytes > cap, "a file ended too early"
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert total == sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    assert total == parameters * dtype.itemsize
     names = [name for file in files for name in file.entries]
     assert len(names) == len(set(names))
     index = json.loads(_index(files))
