@@ -12,7 +12,12 @@ from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.samples import State
 from megatron_distill.data.text.documents import Document
-from megatron_distill.data.text.stream import Block, DocumentMark, document_batches
+from megatron_distill.data.text.stream import (
+    Block,
+    DocumentMark,
+    StreamPosition,
+    document_batches,
+)
 from megatron_distill.data.worker_processes import WorkerPool
 from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
@@ -57,13 +62,19 @@ class Unaligned:
     """Counts what tokenizers cannot express: unaligned documents, and unknown tokens.
 
     More than a share of such documents is an error. Unknown tokens are warned of once.
+
+    Attributes:
+        name: of the source.
+        share: largest share.
+        documents: counted so far.
+        count: those of them that cannot be aligned.
     """
 
     def __init__(self, name: str, share: float) -> None:
         self.documents = 0
         self.count = 0
-        self._name = name
-        self._share = share
+        self.name = name
+        self.share = share
         self._last = ""
         self._unknown = UnknownTokens()
 
@@ -79,15 +90,15 @@ class Unaligned:
             self.count += 1
             self._last = f"{place}: {found}"
             if self.count <= _REPORTED or self.count.bit_count() == 1:
-                _LOG.warning("%s: left out: %s", self._name, self._last)
+                _LOG.warning("%s: left out: %s", self.name, self._last)
             check_unaligned(
-                *(self.count, self.documents, self._share),
-                name=self._name,
+                *(self.count, self.documents, self.share),
+                name=self.name,
                 unit="document",
                 last=self._last,
             )
         if self.documents == _FEWEST_JUDGED and self._unknown:
-            _LOG.warning("%s: %s", self._name, self._unknown)
+            _LOG.warning("%s: %s", self.name, self._unknown)
 
 
 @dataclass
@@ -140,6 +151,43 @@ class RecordsOfDocuments:
             )
 
 
+@dataclass
+class EpochCount:
+    """Counts the documents of the epoch that a stream is in, by what becomes of them.
+
+    A stream without one document that is used must end: no sample would ever be full, and its files
+    be read again and again.
+    """
+
+    epoch: int
+    is_whole: bool  # whether its first document was seen
+    documents: int = 0
+    unaligned: int = 0
+    absent: int = 0  # that a store has none of
+    last: str = ""
+
+    @classmethod
+    def begun(cls, position: StreamPosition) -> EpochCount:
+        """The count at the first document of a stream or epoch."""
+        is_first = position.block == position.document == 0
+        return cls(position.epoch, is_first)
+
+    def require_used(self, name: str, share: float) -> None:
+        """Raise DataError if the epoch, seen as a whole, had no document to be used."""
+        if not self.is_whole or self.documents > self.unaligned + self.absent:
+            return
+        reasons = {
+            "have no chunk that both tokenizers share": self.unaligned,
+            "are not in teacher.store": self.absent,
+        }
+        found = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+        raise DataError(
+            f"data.max_unaligned={share:g}: no sample can be made of data source {name}: of the "
+            f"{counted(self.documents, 'document')} of an epoch {found}; the last is {self.last}. "
+            "Correct data.sources and both tokenizers, or remove this source"
+        )
+
+
 @dataclass(frozen=True)
 class TwoTokenizers:
     """Documents in the student's and the teacher's tokens; a `Tokenization`.
@@ -181,6 +229,7 @@ class TwoTokenizers:
     def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[AlignedDocument, DocumentMark]]:
         """See `Tokenization`; a document that cannot be aligned is left out and counted."""
         in_work: deque[list[tuple[Document, DocumentMark]]] = deque()
+        count: EpochCount | None = None
 
         def texts() -> Iterator[_Texts]:
             for block in blocks:
@@ -191,12 +240,27 @@ class TwoTokenizers:
         with self.pool.results(texts()) as results:
             for found in results:
                 for (document, mark), item in zip(in_work.popleft(), found, strict=True):
-                    self.unaligned.add(document.place, item)
-                    if not isinstance(item, AlignedDocument):
-                        continue
-                    joined = item if self.records is None else self.records.joined(document, item)
+                    if count is None or mark.position.epoch != count.epoch:
+                        if count is not None:
+                            count.require_used(self.unaligned.name, self.unaligned.share)
+                        count = EpochCount.begun(mark.position)
+                    joined = self._joined(document, item, count)
                     if joined is not None:
                         yield joined, mark
+
+    def _joined(
+        self, document: Document, item: AlignedDocument | DataError, count: EpochCount
+    ) -> AlignedDocument | None:
+        """The document with its records, if it is joined with a store; None if it is left out."""
+        self.unaligned.add(document.place, item)
+        count.documents += 1
+        count.last = document.place
+        if not isinstance(item, AlignedDocument):
+            count.unaligned += 1
+            return None
+        joined = item if self.records is None else self.records.joined(document, item)
+        count.absent += joined is None
+        return joined
 
 
 def encoding_pool(encoder: PairEncoder, workers: int) -> EncodingPool:

@@ -348,7 +348,15 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "raise data.max_unaligned",
         ),
     ),
-}
+    "no document with a chunk": (
+        ("teacher.tokenizer.path={foreign}", "objective.terms=[{{alignment: likelihood}}]",
+         "data.max_unaligned=1"),
+        (
+            "data.max_unaligned=1: no sample can be made of data source ",
+            "have no chunk that both tokenizers share; the last is {corpus}:",
+        ),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -180,6 +180,32 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
     assert "raise data.max_unaligned" in text
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_without_one_alignable_document_is_an_error_with_any_share(
+    tmp_path: Path, workers: int
+) -> None:
+    # Every chunk has an unknown token: no sample would ever be full.
+    student, teacher = tokenizer_of("sp_nfkc"), tokenizer_of(KINDS[0])
+    rows = tmp_path / "rows.jsonl"
+    text = "\N{GRINNING FACE}"
+    rows.write_text("".join(json.dumps({"text": text * n}) + "\n" for n in range(1, 8)))
+    reading = TeacherReading(teacher, 40, max_unaligned=1.0, workers=workers)
+    spec = SourceSpec("jsonl", (str(rows),))
+    given = replace(options(teacher, shuffle_buffer=3), teacher=reading)
+    source = open_training([spec], tokenizer=student, options=given, seed=3)
+    with pytest.raises(DataError) as caught:
+        source.next_sample()
+    assert str(caught.value).startswith(
+        f"data.max_unaligned=1: no sample can be made of data source {spec.name}: of the 7 "
+        f"documents of an epoch 7 have no chunk that both tokenizers share; the last is {rows}:"
+    )
+    # One of the epoch's documents is enough to go on.
+    with rows.open("a") as file:
+        file.write(json.dumps({"text": "plain words"}) + "\n")
+    source = open_training([spec], tokenizer=student, options=given, seed=3)
+    assert all(one.teacher is not None for one in (source.next_sample() for _ in range(5)))
+
+
 def test_chunks_with_unknown_tokens_are_in_no_loss_and_their_share_is_warned_of(
     tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

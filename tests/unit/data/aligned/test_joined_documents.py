@@ -268,12 +268,27 @@ def test_texts_of_another_corpus_are_an_error_with_any_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # No sample would ever be full: the stream would be read again and again.
-    monkeypatch.setattr("megatron_distill.data.aligned.stream._MOST_ABSENT", 130)
+    monkeypatch.setattr("megatron_distill.data.aligned.stream._MOST_ABSENT", 20)
     store_of(tmp_path / "store", spec, teacher, samples=20)
     other = written(tmp_path / "other.jsonl", [text + "." for text in TEXTS])
     samples = joined(tmp_path / "store", other, student, teacher, share=1.0)
-    with pytest.raises(DataError, match=r"has none of the first 130 documents of .*other\.jsonl"):
+    with pytest.raises(DataError, match=r"has none of the first 20 documents of .*other\.jsonl"):
         next(samples)
+
+
+def test_a_small_corpus_without_a_document_of_the_store_ends_with_its_first_epoch(
+    student: Tokenizer, teacher: Tokenizer, spec: SourceSpec, tmp_path: Path
+) -> None:
+    store_of(tmp_path / "store", spec, teacher, samples=20)
+    other = written(tmp_path / "other.jsonl", [text + "." for text in TEXTS])
+    samples = joined(tmp_path / "store", other, student, teacher, share=1.0)
+    with pytest.raises(DataError) as caught:
+        next(samples)
+    assert str(caught.value).startswith(
+        f"data.max_unaligned=1: no sample can be made of data source {other.name}: of the "
+        f"{len(TEXTS)} documents of an epoch {len(TEXTS)} are not in teacher.store; the last is "
+        f"{tmp_path / 'other.jsonl'}:"
+    )
 
 
 def test_a_store_without_the_begin_of_text_names_the_setting(
