@@ -1,6 +1,6 @@
 """Stores: a teacher's outputs on disk, written by any number of processes, read by sample id."""
 
-from megatron_distill.store.binary import pack, unpack
+from megatron_distill.store.binary import cut_to_rows, pack, unpack
 from megatron_distill.store.documents import DocumentIndex
 from megatron_distill.store.drawn_entries import DrawnEntries, draw_ids, sampled_signal
 from megatron_distill.store.manifest import Manifest, ShardProof, Totals
@@ -64,6 +64,7 @@ __all__ = [
     "convert_maxtext",
     "cut_to_k",
     "cut_to_mass",
+    "cut_to_rows",
     "draw_ids",
     "find_stores",
     "measure_codec",

@@ -11,6 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,11 +38,13 @@ from megatron_distill.store.records import (
     clamped,
     cut_to_k,
     header_is_intact,
+    record_at,
 )
 
 __all__ = [
     "RecordFile",
     "RecordFileWriter",
+    "cut_to_rows",
     "decode",
     "decode_tokens",
     "largest_record_bytes",
@@ -187,6 +190,17 @@ def decode(packed: bytes, header: Header, k: int | None = None) -> SampleRecord:
         student=tokens.student,
     )
     return record if k is None else cut_to_k(record, k)
+
+
+def cut_to_rows(packed: bytes, rows_n: NDArray[np.int64], settings: CaptureSettings) -> bytes:
+    """The bytes of a checked record at some positions, of a store with these settings.
+
+    `unpack` gives the values of the whole record to the bit: they are written in fp32, since a
+    lossy codec would round them again. See `record_at` for the tokens.
+    """
+    header = Header.of(packed)
+    exact = replace(settings, codec="f32", sequence_length=len(rows_n))
+    return pack(record_at(decode(packed, header), rows_n), exact, header.uid)
 
 
 def decode_tokens(packed: bytes, header: Header) -> SampleTokens:

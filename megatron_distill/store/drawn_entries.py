@@ -302,6 +302,10 @@ class DrawnEntries:
         """All draws: they have no rank."""
         return self
 
+    def at(self, rows_n: NDArray[np.int64]) -> DrawnEntries:
+        """See `Entries`."""
+        return DrawnEntries(self.ids_SM[rows_n], self.counts_SM[rows_n])
+
 
 sampled_signal = DrawnEntries.signal
 

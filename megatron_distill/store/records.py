@@ -48,6 +48,7 @@ __all__ = [
     "count_dtype",
     "cut_to_k",
     "header_is_intact",
+    "record_at",
     "trained_positions",
     "used_mask",
 ]
@@ -163,6 +164,10 @@ class PositionScalars:
     log_sum_exp_S: Floats
     entropy_S: Floats
     label_log_prob_S: Floats
+
+    def at(self, rows_n: NDArray[np.int64]) -> PositionScalars:
+        """The numbers of some positions."""
+        return PositionScalars(*(values[rows_n] for values in vars(self).values()))
 
 
 class EntrySettings(Protocol):
@@ -356,6 +361,10 @@ class Entries(Protocol):
         """The first k ids of each position where they are ranked, else all of them."""
         ...
 
+    def at(self, rows_n: NDArray[np.int64]) -> Self:
+        """The entries of some positions."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class StudentTokens:
@@ -411,6 +420,23 @@ class SampleRecord:
     entries: Entries
     scalars: PositionScalars | None
     student: StudentTokens | None = None
+
+
+def record_at(record: SampleRecord, rows_n: NDArray[np.int64]) -> SampleRecord:
+    """The record at some positions, of a record without a student's tokens.
+
+    Its tokens are the labels of these positions, behind the token of the first one.
+    """
+    assert record.student is None, "chunks of a student are numbered over a whole record"
+    tokens_n1 = np.append(rows_n[:1], rows_n + 1)
+    return SampleRecord(
+        record.sample_id,
+        record.tokens_S1[tokens_n1],
+        record.document_ids_S1[tokens_n1],
+        record.flags_S1[tokens_n1],
+        record.entries.at(rows_n),
+        None if record.scalars is None else record.scalars.at(rows_n),
+    )
 
 
 def trained_positions(record: SampleRecord) -> NDArray[np.bool_]:

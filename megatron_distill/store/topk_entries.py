@@ -318,6 +318,19 @@ class TopKEntries:
             n_kept_S=None if self.n_kept_S is None else np.minimum(self.n_kept_S, k),
         )
 
+    def at(self, rows_n: NDArray[np.int64]) -> TopKEntries:
+        """See `Entries`."""
+        sums, tails = self.log_sum_exp_TS, self.log_tail_TS
+        return replace(
+            self,
+            ids_SK=self.ids_SK[rows_n],
+            log_probs_SK=self.log_probs_SK[rows_n],
+            log_tail_S=None if self.log_tail_S is None else self.log_tail_S[rows_n],
+            n_kept_S=None if self.n_kept_S is None else self.n_kept_S[rows_n],
+            log_sum_exp_TS=None if sums is None else sums[:, rows_n],
+            log_tail_TS=None if tails is None else tails[:, rows_n],
+        )
+
     def head(self, mass: float, scalars: PositionScalars | None) -> TopKEntries:
         """The shortest head of each position whose mass is at least `mass`, or all of it.
 

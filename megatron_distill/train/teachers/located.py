@@ -1,8 +1,6 @@
-"""Signals at single positions of records, for samples that are joined with a store by documents."""
+"""Single positions of records, for samples that are joined with a store by documents."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +8,7 @@ from numpy.typing import NDArray
 from megatron_distill.errors import StoreError
 from megatron_distill.store import SampleTokens
 
-__all__ = ["record_rows", "require_tokens_at", "wanted_records"]
+__all__ = ["record_rows", "require_tokens_at", "wanted_records", "wanted_rows"]
 
 Places = NDArray[np.int32]
 """Record and position of each label of a micro-batch, int32 [b, s, 2]; -1 for none."""
@@ -22,14 +20,21 @@ def wanted_records(places_bs2: Places) -> tuple[int, ...]:
     return tuple(numbers[numbers >= 0].tolist())
 
 
-def record_rows(places_bs2: Places, numbers: Sequence[int], length: int) -> NDArray[np.int64]:
-    """The row of each label among the rows of its micro-batch's records, `length` of each.
+def wanted_rows(places_bs2: Places, number: int) -> NDArray[np.int64]:
+    """The positions of a record that a micro-batch needs, ascending."""
+    positions = places_bs2[..., 1][places_bs2[..., 0] == number]
+    return np.unique(positions).astype(np.int64)
+
+
+def record_rows(places_bs2: Places) -> NDArray[np.int64]:
+    """The row of each label among the wanted rows of its micro-batch's records, one after another.
 
     A label without a record has row 0, which no loss uses.
     """
-    places_n2 = places_bs2.reshape(-1, 2).astype(np.int64)
-    slots = np.searchsorted(np.array(numbers, np.int64), places_n2[:, 0])
-    return np.where(places_n2[:, 0] < 0, 0, slots * length + places_n2[:, 1])
+    numbers_n, positions_n = places_bs2.reshape(-1, 2).astype(np.int64).T
+    keys_n = (numbers_n << 32) + positions_n
+    wanted = np.unique(keys_n[numbers_n >= 0])
+    return np.where(numbers_n < 0, 0, np.searchsorted(wanted, keys_n))
 
 
 def require_tokens_at(

@@ -21,11 +21,12 @@ from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import Recorded
-from megatron_distill.store import CaptureSettings, SampleTokens, StoreSet, unpack
+from megatron_distill.store import CaptureSettings, SampleTokens, StoreSet, cut_to_rows, unpack
 from megatron_distill.train.teachers.located import (
     record_rows,
     require_tokens_at,
     wanted_records,
+    wanted_rows,
 )
 from megatron_distill.train.teachers.record_signals import (
     blank_record,
@@ -38,6 +39,7 @@ __all__ = [
     "JoinedSamples",
     "StoredTeacher",
     "on_device",
+    "read_records",
     "recorded_signal",
     "require_same_tokens",
     "stored_metrics",
@@ -128,7 +130,9 @@ class StoredTeacher:
         step = _Step(batches, [HostBatch.of(batch, self._joined) for batch in batches])
         if self._stores is not None:
             alone = self._joined is None
-            step.reading = self._thread.submit(_read, self._stores, step.on_host, is_alone=alone)
+            step.reading = self._thread.submit(
+                read_records, self._stores, step.on_host, is_alone=alone
+            )
         return step
 
     def _decode(self, packed: Sequence[bytes], batches: Sequence[HostBatch]) -> list[Recorded]:
@@ -167,19 +171,18 @@ class StoredTeacher:
         step.decoding = self._thread.submit(self._decode, packed, step.on_host)
 
 
-def _read(stores: StoreSet, batches: Sequence[HostBatch], *, is_alone: bool) -> list[bytes]:
+def read_records(
+    stores: StoreSet, batches: Sequence[HostBatch], *, is_alone: bool = True
+) -> list[bytes]:
     """Records of all samples, micro-batch by micro-batch, each checked against its row's tokens.
 
-    is_alone: see `require_same_tokens`.
+    Records of samples that are joined by documents are cut to the rows that the micro-batch needs:
+    a sample may need a few rows of each of many records. is_alone: see `require_same_tokens`.
     """
     packed = []
     for batch in batches:
         if batch.places_bs2 is not None:
-            for number in batch.record_numbers:
-                content, tokens = stores.packed_with_tokens(number)
-                given, place = (batch.tokens_bs, batch.labels_bs), stores.place(number)
-                require_tokens_at(tokens, number, batch.places_bs2, given, place)
-                packed.append(content)
+            packed += [_rows_of(stores, number, batch) for number in batch.record_numbers]
             continue
         for row, number in enumerate(batch.sample_ids):
             if not batch.is_trained_b[row]:
@@ -190,6 +193,14 @@ def _read(stores: StoreSet, batches: Sequence[HostBatch], *, is_alone: bool) -> 
             require_same_tokens(tokens, batch, row, place, is_alone=is_alone)
             packed.append(content)
     return packed
+
+
+def _rows_of(stores: StoreSet, number: int, batch: HostBatch) -> bytes:
+    assert batch.places_bs2 is not None, "the samples are joined by documents"
+    content, tokens = stores.packed_with_tokens(number)
+    given, place = (batch.tokens_bs, batch.labels_bs), stores.place(number)
+    require_tokens_at(tokens, number, batch.places_bs2, given, place)
+    return cut_to_rows(content, wanted_rows(batch.places_bs2, number), stores.stores[0].settings)
 
 
 def _broadcast(
@@ -346,16 +357,17 @@ def recorded_signal(
 ) -> Recorded:
     """Return the signal of a micro-batch for each term, at this rank's positions.
 
-    `packed` holds checked records, empty for a row that is not trained. Stores of older releases
-    may have ids of padding, from `vocab_size` on; see `TopK.within` and `Sampled.within`.
+    `packed` holds the records of `read_records`, empty for a row that is not trained. Stores of
+    older releases may have ids of padding, from `vocab_size` on; see `TopK.within` and
+    `Sampled.within`.
     """
     if batch.places_bs2 is not None:
-        numbers, length = batch.record_numbers, settings.sequence_length
+        blank = blank_record(replace(settings, sequence_length=1), 0)
         return signal_of_rows(
-            [unpack(content, is_checked=True) for content in packed] or [blank_record(settings, 0)],
+            [unpack(content, is_checked=True) for content in packed] or [blank],
             terms,
             settings,
-            record_rows(batch.places_bs2, numbers, length),
+            record_rows(batch.places_bs2),
             vocab_size=vocab_size,
             labels_bs=batch.labels_bs,
         )

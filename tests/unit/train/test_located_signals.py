@@ -1,6 +1,12 @@
-"""Signals of samples that find their records by documents: each label has its own position."""
+"""Signals of samples that find their records by documents: each label has its own position.
+
+Memory is that of the rows that a sample uses, in however many records they are.
+"""
 
 from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +18,18 @@ from megatron_distill.errors import StoreError
 from megatron_distill.losses import ChunkTerm
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import TopK
-from megatron_distill.store import CaptureSettings, SampleRecord, SampleTokens, pack, unpack
-from megatron_distill.train.teachers.located import require_tokens_at
-from megatron_distill.train.teachers.stored import HostBatch, recorded_signal
-from tests.support.store_samples import settings, tokens_of, top_k_of
+from megatron_distill.store import (
+    CaptureSettings,
+    SampleRecord,
+    SampleTokens,
+    StoreSet,
+    cut_to_rows,
+    pack,
+    unpack,
+)
+from megatron_distill.train.teachers.located import require_tokens_at, wanted_rows
+from megatron_distill.train.teachers.stored import HostBatch, read_records, recorded_signal
+from tests.support.store_samples import made_up, settings, tokens_of, top_k_of, write_store
 
 UID = b"12345678"
 LENGTH = 12  # of the teacher's side; records have 16 positions
@@ -67,13 +81,18 @@ def test_each_label_has_the_values_of_its_place(ranks: int) -> None:
     whole = batch_of(sample_of(RUNS[0]), sample_of(RUNS[1]))
     host = HostBatch.of(whole if ranks == 1 else whole.context_shard(1, ranks))
     assert host.record_numbers == (4, 6, 9)
-    packed = [pack(RECORDS[number], exact(), UID) for number in host.record_numbers]
+    assert host.places_bs2 is not None
+    packed = [
+        cut_to_rows(
+            pack(RECORDS[number], exact(), UID), wanted_rows(host.places_bs2, number), exact()
+        )
+        for number in host.record_numbers
+    ]
     found = recorded_signal(packed, host, TERMS, exact(), vocab_size=40)
     likelihood, common = found.by_term
     assert isinstance(likelihood, TopK)
     assert isinstance(common, TopK)
     assert common.temperature == 2.0
-    assert host.places_bs2 is not None
     labels = 0
     alone = {
         number: exact().kind.signal([unpack(pack(record, exact(), UID))], temperature=2.0)
@@ -122,3 +141,75 @@ def test_other_tokens_at_a_place_are_an_error(wrong: str) -> None:
         require_tokens_at(
             SampleTokens(tokens, documents, record.flags_S1), 6, host.places_bs2, given, "here"
         )
+
+
+def scattered(records: int, labels: int, length: int) -> Batch:
+    """A sample whose labels are dealt out to records in turn: pairs of tokens, one each."""
+    wanted = large(length)
+    own: list[int] = []
+    places: list[list[int]] = []
+    for label in range(labels):
+        number = label % records
+        found = tokens_of(number, wanted)
+        documents = found["document_ids_S1"]
+        is_same = (documents[:-1] == documents[1:]) & (documents[:-1] >= 0)
+        position = int(np.flatnonzero(is_same)[7 * (label // records)])
+        own += found["tokens_S1"][position : position + 2].tolist()
+        places += [[-1, -1], [number, position]]
+    places_U12 = np.array(places, np.int32)
+    is_label = places_U12[:, 0] >= 0
+    chunks = np.where(is_label, np.cumsum(is_label) - 1, NO_CHUNK).astype(np.int32)
+    tokens_U1 = np.array(own, np.int32)
+    documents_U1 = np.arange(2 * labels, dtype=np.int32) // 2
+    flags = np.full(2 * labels, 3, np.uint8)
+    other = TeacherTokens(tokens_U1, documents_U1, chunks, chunks, places_U12)
+    return batch_of(Sample(tokens_U1, documents_U1, flags, 0, teacher=other))
+
+
+def large(length: int) -> CaptureSettings:
+    return settings(k=64, sequence_length=length)
+
+
+def traced(folder: Path, batch: Batch, length: int) -> tuple[int, int, int]:
+    """Bytes that the read records hold; the largest number while reading, and while decoding."""
+    host = HostBatch.of(batch)
+    assert host.places_bs2 is not None
+    terms = [ChunkTerm("likelihood"), ChunkTerm("common", top_k=40)]
+    stores = StoreSet.open([str(folder)])
+    read_records(stores, [host])  # what is made once is no part of the figures
+    tracemalloc.start()
+    try:
+        packed = read_records(stores, [host])
+        held, of_reading = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        found = recorded_signal(packed, host, terms, large(length), vocab_size=131_073)
+        of_decoding = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        stores.close()
+    assert found.label_log_prob is not None
+    for label, (number, position) in enumerate(host.places_bs2.reshape(-1, 2).tolist()):
+        if number >= 0:
+            scalars = made_up(number, large(length)).scalars
+            assert scalars is not None
+            expected = scalars.label_log_prob_S.astype(np.float16)[position]
+            assert float(found.label_log_prob[label]) == float(expected)
+    return held, of_reading, of_decoding
+
+
+def test_memory_is_that_of_the_rows_and_not_of_their_records(tmp_path: Path) -> None:
+    length, labels = 512, 24
+    write_store(tmp_path, large(length), samples=24, per_shard=24)
+    one_record = length * 64 * 8  # ids and log-probabilities, decoded
+    of_rows = labels * 64 * 8
+    figures = {
+        records: traced(tmp_path, scattered(records, labels, length), length)
+        for records in (4, 12, 24)
+    }
+    for held, of_reading, of_decoding in figures.values():
+        assert held < 3 * of_rows + 24 * 1024  # with the headers of at most 24 records
+        assert of_reading < 6 * one_record  # one record at a time
+        assert of_decoding < 12 * of_rows + 64 * 1024
+    # Six times as many records take no more than their headers.
+    assert figures[24][0] - figures[4][0] < 24 * 512
+    assert figures[24][1] < 1.1 * figures[4][1]
