@@ -7,7 +7,8 @@
     python tools/teacher_store.py convert --from maxtext part_*.array_record --to stores/code \\
         --vocab-size 128256
 
-`repair` moves bad shards to quarantine/; running the capture again rewrites them.
+`repair` moves bad shards and bad lists of documents to quarantine/; running the capture again
+rewrites them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from megatron_distill.commands.command import Command, spelled
+from megatron_distill.errors import counted
 from megatron_distill.store import (
     UNKNOWN,
     Identity,
@@ -33,7 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("inspect", _inspect, "size, settings and identities of a store"),
         ("verify", _verify, "read every record and list every problem"),
         ("stats", _stats, "stored mass, entropy, cross-entropy and number of ids of the teacher"),
-        ("repair", _repair, "verify, and move bad shards to quarantine/"),
+        ("repair", _repair, "verify, and move bad shards and bad lists to quarantine/"),
     ):
         action = actions.add_parser(name, help=description, description=description)
         action.add_argument("store", type=Path, metavar="DIR")
@@ -127,10 +128,13 @@ def _histogram(totals: Totals) -> Iterator[tuple[str, float]]:
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     report = _read_all(arguments.store, console)
-    if report.problems:
+    again = f"{spelled(arguments, 'store')} repair {arguments.store} moves"
+    if any(not problem.is_of_list for problem in report.problems):
+        console.print(f"{again} the bad shards away; the capture, run again, writes them anew")
+    if report.bad_lists:
         console.print(
-            f"{spelled(arguments, 'store')} repair {arguments.store} moves the bad shards away; "
-            "the capture, run again, writes them anew"
+            f"{again} the bad lists of documents away; the capture, run again, writes them anew "
+            "from the texts, and runs no teacher. Until then records are found by number alone"
         )
     return 1 if report.problems else 0
 
@@ -141,6 +145,10 @@ def _repair(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"moved to {moved}")
     if report.bad_shards or report.missing:
         console.print("run the capture again: it writes the missing shards and finishes the store")
+    if report.bad_lists:
+        console.print(
+            "run the capture again: it writes the missing lists of documents, and runs no teacher"
+        )
     return 0
 
 
@@ -153,10 +161,11 @@ def _read_all(store: Path, console: Console) -> VerificationReport:
             console.print(f"{problem.file}: {sample}{problem.text}")
         if len(report.problems) > SHOWN_PROBLEMS:
             console.print(f"and {len(report.problems) - SHOWN_PROBLEMS:,} more")
+    lists = f", {counted(len(report.bad_lists), 'bad list')}" if report.bad_lists else ""
     console.print(
         f"{report.samples:,} of {report.plan.samples:,} samples are good; "
         f"{len(report.problems):,} problems, {len(report.bad_shards):,} bad shards, "
-        f"{len(report.missing):,} missing"
+        f"{len(report.missing):,} missing{lists}"
     )
     return report
 
@@ -205,7 +214,8 @@ COMMAND = Command(
     megatron-distill store convert --from maxtext part_*.array_record --to stores/code \\
         --vocab-size 128256
 
-`repair` moves bad shards to quarantine/; the capture, run again, writes them anew.""",
+`repair` moves bad shards and bad lists of documents to quarantine/; the capture, run again, writes
+them anew.""",
     add_arguments=_add_arguments,
     run=_run,
     has_actions=True,

@@ -21,10 +21,10 @@ from megatron_distill.store.plan import (
     VERSION,
     Plan,
     read_bytes,
-    repair_advice,
     require_version,
     sealed,
     shard_folder,
+    sidecar_name,
     unsealed,
 )
 from megatron_distill.store.reader import StoreSet
@@ -36,7 +36,10 @@ __all__ = [
     "has_documents",
     "load_documents",
     "pieces_of_sample",
+    "list_advice",
     "publish_documents",
+    "runs_of_sample",
+    "unlisted_shards",
 ]
 
 # A piece: consecutive tokens of one document in one record. `sample` counts in the shard, `place`
@@ -59,20 +62,39 @@ def documents_name(shard: int) -> str:
     return f"documents-{shard:06d}.json"
 
 
+def list_advice(store: Path) -> str:
+    """The advice at the end of a message about a list: the records do not depend on it."""
+    return (
+        f"restore the file from a copy, or start the capture of {store} again, which reads the "
+        "texts and writes the list anew without running the teacher"
+    )
+
+
+def runs_of_sample(
+    document_ids_S1: Integers, documents: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first place and the number of tokens of each document of a sample.
+
+    Documents are numbered from 0, and padding is last. documents: at least so many are counted.
+    """
+    counts = np.bincount(document_ids_S1[document_ids_S1 >= 0], minlength=documents)
+    return np.cumsum(counts) - counts, counts
+
+
 def pieces_of_sample(
     sample: int, document_ids_S1: Integers, parts: Sequence[tuple[bytes, int]]
 ) -> Pieces:
     """The pieces of a sample: of each document its digest and the number of its first token.
 
-    `sample`: its number in the shard. Documents are numbered from 0, and padding is last.
+    `sample`: its number in the shard. See `runs_of_sample`.
     """
-    counts = np.bincount(document_ids_S1[document_ids_S1 >= 0], minlength=len(parts))
+    places, counts = runs_of_sample(document_ids_S1, len(parts))
     assert len(counts) == len(parts), "each document of a sample has a digest"
     found = np.zeros(len(parts), PIECE)
     digests = [int.from_bytes(digest, "big") for digest, _ in parts]
     found["digest"] = np.array(digests, np.uint64)
     found["sample"] = sample
-    found["place"] = np.cumsum(counts) - counts
+    found["place"] = places
     found["first"] = [first for _, first in parts]
     found["count"] = counts
     return found
@@ -101,9 +123,27 @@ def has_documents(folder: Path) -> bool:
     return any(shard_folder(folder).glob("documents-*.json"))
 
 
+def unlisted_shards(folder: Path, plan: Plan) -> list[int]:
+    """Existing shards whose list is missing or damaged, ascending."""
+    return [
+        shard
+        for shard in range(plan.shards)
+        if (shard_folder(folder) / sidecar_name(shard)).exists()
+        and not _is_listed(folder, plan, shard)
+    ]
+
+
+def _is_listed(folder: Path, plan: Plan, shard: int) -> bool:
+    try:
+        load_documents(folder, plan, shard)
+    except StoreError:
+        return False
+    return True
+
+
 def load_documents(folder: Path, plan: Plan, shard: int) -> Pieces:
     """Read the documents of a shard. Raises StoreError: missing, damaged, or of another one."""
-    path, advice = shard_folder(folder) / documents_name(shard), repair_advice(folder, file=True)
+    path, advice = shard_folder(folder) / documents_name(shard), list_advice(folder)
     value = unsealed(path, advice=advice)
     require_version(path, value)
     if (value.get("capture_uid"), value.get("shard")) != (plan.uid.hex(), shard):
@@ -141,9 +181,10 @@ class DocumentIndex:
             if not has_documents(store.folder):
                 raise StoreError(
                     f"{store.folder}: does not list the documents of its samples, by which records "
-                    "are found for a student with another tokenizer: it was captured by an older "
-                    "release, or without sources of text; capture it again, or capture a store for "
-                    "this student with capture.aligned=true"
+                    "are found for a student with another tokenizer: it was captured before there "
+                    "were lists, or without sources of text; start the same capture again, which "
+                    "writes them without running the teacher, or capture a store for this student "
+                    "with capture.aligned=true"
                 )
             for shard in range(store.plan.shards):
                 pieces = load_documents(store.folder, store.plan, shard).astype(_NUMBERED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,11 +11,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.errors import StoreError
+from megatron_distill.errors import StoreError, counted
 from megatron_distill.runtime.atomic_files import flush_folder, write_errors
 from megatron_distill.store.binary import RecordFile, decode, pack, require_record, unpack
 from megatron_distill.store.codecs import CODECS
-from megatron_distill.store.documents import documents_name, has_documents, load_documents
+from megatron_distill.store.documents import (
+    Pieces,
+    documents_name,
+    has_documents,
+    list_advice,
+    load_documents,
+    runs_of_sample,
+)
 from megatron_distill.store.manifest import Manifest, ShardProof, file_sha256
 from megatron_distill.store.plan import (
     MANIFEST,
@@ -51,12 +58,14 @@ class Problem:
         shard: its number, or None for a file of the whole store.
         sample_id: None if the defect is of the whole file.
         text: description of the defect.
+        is_of_list: whether it is of a list of documents, on which no record depends.
     """
 
     file: str
     shard: int | None
     sample_id: int | None
     text: str
+    is_of_list: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,17 @@ class VerificationReport:
 
     @property
     def bad_shards(self) -> tuple[int, ...]:
-        """Shards with a defect."""
-        return tuple(sorted({p.shard for p in self.problems if p.shard is not None}))
+        """Shards with a defect of their records."""
+        return self._shards(of_lists=False)
+
+    @property
+    def bad_lists(self) -> tuple[int, ...]:
+        """Shards with a defect of their list of documents."""
+        return self._shards(of_lists=True)
+
+    def _shards(self, *, of_lists: bool) -> tuple[int, ...]:
+        found = {one.shard for one in self.problems if one.is_of_list == of_lists}
+        return tuple(sorted(shard for shard in found if shard is not None))
 
 
 def verify(
@@ -106,9 +124,10 @@ def verify(
             missing.append(shard)
         else:
             expected = None if manifest is None else manifest.shards[shard]
-            found = list(_shard_problems(folder, plan, shard, expected))
+            documents: dict[int, Integers] = {}
+            found = list(_shard_problems(folder, plan, shard, expected, documents))
             if lists_documents:
-                found += _document_problems(folder, plan, shard)
+                problems += _list_problems(folder, plan, shard, documents)
             bad_samples = {problem.sample_id for problem in found}
             good += 0 if None in bad_samples else plan.count(shard) - len(bad_samples)
             problems += found
@@ -118,8 +137,13 @@ def verify(
 
 
 def _shard_problems(
-    folder: Path, plan: Plan, shard: int, expected: ShardProof | None
+    folder: Path,
+    plan: Plan,
+    shard: int,
+    expected: ShardProof | None,
+    documents: dict[int, Integers],
 ) -> Iterator[Problem]:
+    """The defects of a shard's records; `documents` gets those of each intact one, by position."""
     path = shard_folder(folder) / data_name(shard)
     name = str(path.relative_to(folder))
     proof: ShardProof | None = expected
@@ -139,21 +163,75 @@ def _shard_problems(
     try:
         if proof is not None and file_sha256(path) != proof.sha256:
             yield Problem(name, shard, None, "its bytes do not match the SHA-256 of its sidecar")
-        yield from _record_problems(file, plan, shard, name, proof)
+        yield from _record_problems(file, plan, shard, name, proof, documents)
     finally:
         file.close()
 
 
-def _document_problems(folder: Path, plan: Plan, shard: int) -> Iterator[Problem]:
+def _list_problems(
+    folder: Path, plan: Plan, shard: int, documents: Mapping[int, Integers]
+) -> Iterator[Problem]:
+    """The defects of a shard's list, and its differences from the records, one per sample.
+
+    documents: of each intact record, by its position in the shard.
+    """
+    path = shard_folder(folder) / documents_name(shard)
+    name = str(path.relative_to(folder))
     try:
-        load_documents(folder, plan, shard)
+        pieces = load_documents(folder, plan, shard)
     except StoreError as error:
-        path = shard_folder(folder) / documents_name(shard)
-        yield Problem(str(path.relative_to(folder)), shard, None, _plain(error, path, folder))
+        yield Problem(name, shard, None, _plain(error, path, folder), is_of_list=True)
+        return
+    ordered = pieces[np.argsort(pieces["sample"], kind="stable")]
+    has_texts_alone = _has_texts_alone(plan)
+    for position, document_ids_S1 in documents.items():
+        begin, end = np.searchsorted(ordered["sample"], [position, position + 1])
+        if begin == end and not has_texts_alone:
+            continue
+        difference = _difference(ordered[begin:end], document_ids_S1)
+        if difference is not None:
+            sample_id = plan.first(shard) + position
+            yield Problem(name, shard, sample_id, difference, is_of_list=True)
+
+
+def _has_texts_alone(plan: Plan) -> bool:
+    """Whether each sample has documents of text: conversations and files of tokens have none."""
+    sources = plan.identity.settings.get("dataset", {}).get("sources", {})
+    return all(
+        "conversation" not in source and source.get("format") != "megatron"
+        for source in sources.values()
+    )
+
+
+def _difference(pieces: Pieces, document_ids_S1: Integers) -> str | None:
+    """The first difference between the pieces that a list has of a record, and its documents."""
+    places, counts = runs_of_sample(document_ids_S1)
+    if len(pieces) != len(counts):
+        listed = counted(len(pieces), "document")
+        return f"lists {listed}; the record has {counted(len(counts), 'document')}"
+    for number, (piece, place, count) in enumerate(zip(pieces, places, counts, strict=True)):
+        first, tokens = int(piece["place"]), int(piece["count"])
+        if (first, tokens) != (place, count):
+            return (
+                f"lists {counted(tokens, 'token')} from position {first} on for document "
+                f"{number}; the record has {counted(int(count), 'token')} from {place} on"
+            )
+        # A record is cut from a row of documents: only its first one can have begun before it.
+        if number and piece["first"]:
+            return (
+                f"lists token {int(piece['first'])} of its text as the first one of document "
+                f"{number}, which begins inside the record"
+            )
+    return None
 
 
 def _record_problems(
-    file: RecordFile, plan: Plan, shard: int, name: str, proof: ShardProof | None
+    file: RecordFile,
+    plan: Plan,
+    shard: int,
+    name: str,
+    proof: ShardProof | None,
+    documents: dict[int, Integers],
 ) -> Iterator[Problem]:
     root = hashlib.blake2b(digest_size=32)
     is_whole = True
@@ -173,6 +251,7 @@ def _record_problems(
             yield Problem(name, shard, sample_id, str(error))
             continue
         root.update(header.digest)
+        documents[position] = record.document_ids_S1
         for problems in (value_problems(record, plan.settings), repeated_ids(record)):
             for text in problems:
                 yield Problem(name, shard, sample_id, text)
@@ -200,7 +279,8 @@ def _contents(file: RecordFile, count: int) -> Iterator[tuple[int, bytes | None,
 def repair(folder: Path, report: VerificationReport) -> list[Path]:
     """Move bad shards to quarantine, as holes for the writer; returns the moved files' new paths.
 
-    The manifest is moved too if it is damaged or lists a moved shard; the writer writes a new one.
+    Of a shard whose list of documents alone is bad the list is moved, and the records stay. The
+    manifest is moved too if it is damaged or lists a moved shard; the writer writes a new one.
     An interrupted repair leaves whole shards or holes; running it again completes it.
 
     Raises:
@@ -208,8 +288,8 @@ def repair(folder: Path, report: VerificationReport) -> list[Path]:
     """
     shards = shard_folder(folder)
     moved = []
-    names = [Path(name) for shard in report.bad_shards for name in _names(shard)]
-    wanted = [shards / name for name in names]
+    wanted = [shards / name for shard in report.bad_shards for name in _names(shard)]
+    wanted += [shards / documents_name(shard) for shard in report.bad_lists]
     if report.bad_shards or any(problem.file == MANIFEST for problem in report.problems):
         # Manifest and sidecars move before the files that they list.
         wanted.insert(0, folder / MANIFEST)
@@ -243,7 +323,7 @@ def _plain(error: StoreError, path: Path, folder: Path) -> str:
     text = str(error).removeprefix(f"{path}: ").removeprefix(f"{path.parent}: ")
     for is_file in (True, False):
         text = text.removesuffix(f"; {repair_advice(folder, file=is_file)}")
-    return text
+    return text.removesuffix(f"; {list_advice(folder)}")
 
 
 @dataclass(frozen=True)

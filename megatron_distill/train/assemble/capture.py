@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from megatron_distill.config import (
     source_in_words,
 )
 from megatron_distill.data.loader import open_loader
-from megatron_distill.data.samples import Sample
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
@@ -42,7 +40,6 @@ from megatron_distill.store import (
     StoreWriter,
 )
 from megatron_distill.store.binary import usual_samples_per_shard
-from megatron_distill.store.documents import pieces_of_sample, publish_documents
 from megatron_distill.store.plan import MANIFEST
 from megatron_distill.train.assemble.alignment import read_teacher
 from megatron_distill.train.assemble.data import RunSamples
@@ -69,6 +66,7 @@ from megatron_distill.train.capture.folder import (
     open_store,
     remove_working_folder,
 )
+from megatron_distill.train.capture.lists import DocumentLists, write_missing_lists
 from megatron_distill.train.capture.loop import CaptureParts, ShardFiller, fill_holes
 from megatron_distill.train.capture.order import (
     CaptureOrder,
@@ -103,6 +101,7 @@ class _Job:
     groups: Groups
     plan: Plan
     store: StoreWriter | None  # on rank 0 and on ranks that write
+    lists: DocumentLists | None  # None where no source has texts, or records are of one plan
 
     @property
     def folder(self) -> Path:
@@ -137,7 +136,11 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         options = replace(options, teacher=reading)
         teacher = resolve_model(config, "teacher", of_teacher or vocabulary)
         plan = _plan(config, teacher, vocabulary, of_teacher, groups)
-        if _begin(folder, plan):
+        samples = RunSamples(
+            data=config.data, options=options, tokenizer=tokenizer, seed=config.seed
+        )
+        lists = _lists(config.store, plan, samples)
+        if _begin(folder, plan, lists):
             return True
         resources.enter_context(held_for_job(folder, config.store.job))
         if config.store.jobs == 1:  # else another job may have begun to write there
@@ -146,22 +149,35 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         with together():
             if tokenizer is not None:
                 keep_tokenizer(folder, reading.tokenizer if reading else tokenizer)
-        samples = RunSamples(
-            data=config.data, options=options, tokenizer=tokenizer, seed=config.seed
-        )
-        job = _Job(config.store, samples, teacher, groups, plan, store)
+        job = _Job(config.store, samples, teacher, groups, plan, store, lists)
         order = _order(job, config.capture)
         if order.holes:
             parts = _assemble(config, job, order, device, resources)
             found.has_started()
             if not fill_holes(parts, termination):
-                _LOGGER.info(
-                    "stopped by a signal; start the same command again to write what is missing"
-                )
-                return False
+                return _stopped()
         found.has_started()
+        if lists is not None and not write_missing_lists(
+            lists, samples.open_training, termination, device.torch_device
+        ):
+            return _stopped()
         _finish(job)
         return True
+
+
+def _stopped() -> bool:
+    _LOGGER.info("stopped by a signal; start the same command again to write what is missing")
+    return False
+
+
+def _lists(section: StoreConfig, plan: Plan, samples: RunSamples) -> DocumentLists | None:
+    """Return the lists of documents that the capture writes.
+
+    A store for one other tokenizer has both sides of each sample, and needs none.
+    """
+    if plan.settings.student_length is not None or not samples.has_texts:
+        return None
+    return DocumentLists(Path(section.path), plan, section.job, section.jobs)
 
 
 def _open_reading(
@@ -256,15 +272,17 @@ def _name(teacher: ModelConfig) -> str:
     return "random weights" if path is None else Path(path).expanduser().resolve().name
 
 
-def _begin(folder: Path, plan: Plan) -> bool:
+def _begin(folder: Path, plan: Plan, lists: DocumentLists | None) -> bool:
     """Begin the store on rank 0; return on all ranks whether it is complete already.
+
+    lists: those that it must have.
 
     Collective: world, an all-gather and a broadcast of short objects.
     """
 
     def begin() -> bool:
         store = open_store(folder, plan)
-        if not is_complete(store):
+        if not is_complete(store) or (lists is not None and lists.missing()):
             return False
         remove_working_folder(folder)  # killed between the manifest and this removal
         _LOGGER.info("nothing to do: the store is complete")
@@ -429,27 +447,12 @@ def _open_source(
 ) -> HoleSource | None:
     """Open the stream that a training run would read, on the first rank. Raises on all ranks."""
 
-    def list_documents(shard: int, samples: Sequence[Sample]) -> None:
-        first = job.plan.first(shard)
-        pieces = [
-            pieces_of_sample(
-                sample.sample_id - first,
-                sample.document_ids_S1,
-                [(part.digest, part.first) for part in sample.documents],
-            )
-            for sample in samples
-            if sample.documents
-        ]
-        publish_documents(job.folder, job.plan, shard, pieces)
-
     def opened() -> HoleSource:
-        # A store for one other tokenizer has both sides of each sample.
-        is_listed = job.plan.settings.student_length is None and job.samples.has_texts
         return HoleSource(
             job.samples.open_training(),
             order,
             known=places.load(),
-            list_documents=list_documents if is_listed else None,
+            list_documents=None if job.lists is None else job.lists.write,
         )
 
     return on_first_rank(opened, device=device)

@@ -1,9 +1,13 @@
-"""Lists of a store's documents: where each token is, the longest context first; damage, repair."""
+"""Lists of a store's documents: where each token is, the longest context first.
+
+A list that is damaged, or differs from the records, costs no record.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +17,15 @@ from megatron_distill.data.samples import Sample
 from megatron_distill.data.text.documents import content_digest
 from megatron_distill.data.text.stream import Packer
 from megatron_distill.errors import StoreError
-from megatron_distill.store import DocumentIndex, StoreSet, repair, verify
+from megatron_distill.store import DocumentIndex, StoreReader, StoreSet, repair, verify
 from megatron_distill.store.documents import (
     documents_name,
     load_documents,
     pieces_of_sample,
     publish_documents,
+    unlisted_shards,
 )
-from tests.support.store_samples import begin, fill, settings, write_store
+from tests.support.store_samples import begin, contents, made_up, settings, write_store
 
 LENGTHS = (3, 40, 1, 9, 17, 2, 26)
 WIDTH = settings().sequence_length
@@ -46,7 +51,13 @@ def packed_epochs(epochs: int, seed: int) -> list[Sample]:
 
 def write(folder: Path, samples: Sequence[Sample], *, per_shard: int = 4) -> Path:
     writer = begin(folder, settings(), samples=len(samples), per_shard=per_shard)
-    fill(writer)
+    for shard in writer.holes():
+        first = writer.plan.first(shard)
+        with writer.shard(shard) as open_shard:
+            for sample in samples[first : first + writer.plan.count(shard)]:
+                names = ("tokens_S1", "document_ids_S1", "flags_S1")
+                plain = {name: getattr(sample, name) for name in names}
+                open_shard.add(replace(made_up(sample.sample_id, settings()), **plain))
     writer.finish()
     for shard in range(writer.plan.shards):
         first = writer.plan.first(shard)
@@ -121,18 +132,19 @@ def test_a_store_without_lists_is_refused_by_name(tmp_path: Path) -> None:
     write_store(tmp_path / "store", settings())
     with (
         StoreSet.open([str(tmp_path / "store")]).stores[0] as store,
-        pytest.raises(StoreError, match="does not list the documents .* capture it again"),
+        pytest.raises(
+            StoreError, match="does not list the documents .* start the same capture again"
+        ),
     ):
         DocumentIndex(StoreSet([store]))
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "swapped"])
-def test_a_damaged_list_is_an_error_and_repair_makes_a_hole_of_its_shard(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_list_is_moved_away_and_its_records_stay(tmp_path: Path, damage: str) -> None:
     samples = packed_epochs(1, 0)
     store = write(tmp_path / "store", samples)
     assert verify(store).problems == ()
+    whole = contents(store)
     path = store / "shards" / documents_name(1)
     intact = path.read_bytes()
     if damage == "missing":
@@ -143,14 +155,80 @@ def test_a_damaged_list_is_an_error_and_repair_makes_a_hole_of_its_shard(
         shutil.copyfile(path.with_name(documents_name(0)), path)
     plan = begin(store, settings(), samples=len(samples)).plan
     words = {"missing": "cannot be read", "changed": "does not match its seal"}
-    with pytest.raises(StoreError, match=words.get(damage, "belongs to shard 0")):
+    with pytest.raises(
+        StoreError,
+        match=f"{words.get(damage, 'belongs to shard 0')}.* start the capture of {store} again, "
+        "which reads the texts .* without running the teacher",
+    ):
         load_documents(store, plan, 1)
     report = verify(store)
-    assert report.bad_shards == (1,)
-    assert words.get(damage, "belongs to shard 0") in report.problems[0].text
+    assert (report.bad_shards, report.bad_lists) == ((), (1,))
+    assert report.samples == len(samples)
+    (problem,) = report.problems
+    assert problem.file == f"shards/{documents_name(1)}"
+    assert words.get(damage, "belongs to shard 0") in problem.text
+    assert "start the capture" not in problem.text
+    moved = repair(store, report)
+    assert [one.name for one in moved] == ([] if damage == "missing" else [documents_name(1)])
+    # The records serve whoever finds them by number, and the capture knows what to list again.
+    assert begin(store, settings(), samples=len(samples)).holes() == []
+    assert unlisted_shards(store, plan) == [1]
+    with StoreReader.open(store) as reader:
+        assert len(reader.read(range(len(samples)))) == len(samples)
+        with pytest.raises(StoreError, match=f"{documents_name(1)}: cannot be read"):
+            DocumentIndex(StoreSet([reader]))
+    path.write_bytes(intact)
+    assert verify(store).problems == ()
+    assert {n: c for n, c in contents(store).items() if "quarantine" not in n} == whole
+
+
+# How the list of a record differs -> the finding.
+DIFFERENCES = {
+    "one document less": "lists 2 documents; the record has 3 documents",
+    "none": "lists 0 documents; the record has 3 documents",
+    "other place": "lists 8 tokens from position 1 on for document 0; the record has 8 tokens "
+    "from 0 on",
+    "other count": "lists 7 tokens from position 0 on for document 0; the record has 8 tokens "
+    "from 0 on",
+    "other beginning": "lists token 5 of its text as the first one of document 1, which begins "
+    "inside the record",
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_sealed_list_that_differs_from_the_records_is_found(
+    tmp_path: Path, difference: str
+) -> None:
+    packer: Packer[int] = Packer(WIDTH, padding_token=9_999, digest_of=digest_of)
+    samples: list[Sample] = []
+    for copy in range(24):
+        packer.add(100 * copy + np.arange(9 if copy % 2 else 4, dtype=np.int32), copy)
+        while packer.is_ready:
+            samples.append(packer.take(len(samples)))
+    store = write(tmp_path / "store", samples)
+    assert verify(store).problems == ()
+    plan = begin(store, settings(), samples=len(samples)).plan
+    pieces = load_documents(store, plan, 1).copy()
+    chosen = 2
+    assert pieces["count"][pieces["sample"] == chosen].tolist() == [8, 4, 5]
+    first = int(np.flatnonzero(pieces["sample"] == chosen)[0])
+    if difference == "one document less":
+        pieces = np.delete(pieces, first + 2)
+    elif difference == "none":
+        pieces = pieces[pieces["sample"] != chosen]
+    else:
+        field = {"place": "place", "count": "count", "beginning": "first"}[difference.split()[1]]
+        change = {"place": 1, "count": -1, "first": 5}[field]
+        row = first + (field == "first")
+        pieces[field][row] = int(pieces[field][row]) + change
+    publish_documents(store, plan, 1, [pieces])
+    report = verify(store)
+    assert [(one.shard, one.sample_id, one.text) for one in report.problems] == [
+        (1, plan.first(1) + chosen, DIFFERENCES[difference])
+    ]
+    assert (report.bad_shards, report.bad_lists, report.samples) == ((), (1,), len(samples))
     repair(store, report)
-    assert begin(store, settings(), samples=len(samples)).holes() == [1]
-    assert not path.exists()
+    assert unlisted_shards(store, plan) == [1]
 
 
 def test_an_equal_list_stays_and_another_one_is_replaced(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from unittest.mock import patch
 import pytest
 
 from megatron_distill.store import StoreReader
+from megatron_distill.store.documents import documents_name, load_documents, publish_documents
 from tests.support.store_maxtext_files import example, sequence, write
 from tests.support.store_samples import begin, contents, fill, settings, write_store
+from tests.unit.store.test_store_documents import packed_epochs
+from tests.unit.store.test_store_documents import write as write_listed
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "teacher_store.py"
@@ -105,6 +108,37 @@ def test_verify_and_repair_print_their_findings(tmp_path: Path, call: Call) -> N
     fill(opened)
     opened.finish()
     assert {n: c for n, c in contents(tmp_path).items() if "quarantine" not in n} == intact
+
+
+def test_a_bad_list_is_one_line_each_and_moves_no_record(tmp_path: Path, call: Call) -> None:
+    samples = packed_epochs(3, 0)
+    write_listed(tmp_path, samples)
+    plan = begin(tmp_path, settings(), samples=len(samples)).plan
+    pieces = load_documents(tmp_path, plan, 0)
+    publish_documents(tmp_path, plan, 0, [pieces[pieces["sample"] >= 2]])
+    (tmp_path / "shards" / documents_name(1)).unlink()
+    status, out, _ = call("verify", tmp_path)
+    assert status == 1
+    lines = out.splitlines()
+    assert len(lines) == 5
+    for sample in range(2):
+        assert lines[sample].startswith(
+            f"shards/documents-000000.json: sample {sample}: lists 0 documents; the record has "
+        )
+    assert lines[2].startswith("shards/documents-000001.json: cannot be read (No such file")
+    assert lines[3] == (
+        f"{len(samples)} of {len(samples)} samples are good; 3 problems, 0 bad shards, 0 missing, "
+        "2 bad lists"
+    )
+    assert "moves the bad lists of documents away" in lines[4]
+    assert "runs no teacher" in lines[4]
+    status, out, _ = call("repair", tmp_path)
+    assert status == 0
+    assert f"moved to {tmp_path}/quarantine/documents-000000.json" in out
+    assert "logits-" not in out
+    assert "writes the missing lists of documents, and runs no teacher" in out
+    with StoreReader.open(tmp_path) as reader:
+        assert len(reader.read(range(len(samples)))) == len(samples)
 
 
 def test_convert_makes_a_store_for_the_renormalised_support(tmp_path: Path, call: Call) -> None:
