@@ -37,6 +37,8 @@ def several_stores_problems(config: RunConfig) -> Iterator[Problem]:
         return
     first = f"teachers.{next(iter(stored))}"
     for name in own_tokenizers(config):
+        if name in stored:
+            continue  # refused by itself
         yield Problem(
             (f"{first}.store", f"teachers.{name}"),
             f"{first}.store has samples of one tokenizer, and beside teachers.{name}, which has "

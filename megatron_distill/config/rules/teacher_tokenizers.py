@@ -77,15 +77,22 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
 
 def _place(key: str, model: ModelConfig) -> Iterator[Problem]:
     """A place that the tokens of another tokenizer do not reach among several teachers."""
+    if model.store is not None:
+        yield Problem(
+            (f"{key}.store", "teachers"),
+            f"{key}.store: among several teachers a store has records of the run's own samples, "
+            f"found by number, and {key} has a tokenizer of its own, so that its records would be "
+            f"found by document; set {key}.hf in place of its store, or teacher.store in place of "
+            "teachers",
+        )
     has_own_ranks = model.ranks is not None or model.nodes is not None
-    for name in ("store",) if has_own_ranks else ("store", "parallel"):
-        if getattr(model, name) is not None:
-            yield Problem(
-                (f"{key}.{name}", "teachers"),
-                f"{key}.{name}: among several teachers the one with a tokenizer of its own is a "
-                "model in the student's layout or on ranks of its own; remove it, give it "
-                f"{key}.ranks, or set teacher in place of teachers",
-            )
+    if model.parallel is not None and not has_own_ranks:
+        yield Problem(
+            (f"{key}.parallel", "teachers"),
+            f"{key}.parallel: among several teachers the one with a tokenizer of its own is a "
+            "model in the student's layout or on ranks of its own; remove it, give it "
+            f"{key}.ranks, or set teacher in place of teachers",
+        )
 
 
 def _terms(config: RunConfig, own: tuple[str, ...]) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ from tests.e2e.store.test_aligned_offline import (
     assert_same,
     of_store,
 )
+from tests.e2e.tokenizers.test_several_tokenizers import UNROUTED, write_config
 
 LENGTH, OF_TEACHER = 32, 64  # of the student's samples, in the tokens of both models
 DOCUMENTS = 40
@@ -201,11 +202,11 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "no list of documents": (
         ("teacher.store={unlisted}",),
-        ("{unlisted}: does not list the documents of its samples", "capture it again"),
+        ("{unlisted}: does not list the documents of its samples", "start the same capture again"),
     ),
     "a damaged list": (
         ("teacher.store={damaged}",),
-        ("documents-000002.json: damaged", "repair {damaged}"),
+        ("documents-000002.json: damaged", "start the capture of {damaged} again"),
     ),
     "another teacher's tokenizer": (
         ("teacher.tokenizer={path: {smaller}}", "objective.terms=[{alignment: likelihood}]"),
@@ -251,3 +252,40 @@ def test_a_store_that_does_not_fit_is_refused(
     )  # fmt: skip
     for part in parts:
         assert named(part) in text, text
+
+
+# Terms of a live teacher and a store of another tokenizer -> what the message must hold.
+AMONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "a term of its own": (
+        (UNROUTED[0], UNROUTED[1], "teachers.far={store: {store}}"),
+        (
+            "ConfigError: ", "teachers.far.store: among several teachers a store has records of "
+            "the run's own samples, found by number", "or teacher.store in place of teachers",
+        ),
+    ),
+    "samples of its own": (
+        (
+            "objective.terms=[{divergence: forward_kl}]", "teachers.far={store: {store}, "
+            "architecture: null, tokenizer: null, sequence_length: null}",
+        ),
+        (
+            "ConfigError: teachers.far.store = '{store}/tokenizer': its tokenizer encodes ",
+            "use one tokenizer for data and models",
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", AMONG)
+def test_among_several_teachers_such_a_store_is_refused_by_name(
+    pool: Pool, inputs: Inputs, store: Path, corpus: Path, tmp_path: Path, case: str
+) -> None:
+    overrides, parts = AMONG[case]
+    text = failure(
+        pool, 2, write_config(inputs), tmp_path / "run",
+        f"data.sources=[{{format: jsonl, paths: {corpus}}}]",
+        *(override.replace("{store}", str(store)) for override in overrides),
+    )  # fmt: skip
+    for part in parts:
+        assert part.replace("{store}", str(store)) in text, text
