@@ -8,7 +8,9 @@ does not, and both; ids that are no encoding; pairs of kinds, whose chunks cover
 from __future__ import annotations
 
 import itertools
+import json
 import unicodedata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,16 @@ def test_chunks_of_two_kinds_cover_every_byte(first: str, second: str, text: str
     for (start, stop), (begin, end) in zip(chunks.student, chunks.teacher, strict=True):
         assert sides[0][start, 0] == sides[1][begin, 0]
         assert sides[0][stop - 1, 1] == sides[1][end - 1, 1]
+
+
+def test_real_text_is_in_chunks_but_for_a_thousandth_under_all_pairs_of_kinds() -> None:
+    text = Path(json.decoder.__file__).read_text(encoding="utf-8")
+    of_kind = {kind: np.array(spans(kind, text)).reshape(-1, 2) for kind in WRITES_ALL}
+    for sides in itertools.combinations(of_kind.values(), 2):
+        figures = coverage(align_spans(*sides), *sides)
+        for side in (figures.student, figures.teacher):
+            assert side.aligned_bytes >= 0.999 * len(text.encode())
+        assert figures.chunks > len(text) / 40  # and not in a few large ones
 
 
 def test_hard_texts_have_ranges_under_every_kind() -> None:
