@@ -1,7 +1,5 @@
 """Ranks that fail together, and sums and votes over groups."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 
@@ -18,7 +16,6 @@ from megatron_distill.runtime.collectives import (
     sum_over,
     together,
 )
-from tests.distributed.pool import Pool
 
 
 def _fail_on(rank: int, world: int, failing: dict[int, str]) -> tuple[str, str] | None:
@@ -41,9 +38,7 @@ def _fail_on(rank: int, world: int, failing: dict[int, str]) -> tuple[str, str] 
         ({1: "first", 2: "second"}, ("CheckpointError", "first")),
     ],
 )
-def test_all_ranks_leave_with_the_error_of_the_lowest_failing_rank(
-    pool: Pool, failing: dict[int, str], expected: tuple[str, str] | None
-) -> None:
+def test_all_ranks_leave_with_the_error_of_the_lowest_failing_rank(pool, failing, expected):
     assert pool.run(4, _fail_on, failing) == [expected] * 4
 
 
@@ -56,7 +51,7 @@ def _agree_keeps_the_cause(rank: int, world: int) -> bool:
     return False
 
 
-def test_the_failing_rank_keeps_its_traceback(pool: Pool) -> None:
+def test_the_failing_rank_keeps_its_traceback(pool):
     assert pool.run(2, _agree_keeps_the_cause)[1]
 
 
@@ -64,7 +59,7 @@ def _votes(rank: int, world: int, yes: int) -> bool:
     return any_rank(rank == yes, device=torch.device("cpu"))
 
 
-def test_one_vote_is_enough_and_none_is_not(pool: Pool) -> None:
+def test_one_vote_is_enough_and_none_is_not(pool):
     assert pool.run(4, _votes, 2) == [True] * 4
     assert pool.run(4, _votes, -1) == [False] * 4
 
@@ -73,7 +68,7 @@ def _highest(rank: int, world: int) -> tuple[int, ...]:
     return highest(rank, 2**40 - rank, device=torch.device("cpu"))
 
 
-def test_the_highest_of_each_value_may_come_from_another_rank(pool: Pool) -> None:
+def test_the_highest_of_each_value_may_come_from_another_rank(pool):
     assert pool.run(4, _highest) == [(3, 2**40)] * 4
 
 
@@ -85,7 +80,7 @@ def _sum(rank: int, world: int) -> tuple[float, float]:
     return total.item(), value.item()
 
 
-def test_a_sum_over_two_groups_is_over_their_product_and_leaves_its_input(pool: Pool) -> None:
+def test_a_sum_over_two_groups_is_over_their_product_and_leaves_its_input(pool):
     assert pool.run(4, _sum) == [(1111.0, float(10**rank)) for rank in range(4)]
 
 
@@ -102,7 +97,7 @@ def _long_work(rank: int, world: int, seconds: float) -> str | None:
     return on_first_rank(work, device=CPU, group=group, beat_seconds=0.1)
 
 
-def test_the_first_rank_works_longer_than_a_collective_may_wait(pool: Pool) -> None:
+def test_the_first_rank_works_longer_than_a_collective_may_wait(pool):
     assert pool.run(4, _long_work, 4.0) == ["done by 0", None, None, None]
 
 
@@ -118,5 +113,5 @@ def _failing_work(rank: int, world: int) -> str | None:
     return None
 
 
-def test_an_error_of_the_first_rank_s_work_is_raised_on_all(pool: Pool) -> None:
+def test_an_error_of_the_first_rank_s_work_is_raised_on_all(pool):
     assert pool.run(4, _failing_work) == ["row 7 is broken"] * 4

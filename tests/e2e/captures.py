@@ -1,7 +1,5 @@
 """Small whole captures: one configuration on disk, run in the pool's workers or under torchrun."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

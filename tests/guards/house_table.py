@@ -6,8 +6,6 @@ path: the package's own frames between `loop.train` and the function that writes
 logits.
 """
 
-from __future__ import annotations
-
 import ast
 import statistics
 import sys

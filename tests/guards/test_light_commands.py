@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.guards.source_tree import ROOT
 from tests.unit.commands.test_plan import RUN
@@ -22,7 +21,7 @@ print(json.dumps(loaded))
 """
 
 
-def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> None:
+def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     config = run / "config.yaml"

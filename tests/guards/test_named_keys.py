@@ -1,7 +1,5 @@
 """Every key and every option that a message names exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -65,7 +63,7 @@ def place(path: Path, node: ast.expr) -> str:
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_every_key_that_a_message_names_is_in_the_schema() -> None:
+def test_every_key_that_a_message_names_is_in_the_schema():
     wrong, seen = [], 0
     for where, text in message_texts(("megatron_distill", "launch", "tools")):
         for found in KEY.findall(text):
@@ -80,7 +78,7 @@ def test_every_key_that_a_message_names_is_in_the_schema() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_option_that_a_message_names_is_one() -> None:
+def test_every_option_that_a_message_names_is_one():
     known = FOREIGN_OPTIONS | {option for _, option in script_options()}
     known |= {o for action in get_args_parser()._actions for o in action.option_strings}
     wrong = [
@@ -92,7 +90,7 @@ def test_every_option_that_a_message_names_is_one() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have() -> None:
+def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have():
     """`--config` is an option of two scripts, and the loader is called by four."""
     wrong = [
         where
@@ -102,7 +100,7 @@ def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have()
     assert not wrong, wrong
 
 
-def test_names_in_a_store_s_message_are_a_key_of_a_capture() -> None:
+def test_names_in_a_store_s_message_are_a_key_of_a_capture():
     keys = set(dotted_names(CaptureConfig))
     assert [name for name in KEYS if configured(name) not in keys] == []
 
@@ -121,6 +119,6 @@ def test_names_in_a_store_s_message_are_a_key_of_a_capture() -> None:
         ("sources.0.conversation.chat_template", "data.sources.0.conversation.chat_template"),
     ],
 )
-def test_names_of_data_in_a_store_s_message_are_a_key(name: str, key: str) -> None:
+def test_names_of_data_in_a_store_s_message_are_a_key(name, key):
     assert configured(f"identity.settings.dataset.{name}") == key
     assert key in NAMES

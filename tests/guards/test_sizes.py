@@ -1,7 +1,6 @@
 """Length of files, functions and folders: on the tree, and on either side of each limit."""
 
 import ast
-from pathlib import Path
 
 from tests.guards.sizes import (
     FILE_LINES,
@@ -46,7 +45,7 @@ def test_no_folder_is_crowded():
     assert not found, "\n".join(found)
 
 
-def test_the_folder_limit_is_sharp_and_spares_the_init(tmp_path: Path):
+def test_the_folder_limit_is_sharp_and_spares_the_init(tmp_path):
     room = tmp_path / "room"
     room.mkdir()
     (room / "__init__.py").touch()

@@ -1,7 +1,5 @@
 """Chunks of two tokenizations, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Range = tuple[int, int]

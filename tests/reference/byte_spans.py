@@ -1,7 +1,5 @@
 """Byte ranges of a text's tokens, byte by byte."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Range = tuple[int, int]

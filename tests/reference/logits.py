@@ -1,7 +1,5 @@
 """Random logits of two models, unrelated or nearly alike."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Worker functions of tests, in a separate module with fast imports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,8 +1,6 @@
 """Losses between tokenizers on vocabulary shards equal the float64 oracle for every number of
 ranks: two vocabularies with sizes and padding of their own, per chunk and in training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +24,6 @@ from megatron_distill.ops.aligned.executor import (
 )
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.signals import DenseLogits, HiddenState
-from tests.distributed.pool import Pool
 from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.distillation import cross_entropy, row_error
 from tests.reference.tracing import traced
@@ -94,7 +91,7 @@ def losses(problem: AlignedProblem) -> list[Loss]:
 @pytest.mark.parametrize(
     ("world", "sizes"), [(1, PADDED[1]), (2, PADDED[0]), (4, PADDED[0]), (4, PADDED[1])]
 )
-def test_values_per_chunk(pool: Pool, world: int, sizes: tuple[int, int]) -> None:
+def test_values_per_chunk(pool, world, sizes):
     problem = AlignedProblem.random(seed=2)
     ranks = pool.run(world, losses_on_shard, problem, sizes)
     _, teacher = problem.logits
@@ -130,7 +127,7 @@ def equal_models_on_shard(rank: int, world: int, problem: AlignedProblem) -> lis
     ]
 
 
-def test_equal_models_have_no_loss_however_they_are_split(pool: Pool) -> None:
+def test_equal_models_have_no_loss_however_they_are_split(pool):
     for answers in pool.run(2, equal_models_on_shard, AlignedProblem.random(seed=5)):
         for values, gradient, _ in answers:
             assert not values.any()
@@ -209,7 +206,7 @@ def objective_on_shard(
 
 @pytest.mark.parametrize("kind", TERMS)
 @pytest.mark.parametrize(("world", "tile_tokens"), [(1, 8), (2, 1), (2, 100), (4, 1), (4, 8)])
-def test_objective_from_hidden_states(pool: Pool, world: int, tile_tokens: int, kind: str) -> None:
+def test_objective_from_hidden_states(pool, world, tile_tokens, kind):
     problem, sizes = AlignedProblem.random(seed=3), PADDED[tile_tokens % 2]
     answers = pool.run(world, objective_on_shard, kind, problem, sizes, tile_tokens)
     for answer in answers[1:]:

@@ -1,7 +1,5 @@
 """Rows of a model beyond its tokenizer's ids, against float64 over the real ids alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from torch import Tensor
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.signals import HiddenState
 from tests.distributed.megatron_world import megatron_groups, small_architecture
-from tests.distributed.pool import Pool
 from tests.reference.distillation import Problem, row_error, solve
 
 TOKENS = 203
@@ -60,9 +57,7 @@ def objective(
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_padding_has_no_probability_and_no_gradient(
-    pool: Pool, rows: tuple[int, int], world: int
-) -> None:
+def test_padding_has_no_probability_and_no_gradient(pool, rows, world):
     problem = Problem.random(vocab=TOKENS)
     oracle = solve(problem, [(0.5, 1.0), (2.0, 2.0)])
     terms = [Term(weight=0.5), Term(weight=2.0, temperature=2.0)]
@@ -79,9 +74,7 @@ def test_padding_has_no_probability_and_no_gradient(
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_top_k_of_all_tokens_is_the_whole_distribution_for_any_padding(
-    pool: Pool, world: int
-) -> None:
+def test_a_top_k_of_all_tokens_is_the_whole_distribution_for_any_padding(pool, world):
     """With K = V every real id is in the top-k, so one id of padding would displace a token."""
     problem = Problem.random(vocab=TOKENS)
     oracle = solve(problem)
@@ -123,7 +116,7 @@ def next_logits(rank: int, world: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_padding_is_never_the_next_token(pool: Pool, world: int) -> None:
+def test_padding_is_never_the_next_token(pool, world):
     for real, every in pool.run(world, next_logits):
         assert real.shape == (2, TOKENS)
         assert every.shape == (2, 216)

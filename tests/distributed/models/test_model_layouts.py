@@ -12,12 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.runtime.batch import Batch
-from tests.distributed.megatron_world import (
-    megatron_groups,
-    parts_of,
-    rows_of,
-    small_architecture,
-)
+from tests.distributed.megatron_world import megatron_groups, parts_of, rows_of, small_architecture
 from tests.distributed.models.test_models import LENGTH, packed_batch
 from tests.distributed.pool import Pool
 
@@ -218,9 +213,7 @@ def alone(pool: Pool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_states_and_gradients_are_those_of_one_process(
-    pool: Pool, alone: dict[str, Any], name: str, layout: str
-) -> None:
+def test_states_and_gradients_are_those_of_one_process(pool, alone, name, layout):
     expected = alone[name]
     world, groups, recompute = LAYOUTS[layout]
     shards = pool.run(world, _trained, groups, ARCHITECTURES[name], recompute)
@@ -236,7 +229,7 @@ def test_states_and_gradients_are_those_of_one_process(
         )
 
 
-def test_post_norms_have_names_and_gradients_of_their_own(alone: dict[str, Any]) -> None:
+def test_post_norms_have_names_and_gradients_of_their_own(alone):
     (_, weights, gradients), *_ = alone["gemma2"]
     for sublayer in ("self_attention", "mlp"):
         key = f"decoder.layers.{sublayer}.post_norm.weight"

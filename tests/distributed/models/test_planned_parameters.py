@@ -1,7 +1,5 @@
 """The planner's parameters of every rank against built models: all families, layouts, padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from tests.distributed.hugging_face_models import MODELS
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_parameters import SHAPES
-from tests.distributed.pool import Pool
 
 # Ranks are four; stages of unequal depth, copies of tied embeddings, experts over two ranks.
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -49,16 +46,14 @@ def counted(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_kind_of_model_has_the_planned_parameters(pool: Pool, layout: dict[str, Any]) -> None:
+def test_every_kind_of_model_has_the_planned_parameters(pool, layout):
     for rank in pool.run(4, counted, SHAPES, layout):
         for name, (built, planned) in rank.items():
             assert built == planned, name
 
 
 @pytest.mark.parametrize("layout", OF_EXPERTS, ids=str)
-def test_experts_over_several_ranks_have_the_planned_parameters(
-    pool: Pool, layout: dict[str, Any]
-) -> None:
+def test_experts_over_several_ranks_have_the_planned_parameters(pool, layout):
     shapes = {name: fields for name, fields in SHAPES.items() if "moe" in fields}
     for rank in pool.run(4, counted, shapes, layout):
         for name, (built, planned) in rank.items():
@@ -68,7 +63,7 @@ def test_experts_over_several_ranks_have_the_planned_parameters(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
-def test_every_family_has_the_planned_parameters(pool: Pool, layout: dict[str, Any]) -> None:
+def test_every_family_has_the_planned_parameters(pool, layout):
     from transformers import AutoConfig
 
     from megatron_distill.models.hugging_face.families import family_named

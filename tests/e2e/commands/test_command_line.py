@@ -1,7 +1,5 @@
 """`megatron-distill` as a user calls it: its own ranks, signals, chats, and an installed wheel."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -45,7 +43,7 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_its_own_ranks_have_the_losses_of_torchruns(tmp_path: Path) -> None:
+def test_its_own_ranks_have_the_losses_of_torchruns(tmp_path):
     trained = program(tmp_path, "train", "tiny.yaml", *SHORT, "--processes", "2")
     assert trained.returncode == 0, trained.stderr
     assert f"configuration: {shipped_folder()}/tiny.yaml, shipped with" in trained.stderr
@@ -68,7 +66,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("manner", quick_and_slow(ENDINGS, ("error",)))
-def test_the_ranks_own_error_comes_last_with_their_status(manner: str) -> None:
+def test_the_ranks_own_error_comes_last_with_their_status(manner):
     starter = (
         "import sys; from megatron_distill.runtime.torchrun import run_ranks\n"
         "sys.exit(run_ranks('tests.support.rank_endings', sys.argv[1:], processes=2))"
@@ -92,9 +90,7 @@ def ranks_below(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "generate"])
-def test_an_interruption_ends_every_rank(
-    pool: Pool, inputs: Inputs, tmp_path: Path, command: str
-) -> None:
+def test_an_interruption_ends_every_rank(pool, inputs, tmp_path, command):
     config = inputs.folder / "dense.yaml"
     run(pool, 1, config, tmp_path / "run", *SHORT, "checkpoint.save=true")
     words = {
@@ -149,7 +145,7 @@ def chatting(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
+def test_a_chat_is_the_one_that_transformers_holds(chatting):
     chat = ("--chat", "--prompt", "Is it sunny?", "--system", "Be brief.", "--temperature", "0")
     words = (*chat, "--tokens", "12")
     ours = program(chatting, "generate", "run", *words, "parallel.tensor=2", "--processes", "2")
@@ -169,7 +165,7 @@ def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
 GENERATE = ROOT / "launch" / "generate.py"
 
 
-def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Path) -> None:
+def test_a_chat_without_a_template_names_the_tokenizer(pool, chatting):
     bare = chatting / "bare"
     shutil.copytree(chatting / "tokenizer", bare)
     (bare / "chat_template.jinja").unlink()
@@ -182,7 +178,7 @@ def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Pat
     )
 
 
-def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool: Pool, chatting: Path) -> None:
+def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool, chatting):
     words = ("--chat", "--prompt", "sunny " * 70)
     done = call_alone(pool, GENERATE, chatting / "run", *words)
     assert done.status == 1
@@ -190,7 +186,7 @@ def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool: Pool, chatting:
 
 
 @pytest.mark.slow
-def test_an_evaluation_proposes_the_next_commands(chatting: Path) -> None:
+def test_an_evaluation_proposes_the_next_commands(chatting):
     held_out = ("validation.samples=4", "--json", "figures.json")
     done = program(chatting, "evaluate", "run", *held_out)
     assert done.returncode == 0, done.stderr
@@ -221,9 +217,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_a_shipped_configuration_outside_of_the_repository(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_trains_a_shipped_configuration_outside_of_the_repository(installed, tmp_path):
     shipped = installed / "megatron_distill" / "configs"
     names = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
     assert sorted(path.name for path in shipped.iterdir()) == names

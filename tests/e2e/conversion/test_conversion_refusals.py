@@ -1,7 +1,5 @@
 """An error of a conversion ends both ranks with one message, and nothing is written."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
@@ -97,7 +95,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_checkpoint_is_named(pool: Pool, checkpoint: Path, case: str) -> None:
+def test_a_damaged_checkpoint_is_named(pool, checkpoint, case):
     damage, parts = DAMAGED[case]
     damage(checkpoint)
     text = exported(pool, checkpoint)
@@ -112,7 +110,7 @@ def test_a_damaged_checkpoint_is_named(pool: Pool, checkpoint: Path, case: str) 
         "iter_0000010/mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_rng.pt", "model.pt",
     ],
 )  # fmt: skip
-def test_a_pickle_is_refused_unopened(pool: Pool, tmp_path: Path, place: str) -> None:
+def test_a_pickle_is_refused_unopened(pool, tmp_path, place):
     path = tmp_path / "checkpoint" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
@@ -136,7 +134,7 @@ WRONG_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_WORDS)
-def test_a_wrong_request_is_named(pool: Pool, made: Path, tmp_path: Path, case: str) -> None:
+def test_a_wrong_request_is_named(pool, made, tmp_path, case):
     words, parts = WRONG_WORDS[case]
     checkpoint = made / "checkpoint"
     output = tmp_path / "out"
@@ -147,7 +145,7 @@ def test_a_wrong_request_is_named(pool: Pool, made: Path, tmp_path: Path, case: 
         assert part in text
 
 
-def test_an_import_of_a_wrong_type_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
+def test_an_import_of_a_wrong_type_is_named(pool, made, tmp_path):
     words = ("import", "--hf", made / "hf", "--output", tmp_path / "out", "--dtype", "float8")
     assert "--dtype float8" in refused(pool, tmp_path, *words)
 
@@ -160,9 +158,7 @@ def words(request: pytest.FixtureRequest, made: Path) -> tuple[object, ...]:
     return ("export", "--checkpoint", made / "checkpoint", "--hf")
 
 
-def test_an_output_is_replaced_only_if_asked(
-    pool: Pool, made: Path, tmp_path: Path, words: tuple[object, ...]
-) -> None:
+def test_an_output_is_replaced_only_if_asked(pool, made, tmp_path, words):
     output = tmp_path / "out"
     (output / "inner").mkdir(parents=True)
     (output / "inner" / "notes").write_text("mine")
@@ -181,9 +177,7 @@ def test_an_output_is_replaced_only_if_asked(
         assert all(found[name].equal(value) for name, value in expected.items())
 
 
-def test_an_output_that_cannot_be_a_folder(
-    pool: Pool, tmp_path: Path, words: tuple[object, ...]
-) -> None:
+def test_an_output_that_cannot_be_a_folder(pool, tmp_path, words):
     (tmp_path / "file").write_text("mine")
     file = tmp_path / "file"
     assert f"{file} is a file" in refused(pool, tmp_path, *words, file, "--overwrite")
@@ -194,26 +188,20 @@ def test_an_output_that_cannot_be_a_folder(
         assert "folder" in refused(pool, tmp_path, *words, output, "--overwrite")
 
 
-def test_a_source_is_not_replaced_by_its_own_conversion(
-    pool: Pool, made: Path, words: tuple[object, ...]
-) -> None:
+def test_a_source_is_not_replaced_by_its_own_conversion(pool, made, words):
     for output in (words[2], made):
         text = refused(pool, made, *words, output, "--overwrite")
         assert f"{output} is or contains the source {words[2]}" in text
 
 
-def test_too_little_space_is_found_before_anything_is_written(
-    pool: Pool, tmp_path: Path, words: tuple[object, ...]
-) -> None:
+def test_too_little_space_is_found_before_anything_is_written(pool, tmp_path, words):
     text = refused(pool, tmp_path, *words, tmp_path / "out", free=100_000)
     assert f"no space left for {tmp_path}/out" in text
     assert "0.00 GB are free" in text
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_disk_that_fills_up_on_one_rank_ends_both(
-    pool: Pool, tmp_path: Path, words: tuple[object, ...], failing: int
-) -> None:
+def test_a_disk_that_fills_up_on_one_rank_ends_both(pool, tmp_path, words, failing):
     output = tmp_path / "out"
     output.mkdir()
     (output / "notes").write_text("mine")
@@ -228,9 +216,7 @@ def test_a_disk_that_fills_up_on_one_rank_ends_both(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(
-    pool: Pool, made: Path, tmp_path: Path
-) -> None:
+def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(pool, made, tmp_path):
     folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
     text = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
@@ -238,9 +224,7 @@ def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(
     assert "writing" not in text
 
 
-def test_leftovers_of_a_killed_start_are_removed(
-    pool: Pool, tmp_path: Path, words: tuple[object, ...]
-) -> None:
+def test_leftovers_of_a_killed_start_are_removed(pool, tmp_path, words):
     output, partial, aside = (tmp_path / name for name in ("out", "out.partial", "out.old.partial"))
     for folder in (partial, aside):  # killed between the two renames
         folder.mkdir()
@@ -265,15 +249,13 @@ def test_leftovers_of_a_killed_start_are_removed(
         (1, ("--tokens", "65"), "--tokens 65: the model has 64 positions"),
     ],
 )
-def test_a_comparison_that_cannot_be_made(
-    pool: Pool, made: Path, world: int, option: tuple[str, ...], part: str
-) -> None:
+def test_a_comparison_that_cannot_be_made(pool, made, world, option, part):
     for other in (("--checkpoint", made / "checkpoint"), ("--against", made / "hf")):
         words = ("verify", "--hf", made / "hf", *other, *option)
         assert part in refused(pool, made, *words, world=world)
 
 
-def test_a_damaged_tokenizer_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_named(pool, made, tmp_path):
     folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
     (folder / "tokenizer.json").write_text("{")
     text = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")

@@ -1,8 +1,6 @@
 """No tensor has two dimensions of a sequence's length: not in training, validation, capture, or in
 a prompt's pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.megatron_world import megatron_groups, small_architecture
-from tests.distributed.pool import Pool
 from tests.e2e.captures import capture_here, write_capture
-from tests.e2e.runs import CONTEXT, STUDENT, TEACHER, Inputs, quick_and_slow, train_here
+from tests.e2e.runs import CONTEXT, STUDENT, TEACHER, quick_and_slow, train_here
 
 # Longer on one of two context ranks than every other size of these models.
 LENGTH, LOCAL = 1024, 512
@@ -56,7 +53,7 @@ class NoSquares(TorchDispatchMode):
         return result
 
 
-def test_a_square_is_noticed() -> None:
+def test_a_square_is_noticed():
     with pytest.raises(AssertionError, match=r"makes \(2, 512, 600\)"), NoSquares(LOCAL):
         torch.ones(2, LOCAL, 1) * torch.ones(600)
 
@@ -68,9 +65,7 @@ def _trained(rank: int, world: int, path: Path, overrides: Sequence[str]) -> int
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, ["documents, windows, CP2"]))
-def test_training_and_validation_make_none(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_training_and_validation_make_none(pool, inputs, tmp_path, case):
     world, overrides = CASES[case]
     path = inputs.write("squares", STUDENT, TEACHER)
     overrides = (f"output={tmp_path / 'run'}", *LONG, *RUN, *overrides)
@@ -85,7 +80,7 @@ def _captured(rank: int, world: int, path: Path, overrides: Sequence[str]) -> in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolate", [True, False])
-def test_capture_makes_none(pool: Pool, inputs: Inputs, tmp_path: Path, isolate: bool) -> None:
+def test_capture_makes_none(pool, inputs, tmp_path, isolate):
     path = write_capture(inputs, "squares_capture", samples=4)
     overrides = [
         f"store.path={tmp_path / 'store'}",
@@ -113,5 +108,5 @@ def _prompted(rank: int, world: int) -> int:
         return mode.long_tensors
 
 
-def test_the_pass_of_a_prompt_makes_none(pool: Pool) -> None:
+def test_the_pass_of_a_prompt_makes_none(pool):
     assert pool.run(1, _prompted)[0] > 100

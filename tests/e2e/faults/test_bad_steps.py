@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
 from tests.e2e.runs import (
     PIPELINE,
     SAVE,
     TENSOR,
-    Inputs,
     assembled,
     checkpoints,
     quick_and_slow,
@@ -100,9 +98,7 @@ QUICK = ("DP2, one token", "PP2, gradient", "bf16, gradient")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(POISONS, QUICK))
-def test_a_step_that_is_not_finite_is_not_applied(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_a_step_that_is_not_finite_is_not_applied(pool, inputs, tmp_path, case):
     name, poison = case.split(", ")
     layout = POISONED[name]
     # A weight of 1e30 leaves the loss finite and the square of the gradient not.
@@ -122,9 +118,7 @@ def test_a_step_that_is_not_finite_is_not_applied(
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(pool, inputs, tmp_path):
     exploding = (
         TENSOR, SAVE, "checkpoint.interval=1", "optimizer.learning_rate=1e30",
         "optimizer.clip_grad_norm=0", "train.max_bad_steps=2", "schedule.warmup_steps=0",

@@ -1,13 +1,9 @@
 """What a user can get wrong ends every rank with one message that says what to change."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
 from tests.e2e.runs import SAVE, Inputs, checkpoints, run, step_records
 
@@ -36,9 +32,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_configuration_is_reported_once(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_a_wrong_configuration_is_reported_once(pool, inputs, tmp_path, case):
     overrides, parts = WRONG[case]
     output = tmp_path / "run"
     text = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE, *overrides))
@@ -48,7 +42,7 @@ def test_a_wrong_configuration_is_reported_once(
     assert not (output / "checkpoints").exists() or checkpoints(output) == []
 
 
-def test_an_output_that_cannot_be_written(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written(pool, inputs, tmp_path):
     (tmp_path / "file").write_text("")
     text = message(call(pool, inputs.folder / "dense.yaml", tmp_path / "file" / "run", *SHORT))
     assert f"output={tmp_path}/file/run: cannot write there" in text
@@ -66,9 +60,7 @@ def _unreadable(folder: Path) -> tuple[Path, str]:
 
 # Damage within a file: tests/unit/data/text/test_documents.py, and in a run below.
 @pytest.mark.parametrize("make", [_missing, _unreadable])
-def test_wrong_data_are_reported_once(
-    pool: Pool, inputs: Inputs, tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
-) -> None:
+def test_wrong_data_are_reported_once(pool, inputs, tmp_path, make):
     path, part = make(tmp_path)
     output = tmp_path / "run"
     text = message(
@@ -89,9 +81,7 @@ def with_bad_lines(inputs: Inputs, path: Path, numbers: list[int]) -> int:
     return len(lines)
 
 
-def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(pool, inputs, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     with_bad_lines(inputs, corpus, [30])
     output = tmp_path / "run"
@@ -111,9 +101,7 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
     assert checkpoints(output)[-1] == f"step_{newest:07d}"
 
 
-def test_corrupt_lines_are_skipped_counted_and_reported(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_corrupt_lines_are_skipped_counted_and_reported(pool, inputs, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     bad = list(range(2, 34, 2))
     with_bad_lines(inputs, corpus, bad)
@@ -128,9 +116,7 @@ def test_corrupt_lines_are_skipped_counted_and_reported(
     assert len(step_records(tmp_path / "run")) == 20
 
 
-def test_a_sequence_beyond_the_positions_of_a_checkpoint(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_a_sequence_beyond_the_positions_of_a_checkpoint(pool, inputs, tmp_path):
     config = inputs.folder / "dense.yaml"
     run(pool, 1, config, tmp_path / "short", *SHORT, SAVE)
     text = message(
@@ -141,9 +127,7 @@ def test_a_sequence_beyond_the_positions_of_a_checkpoint(
     assert "max_position_embeddings = 32" in text
 
 
-def test_a_folder_that_another_run_holds_is_refused(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_a_folder_that_another_run_holds_is_refused(pool, inputs, tmp_path):
     import fcntl
 
     tmp_path.joinpath(".lock").write_text("process 1 on elsewhere\n")

@@ -1,7 +1,5 @@
 """A run that is killed or asked to stop, at any moment, loses no step that was saved."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -87,8 +85,8 @@ def kill_everything(started: Started) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
-    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
-) -> None:
+    pool, inputs, tmp_path, undisturbed, asynchronous
+):
     output = tmp_path / "run"
     saving = f"checkpoint.asynchronous={asynchronous}"
     with torchrun(tmp_path, arguments(inputs, output, saving)) as started:
@@ -128,14 +126,8 @@ def to_torchrun(started: Started, number: int) -> None:
     ],
 )
 def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(
-    pool: Pool,
-    inputs: Inputs,
-    tmp_path: Path,
-    undisturbed: Course,
-    to: Callable[[Started, int], None],
-    number: int,
-    status: int,
-) -> None:
+    pool, inputs, tmp_path, undisturbed, to, number, status
+):
     output = tmp_path / "run"
     with torchrun(tmp_path, arguments(inputs, output)) as started:
         started.wait_until(has_steps(output, 4))
@@ -158,7 +150,7 @@ def assert_ended_well(started: Started, output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
-def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path, number: int) -> None:
+def test_the_own_launcher_ends_with_zero(inputs, tmp_path, number):
     output = tmp_path / "run"
     given = arguments(inputs, output)
     with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as started:
@@ -171,9 +163,7 @@ def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path, number:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["write", "score"])
-def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
-    inputs: Inputs, tmp_path: Path, kind: str
-) -> None:
+def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(inputs, tmp_path, kind):
     """Its step is saved, and all ranks leave with 0 before the evaluation is done."""
     output = tmp_path / "run"
     rows = [{"q": f"def f{n}", "options": ["a", "b"], "right": 0} for n in range(6_000)]
@@ -205,9 +195,7 @@ def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
 
 
 @pytest.mark.slow
-def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
-    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course
-) -> None:
+def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(pool, inputs, tmp_path, undisturbed):
     output = tmp_path / "run"
     with torchrun(tmp_path, arguments(inputs, output)) as started:
         started.wait_until(has_steps(output, 4))
@@ -228,9 +216,7 @@ def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
         ("several_tokenizers", ["data.workers=1", "parallel.tensor=2"]),
     ],
 )
-def test_killed_again_and_again_it_arrives(
-    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, overrides: list[str]
-) -> None:
+def test_killed_again_and_again_it_arrives(pool, inputs, tmp_path, name, overrides):
     if name == "several_tokenizers":
         write_config(inputs)
     undisturbed = undisturbed_course(pool, inputs, name, *overrides)

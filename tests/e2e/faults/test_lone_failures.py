@@ -1,7 +1,5 @@
 """A rank that fails alone ends the run within seconds, and the run says which rank and why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.processes import SCRIPT, TORCHRUN
-from tests.e2e.runs import Inputs, environment
+from tests.e2e.runs import environment
 
 RANK, STEP = 1, 3
 SECONDS_TO_THE_END = 25.0  # of a machine with two busy cores; a hang takes ten minutes
@@ -131,7 +129,7 @@ CASES = [f"{fault} {launcher}" for fault in FAULTS for launcher in ("torchrun", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, case: str) -> None:
+def test_a_rank_that_fails_alone_ends_the_run(inputs, tmp_path, case):
     fault, launcher = case.split()
     words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run")
     with started(tmp_path, words, FAULTS[fault]) as run:
@@ -154,7 +152,7 @@ def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, ca
 
 
 @pytest.mark.slow
-def test_a_peer_outside_of_collectives_ends_too(inputs: Inputs, tmp_path: Path) -> None:
+def test_a_peer_outside_of_collectives_ends_too(inputs, tmp_path):
     words = command("torchrun", inputs.folder / "dense.yaml", tmp_path / "run")
     with started(tmp_path, words, FAULTS["exception"], BUSY="yes") as run:
         assert run.wait() == 1
@@ -163,9 +161,7 @@ def test_a_peer_outside_of_collectives_ends_too(inputs: Inputs, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "processes"])
-def test_a_rank_that_stops_answering_is_named(
-    inputs: Inputs, tmp_path: Path, launcher: str
-) -> None:
+def test_a_rank_that_stops_answering_is_named(inputs, tmp_path, launcher):
     short = f"runtime.timeout_seconds={SILENT_SECONDS}"
     words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run", short)
     with started(tmp_path, words, STOPPED) as run:

@@ -1,7 +1,5 @@
 """A capture that is killed, stopped or out of disk goes on to the same store."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -53,9 +51,7 @@ def arguments(config: Path, store: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_goes_on_to_the_same_files(
-    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
+def test_killed_in_the_middle_it_goes_on_to_the_same_files(pool, config, tmp_path, undisturbed):
     store = tmp_path / "store"
     with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
         started.wait_until(has_shards(store, 5))
@@ -72,9 +68,7 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_files(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
-def test_asked_to_stop_the_ranks_leave_nothing_half(
-    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes], number: int
-) -> None:
+def test_asked_to_stop_the_ranks_leave_nothing_half(pool, config, tmp_path, undisturbed, number):
     store = tmp_path / "store"
     with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
         started.wait_until(has_shards(store, 3))
@@ -99,9 +93,7 @@ def assert_ended_well(started: Started, store: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_goes_on_where_the_first_hole_begins(
-    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
+def test_a_start_goes_on_where_the_first_hole_begins(pool, config, tmp_path, undisturbed):
     store = tmp_path / "store"
     assert run_in(pool, 2, config, store, stop_after=30) is False
     there = shards_of(store)
@@ -120,9 +112,7 @@ def test_a_start_goes_on_where_the_first_hole_begins(
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_file_that_one_rank_cannot_write_ends_all(
-    pool: Pool, inputs: Inputs, tmp_path: Path, failing: int
-) -> None:
+def test_a_file_that_one_rank_cannot_write_ends_all(pool, inputs, tmp_path, failing):
     config = write_capture(inputs, "two_shards", samples=2 * LONG_SHARD, per_shard=LONG_SHARD)
     store = tmp_path / "store"
     text = str(run_in(pool, 2, config, store, limits={failing: 100_000}))
@@ -135,9 +125,7 @@ def test_a_file_that_one_rank_cannot_write_ends_all(
 
 
 @pytest.mark.slow
-def test_jobs_write_one_store_and_the_last_one_finishes_it(
-    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
+def test_jobs_write_one_store_and_the_last_one_finishes_it(pool, config, tmp_path, undisturbed):
     store = tmp_path / "store"
     assert run_in(pool, 2, config, store, "store.jobs=2", "store.job=1") is True
     assert [int(name[-6:]) % 2 for name in shards_of(store)] == [1] * (SHARDS // 2)
@@ -147,9 +135,7 @@ def test_jobs_write_one_store_and_the_last_one_finishes_it(
 
 
 @pytest.mark.slow
-def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
-    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
+def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(pool, config, tmp_path, undisturbed):
     store = tmp_path / "store"
     with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
         started.wait_until(has_shards(store, 3))
@@ -170,16 +156,11 @@ def short(inputs: Inputs) -> Path:
     [
         ("store.codec=u8", "store.codec is 'f32' in the store, not 'u8'"),
         ("seed=8", "; seed is 7 in the store, not 8"),
-        (
-            "teacher.architecture.norm_epsilon=0.001",
-            "digest of the teacher's weights is 'sha256:",
-        ),
+        ("teacher.architecture.norm_epsilon=0.001", "digest of the teacher's weights is 'sha256:"),
         ("capture.precision=bf16", "capture.precision is 'fp32' in the store, not 'bf16'"),
     ],
 )
-def test_other_settings_are_refused_by_name(
-    pool: Pool, short: Path, tmp_path: Path, change: str, words: str
-) -> None:
+def test_other_settings_are_refused_by_name(pool, short, tmp_path, change, words):
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store, stop_after=2) is False
     before = contents(store)
@@ -189,7 +170,7 @@ def test_other_settings_are_refused_by_name(
     assert contents(store) == before
 
 
-def test_a_complete_store_is_left_as_it_is(pool: Pool, short: Path, tmp_path: Path) -> None:
+def test_a_complete_store_is_left_as_it_is(pool, short, tmp_path):
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store) is True
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
@@ -199,9 +180,7 @@ def test_a_complete_store_is_left_as_it_is(pool: Pool, short: Path, tmp_path: Pa
     assert (store / "tokenizer" / "tokenizer.json").is_file()
 
 
-def test_what_a_killed_capture_left_or_lacks_is_put_right(
-    pool: Pool, short: Path, tmp_path: Path
-) -> None:
+def test_what_a_killed_capture_left_or_lacks_is_put_right(pool, short, tmp_path):
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store) is True
     before = contents(store)
@@ -217,7 +196,7 @@ def test_what_a_killed_capture_left_or_lacks_is_put_right(
         assert contents(store) == before
 
 
-def test_a_store_in_the_place_of_a_file_is_refused(pool: Pool, short: Path, tmp_path: Path) -> None:
+def test_a_store_in_the_place_of_a_file_is_refused(pool, short, tmp_path):
     (tmp_path / "file").write_text("")
     text = str(run_in(pool, 2, short, tmp_path / "file" / "store"))
     assert text.startswith(f"StoreError: cannot write {tmp_path}/file/store: Not a directory")

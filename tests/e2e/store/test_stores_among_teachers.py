@@ -1,7 +1,5 @@
 """Stores among several teachers: routed, mixed and chosen, in every layout, and resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -109,9 +107,7 @@ ROUTES: dict[str, tuple[bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("route", quick_and_slow(ROUTES, ("store of the source",)))
-def test_a_routed_store_is_the_live_teacher_to_the_bit(
-    train: Callable[..., Course], capture: Callable[..., str], route: str
-) -> None:
+def test_a_routed_store_is_the_live_teacher_to_the_bit(train, capture, route):
     whole, overrides = ROUTES[route]
     live = train(1, *overrides)
     stored = train(1, *overrides, capture(whole=whole))
@@ -124,9 +120,7 @@ def test_a_routed_store_is_the_live_teacher_to_the_bit(
 
 
 @pytest.mark.slow
-def test_a_term_takes_a_store_on_every_sample(
-    train: Callable[..., Course], capture: Callable[..., str]
-) -> None:
+def test_a_term_takes_a_store_on_every_sample(train, capture):
     found, live = train(1, NAMED, capture()), train(1, NAMED)
     assert_same(found, live, first=1e-6, last=1e-5)
     for ours, other in zip(found, live, strict=True):
@@ -136,9 +130,7 @@ def test_a_term_takes_a_store_on_every_sample(
 
 
 @pytest.mark.slow
-def test_drawn_ids_are_one_of_several(
-    train: Callable[..., Course], capture: Callable[..., str]
-) -> None:
+def test_drawn_ids_are_one_of_several(train, capture):
     term = "objective.terms=[{divergence: forward_kl}]"
     drawn = capture("store.mode=sampled", "store.k=200", "store.temperatures=[]")
     found, live = train(1, term, drawn), train(1, term)
@@ -152,9 +144,7 @@ def test_drawn_ids_are_one_of_several(
 
 
 @pytest.mark.slow
-def test_a_mean_and_a_choice_with_a_store_of_all_ids_are_the_live_ones(
-    train: Callable[..., Course], capture: Callable[..., str]
-) -> None:
+def test_a_mean_and_a_choice_with_a_store_of_all_ids_are_the_live_ones(train, capture):
     live = train(1, MIXED)
     stored = train(1, MIXED, capture("store.k=301"))
     assert_same(stored, live, first=1e-5, last=1e-4)
@@ -167,9 +157,7 @@ top_k: 5, temperature: 2.0, teachers: {{code: 0.7, law: 0.3}}}}]"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["TP2", "TP2+sequence", "DP2", "PP2", "CP2"])
-def test_the_layout_changes_nothing(
-    train: Callable[..., Course], capture: Callable[..., str], case: str
-) -> None:
+def test_the_layout_changes_nothing(train, capture, case):
     world, overrides = layout(case)
     common = (MEAN, capture(), "validation.samples=4", f"validation.interval={STEPS}")
     expected = train(1, *common)
@@ -177,9 +165,7 @@ def test_the_layout_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_reads_the_records_that_follow(
-    pool: Pool, config: Path, capture: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_resumed_run_reads_the_records_that_follow(pool, config, capture, tmp_path):
     store = capture(whole=False)
     expected = course(run(pool, 1, config, tmp_path / "whole", SAVE, store))
     for name, before in (("stored", (store,)), ("live", ())):
@@ -191,13 +177,8 @@ def test_a_resumed_run_reads_the_records_that_follow(
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["all samples", "one source"])
 def test_a_live_teacher_beside_a_store_has_ranks_of_its_own(
-    pool: Pool,
-    config: Path,
-    train: Callable[..., Course],
-    capture: Callable[..., str],
-    tmp_path: Path,
-    whole: bool,
-) -> None:
+    pool, config, train, capture, tmp_path, whole
+):
     store, one = capture(whole=whole), "train.micro_batch_size=1"
     found = apart(pool, 2, config, tmp_path / "run", store, one, "teachers.law.ranks=1")
     assert course(found) == course(train(1, store, one))
@@ -223,9 +204,7 @@ def refusals(store: Callable[..., str]) -> Sequence[tuple[str, tuple[str, ...]]]
 
 
 @pytest.mark.slow
-def test_a_store_of_other_samples_or_terms_is_refused_by_name(
-    pool: Pool, config: Path, capture: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_store_of_other_samples_or_terms_is_refused_by_name(pool, config, capture, tmp_path):
     for expected, overrides in refusals(capture):
         text = failure(pool, 1, config, tmp_path / "run", *overrides)
         assert expected in text, text

@@ -1,7 +1,5 @@
 """Teachers of one and of another tokenizer on ranks of their own: the course of shared ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.e2e.runs import SECOND_SIZES, Inputs, course, quick_and_slow, records, run
 from tests.e2e.teachers.test_several_teacher_ranks import apart, evaluate_here, sent, steps
-from tests.e2e.tokenizers.test_several_tokenizers import (
-    LOSSES,
-    assert_same_course,
-    write_config,
-)
+from tests.e2e.tokenizers.test_several_tokenizers import LOSSES, assert_same_course, write_config
 
 HELD_OUT = ("validation.samples=8", "validation.interval=6")
 FAR, NEAR = "teachers.far.ranks=1", "teachers.near.ranks=1"
@@ -42,8 +36,8 @@ def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., list[dict[
 
 
 def test_two_steps_with_each_teacher_on_a_rank_are_those_of_shared_ranks(
-    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
-) -> None:
+    pool, config, shared, tmp_path
+):
     short = ("train.steps=2", "schedule.warmup_steps=1")
     found, expected = apart(pool, 3, config, tmp_path, *short, FAR, NEAR), shared(*short)
     assert len(found) == len(expected) == 2
@@ -82,9 +76,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
-def test_the_course_is_that_of_shared_ranks(
-    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
-) -> None:
+def test_the_course_is_that_of_shared_ranks(pool, config, shared, tmp_path, case):
     world, layout = LAYOUTS[case]
     found, expected = apart(pool, world, config, tmp_path, *HELD_OUT, *layout), shared(*HELD_OUT)
     assert_same_course(steps(found), steps(expected))
@@ -129,9 +121,7 @@ WITH_TOP_K: dict[str, tuple[int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(WITH_TOP_K, []))
-def test_a_sent_top_k_gives_the_course_of_live_teachers(
-    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
-) -> None:
+def test_a_sent_top_k_gives_the_course_of_live_teachers(pool, config, shared, tmp_path, case):
     world, own = WITH_TOP_K[case]
     given = (*HELD_OUT, OF_ALL_IDS)
     found, expected = apart(pool, world, config, tmp_path, *given, *own), shared(*given)
@@ -145,9 +135,7 @@ def test_a_sent_top_k_gives_the_course_of_live_teachers(
 
 
 @pytest.mark.slow
-def test_it_resumes_on_shared_ranks(
-    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_it_resumes_on_shared_ranks(pool, config, shared, tmp_path):
     saved = ("checkpoint.save=true", "train.micro_batch_size=1")
     apart(pool, 3, config, tmp_path, *saved, FAR, NEAR, stop_after=2)
     run(pool, 1, config, tmp_path, *saved, stop_after=2)
@@ -156,7 +144,7 @@ def test_it_resumes_on_shared_ranks(
 
 
 @pytest.mark.slow
-def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
+def test_one_process_evaluates_the_run(pool, config, tmp_path):
     own = ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2}", "checkpoint.save=true")
     expected = apart(pool, 3, config, tmp_path, *HELD_OUT, *own)[-1]["validation"]
     (found,) = pool.run(1, evaluate_here, str(tmp_path))

@@ -1,7 +1,5 @@
 """A teacher with its own layout: losses and gradient norms are those of the shared layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -80,7 +78,7 @@ QUICK = ("p1 to p2, virtual", "t2 with a split sequence to t1")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
-def test_five_steps_are_those_of_the_shared_layout(train: Callable[..., Course], case: str) -> None:
+def test_five_steps_are_those_of_the_shared_layout(train, case):
     world, common, layout, is_exact = CASES[case]
     expected = train("dense", world, *VALIDATED, *common)
     found = train("dense", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
@@ -128,9 +126,7 @@ WITH_MAPS: dict[str, tuple[int, Sequence[str], str, bool]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(WITH_MAPS, []))
-def test_attention_maps_are_those_of_the_shared_layout(
-    train: Callable[..., Course], case: str
-) -> None:
+def test_attention_maps_are_those_of_the_shared_layout(train, case):
     world, common, layout, is_exact = WITH_MAPS[case]
     given = (*VALIDATED, MAPS, *common)
     expected = train("dense", world, *given)
@@ -152,9 +148,7 @@ ALIGNED: dict[str, tuple[int, Sequence[str], str]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(ALIGNED, []))
-def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(
-    train: Callable[..., Course], case: str
-) -> None:
+def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(train, case):
     world, common, layout = ALIGNED[case]
     expected = train("aligned", world, *VALIDATED, *common)
     found = train("aligned", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
@@ -200,7 +194,7 @@ MOVED: dict[str, tuple[Sequence[str], str, int]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(MOVED, ["one of two parts is elsewhere"]))
-def test_a_step_sends_the_bytes_of_the_formula(pool: Pool, inputs: Inputs, case: str) -> None:
+def test_a_step_sends_the_bytes_of_the_formula(pool, inputs, case):
     common, layout, rows = MOVED[case]
     overrides = [*STEPS, *common, f"teacher.parallel={{{layout}}}", f"output={inputs.folder}/moved"]
     found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", overrides)
@@ -211,9 +205,7 @@ def test_a_step_sends_the_bytes_of_the_formula(pool: Pool, inputs: Inputs, case:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor: 2, sequence: true", "pipeline: 2"])
-def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(
-    pool: Pool, inputs: Inputs, layout: str
-) -> None:
+def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(pool, inputs, layout):
     peaks = []
     for batch in (8, 32):
         overrides = [
@@ -229,7 +221,7 @@ def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_may_change_the_teachers_layout(pool: Pool, inputs: Inputs) -> None:
+def test_a_resumed_run_may_change_the_teachers_layout(pool, inputs):
     shared, config = (
         ("schedule.warmup_steps=1", "checkpoint.save=true"),
         inputs.folder / "dense.yaml",

@@ -1,7 +1,5 @@
 """A teacher on ranks of its own gives the course of the same run on shared ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,11 +52,7 @@ def roles(rank: int, world: int, teachers: TeacherRanks) -> Iterator[Device]:
 
 
 def train_in_roles(
-    rank: int,
-    world: int,
-    config_path: Path,
-    overrides: Sequence[str],
-    stop_after: int | None,
+    rank: int, world: int, config_path: Path, overrides: Sequence[str], stop_after: int | None
 ) -> bool:
     """Run one training with teachers on the last ranks; returns whether the student finished."""
     config = configure(rank, config_path, overrides, world)
@@ -140,9 +134,7 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ["1 and DP3"]))
-def test_the_course_is_that_of_shared_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_the_course_is_that_of_shared_ranks(pool, inputs, tmp_path, case):
     found, expected = runs_of_roles(pool, inputs, tmp_path, case)
     assert_same(found, expected, **(EXACT if case == "1 and 1" else {}))
 
@@ -165,9 +157,7 @@ WAYS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_neither_steps_ahead_nor_the_way_change_a_bit(
-    pool: Pool, inputs: Inputs, tmp_path: Path, way: str
-) -> None:
+def test_neither_steps_ahead_nor_the_way_change_a_bit(pool, inputs, tmp_path, way):
     (common, other), config = WAYS[way], inputs.folder / "dense.yaml"
     given = (*SHORT, *of_roles("TP2+sequence and 1")[2], *common)
     expected = run_apart(pool, 2, 1, config, tmp_path / "usual", *given)
@@ -179,9 +169,7 @@ def test_neither_steps_ahead_nor_the_way_change_a_bit(
 @pytest.mark.parametrize(
     "case", ["1 and 1", "TP2+sequence and 1", "1 and TP2+sequence", "CP2 and CP2"]
 )
-def test_a_sent_top_k_gives_the_losses_of_a_live_one(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_a_sent_top_k_gives_the_losses_of_a_live_one(pool, inputs, tmp_path, case):
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, TOP_K, own=[SENT])
     assert_same(found, expected)
     assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
@@ -231,9 +219,7 @@ CHANGING: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CHANGING, []))
-def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(pool, inputs, tmp_path, case):
     given = [FEATURES if one == "{features}" else one for one in CHANGING[case]]
     sent, live = ([one for one in given if (one == SENT) == is_sent] for is_sent in (True, False))
     found, expected = runs_of_roles(pool, inputs, tmp_path, "1 and 1", *live, own=sent)
@@ -243,9 +229,7 @@ def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", ["teacher.parallel={expert: 2}", "teacher.shard_weights=true"])
-def test_weights_of_a_teacher_are_spread_over_its_replicas(
-    pool: Pool, inputs: Inputs, tmp_path: Path, spread: str
-) -> None:
+def test_weights_of_a_teacher_are_spread_over_its_replicas(pool, inputs, tmp_path, spread):
     # Three units of the student's step on two replicas: one runs a unit again.
     experts = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
     odd = (experts, "train.global_batch_size=6")
@@ -254,7 +238,7 @@ def test_weights_of_a_teacher_are_spread_over_its_replicas(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 64], ids=["fast teacher", "slow teacher"])
-def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers: int) -> None:
+def test_memory_does_not_grow(pool, inputs, tmp_path, layers):
     many = ("train.steps=200", f"teacher.architecture.num_layers={layers}")
     found = run_apart(pool, 1, 1, inputs.folder / "dense.yaml", tmp_path / "apart", *many)
     assert len(found) == 200
@@ -266,7 +250,7 @@ def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers
 
 
 @pytest.mark.slow
-def test_it_resumes_on_shared_ranks_and_back(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_it_resumes_on_shared_ranks_and_back(pool, inputs, tmp_path):
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     saved = ("train.steps=12", "checkpoint.save=true")
     run_apart(pool, 1, 1, config, output, *saved, stop_after=4)
@@ -281,9 +265,7 @@ def test_it_resumes_on_shared_ranks_and_back(pool: Pool, inputs: Inputs, tmp_pat
 @pytest.mark.parametrize(
     ("students", "teachers"), [pytest.param(2, 3, id="d3 to d2"), pytest.param(3, 2, id="d2 to d3")]
 )
-def test_numbers_of_replicas_need_not_divide_each_other(
-    pool: Pool, inputs: Inputs, tmp_path: Path, students: int, teachers: int
-) -> None:
+def test_numbers_of_replicas_need_not_divide_each_other(pool, inputs, tmp_path, students, teachers):
     config, output = inputs.folder / "dense.yaml", tmp_path / "apart"
     common = (*SHORT, "train.global_batch_size=12")
     given = (f"output={output}", f"teacher.ranks={teachers}", *common)
@@ -313,9 +295,7 @@ WITH_FEATURES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_FEATURES)
-def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_feature_losses_get_their_layers_from_the_stage_that_has_them(pool, inputs, tmp_path, case):
     own, both = WITH_FEATURES[case]
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, FEATURES, *both, own=own)
     exact = EXACT if case.startswith("1 and 1") else {}
@@ -338,9 +318,7 @@ WITH_MAPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_MAPS)
-def test_attention_maps_are_made_of_sent_queries_and_keys(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_attention_maps_are_made_of_sent_queries_and_keys(pool, inputs, tmp_path, case):
     own, both = WITH_MAPS[case]
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, MAPS, *both, own=own)
     exact = EXACT if case == "1 and 1" else {}
@@ -358,9 +336,7 @@ def taken_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]
 
 
 @pytest.mark.slow
-def test_a_stage_of_several_chunks_decodes_an_answer_once(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_a_stage_of_several_chunks_decodes_an_answer_once(pool, inputs, tmp_path):
     given = [f"output={tmp_path}", "teacher.ranks=1", *of_roles("PP2+virtual and 1")[2]]
     given += [SENT, TOP_K, "train.steps=3"]
     taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, timeout=SECONDS)
@@ -385,8 +361,8 @@ OWN_TOKENS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OWN_TOKENS)
 def test_a_teacher_with_its_own_tokenizer_gives_the_losses_of_shared_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+    pool, inputs, tmp_path, case
+):
     own, both = OWN_TOKENS[case]
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, *both, own=own, name="aligned")
     exact = EXACT if case.startswith("1 and 1") else {}

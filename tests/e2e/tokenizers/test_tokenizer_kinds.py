@@ -1,7 +1,5 @@
 """A SentencePiece model and tiktoken ranks through every script that a run's tokenizer meets."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +67,7 @@ def written(pool: Pool, path: Path, *words: object) -> tuple[str, str]:
     return found.stdout, found.stderr
 
 
-def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained: Trained) -> None:
+def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained):
     tokenizer = load_tokenizer(trained.tokenizer)
     assert [record["step"] for record in step_records(trained.run)] == [1, 2, 3]
     (newest,) = (trained.run / "checkpoints").glob("step_*3")
@@ -86,9 +84,7 @@ def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained: Trained) ->
     }
 
 
-def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(
-    pool: Pool, trained: Trained
-) -> None:
+def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(pool, trained):
     words = ("--run", trained.run, "--prompt", PROMPT, "--tokens", 6, "--seed", 3)
     generate = ROOT / "launch" / "generate.py"
     text, _ = written(pool, generate, *words)
@@ -98,9 +94,7 @@ def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(
     assert written(pool, generate, *words, kept)[0] == text
 
 
-def test_an_export_warns_that_transformers_finds_no_tokenizer(
-    pool: Pool, inputs: Inputs, trained: Trained, tmp_path: Path
-) -> None:
+def test_an_export_warns_that_transformers_finds_no_tokenizer(pool, inputs, trained, tmp_path):
     tool, out = ROOT / "tools" / "convert_checkpoint.py", tmp_path / "out"
     _, reported = written(pool, tool, *("export", "--checkpoint", trained.run, "--hf", out))
     assert "the run's tokenizer is not a Hugging Face tokenizer" in reported
@@ -124,9 +118,7 @@ def test_an_export_warns_that_transformers_finds_no_tokenizer(
 
 
 @pytest.mark.parametrize("kind", quick_and_slow(KINDS, ("tiktoken",)))
-def test_a_store_brings_the_tokenizer_along(
-    pool: Pool, inputs: Inputs, tmp_path: Path, kind: str
-) -> None:
+def test_a_store_brings_the_tokenizer_along(pool, inputs, tmp_path, kind):
     path = tokenizer_file(kind, tmp_path)
     config = write_capture(inputs, f"of_{kind}", samples=16, per_shard=8)
     store = tmp_path / "store"
@@ -151,9 +143,7 @@ def test_a_store_brings_the_tokenizer_along(
     assert text.startswith("def ")
 
 
-def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(pool, inputs, tmp_path):
     arguments = [
         *("--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path / 'run'}", *SHORT),
         *("data.tokenizer.path=null", "data.tokenizer.encoding=o200k_base"),
@@ -165,9 +155,7 @@ def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
     assert "it is not downloaded at run time" in text
 
 
-def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
-    tmp_path: Path,
-) -> None:
+def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(tmp_path):
     from megatron_distill.data.tokenizers.open import require_same_ids
     from megatron_distill.errors import ConfigError
 

@@ -1,7 +1,5 @@
 """A run that stops and goes on is the run that never stopped."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
@@ -58,9 +56,7 @@ QUICK_SAME = ("DP2, saved meanwhile",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))
-def test_in_the_same_layout_every_bit_is_the_same(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_in_the_same_layout_every_bit_is_the_same(pool, inputs, tmp_path, case):
     name, world, layout = SAME[case]
     config = inputs.folder / f"{name}.yaml"
     after, expected = resumed(pool, world, config, tmp_path, *COMMON, *layout, stop_after=STOP)
@@ -71,7 +67,7 @@ def test_in_the_same_layout_every_bit_is_the_same(
 
 
 @pytest.mark.slow
-def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_dropout_is_drawn(pool, inputs, tmp_path):
     # Else the cases above say nothing about random states.
     config = inputs.folder / "dense.yaml"
     short = ("train.steps=2", "schedule.warmup_steps=0")
@@ -97,9 +93,7 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHER)
-def test_in_another_layout_the_losses_are_the_same(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_in_another_layout_the_losses_are_the_same(pool, inputs, tmp_path, case):
     name, first, second = OTHER[case]
     config = inputs.folder / f"{name}.yaml"
     expected = run(pool, first[0], config, tmp_path / "whole", *COMMON, *first[1])
@@ -114,9 +108,7 @@ def test_in_another_layout_the_losses_are_the_same(
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])
-def test_the_newest_remain_and_leftovers_go(
-    pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str
-) -> None:
+def test_the_newest_remain_and_leftovers_go(pool, inputs, tmp_path, asynchronous):
     config = inputs.folder / "dense.yaml"
     saving = ("checkpoint.interval=2", "checkpoint.keep=2", "validation.samples=0")
     overrides = [*COMMON, *saving, "validation.interval=0"]
@@ -151,9 +143,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved, tmp_path / "copy")
 
 
-def test_a_finished_run_stays_as_it_is(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
-) -> None:
+def test_a_finished_run_stays_as_it_is(pool, inputs, saved, tmp_path):
     output = copied(saved, tmp_path)
     before = records(output)
     run(pool, 2, inputs.folder / "dense.yaml", output, "train.steps=2", "schedule.warmup_steps=1")
@@ -161,9 +151,7 @@ def test_a_finished_run_stays_as_it_is(
     assert checkpoints(output) == ["step_0000002"]
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_its_differences(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_its_differences(pool, inputs, saved, tmp_path):
     output = copied(saved, tmp_path)
     changes = ["student.architecture.hidden_size=48", "student.architecture.qk_norm=true"]
     text = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, *changes)
@@ -179,9 +167,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_differences(
     assert checkpoints(output) == ["step_0000002"]
 
 
-def test_initial_weights_of_another_model_are_refused(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
-) -> None:
+def test_initial_weights_of_another_model_are_refused(pool, inputs, saved, tmp_path):
     text = failure(
         pool, 2, inputs.folder / "dense.yaml", tmp_path,
         f"teacher.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0",
@@ -190,9 +176,7 @@ def test_initial_weights_of_another_model_are_refused(
     assert str(saved) in text
 
 
-def test_another_tokenizer_is_refused(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
-) -> None:
+def test_another_tokenizer_is_refused(pool, inputs, saved, tmp_path):
     output = copied(saved, tmp_path)
     tokenizer = shutil.copytree(inputs.tokenizer, tmp_path / "tokenizer")
     file = tokenizer / "tokenizer.json"
@@ -208,9 +192,7 @@ def test_another_tokenizer_is_refused(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "description"])
-def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_checkpoint_is_an_error_on_all_ranks(pool, inputs, saved, tmp_path, damage):
     output = copied(saved, tmp_path)
     folder = output / "checkpoints" / "step_0000002"
     shard = folder / "__0_0.distcp"

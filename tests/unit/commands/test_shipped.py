@@ -1,7 +1,5 @@
 """Shipped configurations by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["tiny.yaml", "configs/tiny.yaml", "./tiny.yaml"])
-def test_a_shipped_file_is_found_by_its_name(name: str) -> None:
+def test_a_shipped_file_is_found_by_its_name(name):
     assert config_file(name) == ROOT / "configs" / "tiny.yaml" == shipped_folder() / "tiny.yaml"
 
 
-def test_a_file_that_is_there_comes_first(empty_folder: Path) -> None:
+def test_a_file_that_is_there_comes_first(empty_folder):
     (empty_folder / "configs").mkdir()
     for name in ("tiny.yaml", "configs/tiny.yaml"):
         (empty_folder / name).write_text("seed: 1\n")
@@ -31,5 +29,5 @@ def test_a_file_that_is_there_comes_first(empty_folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["none.yaml", "configs/none.yaml", "configs", "../configs/tiny.yaml", "/x/tiny.yaml"]
 )
-def test_any_other_name_stays_as_it_is(name: str) -> None:
+def test_any_other_name_stays_as_it_is(name):
     assert config_file(name) == Path(name)

@@ -1,7 +1,5 @@
 """The objective's section knows what the table of divergences knows."""
 
-from __future__ import annotations
-
 import inspect
 from typing import get_args
 
@@ -10,12 +8,12 @@ from megatron_distill.ops.divergences import DIVERGENCES
 from megatron_distill.signals import Support
 
 
-def test_divergences_are_those_of_the_table() -> None:
+def test_divergences_are_those_of_the_table():
     assert get_args(Divergence) == tuple(DIVERGENCES)
     assert get_args(TermConfig.model_fields["support"].annotation) == get_args(Support)
 
 
-def test_parameters_are_those_of_the_rows() -> None:
+def test_parameters_are_those_of_the_rows():
     taken = {
         parameter: tuple(
             name
@@ -28,6 +26,6 @@ def test_parameters_are_those_of_the_rows() -> None:
     assert taken == PARAMETERS
 
 
-def test_given_parameters_are_handed_on() -> None:
+def test_given_parameters_are_handed_on():
     assert TermConfig().parameters == {}
     assert TermConfig(divergence="js_divergence", beta=0.2).parameters == {"beta": 0.2}

@@ -1,9 +1,5 @@
 """Rules on the overlap of tensor-parallel messages: each one broken alone, and each just kept."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.support.sample_configs import TAUGHT, complaints, load_tree, read_table
@@ -56,16 +52,12 @@ ON = ("runtime.tp_comm_overlap=true", "train.precision=bf16")
 
 
 @pytest.mark.parametrize(("overrides", "text"), BROKEN)
-def test_a_broken_rule_is_the_only_complaint(
-    tmp_path: Path, overrides: list[str], text: list[str]
-) -> None:
+def test_a_broken_rule_is_the_only_complaint(tmp_path, overrides, text):
     found = complaints(load_tree, tmp_path, TAUGHT, *overrides)
     (words,) = text
     assert [line[: len(words)] for line in found] == [words]
 
 
 @pytest.mark.parametrize("overrides", KEPT)
-def test_layouts_whose_messages_can_be_overlapped_are_taken(
-    tmp_path: Path, overrides: list[str]
-) -> None:
+def test_layouts_whose_messages_can_be_overlapped_are_taken(tmp_path, overrides):
     assert load_tree(tmp_path, TAUGHT, *ON, *overrides).runtime.tp_comm_overlap

@@ -1,7 +1,5 @@
 """Steps taken in a thread, one ahead: the loader's batches and states, errors at their step."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -20,7 +18,7 @@ def prefetched(source: Numbers) -> PrefetchedSteps:
     )
 
 
-def test_batches_and_states_are_those_of_the_loader() -> None:
+def test_batches_and_states_are_those_of_the_loader():
     plain = loader_of(Numbers())
     with prefetched(Numbers()) as steps:
         assert steps.state_dict() == plain.state_dict()
@@ -29,7 +27,7 @@ def test_batches_and_states_are_those_of_the_loader() -> None:
             assert steps.state_dict() == plain.state_dict()
 
 
-def test_it_resumes_from_the_state_of_any_step() -> None:
+def test_it_resumes_from_the_state_of_any_step():
     with prefetched(Numbers()) as whole:
         states, batches = [], []
         for step in range(1, LAST + 1):
@@ -43,7 +41,7 @@ def test_it_resumes_from_the_state_of_any_step() -> None:
             assert found == batches[done:]
 
 
-def test_a_state_loaded_between_two_steps_discards_the_one_ahead() -> None:
+def test_a_state_loaded_between_two_steps_discards_the_one_ahead():
     with prefetched(Numbers()) as steps:
         beginning = steps.state_dict()
         first = sample_ids(steps.take(1))
@@ -51,7 +49,7 @@ def test_a_state_loaded_between_two_steps_discards_the_one_ahead() -> None:
         assert [sample_ids(steps.take(step)) for step in (1, 2)] == [first, [[4, 5], [6, 7]]]
 
 
-def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_taken() -> None:
+def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_taken():
     with prefetched(Numbers(broken_at=4 * 3)) as steps:
         for step in (1, 2, 3):
             steps.take(step)
@@ -63,7 +61,7 @@ def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_ta
             steps.take(step)
 
 
-def test_a_defect_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_reaches_the_caller(monkeypatch):
     seen: list[object] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     source = Numbers()
@@ -73,7 +71,7 @@ def test_a_defect_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [None, TrainingError("too many bad steps")])
-def test_no_thread_stays_after_an_end_of_all_ranks(error: TrainingError | None) -> None:
+def test_no_thread_stays_after_an_end_of_all_ranks(error):
     before = set(threading.enumerate())
     steps = prefetched(Numbers())
     steps.take(1)

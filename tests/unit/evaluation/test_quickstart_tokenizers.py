@@ -1,7 +1,5 @@
 """The comparison of losses between tokenizers: its runs, its table and its refusals."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import math
@@ -48,7 +46,7 @@ def log(label: str, loss: float | None) -> RunLog:
     return RunLog(label, Path(label), steps, held_out)
 
 
-def test_the_students_differ_in_the_objective_alone(comparison: Comparison) -> None:
+def test_the_students_differ_in_the_objective_alone(comparison):
     teacher, *students = (
         load_config(run.arguments[1], run.arguments[2:]) for run in comparison.children
     )
@@ -71,7 +69,7 @@ def test_the_students_differ_in_the_objective_alone(comparison: Comparison) -> N
     assert all(getattr(teacher.data, name) == getattr(students[0].data, name) for name in same)
 
 
-def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: Comparison) -> None:
+def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison):
     losses = [2.0, *(1.8 for _ in NAMES)]
     students = [log(str(index), loss) for index, loss in enumerate(losses)]
     rows = compare(log("teacher", 2.0), students, comparison)
@@ -85,7 +83,7 @@ def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: Compari
         compare(log("teacher", None), students, comparison)
 
 
-def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> None:
+def test_margins_are_those_over_the_student_alone(comparison):
     outcomes = [
         {"rows": [{"label": "student alone", "bits_per_byte": 3.0},
                   *({"label": name, "bits_per_byte": bits} for name in NAMES)]}
@@ -96,7 +94,7 @@ def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> Non
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_a_terminal_of_any_width_shows_whole_figures(comparison: Comparison, width: int) -> None:
+def test_a_terminal_of_any_width_shows_whole_figures(comparison, width):
     losses = [2.0, *(1.8 for _ in NAMES)]
     students = [log("student alone", 2.0), *map(log, NAMES, losses[1:])]
     rows = compare(log("teacher", 2.0), students, comparison)
@@ -113,9 +111,7 @@ def test_a_terminal_of_any_width_shows_whole_figures(comparison: Comparison, wid
     assert max(map(len, table)) <= width
 
 
-def test_an_interruption_between_the_runs_ends_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interruption_between_the_runs_ends_in_one_line(capsys):
     def interrupted(console: Console) -> None:
         raise KeyboardInterrupt
 
@@ -131,9 +127,7 @@ def test_an_interruption_between_the_runs_ends_in_one_line(
         (["optimizer.learning_rat=1"], "learning_rate"),
     ],
 )
-def test_a_wrong_argument_is_found_before_anything_is_written(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_argument_is_found_before_anything_is_written(words, message, tmp_path, capsys):
     assert quickstart_tokenizers.main(["--output", str(tmp_path), *words]) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

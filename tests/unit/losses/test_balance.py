@@ -1,7 +1,5 @@
 """The balanced total and its gradient, against the formula by autograd in float64."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import product
@@ -23,9 +21,7 @@ TERM_WEIGHTS = (0.3, 2.0)
 
 
 @pytest.mark.parametrize(("alpha", "clamp"), [(1.0, None), (0.5, None), (1.0, 4.0)])
-def test_features_are_scaled_to_divergences_and_both_to_the_task(
-    alpha: float, clamp: float | None
-) -> None:
+def test_features_are_scaled_to_divergences_and_both_to_the_task(alpha, clamp):
     point = torch.tensor([0.3, -1.2, 0.8], dtype=torch.float64, requires_grad=True)
     ce = point.square().sum() + 2.0
     terms = [point.exp().sum() * 0.05, (point[0] - point[1]).square()]
@@ -60,7 +56,7 @@ def test_features_are_scaled_to_divergences_and_both_to_the_task(
     assert scales.feature >= 1 / (clamp or math.inf)
 
 
-def test_weights_within_divergences_and_within_features_stay_multipliers() -> None:
+def test_weights_within_divergences_and_within_features_stay_multipliers():
     raw = RawLosses(2.0, (0.5, 0.25), (8.0, 4.0))
     weights = LossWeights(1.0, (1.0, 3.0), (1.0, 2.0))
     scales = RatioBalance().scales(raw, weights)
@@ -72,7 +68,7 @@ def test_weights_within_divergences_and_within_features_stay_multipliers() -> No
     assert scaled.ce == 1.0
 
 
-def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches() -> None:
+def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches():
     """Losses of two micro-batches with the same number of tokens: CE 2 and 1, KD 0.5 and 1."""
     own, balance = LossWeights(1.0, (1.0,)), RatioBalance()
     both = balance.scales(RawLosses((2.0 + 1.0) / 2, ((0.5 + 1.0) / 2,)), own)
@@ -81,7 +77,7 @@ def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches() -> None:
     assert each == pytest.approx([4.0, 1.0], rel=1e-7)
 
 
-def test_a_size_of_zero_scales_nothing() -> None:
+def test_a_size_of_zero_scales_nothing():
     own = LossWeights(1.0, (1.0,), (1.0,))
     balance = RatioBalance()
     # Student equal to teacher: nothing that could be infinite, and the features go on alone.
@@ -93,7 +89,7 @@ def test_a_size_of_zero_scales_nothing() -> None:
 
 
 @pytest.mark.parametrize("tiny", [5e-324, 1e-300, 1e-30, 1e-12, 1e-9])
-def test_a_tiny_loss_is_held_by_epsilon_and_clamp(tiny: float) -> None:
+def test_a_tiny_loss_is_held_by_epsilon_and_clamp(tiny):
     own = LossWeights(1.0, (1.0,))
     raw = RawLosses(2.0, (tiny,))
     assert RatioBalance().scales(raw, own).kd == 2.0 / 1e-8
@@ -102,7 +98,7 @@ def test_a_tiny_loss_is_held_by_epsilon_and_clamp(tiny: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_non_finite_losses_give_finite_weights(wrong: float) -> None:
+def test_non_finite_losses_give_finite_weights(wrong):
     own = LossWeights(1.0, (1.0,), (1.0,))
     sizes = (2.0, 0.5, 4.0)
     for place in range(3):
@@ -112,14 +108,14 @@ def test_non_finite_losses_give_finite_weights(wrong: float) -> None:
         assert RatioBalance().scales(raw, own) == Scales(1.0, 1.0)
 
 
-def test_the_clamp_holds_on_both_sides() -> None:
+def test_the_clamp_holds_on_both_sides():
     own = LossWeights(1.0, (1.0,))
     for ce, kd in product((1e-3, 1.0, 1e3), repeat=2):
         scale = RatioBalance(clamp=10.0).scales(RawLosses(ce, (kd,)), own).kd
         assert scale == pytest.approx(min(max(ce / kd, 0.1), 10.0))
 
 
-def test_the_running_mean_is_the_weighted_mean_of_all_steps() -> None:
+def test_the_running_mean_is_the_weighted_mean_of_all_steps():
     decay = 0.9
     state = BalanceState()
     assert state.mean(decay=decay) is None
@@ -138,7 +134,7 @@ def test_the_running_mean_is_the_weighted_mean_of_all_steps() -> None:
         assert mean.features == pytest.approx((3 * expected,), rel=1e-12)
 
 
-def test_without_decay_the_mean_is_the_last_step_to_the_bit() -> None:
+def test_without_decay_the_mean_is_the_last_step_to_the_bit():
     state = BalanceState()
     for value in (0.1, 1e30, 1 / 3):
         raw = RawLosses(value, (value / 7,))
@@ -146,13 +142,13 @@ def test_without_decay_the_mean_is_the_last_step_to_the_bit() -> None:
         assert state.mean(decay=0.0) == raw
 
 
-def test_a_step_that_is_not_finite_leaves_the_mean_alone() -> None:
+def test_a_step_that_is_not_finite_leaves_the_mean_alone():
     state = BalanceState().updated(RawLosses(1.0, (2.0,)), measure="magnitude", decay=0.5)
     for wrong in (RawLosses(math.nan, (1.0,)), RawLosses(1.0, (math.inf,))):
         assert state.updated(wrong, measure="magnitude", decay=0.5) is state
 
 
-def test_a_state_survives_a_file_to_the_bit() -> None:
+def test_a_state_survives_a_file_to_the_bit():
     state = BalanceState()
     assert BalanceState.from_dict(json.loads(json.dumps(state.as_dict()))) == state
     for value in (1 / 3, 2 / 7):
@@ -162,7 +158,7 @@ def test_a_state_survives_a_file_to_the_bit() -> None:
         BalanceState.from_dict({"count": 3})
 
 
-def test_a_state_belongs_to_its_losses() -> None:
+def test_a_state_belongs_to_its_losses():
     state = BalanceState().updated(RawLosses(1.0, (2.0,)), measure="magnitude", decay=0.5)
     assert state.fits("magnitude", terms=1, features=0)
     assert not state.fits("gradient_norm", terms=1, features=0)
@@ -171,6 +167,6 @@ def test_a_state_belongs_to_its_losses() -> None:
     assert BalanceState().fits("gradient_norm", terms=5, features=3)
 
 
-def test_weights_and_losses_are_as_many() -> None:
+def test_weights_and_losses_are_as_many():
     with pytest.raises(ValueError, match="zip"):
         RatioBalance().scales(RawLosses(1.0, (1.0, 2.0)), LossWeights(1.0, (1.0,)))

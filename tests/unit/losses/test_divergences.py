@@ -1,8 +1,6 @@
 """Every divergence on every support against its float64 oracle: values, gradients, temperatures,
 dtypes, parameters. Their laws are in test_properties.py."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 from typing import Any
@@ -89,8 +87,8 @@ def assert_equal(
     ],
 )
 def test_defect_08_between_logits_with_an_upstream_gradient_per_token(
-    name: str, given: dict[str, float], dtype: torch.dtype, temperature: float
-) -> None:
+    name, given, dtype, temperature
+):
     # Liger-Kernel's fused cross-entropy once applied it after the sum over tokens: reduction="none"
     # gave every token the same factor.
     student, teacher = logit_pair(20, 1003, dtype=dtype)
@@ -115,9 +113,7 @@ def test_defect_08_between_logits_with_an_upstream_gradient_per_token(
         ),
     ],
 )
-def test_on_top_k_ids(
-    name: str, given: dict[str, float], dtype: torch.dtype, temperature: float, support: str
-) -> None:
+def test_on_top_k_ids(name, given, dtype, temperature, support):
     student, teacher = logit_pair(20, 503, seed=3, dtype=dtype)
     ids, log_probs, log_tail = oracles.topk(teacher, 16, temperature)
     signal = TopK(ids, log_probs.float(), log_tail.float())
@@ -135,7 +131,7 @@ def test_on_top_k_ids(
     assert_equal(found, expected, dtype, least=LEAST[support])
 
 
-def test_samples_estimate_the_gradient_of_forward_kl_without_bias() -> None:
+def test_samples_estimate_the_gradient_of_forward_kl_without_bias():
     student, teacher = logit_pair(1, 12)
     generator = torch.Generator().manual_seed(6)
     rounds = 4000
@@ -155,7 +151,7 @@ def test_samples_estimate_the_gradient_of_forward_kl_without_bias() -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("support", KEPT_SUPPORTS)
-def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> None:
+def test_a_top_k_may_be_chosen_on_the_way(support, temperature):
     student, teacher = logit_pair(7, 60)
     given = {"divergence": "reverse_kl", "support": support, "temperature": temperature}
     kept = vocab_parallel_topk(teacher, 5, temperature=temperature)
@@ -170,7 +166,7 @@ def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("support", ["dense", *KEPT_SUPPORTS])
-def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.dtype) -> None:
+def test_overwriting_the_logits_changes_nothing_else(support, dtype):
     student, teacher = logit_pair(7, 60, dtype=dtype)
     shard = VocabShard(55, 0, 60)
     signal: Any = DenseLogits(teacher)
@@ -194,7 +190,7 @@ def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.
     assert not logits.detach()[:, 55:].any()
 
 
-def test_entries_of_minus_infinity_are_not_in_the_top_k() -> None:
+def test_entries_of_minus_infinity_are_not_in_the_top_k():
     student, teacher = logit_pair(5, 40)
     kept = vocab_parallel_topk(teacher, 6)
     padded = TopK(
@@ -209,7 +205,7 @@ def test_entries_of_minus_infinity_are_not_in_the_top_k() -> None:
             torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
 
 
-def test_combinations_that_are_not_defined() -> None:
+def test_combinations_that_are_not_defined():
     student, teacher = logit_pair(5, 40)
     sampled = Sampled(torch.zeros(5, 3, dtype=torch.int64), torch.ones(5, 3))
     with pytest.raises(ValueError, match="js_divergence is not defined on sampled ids"):
@@ -234,7 +230,7 @@ def test_combinations_that_are_not_defined() -> None:
 
 
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_03_temperature_squared_is_on_loss_and_gradient(name: str, support: str) -> None:
+def test_defect_03_temperature_squared_is_on_loss_and_gradient(name, support):
     # Axolotl multiplied the loss by T^2 and formed the gradient without it.
     student, teacher = logit_pair(3, 11, dtype=torch.float64)
     for temperature in (0.5, 3.0):
@@ -255,7 +251,7 @@ def test_defect_03_temperature_squared_is_on_loss_and_gradient(name: str, suppor
 
 
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_04_padding_of_unequal_width_carries_no_probability(name: str, support: str) -> None:
+def test_defect_04_padding_of_unequal_width_carries_no_probability(name, support):
     # Liger-Kernel filled the narrower vocabulary with zeros: e^0 each, where -inf was meant.
     student, teacher = logit_pair(4, 50)
     given = {"divergence": name, "support": support}
@@ -281,7 +277,7 @@ def large_pair() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("name", "support"), [one for one in PAIRWISE if one[1] in ("dense", "tail")]
 )
-def test_defect_07_large_vocabularies(name: str, support: str) -> None:
+def test_defect_07_large_vocabularies(name, support):
     # Megatron-LM's stored logits have 17 bits per id, and SpecForge's blocks ended at 131,072.
     student, teacher = large_pair()
     signal = signal_of(support, teacher)
@@ -291,7 +287,7 @@ def test_defect_07_large_vocabularies(name: str, support: str) -> None:
     assert row_error(found[1], gradient) < 2e-6
 
 
-def test_defect_07_ids_of_large_vocabularies_are_whole() -> None:
+def test_defect_07_ids_of_large_vocabularies_are_whole():
     _, teacher = large_pair()
     kept = vocab_parallel_topk(teacher, 6)
     ids, log_probs, log_tail = oracles.topk(teacher, 6, 1.0)
@@ -308,7 +304,7 @@ def test_defect_07_ids_of_large_vocabularies_are_whole() -> None:
 
 
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_06_inputs_are_as_they_were(name: str, support: str) -> None:
+def test_defect_06_inputs_are_as_they_were(name, support):
     # Megatron-LM's cached distillation subtracted the maximum in place from `.float()`, which is
     # the caller's own tensor where that is fp32 already.
     student, teacher = logit_pair(5, 40)
@@ -331,7 +327,7 @@ def test_defect_06_inputs_are_as_they_were(name: str, support: str) -> None:
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
 
-def test_defect_06_samples_are_as_they_were() -> None:
+def test_defect_06_samples_are_as_they_were():
     student, _ = logit_pair(5, 40)
     ids = torch.arange(20).view(5, 4)
     before = student.clone(), ids.clone(), ids.clone()

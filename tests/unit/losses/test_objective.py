@@ -16,9 +16,7 @@ from tests.support.objective_runs import objective, run
 
 @pytest.mark.parametrize("ce_coefficient", [0.0, 0.7])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
-def test_total_report_and_gradients_equal_the_oracle(
-    temperature: float, ce_coefficient: float
-) -> None:
+def test_total_report_and_gradients_equal_the_oracle(temperature, ce_coefficient):
     problem = Problem.random(vocab=1003, seed=1)
     term = Term(weight=0.3, temperature=temperature)
     total, report, hidden, weight = run(problem, [term], ce_coefficient=ce_coefficient)
@@ -36,7 +34,7 @@ def test_total_report_and_gradients_equal_the_oracle(
     assert float(report[term.name]) == pytest.approx(float(answer.report["kd"]) / 0.3, rel=1e-6)
 
 
-def test_bf16_products_with_fp32_statistics() -> None:
+def test_bf16_products_with_fp32_statistics():
     problem = Problem.random(vocab=1003, seed=3, dtype=torch.bfloat16)
     total, report, hidden, weight = run(problem, [Term(temperature=2.0)])
 
@@ -64,7 +62,7 @@ def test_bf16_products_with_fp32_statistics() -> None:
     assert float(error) < 2e-2 * float(answer.weight_gradient.abs().max())
 
 
-def test_bf16_weight_gradient_is_accumulated_in_fp32() -> None:
+def test_bf16_weight_gradient_is_accumulated_in_fp32():
     # One token a chunk: bf16 accumulation would lose most of 400 equal contributions.
     problem = Problem.random(400, 4, 16, dtype=torch.bfloat16)
     problem = replace(
@@ -85,7 +83,7 @@ def test_bf16_weight_gradient_is_accumulated_in_fp32() -> None:
     assert float((many - 400 * one).abs().max()) < 2**-7 * float((400 * one).abs().max())
 
 
-def test_labels_alone_need_no_teacher() -> None:
+def test_labels_alone_need_no_teacher():
     problem = Problem.random(seed=14)
     hidden = problem.hidden_NH.requires_grad_()
     total, report = objective(
@@ -99,7 +97,7 @@ def test_labels_alone_need_no_teacher() -> None:
     assert row_error(gradient, answer.hidden_gradient) < 2e-6
 
 
-def test_a_teacher_without_terms_is_only_reported() -> None:
+def test_a_teacher_without_terms_is_only_reported():
     problem = Problem.random(seed=15)
     total, report, hidden, _ = run(problem, [])
     answer = solve(problem, [])
@@ -110,7 +108,7 @@ def test_a_teacher_without_terms_is_only_reported() -> None:
     assert float(report["teacher_entropy"]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_teacher_gets_no_gradient() -> None:
+def test_teacher_gets_no_gradient():
     problem = Problem.random(seed=17)
     teacher = problem.teacher_hidden.requires_grad_(), problem.teacher_weight.requires_grad_()
     hidden = problem.hidden_NH.requires_grad_()
@@ -119,7 +117,7 @@ def test_teacher_gets_no_gradient() -> None:
     assert [leaf.grad for leaf in teacher] == [None, None]
 
 
-def test_defect_02_hidden_states_of_three_dimensions_are_refused() -> None:
+def test_defect_02_hidden_states_of_three_dimensions_are_refused():
     # TRL's chunked JSD cut the batch axis of [b, s, H]: with b = 1 nothing was chunked.
     problem = Problem.random(24)
     for shape in ((1, 24, 12), (2, 12, 12), (24, 1, 12)):
@@ -143,7 +141,7 @@ def test_defect_02_hidden_states_of_three_dimensions_are_refused() -> None:
         run(replace(problem, labels_N=problem.labels_N.view(2, 12)))
 
 
-def test_misuse_is_named() -> None:
+def test_misuse_is_named():
     problem = Problem.random()
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
         run(problem, chunk_tokens=0)

@@ -1,7 +1,5 @@
 """Several teachers of which some have recorded ids only: routed, mixed and chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -44,7 +42,7 @@ def assert_same(ours: Result, other: Result, *, tolerance: float = 1e-10) -> Non
 
 
 @pytest.mark.parametrize("stored", [CODE, {"code": K, "law": K}, dict.fromkeys(NAMES, K)])
-def test_routed_records_are_the_live_top_k(stored: dict[str, int]) -> None:
+def test_routed_records_are_the_live_top_k(stored):
     inputs = Inputs.random()
     live = on_shard(0, 1, inputs, ROUTED, NAMES)
     ours = on_shard(0, 1, inputs, ROUTED, NAMES, stored=stored)
@@ -91,7 +89,7 @@ MEANS = {
 
 
 @pytest.mark.parametrize("kind", MEANS)
-def test_a_mean_with_one_record_is_that_of_the_whole_distributions(kind: str) -> None:
+def test_a_mean_with_one_record_is_that_of_the_whole_distributions(kind):
     inputs = Inputs.random(3)
     terms = MEANS[kind]
     ours = on_shard(0, 1, inputs, terms, NAMES, stored=CODE)
@@ -107,7 +105,7 @@ def test_a_mean_with_one_record_is_that_of_the_whole_distributions(kind: str) ->
     assert float(ours.sums[name].agreement) == pytest.approx(float(agreement))
 
 
-def test_all_ids_of_a_record_are_the_live_mean() -> None:
+def test_all_ids_of_a_record_are_the_live_mean():
     inputs = Inputs.random(4)
     for terms in (MEANS["arithmetic"][:1], MEANS["geometric"][:1]):
         live = on_shard(0, 1, inputs, terms, NAMES)
@@ -122,7 +120,7 @@ LOWEST = [
 
 
 @pytest.mark.parametrize("stored", [CODE, {"code": K, "law": K}])
-def test_the_lowest_loss_is_chosen_among_records_and_models(stored: dict[str, int]) -> None:
+def test_the_lowest_loss_is_chosen_among_records_and_models(stored):
     inputs = Inputs.random(5)
     live = on_shard(0, 1, inputs, LOWEST, NAMES)
     ours = on_shard(0, 1, inputs, LOWEST, NAMES, stored=stored)
@@ -134,7 +132,7 @@ def test_the_lowest_loss_is_chosen_among_records_and_models(stored: dict[str, in
     assert sum(float(one.labels) for one in ours.sums.values()) == pytest.approx(2 * float(labels))
 
 
-def test_means_that_records_do_not_have_are_refused_by_name() -> None:
+def test_means_that_records_do_not_have_are_refused_by_name():
     inputs = Inputs.random()
     both = [Term(teachers=teachers(**MIXED))]
     with pytest.raises(ValueError, match="code and math have recorded ids only"):
@@ -151,7 +149,7 @@ def test_means_that_records_do_not_have_are_refused_by_name() -> None:
         mean.signal(both[0].teachers, both)
 
 
-def test_a_record_names_its_terms() -> None:
+def test_a_record_names_its_terms():
     inputs = Inputs.random()
     found = recorded(inputs, "code", K, ROUTED)
     (second,) = found.targets([ROUTED[1]])

@@ -1,7 +1,6 @@
 """Terms: names, the one place of the T^2 convention, and refused values."""
 
 import math
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ from megatron_distill.losses import Term
 from megatron_distill.losses.terms import check_distinct
 
 
-def test_temperature_squared_enters_coefficients_once() -> None:
+def test_temperature_squared_enters_coefficients_once():
     plain, scaled = (
         Term(weight=0.5, temperature=3.0, scale_by_temperature_squared=scale)
         for scale in (False, True)
@@ -19,7 +18,7 @@ def test_temperature_squared_enters_coefficients_once() -> None:
     assert (plain.temperature_factor, scaled.temperature_factor) == (1.0, 9.0)
 
 
-def test_names_tell_terms_apart_and_repetition_is_refused() -> None:
+def test_names_tell_terms_apart_and_repetition_is_refused():
     terms = [
         Term(),
         Term(temperature=2.0),
@@ -63,6 +62,6 @@ def test_names_tell_terms_apart_and_repetition_is_refused() -> None:
         ),
     ],
 )
-def test_impossible_terms_are_refused(values: dict[str, Any], message: str) -> None:
+def test_impossible_terms_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         Term(**values)

@@ -1,8 +1,6 @@
 """A weight whose gradients are added up in a buffer of their own, as Megatron's main_grad: what is
 in the buffer, what autograd still brings, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,12 +20,7 @@ def summed(
     hidden = problem.hidden_NH.detach().requires_grad_()
     weight = problem.weight_GH.detach().requires_grad_()
     total, _ = objective(
-        problem,
-        hidden,
-        weight,
-        chunk_tokens=chunk_tokens,
-        shard=shard,
-        weight_gradient_sum=buffer,
+        problem, hidden, weight, chunk_tokens=chunk_tokens, shard=shard, weight_gradient_sum=buffer
     )
     total.backward()
     assert hidden.grad is not None
@@ -47,9 +40,7 @@ def buffer_of(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         (torch.float64, torch.float64, 1e-13, 1024),
     ],
 )
-def test_the_gradient_is_added_to_the_buffer(
-    dtype: torch.dtype, wide: torch.dtype, tolerance: float, chunk_tokens: int
-) -> None:
+def test_the_gradient_is_added_to_the_buffer(dtype, wide, tolerance, chunk_tokens):
     problem = Problem.random(dtype=dtype)
     buffer = buffer_of(problem.weight_GH, wide)
     hidden, weight = summed(problem, buffer, chunk_tokens=chunk_tokens)
@@ -63,7 +54,7 @@ def test_the_gradient_is_added_to_the_buffer(
     assert torch.equal(hidden, run(problem, chunk_tokens=chunk_tokens)[2])
 
 
-def test_bf16_gradients_are_not_rounded_to_bf16_where_they_are_added_up() -> None:
+def test_bf16_gradients_are_not_rounded_to_bf16_where_they_are_added_up():
     problem = Problem.random(100, 4, 16, dtype=torch.bfloat16)
     buffer = torch.zeros(16, 4)
     summed(problem, buffer, chunk_tokens=1)
@@ -72,7 +63,7 @@ def test_bf16_gradients_are_not_rounded_to_bf16_where_they_are_added_up() -> Non
     assert not torch.equal(buffer, own.float())
 
 
-def test_micro_batches_add_up() -> None:
+def test_micro_batches_add_up():
     problems = [Problem.random(seed=seed) for seed in range(3)]
     weight = problems[0].weight_GH
     buffer = torch.zeros_like(weight)
@@ -84,7 +75,7 @@ def test_micro_batches_add_up() -> None:
     torch.testing.assert_close(buffer, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
-def test_padded_columns_keep_their_values() -> None:
+def test_padded_columns_keep_their_values():
     problem = Problem.random(vocab=203)
     buffer = buffer_of(problem.weight_GH)
     summed(problem, buffer, shard=VocabShard(190, 0, 203))
@@ -93,7 +84,7 @@ def test_padded_columns_keep_their_values() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-def test_no_token_adds_nothing(tokens: int) -> None:
+def test_no_token_adds_nothing(tokens):
     problem = Problem.random(tokens).with_weights(torch.zeros(tokens), torch.zeros(tokens))
     buffer = buffer_of(problem.weight_GH)
     hidden, weight = summed(problem, buffer)
@@ -102,7 +93,7 @@ def test_no_token_adds_nothing(tokens: int) -> None:
     assert torch.equal(buffer, buffer_of(problem.weight_GH))
 
 
-def test_a_weight_that_other_layers_share_still_gets_their_gradient() -> None:
+def test_a_weight_that_other_layers_share_still_gets_their_gradient():
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()
     buffer = torch.zeros_like(weight)
@@ -113,18 +104,14 @@ def test_a_weight_that_other_layers_share_still_gets_their_gradient() -> None:
     torch.testing.assert_close(buffer, run(problem)[3], rtol=0, atol=1e-6)
 
 
-def test_the_bias_is_autograds_as_before() -> None:
+def test_the_bias_is_autograds_as_before():
     problem = Problem.random()
     biases, gradients = [], []
     for buffer in (None, torch.zeros_like(problem.weight_GH)):
         bias = torch.zeros(problem.weight_GH.shape[0], requires_grad=True)
         weight = problem.weight_GH.detach().requires_grad_()
         total, _ = objective(
-            problem,
-            problem.hidden_NH,
-            weight,
-            student_bias=bias,
-            weight_gradient_sum=buffer,
+            problem, problem.hidden_NH, weight, student_bias=bias, weight_gradient_sum=buffer
         )
         total.backward()
         biases.append(bias.grad)
@@ -136,7 +123,7 @@ def test_the_bias_is_autograds_as_before() -> None:
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-def test_without_a_gradient_the_buffer_is_left_alone(needs_gradient: bool) -> None:
+def test_without_a_gradient_the_buffer_is_left_alone(needs_gradient):
     problem = Problem.random()
     hidden = problem.hidden_NH.detach().requires_grad_()
     weight = problem.weight_GH.detach().requires_grad_(needs_gradient)
@@ -151,7 +138,7 @@ def test_without_a_gradient_the_buffer_is_left_alone(needs_gradient: bool) -> No
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.001, torch.nan])
-def test_a_factor_that_the_buffer_does_not_know_is_refused(factor: float) -> None:
+def test_a_factor_that_the_buffer_does_not_know_is_refused(factor):
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()
     buffer = torch.zeros_like(weight)
@@ -161,7 +148,7 @@ def test_a_factor_that_the_buffer_does_not_know_is_refused(factor: float) -> Non
 
 
 @pytest.mark.parametrize("positions", [3, 2**20 - 1, 49_152])
-def test_a_factor_and_its_inverse_are_one(positions: int) -> None:
+def test_a_factor_and_its_inverse_are_one(positions):
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()
     buffer = torch.zeros_like(weight)
@@ -180,9 +167,7 @@ def test_a_factor_and_its_inverse_are_one(positions: int) -> None:
         (torch.float32, torch.zeros(203, 12, requires_grad=True), "requires a gradient"),
     ],
 )
-def test_a_buffer_that_does_not_fit_is_refused(
-    dtype: torch.dtype, buffer: Tensor, words: str
-) -> None:
+def test_a_buffer_that_does_not_fit_is_refused(dtype, buffer, words):
     problem = Problem.random(dtype=dtype)
     with pytest.raises(ValueError, match=f"weight_gradient_sum .*{words}"):
         objective(

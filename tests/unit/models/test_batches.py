@@ -1,7 +1,5 @@
 """Batches of rows: the bounds on the positions of a pass and on the memory of caches."""
 
-from __future__ import annotations
-
 from operator import add
 
 from hypothesis import given
@@ -15,15 +13,9 @@ sizes_of_rows = st.lists(
 
 
 @given(sizes_of_rows, st.integers(1, 40), st.integers(1, 60))
-def test_a_batch_of_several_rows_is_within_every_bound(
-    sizes: list[RowSize], positions: int, cache_bytes: int
-) -> None:
+def test_a_batch_of_several_rows_is_within_every_bound(sizes, positions, cache_bytes):
     batches = batches_of(
-        sizes,
-        range(len(sizes)),
-        row_bytes=add,
-        cache_bytes=cache_bytes,
-        positions=positions,
+        sizes, range(len(sizes)), row_bytes=add, cache_bytes=cache_bytes, positions=positions
     )
     assert [row for batch in batches for row in batch] == list(range(len(sizes)))
     for batch in batches:
@@ -35,7 +27,7 @@ def test_a_batch_of_several_rows_is_within_every_bound(
             assert len(own) * capacity <= cache_bytes
 
 
-def test_ranks_in_step_bound_the_positions_of_copies_too() -> None:
+def test_ranks_in_step_bound_the_positions_of_copies_too():
     sizes = [RowSize(2, 5, 20) for _ in range(4)]
     plan = plan_batches(
         sizes,

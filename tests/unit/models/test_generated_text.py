@@ -1,7 +1,5 @@
 """Text of ids that arrive one by one: whole characters and stop strings; rows into batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import add
 
@@ -40,7 +38,7 @@ def pieces(stream: TextStream, ids: bytes) -> list[str]:
 
 
 @given(st.text(max_size=12))
-def test_streamed_pieces_join_to_the_text_and_split_no_character(text: str) -> None:
+def test_streamed_pieces_join_to_the_text_and_split_no_character(text):
     found = pieces(TextStream(by_bytes), text.encode("utf-8", "replace"))
     assert "".join(found) == text.encode("utf-8", "replace").decode()
     if "\N{REPLACEMENT CHARACTER}" not in text:
@@ -48,9 +46,7 @@ def test_streamed_pieces_join_to_the_text_and_split_no_character(text: str) -> N
 
 
 @given(st.text("ab\u00e9 ", max_size=20), st.lists(st.text("ab\u00e9", min_size=1, max_size=3)))
-def test_a_stop_string_over_several_ids_ends_the_text_before_it(
-    text: str, strings: list[str]
-) -> None:
+def test_a_stop_string_over_several_ids_ends_the_text_before_it(text, strings):
     stream = TextStream(by_bytes, tuple(strings))
     found = pieces(stream, text.encode())
     # The first that is complete; of those that are complete with one character, the longest.
@@ -61,17 +57,17 @@ def test_a_stop_string_over_several_ids_ends_the_text_before_it(
     assert stream.is_stopped == bool(ends)
 
 
-def test_text_that_may_become_a_stop_string_waits() -> None:
+def test_text_that_may_become_a_stop_string_waits():
     stream = TextStream(by_bytes, ("\n\nQ",))
     assert pieces(stream, b"a\n\nb\n\nQ") == ["a", "", "", "\n\nb", "", "", "", ""]
 
 
-def test_the_first_space_is_kept_after_a_prompt() -> None:
+def test_the_first_space_is_kept_after_a_prompt():
     stream = TextStream(without_first_space, context=b"ab")
     assert "".join(pieces(stream, b" c d")) == " c d"
 
 
-def test_an_unfinished_character_is_in_the_text_at_its_end() -> None:
+def test_an_unfinished_character_is_in_the_text_at_its_end():
     assert pieces(TextStream(by_bytes), b"a\xc3") == ["a", "", "\N{REPLACEMENT CHARACTER}"]
 
 
@@ -79,9 +75,7 @@ sizes_of_rows = st.lists(st.builds(RowSize, st.integers(1, 90), st.integers(0, 4
 
 
 @given(sizes_of_rows, st.integers(1, 400), st.integers(1, 200))
-def test_a_batch_fits_the_cache_and_all_rows_are_in_one(
-    sizes: list[RowSize], memory: int, positions: int
-) -> None:
+def test_a_batch_fits_the_cache_and_all_rows_are_in_one(sizes, memory, positions):
     batches = batches_of(
         sizes, range(len(sizes)), row_bytes=add, cache_bytes=memory, positions=positions
     )
@@ -95,7 +89,7 @@ def test_a_batch_fits_the_cache_and_all_rows_are_in_one(
 
 @pytest.mark.parametrize("in_step", [False, True])
 @given(sizes_of_rows)
-def test_data_ranks_share_the_rows(in_step: bool, sizes: list[RowSize]) -> None:
+def test_data_ranks_share_the_rows(in_step, sizes):
     plans = [
         plan_batches(
             sizes, rank=rank, ranks=3, groups=2, in_step=in_step, row_bytes=add, cache_bytes=200

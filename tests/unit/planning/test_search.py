@@ -1,7 +1,5 @@
 """The search over layouts: what fits, what is fastest, and why popular layouts are missing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,7 +41,7 @@ def ranking(shared: Search) -> Ranking:
     return shared.ranking(shown=3)
 
 
-def test_what_is_ranked_fits_runs_and_is_sorted(shared: Search, ranking: Ranking) -> None:
+def test_what_is_ranked_fits_runs_and_is_sorted(shared, ranking):
     assert len(ranking.fitting) > 10
     for one in ranking.fitting:
         choice = one.choice
@@ -56,7 +54,7 @@ def test_what_is_ranked_fits_runs_and_is_sorted(shared: Search, ranking: Ranking
         assert fast.time.total <= slow.time.total
 
 
-def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking: Ranking) -> None:
+def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking):
     reasons = {one.name: one.reason for one in ranking.missing}
     assert reasons["TP1 PP1"].startswith("needs ")
     assert "teacher" in reasons["TP1 PP1"]
@@ -67,7 +65,7 @@ def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking: Ranking) -
         assert (tensor, pipeline) in shown or reasons[name]
 
 
-def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation() -> None:
+def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation():
     small = DEVICE.model_copy(update={"memory_gib": 40.0})
     large, less = (
         search(16, "none", device=device).ranking(shown=1).fitting for device in (DEVICE, small)
@@ -76,7 +74,7 @@ def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation() -> No
     assert less[0].time.total >= large[0].time.total
 
 
-def test_nothing_fits_where_the_states_alone_are_too_large() -> None:
+def test_nothing_fits_where_the_states_alone_are_too_large():
     tiny = DEVICE.model_copy(update={"memory_gib": 3.0})
     place: TeacherPlace = "shared"
     one = search(8, place, device=tiny)
@@ -89,7 +87,7 @@ def test_nothing_fits_where_the_states_alone_are_too_large() -> None:
     assert "needs " in text
 
 
-def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student() -> None:
+def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student():
     best = search(16, "own ranks", global_batch_size=32).ranking(shown=1).fitting
     assert best
     for one in best:
@@ -99,9 +97,7 @@ def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student() -> None:
 
 
 @pytest.mark.parametrize(("tensor", "divides"), [(2, True), (4, False)])
-def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(
-    tensor: int, *, divides: bool
-) -> None:
+def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(tensor, *, divides):
     # A node of six: the student has tensor ranks for all of it.
     node = DEVICE.node.model_copy(update={"devices": 6})
     six, wanted = DEVICE.model_copy(update={"node": node}), {"student": 6, "teacher": tensor}
@@ -119,7 +115,7 @@ def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(
     assert bool(found[True].fitting) == divides
 
 
-def test_the_nearest_layouts_keep_what_can_stay(ranking: Ranking) -> None:
+def test_the_nearest_layouts_keep_what_can_stay(ranking):
     found = ranking.fitting
     wanted = max(found, key=lambda one: one.choice.layout.tensor).choice
     ways = nearest(found, wanted, count=3)
@@ -130,7 +126,7 @@ def test_the_nearest_layouts_keep_what_can_stay(ranking: Ranking) -> None:
     assert f"parallel.tensor={wanted.layout.tensor}" in settings(wanted)
 
 
-def test_the_keys_of_a_layout_take_back_another_recomputation(ranking: Ranking) -> None:
+def test_the_keys_of_a_layout_take_back_another_recomputation(ranking):
     none = next(one.choice for one in ranking.fitting if one.choice.recompute == "none")
     selective = replace(none, recompute="selective", modules=("mlp",))
     full = replace(none, recompute="full", recomputed_layers=2)
@@ -140,7 +136,7 @@ def test_the_keys_of_a_layout_take_back_another_recomputation(ranking: Ranking) 
     assert changed_settings(none, full) == ["train.recompute=none", "train.recompute_layers=null"]
 
 
-def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ranking) -> None:
+def test_a_report_has_every_table_and_the_break_even(shared, ranking):
     text = plan_report(
         shared.run,
         DEVICE,
@@ -158,7 +154,7 @@ def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ra
     assert max(map(len, text.splitlines())) < 400
 
 
-def test_recomputation_and_smaller_micro_batches_need_less() -> None:
+def test_recomputation_and_smaller_micro_batches_need_less():
     found = {}
     one = search(64, "none")
     for choice in one._choices(64, "none"):

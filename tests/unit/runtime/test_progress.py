@@ -1,7 +1,5 @@
 """The reporter of progress."""
 
-from __future__ import annotations
-
 import io
 import re
 
@@ -31,7 +29,7 @@ def play(reporter: ProgressReporter, clock: Clock, last: int, seconds: float) ->
     reporter.close()
 
 
-def test_without_an_interval_a_line_comes_every_thirty_seconds() -> None:
+def test_without_an_interval_a_line_comes_every_thirty_seconds():
     lines: list[str] = []
     clock = Clock()
     reporter = ProgressReporter(
@@ -45,9 +43,7 @@ def test_without_an_interval_a_line_comes_every_thirty_seconds() -> None:
     ("columns", "shown", "left_out"),
     [(80, "14.8k tok/s  1.23 GB", "only in lines"), (50, "14.8k tok/s", "1.23 GB")],
 )
-def test_a_bar_has_the_figures_that_fit_its_terminal(
-    columns: int, shown: str, left_out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bar_has_the_figures_that_fit_its_terminal(columns, shown, left_out, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     terminal, clock = Terminal(), Clock()
     play(ProgressReporter(terminal, label="step", total=9, clock=clock), clock, 8, 2.0)
@@ -61,7 +57,7 @@ def test_a_bar_has_the_figures_that_fit_its_terminal(
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
-def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
+def test_a_resumed_job_takes_its_pace_from_its_own_counts():
     stream, clock = io.StringIO(), Clock()
     reporter = ProgressReporter(stream, label="step", total=110, done=100, every=1, clock=clock)
     for step in range(101, 104):
@@ -74,5 +70,5 @@ def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
     ("value", "text"),
     [(4.0, "4.000"), (0.0001234, "0.0001234"), (1.2e-7, "1.200e-07"), (float("nan"), "nan")],
 )
-def test_a_small_loss_keeps_its_digits(value: float, text: str) -> None:
+def test_a_small_loss_keeps_its_digits(value, text):
     assert significant(value) == text

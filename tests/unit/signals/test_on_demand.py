@@ -1,7 +1,5 @@
 """Signals that are computed when they are asked for."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from megatron_distill.signals import DenseLogits, OnDemand
 
 
-def test_one_signal_is_held_at_a_time() -> None:
+def test_one_signal_is_held_at_a_time():
     alive: list[weakref.ref[DenseLogits]] = []
 
     def compute(number: int) -> DenseLogits:
@@ -27,7 +25,7 @@ def test_one_signal_is_held_at_a_time() -> None:
     assert len(alive) == 4
 
 
-def test_a_list_holds_all_of_them() -> None:
+def test_a_list_holds_all_of_them():
     computed: list[int] = []
 
     def compute(number: int) -> int:

@@ -1,7 +1,5 @@
 """Codecs and layout: what comes back is what went in, to the bit or within a bound."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +40,7 @@ def equal(one: SampleRecord, other: SampleRecord) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
-def test_ids_of_every_vocabulary_come_back(vocab_size: int) -> None:
+def test_ids_of_every_vocabulary_come_back(vocab_size):
     planes = id_planes(vocab_size)
     assert planes == PLANES[vocab_size]
     edges = [0, 1, 65_535, 65_536, 131_071, 131_072, vocab_size - 1]
@@ -58,7 +56,7 @@ def test_ids_of_every_vocabulary_come_back(vocab_size: int) -> None:
     ("vocab_size", "codec"),
     [(32_000, "u8"), (65_537, "f16"), (131_073, "f32"), (131_073, "u8"), (262_144, "f32")],
 )
-def test_a_record_comes_back(vocab_size: int, codec: str) -> None:
+def test_a_record_comes_back(vocab_size, codec):
     wanted = settings(vocab_size=vocab_size, codec=codec, k=13)
     record = made_up(5, wanted)
     found = unpack(pack(record, wanted, UID))
@@ -76,7 +74,7 @@ def test_a_record_comes_back(vocab_size: int, codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["f16", "u8"])
-def test_decoded_probabilities_and_tail_sum_to_one(codec: str) -> None:
+def test_decoded_probabilities_and_tail_sum_to_one(codec):
     wanted = settings(codec=codec, k=64, sequence_length=500)
     entries = unpack(pack(made_up(1, wanted), wanted, UID)).entries
     mass = np.exp(entries.log_probs_SK, dtype=np.float64).sum(1)
@@ -85,7 +83,7 @@ def test_decoded_probabilities_and_tail_sum_to_one(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_a_codec_keeps_within_its_bound(codec: str) -> None:
+def test_a_codec_keeps_within_its_bound(codec):
     rng = np.random.default_rng(0)
     values = power_law(rng, 2000, 64)
     ids = np.tile(np.arange(64, dtype=np.int32), (2000, 1))
@@ -98,7 +96,7 @@ def test_a_codec_keeps_within_its_bound(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_extreme_rows(codec: str) -> None:
+def test_extreme_rows(codec):
     wanted = settings(codec=codec, k=3, sequence_length=4)
     values = np.array(
         [[0.0, -200.0, -1e5], [-1.0986123] * 3, [-1e-7, -17, -88], [-11.7, -11.7, -11.7]],
@@ -125,7 +123,7 @@ def ragged(record: SampleRecord, mass: float) -> SampleRecord:
 
 
 @pytest.mark.parametrize(("codec", "k"), [("f32", 20), ("f16", 300), ("u8", 20), ("u8", 300)])
-def test_rows_of_unequal_length_come_back(codec: str, k: int) -> None:
+def test_rows_of_unequal_length_come_back(codec, k):
     wanted = settings(codec=codec, k=k, top_p=0.9, sequence_length=200)
     record = ragged(made_up(2, wanted), 0.9)
     packed = pack(record, wanted, UID)
@@ -141,7 +139,7 @@ def test_rows_of_unequal_length_come_back(codec: str, k: int) -> None:
     assert np.abs(error).max() < 0.02
 
 
-def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it() -> None:
+def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it():
     wanted = settings(codec="f32", k=30, sequence_length=100)
     whole, cut = made_up(4, wanted).entries, ragged(made_up(4, wanted), 0.8).entries
     p = np.exp(whole.log_probs_SK, dtype=np.float64)
@@ -155,9 +153,7 @@ def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it() -> None:
 @pytest.mark.parametrize(
     ("codec", "top_p"), [("f32", None), ("f32", 0.9), ("f16", None), ("u8", 0.9)]
 )
-def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(
-    codec: str, top_p: float | None
-) -> None:
+def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(codec, top_p):
     wanted = settings(codec=codec, k=40, top_p=top_p, sequence_length=100)
     record = made_up(6, wanted) if top_p is None else ragged(made_up(6, wanted), 0.9)
     packed = pack(record, wanted, UID)
@@ -176,7 +172,7 @@ def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(
     assert unpack(packed, 40).entries.log_probs_SK.tobytes() == whole.log_probs_SK.tobytes()
 
 
-def test_a_prefix_keeps_a_tiny_dropped_mass() -> None:
+def test_a_prefix_keeps_a_tiny_dropped_mass():
     wanted = settings(codec="f32", k=4, sequence_length=2)
     values = np.array([[0.0, -100.0, -200.0, -1e4]] * 2, np.float32)
     entries = TopKEntries(
@@ -192,7 +188,7 @@ def test_a_prefix_keeps_a_tiny_dropped_mass() -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_decoded_records_can_be_stored_again(codec: str) -> None:
+def test_decoded_records_can_be_stored_again(codec):
     wanted = settings(codec=codec, k=20, sequence_length=50)
     once = unpack(pack(made_up(8, wanted), wanted, UID))
     twice = unpack(pack(once, wanted, UID))
@@ -201,7 +197,7 @@ def test_decoded_records_can_be_stored_again(codec: str) -> None:
 
 
 @pytest.mark.parametrize("sample_id", [2, 5])
-def test_a_record_with_a_student_s_tokens_comes_back(sample_id: int) -> None:
+def test_a_record_with_a_student_s_tokens_comes_back(sample_id):
     wanted = settings(codec="f32", student_length=23)
     student = student_tokens(sample_id, wanted)
     record = replace(made_up(sample_id, wanted), student=student)
@@ -223,7 +219,7 @@ def test_a_record_with_a_student_s_tokens_comes_back(sample_id: int) -> None:
             require_record(content, settings=settings_)
 
 
-def test_chunks_out_of_order_are_refused() -> None:
+def test_chunks_out_of_order_are_refused():
     wanted = settings(student_length=23)
     student = student_tokens(1, wanted)
     turned = replace(student, chunks_W1=student.chunks_W1[::-1].copy())

@@ -1,7 +1,5 @@
 """What losses get from a store: the teacher's own distribution, at every captured temperature."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +41,7 @@ def captured(capture: CaptureSettings, sample_id: int = 0) -> tuple[SampleRecord
 
 @pytest.mark.parametrize(("codec", "k"), [("f32", 40), ("f32", 7), ("f16", 40), ("u8", 7)])
 @pytest.mark.parametrize("temperature", [1.0, *TEMPERATURES])
-def test_a_temperature_is_that_of_the_whole_softmax(codec: str, k: int, temperature: float) -> None:
+def test_a_temperature_is_that_of_the_whole_softmax(codec, k, temperature):
     record, logits = captured(wanted(codec))
     signal = top_k_signal([unpack(pack(record, wanted(codec), UID), k)], temperature=temperature)
     exact = vocab_parallel_topk(torch.from_numpy(logits).double(), k, temperature=temperature)
@@ -57,7 +55,7 @@ def test_a_temperature_is_that_of_the_whole_softmax(codec: str, k: int, temperat
     torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-4)
 
 
-def test_scalars_are_the_teachers() -> None:
+def test_scalars_are_the_teachers():
     record, logits = captured(wanted("f32"))
     found = unpack(pack(record, wanted("f32"), UID))
     dense = torch.from_numpy(logits).double().log_softmax(1)
@@ -73,7 +71,7 @@ def test_scalars_are_the_teachers() -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "u8"])
-def test_rows_of_unequal_length_know_their_temperatures(codec: str) -> None:
+def test_rows_of_unequal_length_know_their_temperatures(codec):
     capture = replace(wanted(codec), top_p=0.7)
     record = cut_to_mass(captured(capture)[0], 0.7)
     found = unpack(pack(record, capture, UID), 12)
@@ -85,7 +83,7 @@ def test_rows_of_unequal_length_know_their_temperatures(codec: str) -> None:
         assert (kept.sum(1).numpy() == found.entries.n_kept_S).all()
 
 
-def test_other_temperatures_need_the_renormalised_support() -> None:
+def test_other_temperatures_need_the_renormalised_support():
     record, logits = captured(wanted())
     with pytest.raises(StoreError, match="sample 0: not captured at temperature 3;"):
         top_k_signal([record], temperature=3.0)
@@ -96,7 +94,7 @@ def test_other_temperatures_need_the_renormalised_support() -> None:
     torch.testing.assert_close(signal.log_probs[:60].double(), exact, rtol=0, atol=1e-6)
 
 
-def test_without_a_tail_only_the_renormalised_support_is_served() -> None:
+def test_without_a_tail_only_the_renormalised_support_is_served():
     record, _ = captured(wanted())
     kept = replace(record, entries=replace(record.entries, log_tail_S=None))
     for support in ("tail", "raw"):
@@ -113,7 +111,7 @@ def rows(count: int = 3, vocab_size: int = 40) -> torch.Tensor:
     return (2 * torch.randn(count, vocab_size, generator=generator)).log_softmax(1)
 
 
-def test_draws_are_without_bias() -> None:
+def test_draws_are_without_bias():
     log_probs, total, repeats, draws = rows(), torch.zeros(3, 40, dtype=torch.float64), 1000, 40
     for sample_id in range(repeats):
         ids, counts = draw_ids(log_probs, draws, seed=1, sample_id=sample_id)
@@ -124,7 +122,7 @@ def test_draws_are_without_bias() -> None:
     assert 0.8 < deviation.std() < 1.2
 
 
-def test_draws_depend_on_seed_sample_and_position_alone() -> None:
+def test_draws_depend_on_seed_sample_and_position_alone():
     log_probs = rows(5)
     ids, counts = draw_ids(log_probs, 7, seed=3, sample_id=11)
     again = draw_ids(log_probs, 7, seed=3, sample_id=11)
@@ -140,7 +138,7 @@ def test_draws_depend_on_seed_sample_and_position_alone() -> None:
     assert (ids[~drawn] == 0).all()
 
 
-def test_uniform_numbers_are_those_of_the_generators_definition() -> None:
+def test_uniform_numbers_are_those_of_the_generators_definition():
     found = uniforms(seed=5, sample_id=1 << 40, first=2, positions=2, draws=5)
     assert found.shape == (2, 5)
     # Written down from the first run: another release of numpy must give the same.
@@ -150,7 +148,7 @@ def test_uniform_numbers_are_those_of_the_generators_definition() -> None:
 RECORDED = [405865055, 860246326, 4079608137]
 
 
-def test_ids_without_mass_are_not_drawn_and_a_sure_one_always_is() -> None:
+def test_ids_without_mass_are_not_drawn_and_a_sure_one_always_is():
     log_probs = torch.full((2, 6), -torch.inf)
     log_probs[0, 4] = 0.0
     log_probs[1, 1] = log_probs[1, 5] = np.log(0.5)

@@ -1,7 +1,5 @@
 """Verification finds damage that reading one sample cannot, and repair makes refillable holes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -42,9 +40,7 @@ def bad(kind: str, record: SampleRecord) -> SampleRecord:
         ("rising", "log-probabilities increase at position 7"),
     ],
 )
-def test_wrong_values_in_an_intact_record_are_found(
-    tmp_path: Path, kind: str, reported: str
-) -> None:
+def test_wrong_values_in_an_intact_record_are_found(tmp_path, kind, reported):
     # A writer that checks nothing, as one of another program might.
     with (
         patch.object(writer, "value_problems", return_value=[]),
@@ -63,7 +59,7 @@ def test_wrong_values_in_an_intact_record_are_found(
     assert report.bad_shards == (0,)
 
 
-def test_nothing_is_wrong_with_a_good_store(store: Path) -> None:
+def test_nothing_is_wrong_with_a_good_store(store):
     seen: list[tuple[int, int]] = []
     report = verify(store, progress=lambda done, shards: seen.append((done, shards)))
     assert (report.problems, report.missing, report.samples) == ((), (), 10)
@@ -73,7 +69,7 @@ def test_nothing_is_wrong_with_a_good_store(store: Path) -> None:
     assert contents(store) == before
 
 
-def test_an_incomplete_store_names_its_missing_shards(tmp_path: Path) -> None:
+def test_an_incomplete_store_names_its_missing_shards(tmp_path):
     fill(begin(tmp_path, settings()), [1])
     report = verify(tmp_path)
     assert report.missing == (0, 2)
@@ -82,7 +78,7 @@ def test_an_incomplete_store_names_its_missing_shards(tmp_path: Path) -> None:
     assert "incomplete, 1 of 3 shards and no" in report.problems[0].text
 
 
-def test_one_damaged_record_does_not_hide_its_neighbours(store: Path) -> None:
+def test_one_damaged_record_does_not_hide_its_neighbours(store):
     path = store / "shards/logits-000001.array_record"
     content = bytearray(path.read_bytes())
     record = StoreReader.open(store).packed(6)
@@ -94,7 +90,7 @@ def test_one_damaged_record_does_not_hide_its_neighbours(store: Path) -> None:
     assert report.bad_shards == (1,)
 
 
-def test_bad_shards_are_moved_away_and_refilled(store: Path) -> None:
+def test_bad_shards_are_moved_away_and_refilled(store):
     intact = contents(store)
     shards = store / "shards"
     content = bytearray((shards / "logits-000000.array_record").read_bytes())
@@ -123,7 +119,7 @@ def test_bad_shards_are_moved_away_and_refilled(store: Path) -> None:
     assert "logits-000000.array_record.2" in names, "nothing in quarantine is overwritten"
 
 
-def test_a_missing_shard_and_a_missing_sidecar_become_holes(store: Path) -> None:
+def test_a_missing_shard_and_a_missing_sidecar_become_holes(store):
     (store / "shards/logits-000000.array_record").unlink()
     (store / "shards/logits-000001.json").unlink()
     report = verify(store)
@@ -133,7 +129,7 @@ def test_a_missing_shard_and_a_missing_sidecar_become_holes(store: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_manifest_is_made_anew_from_good_shards(store: Path, damage: str) -> None:
+def test_a_manifest_is_made_anew_from_good_shards(store, damage):
     path = store / "manifest.json"
     intact = path.read_bytes()
     if damage == "cut":
@@ -148,7 +144,7 @@ def test_a_manifest_is_made_anew_from_good_shards(store: Path, damage: str) -> N
     assert path.read_bytes() == intact
 
 
-def test_an_interrupted_repair_is_done_by_the_next(store: Path) -> None:
+def test_an_interrupted_repair_is_done_by_the_next(store):
     (store / "shards/logits-000001.json").write_text("{}")
     report = verify(store)
     moves = 0

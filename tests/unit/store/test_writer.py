@@ -1,11 +1,8 @@
 """Writing: whole shards or none, the same bytes every time, and only what was planned."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -27,7 +24,7 @@ from tests.unit.store.test_codecs import equal
 
 
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
-def test_every_sample_comes_back_by_its_id(tmp_path: Path, mode: str) -> None:
+def test_every_sample_comes_back_by_its_id(tmp_path, mode):
     seed = 3 if mode == "sampled" else None
     wanted = settings(codec="f32", mode=mode, sampling_seed=seed)
     write_store(tmp_path / "store", wanted)
@@ -41,7 +38,7 @@ def test_every_sample_comes_back_by_its_id(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_the_same_input_gives_the_same_files(tmp_path: Path, codec: str) -> None:
+def test_the_same_input_gives_the_same_files(tmp_path, codec):
     wanted = settings(codec=codec)
     write_store(tmp_path / "one", wanted)
     writer = begin(tmp_path / "two", wanted)
@@ -52,7 +49,7 @@ def test_the_same_input_gives_the_same_files(tmp_path: Path, codec: str) -> None
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_json_files_have_one_form(tmp_path: Path) -> None:
+def test_json_files_have_one_form(tmp_path):
     write_store(tmp_path, settings())
     for name in ("plan.json", "manifest.json", "shards/logits-000001.json"):
         text = (tmp_path / name).read_text("ascii")
@@ -64,7 +61,7 @@ def test_json_files_have_one_form(tmp_path: Path) -> None:
     assert manifest["tokens"] == 160
 
 
-def test_holes_are_uncommitted_shards(tmp_path: Path) -> None:
+def test_holes_are_uncommitted_shards(tmp_path):
     writer = begin(tmp_path, settings())
     assert writer.holes() == [0, 1, 2]
     fill(writer, [1])
@@ -89,7 +86,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("text", CHANGES)
-def test_another_plan_is_refused_with_its_differences(tmp_path: Path, text: str) -> None:
+def test_another_plan_is_refused_with_its_differences(tmp_path, text):
     fill(begin(tmp_path, settings()), [0])
     before = contents(tmp_path)
     changes = dict(CHANGES[text])
@@ -101,14 +98,14 @@ def test_another_plan_is_refused_with_its_differences(tmp_path: Path, text: str)
     assert contents(tmp_path) == before
 
 
-def test_settings_of_an_identity_are_compared_one_by_one(tmp_path: Path) -> None:
+def test_settings_of_an_identity_are_compared_one_by_one(tmp_path):
     begin(tmp_path, settings())
     other = replace(IDENTITY, settings={"name": "made up", "precision": "bf16"})
     with pytest.raises(StoreError, match=r"\(precision is None in the store, not 'bf16'"):
         StoreWriter(tmp_path, settings=settings(), identity=other, samples=10, samples_per_shard=4)
 
 
-def test_an_error_inside_a_shard_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_inside_a_shard_leaves_nothing(tmp_path):
     writer = begin(tmp_path, settings())
     before = contents(tmp_path)
 
@@ -161,7 +158,7 @@ def wrong_records() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("text", list(wrong_records()))
-def test_values_that_no_teacher_can_produce_are_refused(tmp_path: Path, text: str) -> None:
+def test_values_that_no_teacher_can_produce_are_refused(tmp_path, text):
     writer = begin(tmp_path, settings())
     with pytest.raises(StoreError) as caught, writer.shard(0) as shard:
         shard.add(wrong_records()[text])
@@ -185,18 +182,18 @@ def test_values_that_no_teacher_can_produce_are_refused(tmp_path: Path, text: st
         ({"sequence_length": 0}, "sequence_length is 0"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes: dict[str, object], text: str) -> None:
+def test_settings_out_of_range_are_refused(changes, text):
     with pytest.raises(StoreError) as caught:
         settings(**changes)
     assert text in str(caught.value)
 
 
-def test_a_store_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_store_of_nothing_is_refused(tmp_path):
     with pytest.raises(StoreError, match="samples is 0"):
         begin(tmp_path, settings(), samples=0)
 
 
-def test_stale_temporary_files_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+def test_stale_temporary_files_are_removed_and_those_in_use_are_not(tmp_path):
     writer = begin(tmp_path, settings())
     target = tmp_path / "shards" / "logits-000001.array_record"
     with partial_file(target) as (partial, _):
@@ -211,13 +208,13 @@ def test_stale_temporary_files_are_removed_and_those_in_use_are_not(tmp_path: Pa
     assert partial_files(target.parent) == [elsewhere]
 
 
-def test_a_path_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match=r"cannot write .*/file: .*name another folder"):
         begin(tmp_path / "file", settings())
 
 
-def test_a_machine_without_the_container_learns_what_to_install(tmp_path: Path) -> None:
+def test_a_machine_without_the_container_learns_what_to_install(tmp_path):
     writer = begin(tmp_path, settings())
     with (
         patch.dict(sys.modules, {"array_record.python": None}),

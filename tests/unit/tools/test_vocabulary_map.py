@@ -1,7 +1,5 @@
 """The tool's screens and exit status, from tokenizers on disk."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
@@ -59,7 +57,7 @@ def built(tmp_path: Path, call: Call, pair: list[object]) -> Path:
     return path
 
 
-def test_build_prints_coverage(tmp_path: Path, call: Call, pair: list[object]) -> None:
+def test_build_prints_coverage(tmp_path, call, pair):
     text = tmp_path / "text.txt"
     text.write_text("201ab20")
     output = tmp_path / "map.safetensors"
@@ -85,7 +83,7 @@ def test_build_prints_coverage(tmp_path: Path, call: Call, pair: list[object]) -
     assert "pairs of special tokens 2 2" in " ".join(call("build", *again)[1].split())
 
 
-def test_inspect_prints_rows(call: Call, pair: list[object], built: Path) -> None:
+def test_inspect_prints_rows(call, pair, built):
     status, out, _ = call("inspect", built, "--ids", "257", "258")
     assert status == 0
     assert [line.split() for line in out.splitlines()] == [
@@ -104,9 +102,7 @@ def test_inspect_prints_rows(call: Call, pair: list[object], built: Path) -> Non
     assert "no single token of" in err
 
 
-def test_verify_fails_for_a_file_that_is_not_the_map(
-    call: Call, pair: list[object], built: Path
-) -> None:
+def test_verify_fails_for_a_file_that_is_not_the_map(call, pair, built):
     status, out, err = call("verify", built, *pair)
     assert (status, err) == (0, "")
     assert "257 exact pairs, 0 holes" in out

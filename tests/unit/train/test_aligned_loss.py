@@ -1,7 +1,5 @@
 """The objective on chunks: context ranks share the rows, and each chunk and label counts once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -95,7 +93,7 @@ def loss_of(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
+def test_context_ranks_add_up_to_the_loss_of_one_rank(size):
     batch, step = two_sided_batch()
     torch.manual_seed(1)
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
@@ -116,17 +114,14 @@ def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
     assert min(float(report[name]) for name in names) > 0
 
 
-def test_rows_without_a_chunk_or_label_change_nothing() -> None:
+def test_rows_without_a_chunk_or_label_change_nothing():
     batch, step = two_sided_batch()
     torch.manual_seed(1)
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
     leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     expected, _ = loss_of(batch, step, 0, 1, leaves)
     assert batch.teacher is not None
-    for hidden, used in (
-        (leaves[0], batch.ce_mask_bs),
-        (leaves[2], batch.teacher.kd_mask_bs),
-    ):
+    for hidden, used in ((leaves[0], batch.ce_mask_bs), (leaves[2], batch.teacher.kd_mask_bs)):
         assert not used.all()
         hidden[~used] = torch.nan
     changed, _ = loss_of(batch, step, 0, 1, leaves)
@@ -134,7 +129,7 @@ def test_rows_without_a_chunk_or_label_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(weighted):
     batch, step = two_sided_batch(weighted=weighted)
     torch.manual_seed(1)
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
@@ -178,7 +173,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
 
 
-def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
+def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone():
     batch, step = two_sided_batch()
     batch = replace(batch, teacher_numbers=(1, 0))
     torch.manual_seed(1)

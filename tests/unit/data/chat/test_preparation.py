@@ -4,8 +4,6 @@ The same conversations by this process and by workers; a worker that is killed; 
 files that move.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -54,9 +52,7 @@ def prepare(
     )
 
 
-def test_the_cache_is_found_again_by_content(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
+def test_the_cache_is_found_again_by_content(tmp_path, logged):
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     first = prepare(path)
     assert "cache hit" not in logged.text
@@ -70,7 +66,7 @@ def test_the_cache_is_found_again_by_content(
     np.testing.assert_array_equal(first.tokens_n, again.tokens_n)
 
 
-def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: Path) -> None:
+def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     template = tmp_path / "own.jinja"
     template.write_text((FOLDER / "gemma.jinja").read_text())
@@ -92,7 +88,7 @@ def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: 
     assert prepare(path, truncation="drop", packing_buffer=7).folder == found[-1].folder
 
 
-def test_damaged_files_are_prepared_anew(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
+def test_damaged_files_are_prepared_anew(tmp_path, logged):
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     first = prepare(path)
     expected = np.array(first.tokens_n)
@@ -104,9 +100,7 @@ def test_damaged_files_are_prepared_anew(tmp_path: Path, logged: pytest.LogCaptu
     np.testing.assert_array_equal(prepare(path).tokens_n, expected)
 
 
-def test_bad_rows_stop_or_are_counted_from_the_cache_too(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
+def test_bad_rows_stop_or_are_counted_from_the_cache_too(tmp_path, logged):
     path = write_rows(tmp_path / "a.jsonl", [*ROWS[:4], {"text": 1}, 5, *ROWS[4:]])
     message = f"{path}:5: it has no 'messages'"
     with pytest.raises(DataError, match=message):
@@ -131,9 +125,7 @@ OPEN_ENDED = (
 )
 
 
-def test_turns_without_an_end_are_warned_of_once_per_source(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
+def test_turns_without_an_end_are_warned_of_once_per_source(tmp_path, logged):
     path = write_rows(tmp_path / "a.jsonl", [*ROWS, {"messages": turns("a", "b", "c")}])
     template = tmp_path / "open.jinja"
     template.write_text(OPEN_ENDED)
@@ -153,9 +145,7 @@ def test_turns_without_an_end_are_warned_of_once_per_source(
     assert not [one for one in logged.records if one.levelname == "WARNING"]
 
 
-def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
+def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(tmp_path, logged):
     greeting = {"role": "assistant", "content": "Welcome."}
     greeted = {"messages": [greeting, greeting, *turns("ask", "say")]}
     path = write_rows(tmp_path / "a.jsonl", [greeted, *ROWS])
@@ -182,7 +172,7 @@ def data_workers() -> set[int | None]:
 
 
 @pytest.mark.slow
-def test_workers_prepare_the_same_as_one_process(tmp_path: Path) -> None:
+def test_workers_prepare_the_same_as_one_process(tmp_path):
     before, template = data_workers(), tmp_path / "text.jinja"
     template.write_text(
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
@@ -213,7 +203,7 @@ def interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def test_results_come_in_order_and_workers_end_whatever_happens() -> None:
+def test_results_come_in_order_and_workers_end_whatever_happens():
     before = data_workers()
     with worker_map(slow, range(40), workers=2) as results:
         found = list(results)
@@ -232,7 +222,7 @@ def test_results_come_in_order_and_workers_end_whatever_happens() -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
+def test_workers_end_by_themselves_where_their_parent_is_killed():
     root = Path(__file__).parents[4]
     command = [sys.executable, "-m", "tests.support.killed_parent"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
@@ -244,7 +234,7 @@ def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", ROWS)
 
     def full(descriptor: int) -> None:
@@ -256,7 +246,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     folder = prepare(path).folder
     left = folder.rename(folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-99999999"))

@@ -69,9 +69,7 @@ def corpora(tmp_path: Path) -> dict[str, list[SourceSpec]]:
 @pytest.mark.parametrize(
     ("kind", "fraction"), [("files", 0.0), ("lines", 0.3), ("jsonl", 0.3), ("gzip", 0.0)]
 )
-def test_every_training_document_appears_once_per_epoch(
-    corpora: dict[str, list[SourceSpec]], kind: str, fraction: float
-) -> None:
+def test_every_training_document_appears_once_per_epoch(corpora, kind, fraction):
     expected = [t for t in TEXTS if not is_held_out(content_digest(t.encode()), fraction)]
     assert (len(expected) < len(TEXTS)) == (fraction > 0)
     source = opened(corpora[kind], validation_fraction=fraction)
@@ -83,9 +81,7 @@ def test_every_training_document_appears_once_per_epoch(
 
 
 @pytest.mark.parametrize("kind", ["files", "blend"])
-def test_the_order_depends_on_the_seed_and_on_nothing_else(
-    corpora: dict[str, list[SourceSpec]], kind: str
-) -> None:
+def test_the_order_depends_on_the_seed_and_on_nothing_else(corpora, kind):
     first, again, other = (
         [sample.tokens_S1.tolist() for sample in draw(opened(corpora[kind], seed=seed), 120)]
         for seed in (1, 1, 2)
@@ -94,9 +90,7 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else(
     assert first != other
 
 
-def test_files_are_read_in_another_order_each_epoch_and_seed(
-    corpora: dict[str, list[SourceSpec]],
-) -> None:
+def test_files_are_read_in_another_order_each_epoch_and_seed(corpora):
     orders = []
     for seed in (1, 2):
         source = opened(corpora["files"], seed=seed, shuffle_buffer=1)
@@ -105,7 +99,7 @@ def test_files_are_read_in_another_order_each_epoch_and_seed(
     assert len({tuple(order) for order in [*orders, TEXTS]}) == 5
 
 
-def test_the_order_is_the_same_on_every_machine() -> None:
+def test_the_order_is_the_same_on_every_machine():
     # Golden: a change here breaks the resumption of every run under way.
     assert permutation(8, 1234, 0) == [6, 1, 3, 7, 0, 4, 5, 2]
     assert permutation(8, 1234, 1) != permutation(8, 1234, 0)
@@ -113,9 +107,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", "lines", "jsonl", "gzip", "blend"])
-def test_resuming_at_every_position_equals_the_uninterrupted_stream(
-    corpora: dict[str, list[SourceSpec]], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_at_every_position_equals_the_uninterrupted_stream(corpora, kind, monkeypatch):
     monkeypatch.setattr(stream, "_ENCODED_CHARACTERS", 50)
     count = samples_for(TEXTS, 2.2, 40)
     source = opened(corpora[kind], validation_fraction=0.1, sequence_length=40)
@@ -136,9 +128,7 @@ def test_resuming_at_every_position_equals_the_uninterrupted_stream(
             assert json.dumps(resumed.state_dict()) == states[position + 4]
 
 
-def test_resuming_inside_a_file_that_is_read_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_inside_a_file_that_is_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE_BYTES", 100)
     long = ["".join(f"{name}{index:03}\n" for index in range(200)) for name in "ABC"]
     folder = write_files(tmp_path / "long", long)
@@ -157,9 +147,7 @@ def test_resuming_inside_a_file_that_is_read_in_pieces(
         ]
 
 
-def test_a_long_document_is_held_out_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_is_held_out_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE_BYTES", 64)
     texts = ["".join(f"{name}{index:02}\n" for index in range(60)) for name in "abcdefghijklmnop"]
     folder = write_files(tmp_path / "long", texts)
@@ -179,9 +167,7 @@ def test_a_long_document_is_held_out_as_a_whole(
     assert not letters & others
 
 
-def test_blocks_bound_the_memory(
-    corpora: dict[str, list[SourceSpec]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_bound_the_memory(corpora, monkeypatch):
     monkeypatch.setattr(stream, "BLOCK_CHARACTERS", 60)
     source = opened(corpora["lines"], shuffle_buffer=1000)
     found = complete_documents(draw(source, samples_for(TEXTS, 1.2)))
@@ -190,9 +176,7 @@ def test_blocks_bound_the_memory(
     assert 0 < max(displaced) < 20, "shuffled, and only inside short blocks"
 
 
-def test_held_out_and_training_documents_are_disjoint_and_complete(
-    corpora: dict[str, list[SourceSpec]],
-) -> None:
+def test_held_out_and_training_documents_are_disjoint_and_complete(corpora):
     fraction = 0.3
     held_out = read_held_out(
         corpora["files"],
@@ -212,7 +196,7 @@ def test_held_out_and_training_documents_are_disjoint_and_complete(
     assert validation <= {t.split(">")[0] + ">" for t in expected}
 
 
-def test_held_out_samples_do_not_depend_on_the_seed_but_on_the_share_monotonically() -> None:
+def test_held_out_samples_do_not_depend_on_the_seed_but_on_the_share_monotonically():
     digests = [content_digest(f"{index}".encode()) for index in range(20_000)]
     shares = {}
     for fraction in (0.0, 0.02, 0.2, 1.0):
@@ -223,7 +207,7 @@ def test_held_out_samples_do_not_depend_on_the_seed_but_on_the_share_monotonical
     assert len(shares[1.0]) == len(digests)
 
 
-def test_too_little_to_hold_out_is_an_error(corpora: dict[str, list[SourceSpec]]) -> None:
+def test_too_little_to_hold_out_is_an_error(corpora):
     for fraction, specs in ((0.05, corpora["files"]), (0.0, corpora["jsonl"])):
         with pytest.raises(DataError, match=r"validation\.samples is 500, but .* fill only \d+"):
             read_held_out(
@@ -234,7 +218,7 @@ def test_too_little_to_hold_out_is_an_error(corpora: dict[str, list[SourceSpec]]
             )
 
 
-def test_the_tail_of_the_held_out_documents_is_padded_and_not_trained(tmp_path: Path) -> None:
+def test_the_tail_of_the_held_out_documents_is_padded_and_not_trained(tmp_path):
     path = write_jsonl(tmp_path / "own.jsonl", ["abcde", "fg"])  # 6 + 3 tokens
     held_out = read_held_out(
         [SourceSpec("jsonl", (str(path),))],
@@ -249,7 +233,7 @@ def test_the_tail_of_the_held_out_documents_is_padded_and_not_trained(tmp_path: 
     assert tail.flags_S1.tolist() == [3, 3, 3, 0, 0, 0, 0]
 
 
-def test_a_source_without_a_training_document_is_an_error(tmp_path: Path) -> None:
+def test_a_source_without_a_training_document_is_an_error(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     one = write_jsonl(tmp_path / "one.jsonl", ["all of it is held out"])
@@ -264,7 +248,7 @@ def test_a_source_without_a_training_document_is_an_error(tmp_path: Path) -> Non
         assert spec.paths[0] in str(caught.value)
 
 
-def test_a_changed_corpus_tokenizer_or_order_is_refused_on_resuming(tmp_path: Path) -> None:
+def test_a_changed_corpus_tokenizer_or_order_is_refused_on_resuming(tmp_path):
     folder = write_files(tmp_path / "files", TEXTS[:5])
     specs = [SourceSpec("text", (f"{folder}/*.txt",))]
     state = opened(specs).state_dict()
@@ -284,7 +268,7 @@ def test_a_changed_corpus_tokenizer_or_order_is_refused_on_resuming(tmp_path: Pa
         opened(specs).load_state_dict(state)
 
 
-def test_skipped_records_are_counted_across_a_resumption(tmp_path: Path) -> None:
+def test_skipped_records_are_counted_across_a_resumption(tmp_path):
     path = tmp_path / "some.jsonl"
     lines = [json.dumps({"text": story(i)}) if i % 5 else "{broken" for i in range(50)]
     path.write_text("\n".join(lines))

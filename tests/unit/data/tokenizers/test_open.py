@@ -28,9 +28,7 @@ def trained() -> Tokenizer:
     return train_bpe(TEXTS, vocab_size=400)
 
 
-def test_training_twice_and_in_another_process_gives_the_same(
-    trained: Tokenizer, tmp_path: Path
-) -> None:
+def test_training_twice_and_in_another_process_gives_the_same(trained, tmp_path):
     assert trained.vocab_size == 400
     assert train_bpe(iter(TEXTS), vocab_size=400).identity == trained.identity
     assert train_bpe(["other words"] * 99, vocab_size=400).identity != trained.identity
@@ -49,7 +47,7 @@ def test_training_twice_and_in_another_process_gives_the_same(
     assert ran.stdout == trained.identity
 
 
-def test_the_vocabulary_is_the_largest_id_s_and_added_tokens_count(trained: Tokenizer) -> None:
+def test_the_vocabulary_is_the_largest_id_s_and_added_tokens_count(trained):
     larger = train_bpe(TEXTS, vocab_size=400).hugging_face
     larger.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
     tokenizer = HuggingFaceTokenizer(larger, name="larger")
@@ -57,18 +55,18 @@ def test_the_vocabulary_is_the_largest_id_s_and_added_tokens_count(trained: Toke
     assert tokenizer.identity != trained.identity
 
 
-def test_a_small_corpus_gives_a_smaller_vocabulary() -> None:
+def test_a_small_corpus_gives_a_smaller_vocabulary():
     assert 257 < train_bpe(["aaaa bbbb aaaa bbbb"], vocab_size=5000).vocab_size < 300
 
 
 @pytest.mark.parametrize("size", [0, 256])
-def test_a_vocabulary_below_the_bytes_is_refused(size: int) -> None:
+def test_a_vocabulary_below_the_bytes_is_refused(size):
     with pytest.raises(DataError, match=rf"train_vocab_size is {size}: .* at least 257"):
         train_bpe(TEXTS, vocab_size=size)
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_training_without_text_is_refused(texts: list[str]) -> None:
+def test_training_without_text_is_refused(texts):
     with pytest.raises(DataError, match="contain no text to train on"):
         train_bpe(texts, vocab_size=300)
 
@@ -76,12 +74,8 @@ def test_training_without_text_is_refused(texts: list[str]) -> None:
 @pytest.mark.parametrize("has_settings", [True, False])
 @pytest.mark.parametrize("kind", ["qwen2", "gemma"])
 def test_the_file_decides_beside_a_config_whose_class_splits_otherwise(
-    kind: str,
-    has_settings: bool,
-    trained: Tokenizer,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    kind, has_settings, trained, tmp_path, caplog
+):
     trained.save(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
     if not has_settings:
@@ -98,9 +92,7 @@ def test_the_file_decides_beside_a_config_whose_class_splits_otherwise(
     assert (warning in caplog.text) == is_other_class
 
 
-def test_a_class_with_the_rules_of_the_file_is_no_warning(
-    trained: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_class_with_the_rules_of_the_file_is_no_warning(trained, tmp_path, caplog):
     from transformers import Qwen2Tokenizer
 
     model = json.loads(trained.hugging_face.backend_tokenizer.to_str())["model"]  # type: ignore[attr-defined]
@@ -151,9 +143,7 @@ def broken_folder(folder: Path, trained: Tokenizer, kind: str) -> Path:
         ("broken settings", "tokenizer_config.json: not a JSON file"),
     ],
 )
-def test_a_wrong_folder_is_named(
-    tmp_path: Path, trained: Tokenizer, kind: str, message: str
-) -> None:
+def test_a_wrong_folder_is_named(tmp_path, trained, kind, message):
     folder = broken_folder(tmp_path, trained, kind)
     with pytest.raises(DataError) as caught:
         load_tokenizer(folder)
@@ -161,7 +151,7 @@ def test_a_wrong_folder_is_named(
     assert str(folder) in str(caught.value)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

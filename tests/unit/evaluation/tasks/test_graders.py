@@ -1,7 +1,5 @@
 """Graders on tables of answers, and their processes: time limits, failures, missing packages."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -56,7 +54,7 @@ GOLD = "It is 7 + 1,000.\n#### 1,007"
         ("", False, False),
     ],
 )
-def test_gsm8k(text: str, strict: bool, flexible: bool) -> None:
+def test_gsm8k(text, strict, flexible):
     assert gsm8k_strict(text, GOLD) == strict
     assert gsm8k_flexible(text, GOLD) == flexible
 
@@ -76,11 +74,11 @@ def test_gsm8k(text: str, strict: bool, flexible: bool) -> None:
         ("", False),
     ],
 )
-def test_letters(text: str, right: bool) -> None:
+def test_letters(text, right):
     assert letter(text, "B") == right
 
 
-def test_exact_texts() -> None:
+def test_exact_texts():
     assert exact(" 7\n", "7")
     assert not exact("7.0", "7")
     assert not exact("seven", "Seven")
@@ -97,12 +95,12 @@ def test_exact_texts() -> None:
         ("none", None),
     ],
 )
-def test_the_last_box(text: str, inside: str | None) -> None:
+def test_the_last_box(text, inside):
     assert boxed(text) == inside
 
 
 @pytest.mark.parametrize("pair", answers.PAIRS, ids=lambda pair: f"{pair.found} {pair.wanted}")
-def test_answers_of_mathematics_by_their_text(pair: answers.Pair) -> None:
+def test_answers_of_mathematics_by_their_text(pair):
     found, wanted, same, _ = pair
     assert hendrycks_math(f"so ${found}$", f"\\boxed{{{wanted}}}") == same
     said = f"Final Answer: The final answer is ${found}$. I hope it is correct. Problem"
@@ -111,13 +109,13 @@ def test_answers_of_mathematics_by_their_text(pair: answers.Pair) -> None:
 
 
 @pytest.mark.parametrize("found", answers.TEXTS, ids=lambda found: found.text[:30])
-def test_the_answer_of_a_whole_text_by_its_text(found: answers.Text) -> None:
+def test_the_answer_of_a_whole_text_by_its_text(found):
     for name in ("hendrycks_math", "minerva_math"):
         assert GRADERS[name](found.text, answers.SOLUTION) == (name in found.graders), name
 
 
 @pytest.mark.slow
-def test_answers_of_mathematics_by_their_value() -> None:
+def test_answers_of_mathematics_by_their_value():
     """All pairs, also with the right answer as bare LaTeX, and all texts, by math-verify."""
     cases = [
         ((f"so ${pair.found}$", wanted), pair.by_value)
@@ -136,7 +134,7 @@ def test_answers_of_mathematics_by_their_value() -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_on_which_math_verify_never_ends_is_a_timeout() -> None:
+def test_an_answer_on_which_math_verify_never_ends_is_a_timeout():
     """The texts after it are graded."""
     endless = ("$\\sum_{k=1}^{10^{9}} k^{k}$", "$3$")
     pairs = [("$7$", "7"), endless, ("$8$", "$8$")]
@@ -145,7 +143,7 @@ def test_an_answer_on_which_math_verify_never_ends_is_a_timeout() -> None:
     assert (found.timeouts, found.failures) == (1, 0)
 
 
-def test_the_whole_text_counts_without_two_dollars() -> None:
+def test_the_whole_text_counts_without_two_dollars():
     assert hendrycks_math(" 7 ", "\\boxed{7}")
     assert not hendrycks_math("it is 7", "\\boxed{7}")
     assert normalised_math("\\left(3,\\frac{\\pi}{2}\\right)") == "(3,\\frac{\\pi}{2})"
@@ -160,7 +158,7 @@ def runs_away(text: str, answer: str) -> bool:
     return text == answer
 
 
-def test_a_text_that_takes_too_long_is_wrong_and_counted() -> None:
+def test_a_text_that_takes_too_long_is_wrong_and_counted():
     """Only the end of its process stops such a grader; the texts after it are graded."""
     pairs = [("a", "a"), ("runs away", "a"), ("b", "a"), ("breaks", "a"), ("a", "a")]
     found = grade_texts(runs_away, pairs, seconds=0.5, workers=1)
@@ -168,7 +166,7 @@ def test_a_text_that_takes_too_long_is_wrong_and_counted() -> None:
     assert (found.timeouts, found.failures) == (1, 1)
 
 
-def test_pairs_are_graded_in_order_by_several_processes() -> None:
+def test_pairs_are_graded_in_order_by_several_processes():
     pairs = [("#### 1007", GOLD), ("#### 3", GOLD), ("#### 1,007", GOLD), ("", GOLD)]
     found = grade_texts(gsm8k_strict, pairs, workers=2)
     assert (found.right, found.timeouts, found.failures) == ((True, False, True, False), 0, 0)
@@ -189,7 +187,7 @@ def is_signalled(text: str, answer: str) -> bool:
     return text != answer
 
 
-def test_a_signal_to_a_grader_does_not_change_its_grades(tmp_path: Path) -> None:
+def test_a_signal_to_a_grader_does_not_change_its_grades(tmp_path):
     """SIGTERM and SIGINT do nothing; a text whose process is killed is graded once more."""
     texts = ["a", str(tmp_path / "once"), "always", "leaves", "b"]
     found = grade_texts(is_signalled, [(text, "") for text in texts], workers=1)
@@ -220,14 +218,14 @@ class Fragile:
         raise AssertionError("it runs in its process alone")
 
 
-def test_a_grader_that_does_not_start_is_tried_twice(tmp_path: Path) -> None:
+def test_a_grader_that_does_not_start_is_tried_twice(tmp_path):
     assert grade_texts(Fragile(tmp_path / "second", 2), [("a", "a")]).right == (True,)
     with pytest.raises(DataError, match="Fragile cannot start: .* 2 times .* status 3"):
         grade_texts(Fragile(tmp_path / "never", 9), [("a", "a")])
     assert (tmp_path / "never").read_text().split() == ["start"] * 2
 
 
-def test_a_request_to_stop_ends_grading() -> None:
+def test_a_request_to_stop_ends_grading():
     began = time.monotonic()
     with pytest.raises(Interrupted):
         grade_texts(
@@ -238,7 +236,7 @@ def test_a_request_to_stop_ends_grading() -> None:
         )
 
 
-def test_unknown_and_missing_graders_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_and_missing_graders_are_named(monkeypatch):
     with pytest.raises(ConfigError, match="graders: 'gsm' is not one of exact, letter"):
         grader_named("gsm")
     monkeypatch.setattr("megatron_distill.evaluation.tasks.graders.find_spec", lambda _: None)

@@ -3,8 +3,6 @@
 In a process of its own, since this one has imported those packages for other tests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -42,7 +40,7 @@ print(OTHERS & set(sys.modules))  # the tokenizer is one of transformers
 """
 
 
-def test_tasks_need_no_network_and_no_harness(tmp_path: Path) -> None:
+def test_tasks_need_no_network_and_no_harness(tmp_path):
     rows = {
         "mmlu": published.MMLU,
         "arc_challenge": published.ARC,

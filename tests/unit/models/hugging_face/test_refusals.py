@@ -1,7 +1,5 @@
 """Folders that are no supported model, each refused by file and value."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct
@@ -137,7 +135,7 @@ ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", ENTRIES)
-def test_an_entry_that_is_not_computed_is_named(folder_of: Folders, case: str) -> None:
+def test_an_entry_that_is_not_computed_is_named(folder_of, case):
     name, entries, parts = ENTRIES[case]
     folder = folder_of(name)
     change_config(folder, **entries)
@@ -147,7 +145,7 @@ def test_an_entry_that_is_not_computed_is_named(folder_of: Folders, case: str) -
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]", b"\xff\xfe{"])
-def test_a_configuration_that_is_none(folder_of: Folders, content: str | bytes | None) -> None:
+def test_a_configuration_that_is_none(folder_of, content):
     folder = folder_of("llama2")
     path = folder / "config.json"
     if content is None:
@@ -157,7 +155,7 @@ def test_a_configuration_that_is_none(folder_of: Folders, content: str | bytes |
     assert str(path) in refusal(folder)
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_folder_that_is_none(tmp_path):
     assert "config.json: no such file" in refusal(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     assert "Not a directory" in refusal(tmp_path / "file")
@@ -200,7 +198,7 @@ TENSORS: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], tuple[str, ..
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_every_tensor_is_accounted_for(folder_of: Folders, case: str) -> None:
+def test_every_tensor_is_accounted_for(folder_of, case):
     name, change, parts = TENSORS[case]
     folder = folder_of(name)
     change_tensors(folder, change)
@@ -240,7 +238,7 @@ ACCEPTED: dict[str, tuple[str, list[Callable[[dict[str, Tensor]], None]]]] = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_equivalent_settings_are_accepted(folder_of: Folders, saved: Path, case: str) -> None:
+def test_equivalent_settings_are_accepted(folder_of, saved, case):
     name, changes = ACCEPTED[case]
     folder = folder_of(name)
     for change in changes:
@@ -249,7 +247,7 @@ def test_equivalent_settings_are_accepted(folder_of: Folders, saved: Path, case:
     assert all(found[key].equal(value) for key, value in expected.items())
 
 
-def test_layers_of_several_types_are_read_in_the_widest(folder_of: Folders) -> None:
+def test_layers_of_several_types_are_read_in_the_widest(folder_of):
     folder = folder_of("llama2")
     names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 2)]
     for name in names:
@@ -328,7 +326,7 @@ MANY_FILES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     ("files", "case"), [(1, case) for case in ONE_FILE] + [(2, case) for case in MANY_FILES]
 )
-def test_a_damaged_folder_is_named(folder_of: Folders, files: int, case: str) -> None:
+def test_a_damaged_folder_is_named(folder_of, files, case):
     folder = folder_of("llama2") if files == 1 else split(folder_of("llama2"))
     damage, parts = (ONE_FILE if files == 1 else MANY_FILES)[case]
     damage(folder)
@@ -337,7 +335,7 @@ def test_a_damaged_folder_is_named(folder_of: Folders, files: int, case: str) ->
         assert part in text
 
 
-def test_a_folder_of_several_files_is_read(folder_of: Folders, saved: Path) -> None:
+def test_a_folder_of_several_files_is_read(folder_of, saved):
     expected = read(saved / "llama2")
     found = read(split(folder_of("llama2")))
     assert all(found[key].equal(value) for key, value in expected.items())

@@ -1,7 +1,5 @@
 """Configurations of `transformers` into architectures and back, for every family."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -57,7 +55,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_entry_is_read_or_known_to_change_nothing(name: str) -> None:
+def test_every_entry_is_read_or_known_to_change_nothing(name):
     import transformers
 
     from megatron_distill.models.hugging_face.families import families
@@ -72,7 +70,7 @@ def test_every_entry_is_read_or_known_to_change_nothing(name: str) -> None:
     assert entries - read - ignored == set(), "read them, fix them, or list why they do not matter"
 
 
-def test_no_entry_is_listed_that_no_family_has() -> None:
+def test_no_entry_is_listed_that_no_family_has():
     import transformers
 
     entries: dict[str, set[str]] = {
@@ -197,7 +195,7 @@ def gpt2(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
+def test_a_configuration_comes_back_as_it_was(name, data):
     import transformers
 
     from megatron_distill.models.architecture import Architecture
@@ -218,7 +216,7 @@ def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) ->
     assert differing <= DERIVED
 
 
-def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
+def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so():
     from megatron_distill.models.hugging_face.families import families
 
     architecture = small_architecture(rotary_fraction=0.5)

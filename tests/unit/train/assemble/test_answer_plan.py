@@ -1,9 +1,5 @@
 """Settings of the top-k that a teacher on ranks of its own sends."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,7 +14,7 @@ APART = TAUGHT | {"teacher": {**TAUGHT["teacher"], "ranks": 1, "sequence_length"
 SENT = "transfer={what: top_k, k: 8}"
 
 
-def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path: Path) -> None:
+def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path):
     # The temperature of the first is of texts.
     terms = (
         "[{alignment: likelihood, temperature: 6.0}, "
@@ -34,7 +30,7 @@ def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path: Path) -> None:
         answer_settings(config, "teacher", built, tokens=7)
 
 
-def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path: Path) -> None:
+def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path):
     teachers = {name: {"architecture": ARCHITECTURE, "ranks": 1} for name in ("code", "math")}
     tree = MINIMAL | {"teachers": teachers, "objective": {"routing_weights": {"code": 1}}}
     # A mean of renormalised probabilities needs the normaliser of each teacher.
@@ -65,7 +61,7 @@ def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path: Path) -> N
     assert answer_settings(config, "teachers.math", built, tokens=50) is None
 
 
-def test_of_several_teachers_one_answers_in_tokens_of_its_own(tmp_path: Path) -> None:
+def test_of_several_teachers_one_answers_in_tokens_of_its_own(tmp_path):
     shape = {"architecture": ARCHITECTURE, "ranks": 1}
     tree = MINIMAL | {
         "teachers": {"far": {**shape, "sequence_length": 24}, "near": shape},

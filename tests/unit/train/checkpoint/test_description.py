@@ -1,9 +1,5 @@
 """The description of a checkpoint, which is read without Megatron-Core."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from megatron_distill.errors import CheckpointError
@@ -15,13 +11,11 @@ prepare_megatron_core(on_cuda=False)
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
 
-def test_the_common_file_has_the_name_that_megatron_core_gives_it() -> None:
+def test_the_common_file_has_the_name_that_megatron_core_gives_it():
     assert COMMON_FILE == COMMON_STATE_FNAME
 
 
-def test_a_pickle_is_refused_and_the_common_file_of_a_partial_checkpoint_is_none(
-    tmp_path: Path,
-) -> None:
+def test_a_pickle_is_refused_and_the_common_file_of_a_partial_checkpoint_is_none(tmp_path):
     partial = tmp_path / "step_0000002.partial"
     partial.mkdir()
     (partial / COMMON_FILE).write_bytes(b"")

@@ -1,7 +1,5 @@
 """The buffer of asynchronous saves on a GPU, on tensors that claim to be there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -74,7 +72,7 @@ def windows(*counts: int) -> list[Window]:
     ]
 
 
-def test_memory_is_locked_once_and_each_save_waits_once(driver: Driver) -> None:
+def test_memory_is_locked_once_and_each_save_waits_once(driver):
     staging = Staging()
     for save in (1, 2):
         copies = staging.copies(windows(3, 40))
@@ -92,7 +90,7 @@ def test_memory_is_locked_once_and_each_save_waits_once(driver: Driver) -> None:
     assert driver.locked == {}
 
 
-def test_a_refusal_names_the_key_and_the_amount(driver: Driver) -> None:
+def test_a_refusal_names_the_key_and_the_amount(driver):
     driver.status = Status.refused
     with pytest.raises(CheckpointError, match=r"checkpoint\.asynchronous needs .* GB"):
         Staging().copies(windows(3))

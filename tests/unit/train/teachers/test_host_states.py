@@ -1,7 +1,5 @@
 """Hidden states in host memory: each is returned as it was put last."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -49,7 +47,7 @@ def states() -> Iterator[HostStates]:
         [(3,), (5,), (4,), (5,)],
     ],
 )
-def test_a_state_is_that_of_its_step(states: HostStates, steps: list[tuple[int, ...]]) -> None:
+def test_a_state_is_that_of_its_step(states, steps):
     for step, numbers in enumerate(steps):
         for number in numbers:
             states.put(number, torch.full((2,), 10.0 * step + number))
@@ -58,7 +56,7 @@ def test_a_state_is_that_of_its_step(states: HostStates, steps: list[tuple[int, 
                 assert states.take(number).tolist() == [10.0 * step + number] * 2
 
 
-def test_the_next_state_of_the_step_is_on_its_way(states: HostStates) -> None:
+def test_the_next_state_of_the_step_is_on_its_way(states):
     returned: list[int] = []
     begin = HostStates._begin_return
 

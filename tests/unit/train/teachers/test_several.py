@@ -1,7 +1,5 @@
 """The order in which several teachers are asked for a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_distill.runtime.batch import Batch
@@ -27,7 +25,7 @@ class Stored(Live, StoredTeacher):
     """A store that notes its turn."""
 
 
-def test_stores_have_their_turn_before_every_live_teacher() -> None:
+def test_stores_have_their_turn_before_every_live_teacher():
     turns: list[str] = []
     teachers = {
         "a": Live("a", turns), "b": Stored("b", turns), "c": Live("c", turns),
