@@ -98,11 +98,13 @@ class UnitRows:
 
     `units[i]` are numbers of units; the teacher runs them before the student's micro-batch i. Unit
     g has the rows from `g * micro_batch_size` on; the teacher's context ranks share its positions.
+    They are in the student's tokens, or in those of a teacher with a tokenizer of its own.
     """
 
     units: tuple[tuple[int, ...], ...]
     context_rank: int
     context_size: int
+    has_own_tokens: bool = False
 
     def batches(
         self,
@@ -113,14 +115,14 @@ class UnitRows:
         isolate_documents: bool,
     ) -> tuple[Batch, ...]:
         """Return the units of a micro-batch, sharded over the teacher's context ranks."""
-        return tuple(
-            micro_batch(
-                batch,
-                slice(unit * micro_batch_size, (unit + 1) * micro_batch_size),
-                isolate_documents=isolate_documents,
-            ).context_shard(self.context_rank, self.context_size)
-            for unit in self.units[micro_batch_number]
-        )
+        found = []
+        for unit in self.units[micro_batch_number]:
+            rows = slice(unit * micro_batch_size, (unit + 1) * micro_batch_size)
+            whole = micro_batch(batch, rows, isolate_documents=isolate_documents)
+            own = whole.teacher if self.has_own_tokens else replace(whole, teacher=None)
+            assert own is not None, "samples have tokens of the teacher's"
+            found.append(own.context_shard(self.context_rank, self.context_size))
+        return tuple(found)
 
 
 def pack_samples(samples: Sequence[Sample]) -> GlobalBatch:

@@ -48,7 +48,7 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
         )
         return
     for name in own:
-        yield from _place(f"teachers.{name}", (config.teachers or {})[name])
+        yield from _store(f"teachers.{name}", (config.teachers or {})[name])
     yield from _terms(config, own)
     trains = {
         is_aligned: [n for n in routed if _is_aligned(config, n) == is_aligned]
@@ -75,8 +75,8 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
         yield from _samples(config, own[0], trains)
 
 
-def _place(key: str, model: ModelConfig) -> Iterator[Problem]:
-    """A place that the tokens of another tokenizer do not reach among several teachers."""
+def _store(key: str, model: ModelConfig) -> Iterator[Problem]:
+    """Refuse a store, whose records of another tokenizer are not joined among several teachers."""
     if model.store is not None:
         yield Problem(
             (f"{key}.store", "teachers"),
@@ -84,14 +84,6 @@ def _place(key: str, model: ModelConfig) -> Iterator[Problem]:
             f"found by number, and {key} has a tokenizer of its own, so that its records would be "
             f"found by document; set {key}.hf in place of its store, or teacher.store in place of "
             "teachers",
-        )
-    has_own_ranks = model.ranks is not None or model.nodes is not None
-    if model.parallel is not None and not has_own_ranks:
-        yield Problem(
-            (f"{key}.parallel", "teachers"),
-            f"{key}.parallel: among several teachers the one with a tokenizer of its own is a "
-            "model in the student's layout or on ranks of its own; remove it, give it "
-            f"{key}.ranks, or set teacher in place of teachers",
         )
 
 

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from megatron_distill.config.messages import Problem, without_effect
-from megatron_distill.config.rules.teacher_parallel import own_layouts
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks
 from megatron_distill.config.rules.teacher_stores import several_stores_problems
 from megatron_distill.config.rules.teacher_tokenizers import (
-    own_tokenizers,
     teacher_tokenizer_problems,
 )
 from megatron_distill.config.schema import (
@@ -90,7 +88,6 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _source(key, source, config, routed)
     yield from teacher_tokenizer_problems(config, routed)
     yield from several_stores_problems(config)
-    yield from _layouts(config)
     yield from _unused(config, routed)
 
 
@@ -202,18 +199,6 @@ def _model(config: RunConfig, key: str, model: ModelConfig) -> Iterator[Problem]
             f"{key}.offload = true: a teacher with a layout of its own keeps its weights on the "
             f"GPU; set {key}.offload=false, or divide them further by {key}.parallel",
         )
-
-
-def _layouts(config: RunConfig) -> Iterator[Problem]:
-    for role, _ in own_layouts(config):
-        if has_own_ranks(config, role):
-            continue
-        for name in own_tokenizers(config):
-            yield Problem(
-                (f"{role}.parallel", f"teachers.{name}"),
-                f"{role}.parallel: is not possible beside teachers.{name}, which has another "
-                f"tokenizer; remove {role}.parallel, or give {role} ranks of its own",
-            )
 
 
 def _routing_weights(config: RunConfig, teachers: Mapping[str, object]) -> Iterator[Problem]:

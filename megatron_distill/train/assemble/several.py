@@ -143,7 +143,9 @@ class _Layouts:
     made: dict[Layout, Groups] = field(default_factory=dict)
     teachers: int = 0
 
-    def builder(self, layout: Layout) -> Callable[..., OnlineTeacher | OwnLayout]:
+    def builder(
+        self, layout: Layout, *, has_own_tokens: bool
+    ) -> Callable[..., OnlineTeacher | OwnLayout]:
         """Return a function that builds a model in a layout.
 
         Collective: the whole world, group creation, where the layout is new.
@@ -159,6 +161,7 @@ class _Layouts:
             own_groups=self.made[layout],
             timeout_seconds=self.timeout_seconds,
             number=number,
+            has_own_tokens=has_own_tokens,
         )
 
 
@@ -177,7 +180,8 @@ def _live(
     source = resolve_model(config, own.key, vocabulary)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = fit.student if tokens is None else source.architecture
-    return layouts.builder(layout_of(teacher_parallel(config, own.key)))(
+    layout = layout_of(teacher_parallel(config, own.key))
+    return layouts.builder(layout, has_own_tokens=tokens is not None)(
         source,
         teacher_execution(site.execution, section, None, own.key),
         seed=teacher_seed(config.seed) + own.number,

@@ -106,7 +106,10 @@ def _live(
     build: Callable[..., OnlineTeacher | OwnLayout] = OnlineTeacher.of_source
     layout = layout_of(teacher_parallel(config))
     if layout != site.groups.layout.without_virtual_stages():
-        build = _in_own_layout(layout, config.runtime.timeout_seconds)
+        has_own_tokens = fit.own is not None
+        build = _in_own_layout(
+            layout, config.runtime.timeout_seconds, has_own_tokens=has_own_tokens
+        )
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = fit.student if fit.own is None else source.architecture
     return build(
@@ -120,10 +123,17 @@ def _live(
     )
 
 
-def _in_own_layout(layout: Layout, timeout_seconds: float) -> Callable[..., OwnLayout]:
+def _in_own_layout(
+    layout: Layout, timeout_seconds: float, *, has_own_tokens: bool
+) -> Callable[..., OwnLayout]:
     """Create the groups of the teacher's layout. Collective: world, group creation."""
     own_groups = create_second_groups(layout, timeout_minutes=timeout_seconds / 60)
-    return partial(OwnLayout.of_source, own_groups=own_groups, timeout_seconds=timeout_seconds)
+    return partial(
+        OwnLayout.of_source,
+        own_groups=own_groups,
+        timeout_seconds=timeout_seconds,
+        has_own_tokens=has_own_tokens,
+    )
 
 
 def _connected(

@@ -67,6 +67,7 @@ class OwnLayout:
         captured: features of the layers on this rank, of the units that run.
         buffers: received outputs of a step, where the student has several stages.
         number: among the teachers with their own layout, whose units a batch has in this order.
+        has_own_tokens: whether it has a tokenizer of its own, in whose tokens the units are then.
     """
 
     model: HiddenStateGPT
@@ -82,6 +83,7 @@ class OwnLayout:
     captured: dict[tuple[FeatureKind, int, int], Tensor] = field(default_factory=dict)
     buffers: dict[tuple[Output, int], Tensor] = field(default_factory=dict)
     number: int = 0
+    has_own_tokens: bool = False
 
     @classmethod
     def of_source(
@@ -97,6 +99,7 @@ class OwnLayout:
         timeout_seconds: float,
         offload_hidden: bool = False,
         number: int = 0,
+        has_own_tokens: bool = False,
     ) -> OwnLayout:
         """Build the frozen model in its layout; its head moves to the columns of `shard` once.
 
@@ -133,6 +136,7 @@ class OwnLayout:
             offload_hidden=offload_hidden,
             host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
             number=number,
+            has_own_tokens=has_own_tokens,
         )
 
     def with_features(self, pairs: Sequence[FeaturePair], of_student: Sequence[int]) -> OwnLayout:
@@ -169,7 +173,7 @@ class OwnLayout:
         for wave in self._waves(units):
             table[wave.start] = own(wave, replica)
         context = self.own_groups.context
-        return UnitRows(tuple(table), context.rank(), context.size())
+        return UnitRows(tuple(table), context.rank(), context.size(), self.has_own_tokens)
 
     def moved_bytes(self, micro_batches: int, micro_batch_size: int) -> int:
         """Return the bytes that all ranks together send in a step."""
@@ -327,9 +331,7 @@ class OwnLayout:
     ) -> tuple[Tensor, Callable[..., Tensor]]:
         number, batch = next(iterator)
         context_size = self.own_groups.context.size()
-        output = run_model(
-            model, batch.teacher or batch, context_size=context_size, micro_batch=number
-        )
+        output = run_model(model, batch, context_size=context_size, micro_batch=number)
         return output, _collected
 
     def _put_out(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
@@ -377,13 +379,15 @@ class OwnLayout:
         signal = None
         hidden_sbh = found.get((self.outputs[0], number))
         if hidden_sbh is not None:
-            tokens = (batch.teacher or batch).tokens_bs.numel()
+            side = batch.teacher if self.has_own_tokens else batch
+            assert side is not None, "samples have tokens of the teacher's"
             take = partial(_itself, hidden_sbh)
             if self.host_states is not None and not self.runs_in_step:
                 self.host_states.put(number, hidden_sbh)
                 take = partial(self.host_states.take, number)
-            has_own_tokens = batch.teacher is not None
-            signal = ModelOutput(tokens, take, self, whole_context=has_own_tokens)
+            signal = ModelOutput(
+                side.tokens_bs.numel(), take, self, whole_context=self.has_own_tokens
+            )
         if len(self.outputs) == 1:
             return signal
         features = joined_parts(

@@ -200,6 +200,20 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("TP2+sequence", "PP2", "CP2", "DP2", "TP2xCP2"), ()),
     "one rank, one sample at a time": ("train.micro_batch_size=1",),
     "one rank, workers": ("data.workers=2",),
+    "DP2, teachers of TP2 and PP2": (
+        "teachers.far.parallel={tensor: 2, sequence: true}",
+        "teachers.near.parallel={pipeline: 2}",
+    ),
+    "TP2+sequence, teachers of PP2 and CP2": (
+        "teachers.far.parallel={pipeline: 2}",
+        "teachers.near.parallel={context: 2}",
+    ),
+    "PP2, a teacher of CP2": ("teachers.far.parallel={context: 2}",),
+    "CP2, teachers of DP2": (
+        "teachers.near.parallel={tensor: 1}",
+        "teachers.far.parallel={tensor: 1}",
+        "train.micro_batch_size=1",
+    ),
 }
 
 

@@ -156,11 +156,6 @@ teachers.math={sequence_length: 32, transfer: {what: top_k, k: 8}}
 objective.terms=[{}, {alignment: uld}]
     -> objective.terms.1.alignment = 'uld': needs the teacher's whole distributions, and
        teachers.math.transfer.what = 'top_k' with k = 8 sends a part of them
-teachers.math.sequence_length=32
-teachers.law.parallel={tensor: 2}
-objective.terms=[{}, {alignment: uld}]
-    -> teachers.law.parallel: is not possible beside teachers.math, which has another tokenizer;
-       remove teachers.law.parallel, or give teachers.law ranks of its own
 teachers.code.transfer.backend=nccl
 runtime.device=cpu
     -> teachers.code.transfer.backend = 'nccl' needs GPUs, and runtime.device = 'cpu'

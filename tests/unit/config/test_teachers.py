@@ -72,11 +72,6 @@ REFUSED = {
         "teachers.math.offload=true",
         "keeps its weights on the GPU",
     ),
-    "own layout beside two tokenizers": (
-        "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]",
-        "teachers.math.parallel={tensor: 1}",
-        "beside teachers.code, which has another tokenizer",
-    ),
     "no terms": ("objective.terms=[]", "serve distillation terms only"),
 }
 
@@ -98,6 +93,7 @@ ALIGNED = "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]"
         (TWO_TOKENIZERS, DRAWN, "objective.terms=[{}, {alignment: uld}]"),
         (DRAWN, "objective.terms=[{}, {alignment: uld}, {alignment: common, teacher: code}]"),
         (TO_MATH, "objective.terms=[{}, {alignment: uld, teachers: {code: 2}}]"),
+        (ALIGNED, "teachers.math.parallel={tensor: 1}", "teachers.code.parallel={tensor: 1}"),
     ],
 )
 def test_one_of_several_has_a_tokenizer_of_its_own(
@@ -143,6 +139,10 @@ UNALIGNED = {
     "store": (
         ALIGNED, "teachers.code={store: x, sequence_length: 32}",
         "teachers.code.store: among several teachers a store has records of the run's own samples",
+    ),
+    "length in its own layout": (
+        ALIGNED, "teachers.code={sequence_length: 30, parallel: {context: 2}}",
+        "teachers.code.sequence_length = 30: with teachers.code.parallel.context = 2",
     ),
     "length": (
         ALIGNED, "teachers.code.sequence_length=31", "parallel.context=2",
