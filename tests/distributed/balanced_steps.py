@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import BalanceMode, BalanceState, RatioBalance, Term, ValueSchedule
+from megatron_distill.losses import (
+    BalanceMode,
+    BalanceState,
+    RatioBalance,
+    Term,
+    ValueSchedule,
+)
 from megatron_distill.runtime.batch import Batch, StepBatches
-from tests.distributed.megatron_world import megatron_groups, parts_of, rows_of, small_architecture
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    parts_of,
+    rows_of,
+    small_architecture,
+)
 from tests.reference.balancing import balanced_total
 from tests.reference.distillation import cross_entropy, forward_kl
 

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from megatron_distill.losses import BalanceMode, BalanceState, FeaturePair, ValueSchedule
 from megatron_distill.runtime.batch import Batch, StepBatches
-from tests.distributed.megatron_world import megatron_groups, parts_of, rows_of, small_architecture
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    parts_of,
+    rows_of,
+    small_architecture,
+)
 from tests.distributed.models.test_models import LENGTH, packed_batch
 from tests.reference.features import Pair, Trained
 from tests.reference.llama import Heads, Packed

@@ -5,6 +5,8 @@ vocabulary that no tensor size divides, windows shorter than the sequence, rotar
 both sides of the stretching, norms and biases far from their initial ones and zeros.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

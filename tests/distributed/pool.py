@@ -3,6 +3,8 @@
 The workers are forked from one server, which has imported torch and Megatron-Core for all of them.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import faulthandler

@@ -1,5 +1,7 @@
 """Ranks that fail together, and sums and votes over groups."""
 
+from __future__ import annotations
+
 import time
 from datetime import timedelta
 
@@ -16,6 +18,7 @@ from megatron_distill.runtime.collectives import (
     sum_over,
     together,
 )
+from tests.distributed.pool import Pool
 
 
 def _fail_on(rank: int, world: int, failing: dict[int, str]) -> tuple[str, str] | None:
@@ -38,7 +41,9 @@ def _fail_on(rank: int, world: int, failing: dict[int, str]) -> tuple[str, str] 
         ({1: "first", 2: "second"}, ("CheckpointError", "first")),
     ],
 )
-def test_all_ranks_leave_with_the_error_of_the_lowest_failing_rank(pool, failing, expected):
+def test_all_ranks_leave_with_the_error_of_the_lowest_failing_rank(
+    pool: Pool, failing: dict[int, str], expected: tuple[str, str] | None
+) -> None:
     assert pool.run(4, _fail_on, failing) == [expected] * 4
 
 
@@ -51,7 +56,7 @@ def _agree_keeps_the_cause(rank: int, world: int) -> bool:
     return False
 
 
-def test_the_failing_rank_keeps_its_traceback(pool):
+def test_the_failing_rank_keeps_its_traceback(pool: Pool) -> None:
     assert pool.run(2, _agree_keeps_the_cause)[1]
 
 
@@ -59,7 +64,7 @@ def _votes(rank: int, world: int, yes: int) -> bool:
     return any_rank(rank == yes, device=torch.device("cpu"))
 
 
-def test_one_vote_is_enough_and_none_is_not(pool):
+def test_one_vote_is_enough_and_none_is_not(pool: Pool) -> None:
     assert pool.run(4, _votes, 2) == [True] * 4
     assert pool.run(4, _votes, -1) == [False] * 4
 
@@ -68,7 +73,7 @@ def _highest(rank: int, world: int) -> tuple[int, ...]:
     return highest(rank, 2**40 - rank, device=torch.device("cpu"))
 
 
-def test_the_highest_of_each_value_may_come_from_another_rank(pool):
+def test_the_highest_of_each_value_may_come_from_another_rank(pool: Pool) -> None:
     assert pool.run(4, _highest) == [(3, 2**40)] * 4
 
 
@@ -80,7 +85,7 @@ def _sum(rank: int, world: int) -> tuple[float, float]:
     return total.item(), value.item()
 
 
-def test_a_sum_over_two_groups_is_over_their_product_and_leaves_its_input(pool):
+def test_a_sum_over_two_groups_is_over_their_product_and_leaves_its_input(pool: Pool) -> None:
     assert pool.run(4, _sum) == [(1111.0, float(10**rank)) for rank in range(4)]
 
 
@@ -97,7 +102,7 @@ def _long_work(rank: int, world: int, seconds: float) -> str | None:
     return on_first_rank(work, device=CPU, group=group, beat_seconds=0.1)
 
 
-def test_the_first_rank_works_longer_than_a_collective_may_wait(pool):
+def test_the_first_rank_works_longer_than_a_collective_may_wait(pool: Pool) -> None:
     assert pool.run(4, _long_work, 4.0) == ["done by 0", None, None, None]
 
 
@@ -113,5 +118,5 @@ def _failing_work(rank: int, world: int) -> str | None:
     return None
 
 
-def test_an_error_of_the_first_rank_s_work_is_raised_on_all(pool):
+def test_an_error_of_the_first_rank_s_work_is_raised_on_all(pool: Pool) -> None:
     assert pool.run(4, _failing_work) == ["row 7 is broken"] * 4

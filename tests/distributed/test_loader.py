@@ -1,5 +1,7 @@
 """The loader over ranks: one reader, the same data on every layout, errors on all ranks at once."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from megatron_distill.data.sources import DataOptions, open_training
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
+from tests.distributed.pool import Pool
 from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
 from tests.support.indexed_corpus import numbered, write_indexed
 
@@ -80,7 +83,12 @@ def cells_of(batches: StepBatches) -> list[tuple[int, ...]]:
 
 
 def take_steps(
-    rank: int, world_size: int, spec: SourceSpec, layout: Layout, state: str | None, steps: int
+    rank: int,
+    world_size: int,
+    spec: SourceSpec,
+    layout: Layout,
+    state: str | None,
+    steps: int,
 ) -> tuple[list[list[tuple[int, ...]]], list[tuple[int, int, int]], list[str]]:
     """This rank's rows in each step, the counts, and the state after each step."""
     with loader_for(open_source(spec, rank), rank, layout) as loader:
@@ -114,7 +122,7 @@ LAYOUTS = [
 ]
 
 
-def test_no_layout_changes_the_steps(pool, spec):
+def test_no_layout_changes_the_steps(pool: Pool, spec: SourceSpec) -> None:
     steps = 5
     expected: list[list[tuple[int, ...]]] | None = None
     for world_size, layout in LAYOUTS:
@@ -136,7 +144,7 @@ def test_no_layout_changes_the_steps(pool, spec):
         assert joined == expected, (world_size, layout)
 
 
-def test_a_position_saved_by_two_ranks_is_continued_by_four(pool, spec):
+def test_a_position_saved_by_two_ranks_is_continued_by_four(pool: Pool, spec: SourceSpec) -> None:
     whole = pool.run(1, take_steps, spec, (1, 1, 8), None, 6)
     _, _, states = pool.run(2, take_steps, spec, (2, 1, 2), None, 3)[1]
     assert states == whole[0][2][:3]
@@ -165,8 +173,8 @@ def take_until_error(
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_an_error_of_the_reader_is_raised_on_all_ranks_at_its_step(
-    pool, tmp_path, world_size, prefetch
-):
+    pool: Pool, tmp_path: Path, world_size: int, prefetch: int
+) -> None:
     path = tmp_path / "k\u00f6rper.jsonl"
     lines = [json.dumps({"text": story(index)}) for index in range(300)]
     path.write_text("\n".join([*lines, '{"text": 7}']))
@@ -186,7 +194,7 @@ def open_and_say(rank: int, world_size: int, spec: SourceSpec) -> str:
     raise AssertionError("no error")
 
 
-def test_a_source_that_cannot_be_opened_ends_all_ranks(pool):
+def test_a_source_that_cannot_be_opened_ends_all_ranks(pool: Pool) -> None:
     results = pool.run(2, open_and_say, SourceSpec("text", ("/absent/corpus-*.txt",)))
     assert results[0] == results[1]
     assert "/absent/corpus-*.txt: the glob matches no file" in results[0]
@@ -203,7 +211,9 @@ def load_and_say(rank: int, world_size: int, spec: SourceSpec, state: str) -> st
     raise AssertionError("no error")
 
 
-def test_a_state_of_other_data_is_refused_on_all_ranks(pool, spec, tmp_path):
+def test_a_state_of_other_data_is_refused_on_all_ranks(
+    pool: Pool, spec: SourceSpec, tmp_path: Path
+) -> None:
     other = SourceSpec("jsonl", (str(write_jsonl(tmp_path / "other.jsonl", ["a", "b"] * 9)),))
     _, _, states = pool.run(2, take_steps, other, (1, 1, 8), None, 1)[0]
     results = pool.run(2, load_and_say, spec, states[0])
@@ -232,12 +242,12 @@ def take_distant(rank: int, world_size: int) -> tuple[list[int], dict[str, Any]]
         return batches.micro_batches[0].sample_ids_b.tolist(), loader.state_dict()
 
 
-def test_large_sample_ids_and_any_text_travel_unchanged(pool):
+def test_large_sample_ids_and_any_text_travel_unchanged(pool: Pool) -> None:
     expected = ([2**40 + 7] * 2, {"samples": ROWS, "source": {"word": "\u00fc" * 11}})
     assert pool.run(2, take_distant) == [expected, expected]
 
 
-def test_an_indexed_corpus_is_opened_by_the_first_rank_alone(pool, tmp_path):
+def test_an_indexed_corpus_is_opened_by_the_first_rank_alone(pool: Pool, tmp_path: Path) -> None:
     # Megatron-Core's own builder waits in a barrier for the other ranks, which never come here.
     documents = [[token % 200 + 1 for token in document] for document in numbered(40)]
     spec = SourceSpec("megatron", (write_indexed(tmp_path / "corpus", documents),))

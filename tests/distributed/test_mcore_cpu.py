@@ -1,5 +1,7 @@
 """The patches that let Megatron-Core run without CUDA."""
 
+from __future__ import annotations
+
 import inspect
 import sys
 import types
@@ -17,6 +19,7 @@ from megatron_distill.runtime.mcore_patches import (
     prepare_megatron_core,
 )
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 
 def _constants(code: types.CodeType) -> set[object]:
@@ -45,7 +48,7 @@ def _literals_left(rank: int, world: int) -> tuple[list[str], list[str]]:
     return left, source_without
 
 
-def test_every_listed_literal_is_in_the_source_and_gone_from_the_code(pool):
+def test_every_listed_literal_is_in_the_source_and_gone_from_the_code(pool: Pool) -> None:
     assert pool.run(1, _literals_left) == [([], [])]
 
 
@@ -57,7 +60,7 @@ def _host_names(rank: int, world: int) -> bool:
     return torch.cuda.current_device() == torch.device("cpu") == moved.device
 
 
-def test_cuda_names_mean_the_host(pool):
+def test_cuda_names_mean_the_host(pool: Pool) -> None:
     assert pool.run(1, _host_names) == [True]
 
 
@@ -75,25 +78,25 @@ def _counter(where: str = "x") -> list[object]:
     return [inner(), ("a", "b"), where]
 
 
-def test_a_literal_is_exchanged_in_nested_functions_and_tuples():
+def test_a_literal_is_exchanged_in_nested_functions_and_tuples() -> None:
     name = _module_with(_counter)
     change_literals(LiteralChange(name, "_counter", {"cuda": "cpu", ("a", "b"): ("c",)}, "test"))
     assert _counter() == ["cpu", ("c",), "x"]
 
 
-def test_a_literal_that_is_gone_is_an_error_that_names_it():
+def test_a_literal_that_is_gone_is_an_error_that_names_it() -> None:
     name = _module_with(_counter)
     with pytest.raises(ConfigError, match="does not contain.*torch.cuda.NoTensor"):
         change_literals(LiteralChange(name, "_counter", {"torch.cuda.NoTensor": "x"}, "test"))
 
 
-def test_a_function_that_is_gone_is_an_error_that_names_it():
+def test_a_function_that_is_gone_is_an_error_that_names_it() -> None:
     name = _module_with(_counter)
     with pytest.raises(ConfigError, match=r"has no synthetic_upstream\.moved"):
         change_literals(LiteralChange(name, "moved", {"a": "b"}, "test"))
 
 
-def test_an_unknown_release_is_refused(monkeypatch):
+def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcore_cpu, "version", lambda _: "9.9.9")
     monkeypatch.setattr(mcore_cpu, "_host_device", object())
     with pytest.raises(ConfigError, match="megatron-core 9.9.9 is installed"):
@@ -136,7 +139,7 @@ def _gathered(rank: int, world: int) -> tuple[list[bool], list[bool], list[bool]
         return under_way, are_there(2.0), in_forward
 
 
-def test_parameters_are_gathered_behind_the_step_and_waited_for(pool):
+def test_parameters_are_gathered_behind_the_step_and_waited_for(pool: Pool) -> None:
     # As on a GPU, so that a read without a wait is seen here; but one by one: gloo's all-gather of
     # a coalescing manager corrupts the heap beside a thread that allocates.
     for under_way, there, in_forward in pool.run(2, _gathered):

@@ -1,10 +1,13 @@
 """The planner's memory of a teacher's forward pass against that of built models."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 from tests.support.peaks import least_peak
 
 WIDE: dict[str, Any] = {
@@ -50,7 +53,7 @@ def peaks(rank: int, world: int, layout: dict[str, Any]) -> dict[str, tuple[int,
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}], ids=str)
-def test_a_forward_pass_has_the_planned_peak(pool, layout):
+def test_a_forward_pass_has_the_planned_peak(pool: Pool, layout: dict[str, Any]) -> None:
     for rank in pool.run(layout.get("tensor", 1), peaks, layout):
         for name, (measured, planned) in rank.items():
             assert 0.93 * measured < planned < 1.2 * measured, (name, planned / measured)

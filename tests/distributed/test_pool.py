@@ -41,24 +41,24 @@ def pair() -> Iterator[Pool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 3, 2])
-def test_results_come_by_rank_from_a_group_of_the_asked_size(pool, world_size):
+def test_results_come_by_rank_from_a_group_of_the_asked_size(pool: Pool, world_size: int) -> None:
     total = float(sum(range(10, 10 + world_size)))
     expected = [(rank, world_size, total) for rank in range(world_size)]
     assert pool.run(world_size, summed_rank, 10) == expected
 
 
-def test_a_rank_without_a_collective_waits_until_all_have_connected(pool):
+def test_a_rank_without_a_collective_waits_until_all_have_connected(pool: Pool) -> None:
     for _ in range(10):
         assert len(pool.run(4, process_id)) == 4
 
 
-def test_failure_shows_the_traceback_of_the_rank_that_raised(pair):
+def test_failure_shows_the_traceback_of_the_rank_that_raised(pair: Pool) -> None:
     with pytest.raises(AssertionError, match="rank 1: Traceback(.|\n)*value seven is odd"):
         pair.run(2, fail_on_last_rank)
     assert len(pair.run(2, summed_rank, 0)) == 2
 
 
-def test_hang_shows_where_it_hangs_and_the_next_call_works(pair):
+def test_hang_shows_where_it_hangs_and_the_next_call_works(pair: Pool) -> None:
     with pytest.raises(AssertionError, match="no answer in time(.|\n)*hang_on_first_rank"):
         pair.run(2, hang_on_first_rank, timeout=4.0)  # time enough to be asked, on a busy machine
     assert len(pair.run(2, summed_rank, 0)) == 2

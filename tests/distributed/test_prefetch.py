@@ -1,5 +1,7 @@
 """Steps taken in a thread of each rank, in a group of their own, beside the steps' collectives."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path
@@ -13,6 +15,7 @@ from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.prefetch import PrefetchedSteps, exchange_group
 from megatron_distill.errors import DataError
+from tests.distributed.pool import Pool
 from tests.distributed.test_loader import LENGTH, ROWS, Layout, open_source, take_until_error
 from tests.support.data_fixtures import story
 
@@ -53,8 +56,8 @@ def prefetch_until_error(
 
 @pytest.mark.parametrize("layout", [(2, 1, 2), (1, 2, 4)])
 def test_an_error_is_raised_on_all_ranks_by_the_step_of_a_loader_without_prefetch(
-    pool, tmp_path, layout
-):
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
     path = tmp_path / "corpus.jsonl"
     lines = [json.dumps({"text": story(index)}) for index in range(60)]
     path.write_text("\n".join([*lines, '{"text": 7}']))
@@ -75,7 +78,7 @@ def end_early(rank: int, world_size: int, spec: SourceSpec) -> list[list[int]]:
     return found
 
 
-def test_the_world_works_on_after_an_end_in_the_middle(pool, tmp_path):
+def test_the_world_works_on_after_an_end_in_the_middle(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
     for first, second in pool.run(4, end_early, SourceSpec("jsonl", (str(path),))):
@@ -102,7 +105,7 @@ def sockets_of_a_group(rank: int, world_size: int, lazily: bool) -> int:
     return opened
 
 
-def test_ranks_connect_with_those_they_exchange_batches_with(pool):
+def test_ranks_connect_with_those_they_exchange_batches_with(pool: Pool) -> None:
     # On GPUs `prepare_collectives` sets the variable: a mesh has N * (N - 1) ends, a tree 2 * N.
     mesh, tree = (sum(pool.run(4, sockets_of_a_group, lazily)) for lazily in (False, True))
     assert mesh >= 12

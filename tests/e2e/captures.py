@@ -1,5 +1,7 @@
 """Small whole captures: one configuration on disk, run in the pool's workers or under torchrun."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """What every end-to-end run starts from."""
 
+from __future__ import annotations
+
 import pytest
 
 from tests.distributed.pool import Pool

@@ -1,5 +1,7 @@
 """The conversion tool called in pool workers, with its output and its exit status."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from tests.distributed.pool import Pool

@@ -1,5 +1,7 @@
 """The entry script called in pool workers, with its output and its exit status."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import io

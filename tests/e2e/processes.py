@@ -1,5 +1,7 @@
 """A real torchrun of the entry script, watched, signalled and always ended."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 import time

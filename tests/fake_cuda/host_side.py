@@ -1,5 +1,7 @@
 """What a rank does on the host, with real tensors: it reads for itself whichever rank it is."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """The part of the fake device that torch wants in machine code."""
 
+from __future__ import annotations
+
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A training of one rank, watched from each step's batches to its report."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from typing import Any

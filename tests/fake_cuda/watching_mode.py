@@ -1,5 +1,7 @@
 """Fake tensors that say who waits for the device and who communicates from host memory."""
 
+from __future__ import annotations
+
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field

@@ -6,6 +6,8 @@ path: the package's own frames between `loop.train` and the function that writes
 logits.
 """
 
+from __future__ import annotations
+
 import ast
 import statistics
 import sys

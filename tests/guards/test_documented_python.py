@@ -29,7 +29,7 @@ def program(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run(page, tmp_path):
+def test_the_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
     code = program(ROOT / page)
     assert code.strip(), f"{page} has no python block"
     script = tmp_path / f"{Path(page).stem}.py"
@@ -42,7 +42,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
     assert done.returncode == 0, f"{page}: {done.stderr[-3000:]}"
 
 
-def test_the_signatures_of_the_page_are_those_of_the_functions():
+def test_the_signatures_of_the_page_are_those_of_the_functions() -> None:
     text = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
     found = re.findall(r"^```text\n(\w+)\((.*?)\) -> ", text, re.MULTILINE | re.DOTALL)
     assert {name for name, _ in found} == {

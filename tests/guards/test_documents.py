@@ -70,7 +70,7 @@ def module_exists(name: str) -> bool:
     return True
 
 
-def test_the_paths_that_a_page_names_exist():
+def test_the_paths_that_a_page_names_exist() -> None:
     missing = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_the_paths_that_a_page_names_exist():
     assert missing == []
 
 
-def test_the_links_of_a_page_lead_somewhere():
+def test_the_links_of_a_page_lead_somewhere() -> None:
     broken = []
     for page in PAGES:
         for link in LINK.findall(page.read_text(encoding="utf-8")):
@@ -92,7 +92,7 @@ def test_the_links_of_a_page_lead_somewhere():
     assert broken == []
 
 
-def test_documents_that_the_sources_name_exist():
+def test_documents_that_the_sources_name_exist() -> None:
     missing = []
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*")):
         if path.suffix in {".py", ".yaml", ".sbatch"}:
@@ -102,7 +102,7 @@ def test_documents_that_the_sources_name_exist():
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_the_code_of_a_guide_is_that_of_the_tree(page):
+def test_the_code_of_a_guide_is_that_of_the_tree(page: Path) -> None:
     blocks = PYTHON.findall(page.read_text(encoding="utf-8"))
     assert blocks
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / PACKAGE).rglob("*.py")]
@@ -110,7 +110,7 @@ def test_the_code_of_a_guide_is_that_of_the_tree(page):
         assert any(block in source for source in sources), f"not in the package:\n{block}"
 
 
-def test_contributing_lists_the_floors_that_are_held():
+def test_contributing_lists_the_floors_that_are_held() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     listed = {
         re.sub(r"/.*", "", name): int(floor)
@@ -120,7 +120,7 @@ def test_contributing_lists_the_floors_that_are_held():
     assert listed == FLOORS
 
 
-def test_the_index_lists_every_page():
+def test_the_index_lists_every_page() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {link.partition("#")[0] for link in LINK.findall(index.read_text(encoding="utf-8"))}
     folder = index.parent
@@ -128,7 +128,7 @@ def test_the_index_lists_every_page():
     assert pages - linked == set()
 
 
-def test_the_front_page_stays_short_and_lists_what_is_not_measured():
+def test_the_front_page_stays_short_and_lists_what_is_not_measured() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= FRONT_PAGE_LINES
     assert "not yet measured on GPUs" in " ".join(lines[:25])

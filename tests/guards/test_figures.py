@@ -84,7 +84,7 @@ def rows(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_steps_are_those_of_the_record(page):
+def test_the_steps_are_those_of_the_record(page: Path) -> None:
     found = [row for row in rows(page) if re.match(r"\d+k( deep)?, TP", row[0])]
     assert len(found) >= 5
     for name, *figures in found:
@@ -94,7 +94,7 @@ def test_the_steps_are_those_of_the_record(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_losses_are_those_of_the_record(page):
+def test_the_losses_are_those_of_the_record(page: Path) -> None:
     found = [row for row in rows(page) if row[0] in LOSSES]
     assert len(found) >= 5
     for name, *figures in found:
@@ -111,13 +111,17 @@ def test_the_losses_are_those_of_the_record(page):
                 )
                 median, _, best = text.partition(" ")
                 assert rounded(other[0] / own[0], median), (name, case, other[0] / own[0], text)
-                assert not best or rounded(other[1] / own[1], best.strip("()")), (name, case, text)
+                assert not best or rounded(other[1] / own[1], best.strip("()")), (
+                    name,
+                    case,
+                    text,
+                )
         for subject, text in zip((ours, peer), memory, strict=False):
             extra = record[f"{CASES[0]}/TP{ranks}", loss, subject][2]
             assert rounded(extra, text), (name, subject, extra, text)
 
 
-def test_the_speed_of_text_is_that_of_the_record():
+def test_the_speed_of_text_is_that_of_the_record() -> None:
     """Of rows at once: the ratio to `transformers`, and that to recomputation."""
     record = [row for row in rows(RESULTS / "generate.md") if row[0].isdigit()]
     found = [row for row in rows(ROOT / "docs" / "generation.md") if row[0].isdigit()]

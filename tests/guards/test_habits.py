@@ -29,7 +29,10 @@ REFUSED = [
     (habits.broad_handlers, "try:\n    pass\nexcept:\n    pass\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept Exception as error:\n    raise\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept (OSError, BaseException):\n    pass\n"),
-    (habits.caught_collectives, "try:\n    dist.all_reduce(x)\nexcept RuntimeError:\n    pass\n"),
+    (
+        habits.caught_collectives,
+        "try:\n    dist.all_reduce(x)\nexcept RuntimeError:\n    pass\n",
+    ),
     (
         habits.caught_collectives,
         "try:\n    if x:\n        torch.distributed.broadcast_object_list([x])\n"

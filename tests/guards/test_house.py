@@ -1,5 +1,7 @@
 """A reader comes from a configuration to the first step, and from the loss to its gradient."""
 
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
@@ -13,7 +15,7 @@ FRAMES, FILES = 12, 6
 
 
 @pytest.mark.slow
-def test_the_start_and_the_path_to_the_gradient_stay_short():
+def test_the_start_and_the_path_to_the_gradient_stay_short() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.guards.house_table"], cwd=ROOT, capture_output=True,
         text=True, timeout=240, check=False,

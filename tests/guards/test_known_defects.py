@@ -42,9 +42,9 @@ def named_tests() -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("number", DEFECTS, ids=lambda number: f"{number:02}")
-def test_every_known_defect_has_a_test_of_its_name(number):
+def test_every_known_defect_has_a_test_of_its_name(number: int) -> None:
     assert any(found == number for found, _ in named_tests()), DEFECTS[number]
 
 
-def test_no_test_names_a_defect_that_is_not_listed():
+def test_no_test_names_a_defect_that_is_not_listed() -> None:
     assert {number for number, _ in named_tests()} <= set(DEFECTS)

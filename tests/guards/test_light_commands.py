@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.guards.source_tree import ROOT
 from tests.unit.commands.test_plan import RUN
@@ -21,7 +22,7 @@ print(json.dumps(loaded))
 """
 
 
-def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path):
+def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     config = run / "config.yaml"

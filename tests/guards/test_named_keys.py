@@ -1,5 +1,7 @@
 """Every key and every option that a message names exists."""
 
+from __future__ import annotations
+
 import ast
 import re
 from collections.abc import Iterator
@@ -63,7 +65,7 @@ def place(path: Path, node: ast.expr) -> str:
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_every_key_that_a_message_names_is_in_the_schema():
+def test_every_key_that_a_message_names_is_in_the_schema() -> None:
     wrong, seen = [], 0
     for where, text in message_texts(("megatron_distill", "launch", "tools")):
         for found in KEY.findall(text):
@@ -78,7 +80,7 @@ def test_every_key_that_a_message_names_is_in_the_schema():
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_option_that_a_message_names_is_one():
+def test_every_option_that_a_message_names_is_one() -> None:
     known = FOREIGN_OPTIONS | {option for _, option in script_options()}
     known |= {o for action in get_args_parser()._actions for o in action.option_strings}
     wrong = [
@@ -90,7 +92,7 @@ def test_every_option_that_a_message_names_is_one():
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have():
+def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have() -> None:
     """`--config` is an option of two scripts, and the loader is called by four."""
     wrong = [
         where
@@ -100,7 +102,7 @@ def test_no_message_of_the_package_names_an_option_that_only_some_scripts_have()
     assert not wrong, wrong
 
 
-def test_names_in_a_store_s_message_are_a_key_of_a_capture():
+def test_names_in_a_store_s_message_are_a_key_of_a_capture() -> None:
     keys = set(dotted_names(CaptureConfig))
     assert [name for name in KEYS if configured(name) not in keys] == []
 
@@ -119,6 +121,6 @@ def test_names_in_a_store_s_message_are_a_key_of_a_capture():
         ("sources.0.conversation.chat_template", "data.sources.0.conversation.chat_template"),
     ],
 )
-def test_names_of_data_in_a_store_s_message_are_a_key(name, key):
+def test_names_of_data_in_a_store_s_message_are_a_key(name: str, key: str) -> None:
     assert configured(f"identity.settings.dataset.{name}") == key
     assert key in NAMES

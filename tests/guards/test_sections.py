@@ -67,7 +67,7 @@ def _names_whole(annotation: ast.expr) -> bool:
     return False
 
 
-def test_only_orchestrators_take_the_whole_configuration():
+def test_only_orchestrators_take_the_whole_configuration() -> None:
     assert not list(needless_takers(ASSEMBLY))
 
 
@@ -85,6 +85,6 @@ def test_only_orchestrators_take_the_whole_configuration():
         ("def f(config: RunConfig): g(config, config.a)\n", []),
     ],
 )
-def test_a_taker_is_found(text, found):
+def test_a_taker_is_found(text: str, found: list[str]) -> None:
     source = Source("megatron_distill/train/assemble/x.py", text, ast.parse(text))
     assert list(needless_takers([source])) == [f"x.py::{name}" for name in found]

@@ -1,6 +1,7 @@
 """Length of files, functions and folders: on the tree, and on either side of each limit."""
 
 import ast
+from pathlib import Path
 
 from tests.guards.sizes import (
     FILE_LINES,
@@ -45,7 +46,7 @@ def test_no_folder_is_crowded():
     assert not found, "\n".join(found)
 
 
-def test_the_folder_limit_is_sharp_and_spares_the_init(tmp_path):
+def test_the_folder_limit_is_sharp_and_spares_the_init(tmp_path: Path):
     room = tmp_path / "room"
     room.mkdir()
     (room / "__init__.py").touch()

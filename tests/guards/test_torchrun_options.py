@@ -4,6 +4,8 @@ Its parser takes abbreviations of its own options even behind the script's name,
 of ours that begins several of torchrun's ends in `ambiguous option`.
 """
 
+from __future__ import annotations
+
 import argparse
 import ast
 import re
@@ -56,7 +58,7 @@ def documented_commands() -> Iterator[str]:
         yield from re.findall(r"^[#\s]*(torchrun .*\.py.*)$", text, re.MULTILINE)
 
 
-def test_no_option_of_a_script_begins_one_of_torchruns():
+def test_no_option_of_a_script_begins_one_of_torchruns() -> None:
     options = script_options()
     assert {"--config", "--print-config", "--json", "--prompt", "--hf"} <= {o for _, o in options}
     taken = [
@@ -68,12 +70,12 @@ def test_no_option_of_a_script_begins_one_of_torchruns():
     assert not taken, "torchrun reads these as abbreviations of its own options"
 
 
-def test_the_option_beside_torchrun_is_in_no_documented_command():
+def test_the_option_beside_torchrun_is_in_no_documented_command() -> None:
     for command in documented_commands():
         assert not BESIDE_TORCHRUN & set(shlex.split(command)), command
 
 
-def test_every_word_of_a_documented_command_reaches_its_script():
+def test_every_word_of_a_documented_command_reaches_its_script() -> None:
     commands = list(documented_commands())
     assert any("launch/evaluate.py" in command for command in commands)
     assert any("launch/generate.py" in command for command in commands)
@@ -97,7 +99,7 @@ def test_every_word_of_a_documented_command_reaches_its_script():
         "",
     ],
 )
-def test_the_wrapper_gives_a_script_every_word_behind_its_name(before):
+def test_the_wrapper_gives_a_script_every_word_behind_its_name(before: str) -> None:
     words = [*before.split(), "launch/x.py", "--run", "runs/a", "parallel.tensor=2", "--re", "--"]
     with pytest.raises(SystemExit):
         get_args_parser().parse_args(words)
@@ -106,7 +108,7 @@ def test_the_wrapper_gives_a_script_every_word_behind_its_name(before):
     assert get_args_parser().parse_args(protect_script_options(words)) == expected
 
 
-def test_the_wrapper_knows_which_options_of_torchrun_take_a_value():
+def test_the_wrapper_knows_which_options_of_torchrun_take_a_value() -> None:
     for option in TORCHRUN_OPTIONS:
         value = [] if option in WITHOUT_VALUE else ["1"]
         words = [option, *value, "x.py", "--run", "a"]
@@ -115,5 +117,5 @@ def test_the_wrapper_knows_which_options_of_torchrun_take_a_value():
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--", "x.py", "--run"], ["--nnodes"]])
-def test_the_wrapper_leaves_arguments_without_a_script_alone(words):
+def test_the_wrapper_leaves_arguments_without_a_script_alone(words: list[str]) -> None:
     assert protect_script_options(words) == words

@@ -4,6 +4,8 @@ several temperatures with labels, soft-caps and scales, tiles, rows that are deg
 Run by `test_row_kernels`, in a process in which Triton interprets from the start, or on a GPU.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +23,13 @@ from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error,
 from tests.reference.logits import logit_pair, neighbours
 from tests.support.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
 from tests.support.objective_runs import run
-from tests.unit.losses.test_objective_terms import BETWEEN, KEPT, PLAIN, assert_close
+from tests.unit.losses.test_objective_terms import (
+    BETWEEN,
+    KEPT,
+    PLAIN,
+    Rule,
+    assert_close,
+)
 from tests.unit.losses.test_objective_terms import expected as expected_objective
 
 # The interpreter cuts off what bf16 cannot hold, a GPU rounds.
@@ -60,7 +68,9 @@ def on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 # Renormalised, nothing outside the kept ids counts: no row is swept.
 @pytest.mark.parametrize("support", [one for one in SUPPORTS if one != "renormalized"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_divergence_on_every_support(name, support, dtype, temperature, device):
+def test_every_divergence_on_every_support(
+    name: str, support: str, dtype: torch.dtype, temperature: float, device: torch.device
+) -> None:
     student, teacher = on(device, *logit_pair(4, 300, dtype=dtype))
     signal = signal_of(support, teacher, temperature=temperature)
     given = {"divergence": name, "support": support, "temperature": temperature}
@@ -73,7 +83,9 @@ def test_every_divergence_on_every_support(name, support, dtype, temperature, de
 
 @pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_student_near_its_teacher_in_some_tokens(name, noise, device):
+def test_a_student_near_its_teacher_in_some_tokens(
+    name: str, noise: float, device: torch.device
+) -> None:
     student, teacher = on(device, *neighbours(6, 5000, noise))
     student[::3] = student[::3].flip(1)
     upstream = torch.ones(6, device=device)
@@ -86,7 +98,7 @@ def test_a_student_near_its_teacher_in_some_tokens(name, noise, device):
 
 @pytest.mark.parametrize("width", [1, 15, 4096, 4097, 9001])
 @pytest.mark.parametrize("name", ["forward_kl", "js_divergence"])
-def test_tiles_of_a_row_are_one_row(name, width, device):
+def test_tiles_of_a_row_are_one_row(name: str, width: int, device: torch.device) -> None:
     student, teacher = on(device, *logit_pair(2, width, seed=width))
     # The peaks lie in the last tile, where all sums so far are scaled down.
     student[:, -1] += 9
@@ -101,7 +113,9 @@ def test_tiles_of_a_row_are_one_row(name, width, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_block_goes_the_other_way(name, device, monkeypatch):
+def test_no_block_goes_the_other_way(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     student, teacher = on(device, *logit_pair(4, 50))
     monkeypatch.setattr(Block, "gradient", lambda *_: pytest.fail("a chunked block"))
     monkeypatch.setattr(Block, "sum_slopes", lambda *_: pytest.fail("a chunked block"))
@@ -121,7 +135,9 @@ def test_no_block_goes_the_other_way(name, device, monkeypatch):
 @pytest.mark.parametrize(
     "terms", [BETWEEN, KEPT[:1], KEPT, [*BETWEEN, *KEPT]], ids=["between", "tail", "kept", "all"]
 )
-def test_objective_of_several_terms(terms, rules, device):
+def test_objective_of_several_terms(
+    terms: list[Term], rules: tuple[Rule, Rule], device: torch.device
+) -> None:
     problem = on_device(Problem.random(vocab=157), device)
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rules[1])
     ours = run(problem, terms, signal=signal, chunk_tokens=8, student_rule=rules[0])
@@ -133,7 +149,7 @@ def on_device(problem: Problem, device: torch.device) -> Problem:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_models_leave_exactly_nothing(name, device):
+def test_equal_models_leave_exactly_nothing(name: str, device: torch.device) -> None:
     (student,) = on(device, logit_pair(4, 5000, spread=5.0)[0])
     given = {"divergence": name, "temperature": 2.0}
     value, gradient = solved(student, DenseLogits(student.clone()), UPSTREAM.to(device), **given)
@@ -142,7 +158,7 @@ def test_equal_models_leave_exactly_nothing(name, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forbidden_columns_and_rows_that_do_not_count(name, device):
+def test_forbidden_columns_and_rows_that_do_not_count(name: str, device: torch.device) -> None:
     student, teacher = on(device, *logit_pair(4, 200))
     teacher[:, 7:20] = -torch.inf
     student[:, 15:30] = -torch.inf
@@ -155,7 +171,7 @@ def test_forbidden_columns_and_rows_that_do_not_count(name, device):
     assert value[2].isnan()
 
 
-def test_a_student_without_probability_adds_nothing_to_reverse_kl(device):
+def test_a_student_without_probability_adds_nothing_to_reverse_kl(device: torch.device) -> None:
     student, teacher = on(device, *logit_pair(4, 200))
     given = {"divergence": "reverse_kl", "support": "dense"}
     student[:, 15:30] = -100.0
@@ -166,7 +182,7 @@ def test_a_student_without_probability_adds_nothing_to_reverse_kl(device):
     assert row_error(gradient, oracle[1]) < 1e-6
 
 
-def test_the_gradient_may_take_the_place_of_the_logits(device):
+def test_the_gradient_may_take_the_place_of_the_logits(device: torch.device) -> None:
     student, teacher = on(device, *logit_pair(4, 5000, dtype=torch.bfloat16))
     for given in ({}, {"top_k": 9}):
         _, gradient = solved(
@@ -183,7 +199,7 @@ def test_the_gradient_may_take_the_place_of_the_logits(device):
 
 
 @pytest.mark.parametrize("turned", ["student", "teacher"])
-def test_columns_that_are_not_next_to_each_other(turned):
+def test_columns_that_are_not_next_to_each_other(turned: str) -> None:
     # Read by the chunked executor, which asks nothing of strides.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     student, teacher = on(device, *logit_pair(4, 70))
@@ -198,7 +214,7 @@ def test_columns_that_are_not_next_to_each_other(turned):
     assert row_error(gradient, oracle[1]) < 1e-6
 
 
-def test_a_strided_matrix_and_a_shard_with_padding(device):
+def test_a_strided_matrix_and_a_shard_with_padding(device: torch.device) -> None:
     student, teacher = on(device, *logit_pair(4, 400))
     student[:, 390:] = torch.nan
     teacher[:, 390:] = 1e4
@@ -218,7 +234,7 @@ def test_a_strided_matrix_and_a_shard_with_padding(device):
     assert not gradient[:, 390:].any()
 
 
-def test_parts_of_the_tokens_have_sums_of_their_own(device):
+def test_parts_of_the_tokens_have_sums_of_their_own(device: torch.device) -> None:
     problem = Problem.random(tokens=19, vocab=301, seed=3)
     ids = torch.arange(19) % 3
     _, report = fused_linear_objective(

@@ -1,5 +1,7 @@
 """The row kernels in Triton's interpreter, on a GPU, and compiled for GPUs that are not here."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -40,7 +42,7 @@ def child(
     )
 
 
-def test_the_choice_follows_device_dtype_and_interpreter(monkeypatch):
+def test_the_choice_follows_device_dtype_and_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -59,25 +61,27 @@ def assert_passed(done: subprocess.CompletedProcess[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("some", ["not slow", "slow"])
-def test_interpreted(some):
+def test_interpreted(some: str) -> None:
     assert_passed(child(*PYTEST, "-m", some, CASES, interpreted=True))
 
 
 @pytest.mark.slow
-def test_degenerate_rows_interpreted():
+def test_degenerate_rows_interpreted() -> None:
     file = "tests/unit/losses/test_degenerate_rows.py"
     assert_passed(child(*PYTEST, file, interpreted=True))
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_on_a_gpu() -> None:
     words = (*PYTEST, *PROCESSES, "-m", "slow or not slow", CASES)
     assert_passed(child(*words, interpreted=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["80", "90"])
-def test_kernels_compile_and_fuse_no_product_with_a_difference(architecture, tmp_path):
+def test_kernels_compile_and_fuse_no_product_with_a_difference(
+    architecture: str, tmp_path: Path
+) -> None:
     words = ("-m", "tests.kernels.compile_kernels", architecture)
     done = child(*words, interpreted=False, cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

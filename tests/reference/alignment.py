@@ -1,5 +1,7 @@
 """Chunks of two tokenizations, token by token."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 Range = tuple[int, int]

@@ -3,6 +3,8 @@
 Also the contract of `torch.nn.attention.varlen.varlen_attn`, from its documentation.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask

@@ -1,5 +1,7 @@
 """The balanced total by its formula, on tensors, with autograd for its gradient."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

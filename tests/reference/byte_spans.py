@@ -1,5 +1,7 @@
 """Byte ranges of a text's tokens, byte by byte."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 Range = tuple[int, int]

@@ -1,5 +1,7 @@
 """Float64 oracles of every divergence, from the definitions, on log probabilities of classes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

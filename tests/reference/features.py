@@ -1,5 +1,7 @@
 """A whole objective with feature losses by its definition: float64 models and plain autograd."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """A Llama-like GPT by its definition, in float64, on our own names of global tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Random logits of two models, unrelated or nearly alike."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

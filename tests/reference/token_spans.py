@@ -1,5 +1,7 @@
 """Which characters of a text each token covers, character by character."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 Span = tuple[int, int]

@@ -1,5 +1,7 @@
 """Traces of a piece of code: memory, matrix products, communication, waits of the host."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Vocabulary maps from their definitions, one token at a time."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

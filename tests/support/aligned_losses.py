@@ -1,5 +1,7 @@
 """Divergences per chunk between tokenizers with their oracles, and shards of their models."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

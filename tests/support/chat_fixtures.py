@@ -3,6 +3,8 @@
 A marked text has `[*` and `*]` around each response, set by hand.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """A tokenizer simple enough to check by eye, and corpora written to a folder."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

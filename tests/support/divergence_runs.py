@@ -1,5 +1,7 @@
 """Running every divergence on every support through the public entries, beside its oracle."""
 
+from __future__ import annotations
+
 from typing import Any, get_args
 
 import torch
@@ -85,7 +87,13 @@ def expected(
         if isinstance(signal, DenseLogits):
             return oracles.dense(divergence, leaf, signal.logits, temperature)
         return oracles.on_top_k(
-            divergence, leaf, signal.ids, signal.log_probs, signal.log_tail, support, temperature
+            divergence,
+            leaf,
+            signal.ids,
+            signal.log_probs,
+            signal.log_tail,
+            support,
+            temperature,
         )
 
     return differentiated(student, value, upstream)

@@ -1,5 +1,7 @@
 """Corpora in Megatron-Core's `.bin/.idx` format, written with its own builder."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """A process that prints its two workers' ids and goes on; a test kills it."""
 
+from __future__ import annotations
+
 import itertools
 import sys
 import time

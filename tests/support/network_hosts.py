@@ -1,5 +1,7 @@
 """Two hosts as network namespaces, with a cable between them that may be pulled."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """The memory that a step needs, free of what its threads hold by chance."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 PASSES = 3

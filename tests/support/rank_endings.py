@@ -1,5 +1,7 @@
 """A rank that ends in the manner of its argument: python -m tests.support.rank_endings MANNER."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

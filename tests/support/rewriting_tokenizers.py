@@ -3,6 +3,8 @@
 Trained on the texts of `tokenizer_kinds`, like the kinds there.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from functools import cache

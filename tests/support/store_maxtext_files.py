@@ -1,5 +1,7 @@
 """MaxText's saved logits, written field by field in protobuf's wire format."""
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path

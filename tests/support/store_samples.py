@@ -1,5 +1,7 @@
 """Synthetic teacher signals from a seed, and stores that hold them."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,7 @@
 """A clock that a test moves, and a stream that takes itself for a terminal."""
 
+from __future__ import annotations
+
 import io
 
 

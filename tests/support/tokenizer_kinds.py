@@ -1,5 +1,7 @@
 """A small tokenizer of every kind, trained on the fly, and texts that are hard on them."""
 
+from __future__ import annotations
+
 import io
 import json
 import unicodedata

@@ -4,6 +4,8 @@ TRL keeps copies of the templates of released models, and for most of them a twi
 blocks, which it trains on in their place.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import re
 from collections.abc import Mapping

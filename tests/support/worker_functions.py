@@ -1,5 +1,7 @@
 """Worker functions of tests, in a separate module with fast imports."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time

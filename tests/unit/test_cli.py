@@ -1,11 +1,14 @@
 """The program's table of commands, and each command beside its script."""
 
+from __future__ import annotations
+
 import argparse
 import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -32,14 +35,14 @@ def status_of(call: Callable[[], int]) -> int:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
-def test_every_command_has_help(path, capsys):
+def test_every_command_has_help(path: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(lambda: main([*path, "--help"])) == 0
     text = capsys.readouterr()
     assert text.out.startswith(f"usage: megatron-distill {' '.join(path)} ")
     assert text.err == ""
 
 
-def test_the_help_has_a_line_for_each_command(capsys):
+def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, entry in COMMANDS.items():
@@ -58,13 +61,15 @@ def test_the_help_has_a_line_for_each_command(capsys):
         (["data", "tokenise"], "megatron-distill data: 'tokenise' is no command; did you mean tok"),
     ],
 )
-def test_a_misspelt_command_gets_the_nearest_name(words, text, capsys):
+def test_a_misspelt_command_gets_the_nearest_name(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["convert", "--help"]])
-def test_help_imports_nothing_heavy(words):
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
     program = (
         "import sys; from megatron_distill.cli import main\n"
         "try: main(sys.argv[1:])\n"
@@ -94,7 +99,7 @@ def examples() -> list[str]:
     return [line.strip() for line in lines if line.startswith("    megatron-distill ")]
 
 
-def test_the_documented_examples_are_understood():
+def test_the_documented_examples_are_understood() -> None:
     found = examples()
     assert len(found) >= 2 * len(COMMANDS)
     for example in found:
@@ -145,7 +150,14 @@ CASES: list[tuple[str, list[str], int]] = [
 
 
 @pytest.mark.parametrize(("name", "words", "status"), CASES)
-def test_a_command_ends_as_its_script_does(name, words, status, tmp_path, monkeypatch, capsys):
+def test_a_command_ends_as_its_script_does(
+    name: str,
+    words: list[str],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     path, script = TWINS[name]
     assert status_of(lambda: main([*path.split(), *words])) == status
@@ -161,7 +173,9 @@ def test_a_command_ends_as_its_script_does(name, words, status, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_are_not_started_in_a_rank(monkeypatch, capsys):
+def test_ranks_are_not_started_in_a_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert status_of(lambda: main(["train", CONFIG, "--processes", "2"])) == 2
@@ -178,7 +192,9 @@ def test_ranks_are_not_started_in_a_rank(monkeypatch, capsys):
         (["store", "inspect", "a", "--processes", "2"], "unrecognized arguments: --processes 2"),
     ],
 )
-def test_a_wrong_number_of_processes_is_refused(words, text, capsys):
+def test_a_wrong_number_of_processes_is_refused(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status_of(lambda: main(words)) == 2
     assert text in capsys.readouterr().err
 
@@ -191,6 +207,8 @@ def test_a_wrong_number_of_processes_is_refused(words, text, capsys):
         ["train", CONFIG, "--processes", "1", "--print-config", "train.steps=7"],
     ],
 )
-def test_the_number_of_processes_stands_anywhere(words, capsys):
+def test_the_number_of_processes_stands_anywhere(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 0
     assert "  steps: 7\n" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """Scores of answers in every layout against a dense float64 log-softmax in one process."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -148,7 +150,13 @@ WAYS += [
 
 
 @pytest.mark.parametrize(("case", "batch_tokens", "by_passes"), WAYS, ids=str)
-def test_scores_equal_a_dense_log_softmax(pool, dense, case, batch_tokens, by_passes):
+def test_scores_equal_a_dense_log_softmax(
+    pool: Pool,
+    dense: Callable[[dict[str, Any]], list[tuple[float, bool]]],
+    case: tuple[dict[str, Any], dict[str, Any]],
+    batch_tokens: int,
+    by_passes: bool,
+) -> None:
     layout, changes = case
     expected = dense(changes)
     world = max(
@@ -163,7 +171,7 @@ def test_scores_equal_a_dense_log_softmax(pool, dense, case, batch_tokens, by_pa
         assert told[-1] == len(expected)
 
 
-def test_scores_do_not_depend_on_ranks_order_or_batches(pool):
+def test_scores_do_not_depend_on_ranks_order_or_batches(pool: Pool) -> None:
     """Four data ranks with seven rows have ranks without any; the numbers stay."""
     ((alone, _),) = pool.run(1, _scored, {}, {}, 200, 0)
     for found, _ in pool.run(4, _scored, {}, {}, 31, 1):
@@ -212,7 +220,7 @@ def _positions(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, list
         return counted[0] // architecture.num_layers, [score.log_prob for score in scores]
 
 
-def test_the_examples_of_a_subject_are_computed_once(pool):
+def test_the_examples_of_a_subject_are_computed_once(pool: Pool) -> None:
     contexts = {request.context.tobytes(): len(request.context) for request in _few_shot()}
     ((alone, expected),) = pool.run(1, _positions, {})
     assert alone == sum(contexts.values()) - 150 * SUBJECTS * (QUESTIONS - 1)

@@ -1,5 +1,7 @@
 """Text written with a cache: against `transformers` for every family, and in every layout."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,9 @@ def close(found: Sequence[float], expected: Tensor) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 )
-def test_every_family_writes_and_scores_as_transformers(pool, tmp_path, name):
+def test_every_family_writes_and_scores_as_transformers(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
     positions = {"n_positions" if name == "gpt2" else "max_position_embeddings": 128}
     folder = save_model(tmp_path / "model", name, **positions)
     prefix = prompts()[2][:13]
@@ -205,7 +209,13 @@ def alone(pool: Pool) -> Callable[[str], dict[str, Any]]:
         for one in LAYOUTS
     ],
 )
-def test_every_layout_draws_the_same_ids(pool, alone, world, kind, layout):
+def test_every_layout_draws_the_same_ids(
+    pool: Pool,
+    alone: Callable[[str], dict[str, Any]],
+    world: int,
+    kind: str,
+    layout: dict[str, Any],
+) -> None:
     expected = alone(kind)
     lengths = {len(ids) for ids in expected["whole"]}
     assert len(lengths) > 1, "rows should end at different steps"
@@ -215,7 +225,9 @@ def test_every_layout_draws_the_same_ids(pool, alone, world, kind, layout):
 
 
 @pytest.mark.parametrize(("order", "gib"), [((3, 1, 0, 2), 1.0), ((2, 0, 3, 1), 1e-6)], ids=str)
-def test_order_and_size_of_batches_do_not_change_the_ids(pool, alone, order, gib):
+def test_order_and_size_of_batches_do_not_change_the_ids(
+    pool: Pool, alone: Callable[[str], dict[str, Any]], order: tuple[int, ...], gib: float
+) -> None:
     expected = alone("dense")
     (found,) = pool.run(1, _sampled, {}, "dense", order, gib)
     same(found, expected)
@@ -256,7 +268,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         return found
 
 
-def test_what_cannot_be_written_is_named_on_all_ranks(pool):
+def test_what_cannot_be_written_is_named_on_all_ranks(pool: Pool) -> None:
     one, other = pool.run(2, _refused)
     assert one == other
     assert one["long"].startswith("a row has 33 tokens, and the model has 32 positions")
@@ -296,6 +308,8 @@ def _asked_to_stop(rank: int, world: int, layout: dict[str, Any], kind: str) -> 
     ],
     ids=str,
 )
-def test_a_request_to_one_rank_to_stop_ends_the_rows_of_all(pool, world, kind, layout, lengths):
+def test_a_request_to_one_rank_to_stop_ends_the_rows_of_all(
+    pool: Pool, world: int, kind: str, layout: dict[str, Any], lengths: list[int]
+) -> None:
     """Rows begin from the longest prompt on; the second question comes before the 17th id."""
     assert pool.run(world, _asked_to_stop, layout, kind) == [lengths] * world

@@ -1,5 +1,7 @@
 """Bytes of every collective while text is written and scored: none has the vocabulary."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 VOCABULARY = 2**16
 HIDDEN = 4 * 32  # bytes of a hidden state
@@ -87,7 +90,9 @@ CONTINUED = sum(len(answer) - 1 for answer in ANSWERS) * ROWS
     ],
     ids=str,
 )
-def test_tensor_ranks_exchange_hidden_states_and_numbers_of_rows(pool, sampling):
+def test_tensor_ranks_exchange_hidden_states_and_numbers_of_rows(
+    pool: Pool, sampling: dict[str, Any]
+) -> None:
     for writing, scoring in pool.run(2, _moved, {"tensor": 2}, sampling):
         sums = {HIDDEN * GIVEN, HIDDEN * ROWS}
         gathers = {32 * ROWS}
@@ -104,7 +109,7 @@ def test_tensor_ranks_exchange_hidden_states_and_numbers_of_rows(pool, sampling)
         assert max(one.bytes for one in scoring) < VOCABULARY
 
 
-def test_stages_send_hidden_states_on_and_numbers_of_rows_back(pool):
+def test_stages_send_hidden_states_on_and_numbers_of_rows_back(pool: Pool) -> None:
     for writing, scoring in pool.run(2, _moved, {"pipeline": 2}, {}):
         # Rows in flight, the longest first: two of them together, and one.
         groups = (LENGTHS[1] + LENGTHS[2], LENGTHS[0], 2, 1)
@@ -146,7 +151,7 @@ def _groups_by_direction(rank: int, world: int, layout: dict[str, int]) -> dict[
 
 
 @pytest.mark.parametrize("stages", [{"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
-def test_messages_back_have_a_group_of_their_own(pool, stages):
+def test_messages_back_have_a_group_of_their_own(pool: Pool, stages: dict[str, int]) -> None:
     # In one group NCCL runs a large send to a stage before the ids that this stage sends back.
     for found in pool.run(2, _groups_by_direction, stages):
         assert len(found["on"]) == 1
@@ -156,7 +161,7 @@ def test_messages_back_have_a_group_of_their_own(pool, stages):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"context": 2}], ids=str)
-def test_data_and_context_ranks_exchange_results_alone(pool, layout):
+def test_data_and_context_ranks_exchange_results_alone(pool: Pool, layout: dict[str, int]) -> None:
     for writing, scoring in pool.run(2, _moved, layout, {}):
         assert not {one for one in writing + scoring if not one.is_object and one.bytes > 8}
         assert max(one.bytes for one in writing + scoring) <= OBJECT

@@ -1,5 +1,7 @@
 """Memory and waits of generation: the bound on the cache, blocks of scores, reads by the host."""
 
+from __future__ import annotations
+
 import weakref
 from collections import Counter
 from typing import Any
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
 # Bytes of keys and values: 6 rows of 48 positions.
@@ -97,7 +100,9 @@ def _peaks(
     ],
     ids=str,
 )
-def test_keys_and_values_stay_within_the_bound(pool, world, layout, prefix, window):
+def test_keys_and_values_stay_within_the_bound(
+    pool: Pool, world: int, layout: dict[str, Any], prefix: int, window: int | None
+) -> None:
     """Counted: stores, copies of rows, and the keys of a layer that a step joins with a prefix."""
     for found in pool.run(world, _peaks, layout, prefix, window):
         assert found["batches"] >= 3, "the rows should not fit one batch"
@@ -129,7 +134,7 @@ def _on_uneven_stages(rank: int, world: int, layers: tuple[int, ...] | None) -> 
         return [text.ids for text in texts] + [one.is_greedy for row in scores for one in row]
 
 
-def test_stages_of_unequal_layers_have_the_same_batches(pool):
+def test_stages_of_unequal_layers_have_the_same_batches(pool: Pool) -> None:
     (alone,) = pool.run(1, _on_uneven_stages, None)
     assert pool.run(2, _on_uneven_stages, (1, 3)) == [alone] * 2
 
@@ -158,7 +163,7 @@ def _largest_scores(rank: int, world: int, bound: int) -> int:
         return max(found)
 
 
-def test_blocks_of_scores_count_the_keys_of_the_prefix(pool):
+def test_blocks_of_scores_count_the_keys_of_the_prefix(pool: Pool) -> None:
     bound = 2**16
     (largest,) = pool.run(1, _largest_scores, bound)
     assert bound // 2 < largest <= bound
@@ -180,6 +185,6 @@ def _waits(rank: int, world: int) -> list[int]:
         return found
 
 
-def test_a_step_of_one_rank_with_experts_waits_for_no_count(pool):
+def test_a_step_of_one_rank_with_experts_waits_for_no_count(pool: Pool) -> None:
     ((short, long),) = pool.run(1, _waits)
     assert short == long

@@ -1,11 +1,14 @@
 """Speculative decoding and texts of the teacher: the law of the text, blocks, every layout."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 TOKENS = 190
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -79,7 +82,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("world", "kind", "layout"), LAYOUTS)
-def test_blocks_and_figures_are_the_same_in_every_layout(pool, world, kind, layout):
+def test_blocks_and_figures_are_the_same_in_every_layout(
+    pool: Pool, world: int, kind: str, layout: dict[str, int]
+) -> None:
     (alone,) = pool.run(1, _everything, {}, kind)
     assert [text.ids for text in alone["greedy"]] == alone["written"]
     counts = {block.tokens for text in alone["greedy"] + alone["sampled"] for block in text.blocks}
@@ -121,7 +126,7 @@ def _dense(rank: int, world: int) -> tuple[Any, Any]:
     return found["compared"], both
 
 
-def test_figures_on_texts_of_the_teacher_equal_dense_ones(pool):
+def test_figures_on_texts_of_the_teacher_equal_dense_ones(pool: Pool) -> None:
     ((found, both),) = pool.run(1, _dense)
     overlaps = [torch.minimum(p, q).sum(1) for p, q in both]
     acceptance = float(torch.cat(overlaps).mean())
@@ -166,7 +171,7 @@ def _many(rank: int, world: int) -> tuple[list[tuple[int, ...]], list[float], di
         return [text.ids for text in texts], logs, block_figures(texts, "sampled")
 
 
-def test_the_text_follows_the_teacher_and_blocks_the_expectation(pool):
+def test_the_text_follows_the_teacher_and_blocks_the_expectation(pool: Pool) -> None:
     ((ids, logs, figures),) = pool.run(1, _many)
     counts = torch.zeros(SMALL_TOKENS, SMALL_TOKENS, dtype=torch.float64)
     for first, second in ids:

@@ -1,5 +1,7 @@
 """Feature losses that are balanced with the rest, in every layout, against float64."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,6 +27,7 @@ from tests.distributed.losses.test_feature_layouts import (
     assert_close,
 )
 from tests.distributed.models.test_model_layouts import _whole
+from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 from tests.reference.features import Answer, Trained, solve
 
@@ -99,7 +102,7 @@ def sizes(setting: Setting, answer: Answer) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
-def test_total_and_gradients_are_those_of_the_formula(pool, case):
+def test_total_and_gradients_are_those_of_the_formula(pool: Pool, case: str) -> None:
     world, setting = CASES[case]
     found = pool.run(world, take_step, setting)
     solved = oracle(setting, found)
@@ -132,7 +135,7 @@ LITERAL: dict[str, tuple[int, Setting]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LITERAL, ["TP2+sequence x PP2"]))
-def test_per_micro_batch_each_has_the_formula_of_its_own(pool, case):
+def test_per_micro_batch_each_has_the_formula_of_its_own(pool: Pool, case: str) -> None:
     world, setting = LITERAL[case]
     setting = replace(setting, per_micro_batch=True)
     found = pool.run(world, take_step, setting)

@@ -1,12 +1,14 @@
 """One balanced step of whole models in every layout, against the formula by autograd."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_distill.losses import RatioBalance
+from megatron_distill.losses import BalanceMode, RatioBalance
 from tests.distributed.balanced_steps import (
     ALPHA,
     CE_WEIGHT,
@@ -65,11 +67,19 @@ def whole(pool: Pool) -> Oracle:
     return oracle
 
 
-QUICK = ("one rank", "DP2, micro-batch 2", "PP2+virtual, recompute", "CP2", "TP2+sequence x PP2")
+QUICK = (
+    "one rank",
+    "DP2, micro-batch 2",
+    "PP2+virtual, recompute",
+    "CP2",
+    "TP2+sequence x PP2",
+)
 
 
 @pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS, QUICK))
-def test_total_and_gradients_equal_the_formula_in_every_layout(pool, whole, layout):
+def test_total_and_gradients_equal_the_formula_in_every_layout(
+    pool: Pool, whole: Oracle, layout: str
+) -> None:
     world, case = LAYOUTS[layout]
     found = pool.run(world, balanced, case)
     assert_equal(found, whole)
@@ -78,7 +88,7 @@ def test_total_and_gradients_equal_the_formula_in_every_layout(pool, whole, layo
     assert not 0.9 < found[0].logged["kd_scale"] < 1.1
 
 
-def test_the_clamp_is_in_value_and_gradient(pool, whole):
+def test_the_clamp_is_in_value_and_gradient(pool: Pool, whole: Oracle) -> None:
     case = Case(ratios=RatioBalance(clamp=1.01))
     (oracle,) = pool.run(1, formula, case, None)
     assert oracle.total != pytest.approx(whole.total, rel=0.01)
@@ -89,7 +99,9 @@ def test_the_clamp_is_in_value_and_gradient(pool, whole):
     ("world", "layout", "micro_batch"),
     [(1, (), 2), (2, (), 1), (2, PIPELINE, 1), (4, (*SEQUENCE, *PIPELINE), 2), (2, SEQUENCE, 1)],
 )
-def test_per_micro_batch_is_the_published_form_of_each(pool, whole, world, layout, micro_batch):
+def test_per_micro_batch_is_the_published_form_of_each(
+    pool: Pool, whole: Oracle, world: int, layout: Any, micro_batch: int
+) -> None:
     case = Case(per_micro_batch=True, layout=layout, micro_batch=micro_batch)
     parts = [slice(start, start + micro_batch) for start in range(0, SAMPLES, micro_batch)]
     (oracle,) = pool.run(1, formula, case, parts)
@@ -98,7 +110,7 @@ def test_per_micro_batch_is_the_published_form_of_each(pool, whole, world, layou
     assert_equal(pool.run(world, balanced, case), oracle)
 
 
-def test_one_micro_batch_of_one_rank_is_the_whole_batch(pool, whole):
+def test_one_micro_batch_of_one_rank_is_the_whole_batch(pool: Pool, whole: Oracle) -> None:
     assert_equal(pool.run(1, balanced, Case(per_micro_batch=True, micro_batch=SAMPLES)), whole)
 
 
@@ -106,7 +118,9 @@ def test_one_micro_batch_of_one_rank_is_the_whole_batch(pool, whole):
     ("world", "layout", "micro_batch"),
     [(1, (), 4), (2, (), 1), (2, SEQUENCE, 2), (4, (("tensor", 2), *PIPELINE), 1)],
 )
-def test_gradient_norms_are_those_of_each_loss_alone(pool, whole, world, layout, micro_batch):
+def test_gradient_norms_are_those_of_each_loss_alone(
+    pool: Pool, whole: Oracle, world: int, layout: Any, micro_batch: int
+) -> None:
     case = Case(mode="gradient_norm", layout=layout, micro_batch=micro_batch)
     (oracle,) = pool.run(1, formula, case, None)
     assert oracle.total != pytest.approx(whole.total, rel=1e-3)
@@ -117,7 +131,9 @@ def test_gradient_norms_are_those_of_each_loss_alone(pool, whole, world, layout,
     ("mode", "per_micro_batch"),
     [("magnitude", False), ("magnitude", True), ("gradient_norm", False)],
 )
-def test_a_student_that_is_its_teacher_trains_on_the_labels_alone(pool, mode, per_micro_batch):
+def test_a_student_that_is_its_teacher_trains_on_the_labels_alone(
+    pool: Pool, mode: BalanceMode, per_micro_batch: bool
+) -> None:
     case = Case(mode=mode, per_micro_batch=per_micro_batch, same_teacher=True)
     (found,) = pool.run(1, balanced, case)
     assert found.report["kd"] == 0.0
@@ -130,7 +146,7 @@ def test_a_student_that_is_its_teacher_trains_on_the_labels_alone(pool, mode, pe
 
 
 @pytest.mark.parametrize("mode", ["magnitude", "gradient_norm"])
-def test_without_labels_distillation_keeps_its_own_scale(pool, mode):
+def test_without_labels_distillation_keeps_its_own_scale(pool: Pool, mode: BalanceMode) -> None:
     (found,) = pool.run(1, balanced, Case(mode=mode, labels=False))
     assert found.report["ce"] == 0.0
     assert found.logged["kd_scale"] == 1.0
@@ -146,7 +162,7 @@ DROPPED: dict[str, tuple[int, tuple[tuple[str, Any], ...], str]] = {
 
 
 @pytest.mark.parametrize("layout", DROPPED)
-def test_the_pass_before_the_step_drops_the_same_tokens(pool, layout):
+def test_the_pass_before_the_step_drops_the_same_tokens(pool: Pool, layout: str) -> None:
     world, groups, recompute = DROPPED[layout]
     case = Case(layout=groups, recompute=recompute, dropout=0.3)
     (dry,) = pool.run(1, balanced, Case())

@@ -1,6 +1,8 @@
 """Losses between tokenizers on vocabulary shards equal the float64 oracle for every number of
 ranks: two vocabularies with sizes and padding of their own, per chunk and in training."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from megatron_distill.ops.aligned.executor import (
 )
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.signals import DenseLogits, HiddenState
+from tests.distributed.pool import Pool
 from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.distillation import cross_entropy, row_error
 from tests.reference.tracing import traced
@@ -91,7 +94,7 @@ def losses(problem: AlignedProblem) -> list[Loss]:
 @pytest.mark.parametrize(
     ("world", "sizes"), [(1, PADDED[1]), (2, PADDED[0]), (4, PADDED[0]), (4, PADDED[1])]
 )
-def test_values_per_chunk(pool, world, sizes):
+def test_values_per_chunk(pool: Pool, world: int, sizes: tuple[int, int]) -> None:
     problem = AlignedProblem.random(seed=2)
     ranks = pool.run(world, losses_on_shard, problem, sizes)
     _, teacher = problem.logits
@@ -127,7 +130,7 @@ def equal_models_on_shard(rank: int, world: int, problem: AlignedProblem) -> lis
     ]
 
 
-def test_equal_models_have_no_loss_however_they_are_split(pool):
+def test_equal_models_have_no_loss_however_they_are_split(pool: Pool) -> None:
     for answers in pool.run(2, equal_models_on_shard, AlignedProblem.random(seed=5)):
         for values, gradient, _ in answers:
             assert not values.any()
@@ -206,7 +209,7 @@ def objective_on_shard(
 
 @pytest.mark.parametrize("kind", TERMS)
 @pytest.mark.parametrize(("world", "tile_tokens"), [(1, 8), (2, 1), (2, 100), (4, 1), (4, 8)])
-def test_objective_from_hidden_states(pool, world, tile_tokens, kind):
+def test_objective_from_hidden_states(pool: Pool, world: int, tile_tokens: int, kind: str) -> None:
     problem, sizes = AlignedProblem.random(seed=3), PADDED[tile_tokens % 2]
     answers = pool.run(world, objective_on_shard, kind, problem, sizes, tile_tokens)
     for answer in answers[1:]:

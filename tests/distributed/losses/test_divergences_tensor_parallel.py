@@ -1,6 +1,8 @@
 """Every divergence on every support, on vocabulary shards: values and gradients of the whole, the
 same bits on every rank, the collectives that are promised; and the choice of a top-k."""
 
+from __future__ import annotations
+
 import itertools
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron_distill.ops import (
     vocab_parallel_topk,
 )
 from megatron_distill.signals import DenseLogits, Sampled, TopK
+from tests.distributed.pool import Pool
 from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
 from tests.reference.logits import logit_pair, neighbours
@@ -114,8 +117,8 @@ QUICK = [(2, torch.float32, SIZES[0])]
     ],
 )
 def test_defect_17_tensor_parallel_1_2_4_equals_dense_for_each_divergence_and_support(
-    pool, world, dtype, sizes
-):
+    pool: Pool, world: int, dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
     # Two temperatures are enough for each run of the fast tests.
     cases = CASES[::2] if (world, dtype, sizes) in QUICK else CASES
     ranks = pool.run(world, all_cases, sizes, dtype, cases)
@@ -154,7 +157,7 @@ def near_cases(rank: int, world: int, noise: float) -> list[tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("noise", [0.1, 0.001])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_student_near_its_teacher_in_some_tokens(pool, world, noise):
+def test_a_student_near_its_teacher_in_some_tokens(pool: Pool, world: int, noise: float) -> None:
     ranks = pool.run(world, near_cases, noise)
     student, teacher = neighbours(9, 203, noise)
     student[::3] = student[::3].flip(1)
@@ -187,7 +190,7 @@ def sampled_on_shard(rank: int, world: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_sampled_ids_on_shards(pool, world):
+def test_sampled_ids_on_shards(pool: Pool, world: int) -> None:
     answers = pool.run(world, sampled_on_shard)
     student, teacher = logit_pair(6, 203, 7, torch.float32)
     generator = torch.Generator().manual_seed(2)
@@ -216,7 +219,9 @@ def chosen_on_shard(
 @pytest.mark.parametrize("k", [1, 9, 120])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_top_k_is_the_same_for_every_split(pool, dtype, sizes, k):
+def test_a_top_k_is_the_same_for_every_split(
+    pool: Pool, dtype: torch.dtype, sizes: tuple[int, int], k: int
+) -> None:
     _, teacher = logit_pair(6, sizes[0], 7, dtype)
     ids, log_probs, log_tail = oracles.topk(teacher, k, 1.0)
     assert dtype is torch.float32 or any(len(row.unique()) < sizes[0] for row in teacher)
@@ -237,7 +242,7 @@ def two_columns_each(rank: int, world: int) -> tuple[Tensor, Any]:
     return log_probs, vocab_parallel_topk(logits, 2, shard, group)
 
 
-def test_log_softmax_and_top_k_of_four_tokens_by_hand(pool):
+def test_log_softmax_and_top_k_of_four_tokens_by_hand(pool: Pool) -> None:
     """[2, 1 | 0, 3]: ln Z is 3.440190, and the two best tokens are on different ranks."""
     expected = [-1.440190, -2.440190, -3.440190, -0.440190]
     answers = pool.run(2, two_columns_each)
@@ -291,7 +296,7 @@ ON_IDS = [(name, support) for name in oracles.ORACLES for support in SUPPORTS[1:
 
 
 @pytest.mark.parametrize("ids", ["many", "first shard's"])
-def test_defect_15_more_ids_than_a_shard_has_columns_or_none(pool, ids):
+def test_defect_15_more_ids_than_a_shard_has_columns_or_none(pool: Pool, ids: str) -> None:
     ranks = pool.run(4, few_columns_of_each, ids)
     student, teacher = logit_pair(6, 20, 7)
     kept = few_ids(teacher, ids)

@@ -1,5 +1,7 @@
 """Feature losses, their sum with the rest, and every gradient, in every layout, against float64."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.distributed.feature_worlds import (
     trained,
 )
 from tests.distributed.models.test_model_layouts import _whole
+from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 from tests.reference.features import Answer, solve
 from tests.reference.llama import Heads
@@ -113,7 +116,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
-def test_values_and_gradients_are_those_of_the_definition(pool, case):
+def test_values_and_gradients_are_those_of_the_definition(pool: Pool, case: str) -> None:
     world, setting = CASES[case]
     found = pool.run(world, take_step, setting)
     expected = oracle(setting, found)
@@ -137,7 +140,7 @@ def test_values_and_gradients_are_those_of_the_definition(pool, case):
     assert_close(gradients, expected.gradients)
 
 
-def test_a_forward_pass_alone_reports_the_same_and_adds_nothing(pool):
+def test_a_forward_pass_alone_reports_the_same_and_adds_nothing(pool: Pool) -> None:
     setting = Setting({**SEQUENCE, **PP2}, "full")
     trained_step = pool.run(4, take_step, setting)
     found = pool.run(4, take_step, replace(setting, forward_only=True))
@@ -149,7 +152,7 @@ def test_a_forward_pass_alone_reports_the_same_and_adds_nothing(pool):
         assert not any(gradient.any() for gradient in shard.projector_gradients.values())
 
 
-def test_weights_of_a_step_scale_the_gradient_and_not_the_report(pool):
+def test_weights_of_a_step_scale_the_gradient_and_not_the_report(pool: Pool) -> None:
     # Balancing replaces the objective's weights of the pairs from step to step.
     plain = Setting(ce_weight=0.0, kd_weight=0.0, pairs=PAIRS[:1])
     (one,) = pool.run(1, take_step, plain)
@@ -183,7 +186,9 @@ def owners(rank: int, world: int, layout: dict[str, Any], depth: int) -> list[in
 
 @pytest.mark.parametrize("depth", [4, 7])
 @pytest.mark.parametrize("layout", [PP2, VIRTUAL])
-def test_layers_are_looked_for_where_they_are(pool, layout, depth):
+def test_layers_are_looked_for_where_they_are(
+    pool: Pool, layout: dict[str, Any], depth: int
+) -> None:
     from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
     from megatron_distill.runtime.groups import Layout
 

@@ -2,6 +2,8 @@
 vocabularies, a wholly padded shard, both entries, all temperatures; identical bits on all ranks;
 and the collectives that the docstrings promise."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -72,7 +74,12 @@ def objective_on_shard(
     assert hidden.grad is not None
     assert weight.grad is not None
     return Answer(
-        total.detach(), report, hidden.grad, weight.grad, forward.collectives, backward.collectives
+        total.detach(),
+        report,
+        hidden.grad,
+        weight.grad,
+        forward.collectives,
+        backward.collectives,
     )
 
 
@@ -104,7 +111,7 @@ def solve_on_shards(
 
 @pytest.mark.parametrize("sizes", VOCABULARIES)
 @pytest.mark.parametrize("world", WORLDS)
-def test_objective_equals_the_dense_oracle(pool, world, sizes):
+def test_objective_equals_the_dense_oracle(pool: Pool, world: int, sizes: tuple[int, int]) -> None:
     problem = Problem.random(vocab=sizes[0], seed=1)
     whole, _ = solve_on_shards(pool, world, problem, sizes, TERMS)
     answer = solve(problem, SOLVED)
@@ -117,7 +124,7 @@ def test_objective_equals_the_dense_oracle(pool, world, sizes):
     assert not whole.weight_gradient[sizes[0] :].any()
 
 
-def test_number_of_ranks_changes_no_more_than_bf16_rounds(pool):
+def test_number_of_ranks_changes_no_more_than_bf16_rounds(pool: Pool) -> None:
     problem = Problem.random(vocab=203, seed=2, dtype=torch.bfloat16)
     dense, _ = solve_on_shards(pool, 1, problem, (203, 224), TERMS)
     for world in (2, 4):
@@ -133,7 +140,7 @@ def test_number_of_ranks_changes_no_more_than_bf16_rounds(pool):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_one_all_gather_per_chunk_and_none_in_backward(pool, world):
+def test_one_all_gather_per_chunk_and_none_in_backward(pool: Pool, world: int) -> None:
     problem = Problem.random(seed=4).with_weights(torch.ones(23), torch.ones(23))
     for chunk_tokens, chunks in ((23, 1), (6, 4)):
         _, answers = solve_on_shards(pool, world, problem, (203, 224), TERMS, chunk_tokens)
@@ -143,7 +150,7 @@ def test_one_all_gather_per_chunk_and_none_in_backward(pool, world):
 
 
 @pytest.mark.parametrize("tokens", [0, 7])
-def test_ranks_agree_that_there_is_nothing_to_learn(pool, tokens):
+def test_ranks_agree_that_there_is_nothing_to_learn(pool: Pool, tokens: int) -> None:
     problem = Problem.random(tokens).with_weights(torch.zeros(tokens), torch.zeros(tokens))
     whole, answers = solve_on_shards(pool, 4, problem, (203, 224), TERMS)
     assert float(whole.total) == 0.0
@@ -154,7 +161,7 @@ def test_ranks_agree_that_there_is_nothing_to_learn(pool, tokens):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_labels_on_no_shard_are_not_silently_right(pool, world):
+def test_labels_on_no_shard_are_not_silently_right(pool: Pool, world: int) -> None:
     problem = Problem.random(vocab=203, seed=6)
     labels = problem.labels_N.clone()
     labels[int(problem.ce_weights_N.argmax())] = 210  # a padded column of the last shard
@@ -176,7 +183,7 @@ def log_softmax_on_shard(
 
 @pytest.mark.parametrize("sizes", VOCABULARIES)
 @pytest.mark.parametrize("world", [2, 4])
-def test_log_softmax_equals_torch(pool, world, sizes):
+def test_log_softmax_equals_torch(pool: Pool, world: int, sizes: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(8)
     logits, upstream = torch.randn(2, 9, sizes[0], generator=generator) * 4
     answers = pool.run(world, log_softmax_on_shard, logits, upstream, sizes)
@@ -208,7 +215,7 @@ def misuse_on_shard(rank: int, world: int) -> list[str]:
     return messages
 
 
-def test_shards_of_different_widths_are_refused_on_every_rank(pool):
+def test_shards_of_different_widths_are_refused_on_every_rank(pool: Pool) -> None:
     for first, second in pool.run(2, misuse_on_shard):
         assert "teacher has 16 vocabulary columns on this rank, the student 12" in first
         assert "student has 12 vocabulary columns on this rank, its shard [0, 24) has 24" in second

@@ -1,5 +1,7 @@
 """The head's gradient in Megatron's buffer: against autograd, and further tensors of its size."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -7,9 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.balanced_steps import LENGTH, Case, balanced, build, formula, step_batches
+from tests.distributed.balanced_steps import (
+    LENGTH,
+    Case,
+    balanced,
+    build,
+    formula,
+    step_batches,
+)
 from tests.distributed.losses.test_balanced_step import assert_equal
 from tests.distributed.megatron_world import megatron_groups
+from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 
 PIPELINE = (("pipeline", 2),)
@@ -39,7 +49,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", quick_and_slow(CASES, QUICK))
-def test_every_gradient_is_autograds(pool, name):
+def test_every_gradient_is_autograds(pool: Pool, name: str) -> None:
     layout, tied, overlap = CASES[name]
     world, groups = LAYOUTS[layout]
     (oracle,) = pool.run(1, formula, Case(tied=tied), None)
@@ -88,6 +98,6 @@ def matrices(rank: int, world: int, case: Case, wrapped: bool) -> int:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_no_gradient_of_the_heads_size_is_made_beside_the_buffer(pool, overlap):
+def test_no_gradient_of_the_heads_size_is_made_beside_the_buffer(pool: Pool, overlap: bool) -> None:
     assert pool.run(1, matrices, Case(overlap=overlap), True) == [0]
     assert pool.run(1, matrices, Case(), False) == [1]

@@ -1,11 +1,14 @@
 """Logits of the next token against a plain forward pass, in one process and in several."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 LENGTH = 11
 VOCAB = 197
@@ -75,7 +78,9 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("layout", "logit_softcap"), [(LAYOUTS[0], None), *((one, 3.0) for one in LAYOUTS)], ids=str
 )
-def test_every_rank_of_every_layout_sees_the_last_positions_logits(pool, layout, logit_softcap):
+def test_every_rank_of_every_layout_sees_the_last_positions_logits(
+    pool: Pool, layout: dict[str, Any], logit_softcap: float | None
+) -> None:
     (everywhere,) = pool.run(1, _oracle, logit_softcap)
     world = layout.get("tensor", 1) * layout.get("pipeline", 1)
     found = pool.run(world, _next, layout, logit_softcap)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from tests.distributed.pool import Pool
 from tests.support.several_teachers import VOCABULARY, Inputs, on_shard, solve
 from tests.unit.losses.test_recorded_among_several import CODE, LOWEST, MEANS
 from tests.unit.losses.test_several_teachers import NAMES, TERMS
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_shards_make_the_oracle(pool, world):
+def test_shards_make_the_oracle(pool: Pool, world: int) -> None:
     inputs, terms = Inputs.random(7), TERMS["all"]
     answers = pool.run(world, on_shard, inputs, terms, NAMES)
     oracle = solve(inputs, terms, NAMES)
@@ -25,7 +26,7 @@ def test_shards_make_the_oracle(pool, world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_mean_on_recorded_ids_is_the_same_on_shards(pool, world):
+def test_a_mean_on_recorded_ids_is_the_same_on_shards(pool: Pool, world: int) -> None:
     inputs, terms = Inputs.random(8), [*MEANS["arithmetic"], *MEANS["geometric"], LOWEST[0]]
     expected = on_shard(0, 1, inputs, terms, NAMES, stored=CODE)
     answers = pool.run(world, on_shard, inputs, terms, NAMES, torch.float64, CODE)

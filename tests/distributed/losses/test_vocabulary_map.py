@@ -1,5 +1,7 @@
 """A run's vocabulary map: the first rank builds it, and every rank has it or the error."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from megatron_distill.align.map_file import load_map, map_bytes
 from megatron_distill.errors import DataError
 from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
+from tests.distributed.pool import Pool
 from tests.support.tokenizer_kinds import byte_level, tiktoken_of_bpe
 
 DEVICE = torch.device("cpu")
@@ -25,7 +28,7 @@ def _open(rank: int, world: int, folder: Path) -> tuple[bytes, str]:
     return map_bytes(found), "no error"
 
 
-def test_every_rank_has_the_first_rank_s_map(pool, tmp_path):
+def test_every_rank_has_the_first_rank_s_map(pool: Pool, tmp_path: Path) -> None:
     (content, error), *more = pool.run(2, _open, tmp_path)
     assert more == [(content, error)]
     assert "are one tokenizer" in error

@@ -1,5 +1,7 @@
 """Rows of a model beyond its tokenizer's ids, against float64 over the real ids alone."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.signals import HiddenState
 from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 from tests.reference.distillation import Problem, row_error, solve
 
 TOKENS = 203
@@ -57,7 +60,9 @@ def objective(
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_padding_has_no_probability_and_no_gradient(pool, rows, world):
+def test_padding_has_no_probability_and_no_gradient(
+    pool: Pool, rows: tuple[int, int], world: int
+) -> None:
     problem = Problem.random(vocab=TOKENS)
     oracle = solve(problem, [(0.5, 1.0), (2.0, 2.0)])
     terms = [Term(weight=0.5), Term(weight=2.0, temperature=2.0)]
@@ -74,7 +79,9 @@ def test_padding_has_no_probability_and_no_gradient(pool, rows, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_top_k_of_all_tokens_is_the_whole_distribution_for_any_padding(pool, world):
+def test_a_top_k_of_all_tokens_is_the_whole_distribution_for_any_padding(
+    pool: Pool, world: int
+) -> None:
     """With K = V every real id is in the top-k, so one id of padding would displace a token."""
     problem = Problem.random(vocab=TOKENS)
     oracle = solve(problem)
@@ -116,7 +123,7 @@ def next_logits(rank: int, world: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_padding_is_never_the_next_token(pool, world):
+def test_padding_is_never_the_next_token(pool: Pool, world: int) -> None:
     for real, every in pool.run(world, next_logits):
         assert real.shape == (2, TOKENS)
         assert every.shape == (2, 216)

@@ -1,5 +1,7 @@
 """The core attention on context ranks that exchange keys, against a masked softmax in float64."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -12,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.segments import Segments
 from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 from tests.unit.models.test_attention_kernels import SCALE, Case, random_case
 
 CASES = [
@@ -53,7 +56,7 @@ def _attended(rank: int, world: int, cases: list[Case]) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_values_and_gradients_are_those_of_a_mask(pool, world):
+def test_values_and_gradients_are_those_of_a_mask(pool: Pool, world: int) -> None:
     ranks = pool.run(world, _attended, CASES)
     for number, case in enumerate(CASES):
         length = case.bounds[0][-1]
@@ -101,6 +104,6 @@ def _held_after_forward(rank: int, world: int, case: Case) -> tuple[bool, bool]:
         return found[0], found[1]
 
 
-def test_the_backward_pass_saves_this_ranks_keys_alone(pool):
+def test_the_backward_pass_saves_this_ranks_keys_alone(pool: Pool) -> None:
     case = Case(((0, 5, 16),))
     assert pool.run(2, _held_after_forward, case) == [(False, True)] * 2

@@ -5,6 +5,8 @@ sum over a token's experts in an order that changes; a count read on the host; a
 a checkpoint of one kind read by the other.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "renormalize": False}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -72,7 +75,9 @@ def both(
     ],
     ids=["one rank", "EP2", "TP2", "TP2xEP2"],
 )
-def test_a_grouped_product_is_that_of_each_expert(pool, shape, ranks, layout):
+def test_a_grouped_product_is_that_of_each_expert(
+    pool: Pool, shape: str, ranks: int, layout: dict[str, Any]
+) -> None:
     for (kind, grouped, gradients), (other, sequential, expected) in pool.run(
         ranks, both, SHAPES[shape], layout
     ):
@@ -112,7 +117,7 @@ def without_numbers(rank: int, world: int, grouped: bool) -> str:
             return ""
 
 
-def test_no_count_is_read_on_the_host(pool):
+def test_no_count_is_read_on_the_host(pool: Pool) -> None:
     assert pool.run(1, without_numbers, True) == [""]
     (error,) = pool.run(1, without_numbers, False)
     assert "_local_scalar_dense" in error, "the sequential experts would show a read count"
@@ -132,7 +137,7 @@ def of_no_rows(rank: int, world: int) -> list[Tensor | None]:
         return [parameter.grad for parameter in experts.parameters()]
 
 
-def test_a_rank_without_a_row_has_gradients_of_zero(pool):
+def test_a_rank_without_a_row_has_gradients_of_zero(pool: Pool) -> None:
     (gradients,) = pool.run(1, of_no_rows)
     assert len(gradients) == 2
     for gradient in gradients:
@@ -141,7 +146,9 @@ def test_a_rank_without_a_row_has_gradients_of_zero(pool):
 
 
 @pytest.mark.parametrize("first", ["grouped", "sequential"])
-def test_a_checkpoint_of_one_kind_is_read_by_the_other(pool, tmp_path, first):
+def test_a_checkpoint_of_one_kind_is_read_by_the_other(
+    pool: Pool, tmp_path: Path, first: str
+) -> None:
     (pairs,) = pool.run(1, through_a_checkpoint, tmp_path, first)
     assert len(pairs) > 20
     for key, (ours, theirs) in pairs.items():

@@ -1,5 +1,7 @@
 """Hugging Face folders into our models, through checkpoints, and out again, in every layout."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.distributed.hugging_face_models import (
     tokens,
 )
 from tests.distributed.megatron_world import megatron_groups
+from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -119,8 +122,8 @@ def assert_same_tensors(first: Path, second: Path) -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "settings"), all_cases())
 def test_a_model_computes_the_same_here_and_leaves_as_it_came(
-    pool, tmp_path, name, ranks, settings
-):
+    pool: Pool, tmp_path: Path, name: str, ranks: int, settings: dict[str, Any]
+) -> None:
     folder = save_model(tmp_path / "hf", name)
     logits, *others = pool.run(ranks, through_a_layout, folder, tmp_path, settings, tokens())
     model = reference(folder)
@@ -138,14 +141,16 @@ def test_a_model_computes_the_same_here_and_leaves_as_it_came(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights_pass_bit_by_bit(pool, tmp_path, dtype):
+def test_half_precision_weights_pass_bit_by_bit(
+    pool: Pool, tmp_path: Path, dtype: torch.dtype
+) -> None:
     folder = save_model(tmp_path / "hf", "gemma2", dtype=dtype)
     settings = {"tensor": 2, "pipeline": 2}
     pool.run(4, through_a_layout, folder, tmp_path, settings, tokens(), dtype)
     assert_same_tensors(folder, tmp_path / "exported")
 
 
-def test_virtual_stages_take_and_give_the_same_weights(pool, tmp_path):
+def test_virtual_stages_take_and_give_the_same_weights(pool: Pool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", "gpt2", n_layer=5)
     settings = {"pipeline": 2, "virtual_pipeline": 2}
     pool.run(2, through_a_layout, folder, tmp_path, settings, tokens())
@@ -165,7 +170,7 @@ def convert(rank: int, world: int, folder: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", quick_and_slow(MODELS, OFTEN))
-def test_the_tool_s_import_and_export_are_inverse(pool, tmp_path, name):
+def test_the_tool_s_import_and_export_are_inverse(pool: Pool, tmp_path: Path, name: str) -> None:
     folder = save_model(tmp_path / "hf", name)
     pool.run(3, convert, folder, tmp_path)
     assert_same_tensors(folder, tmp_path / "exported")

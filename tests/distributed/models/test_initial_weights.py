@@ -1,5 +1,7 @@
 """Random weights are drawn where they are needed, and are the same bits in every layout."""
 
+from __future__ import annotations
+
 from typing import Any
 from unittest.mock import patch
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 SIZES = {"hidden_size": 512, "ffn_hidden_size": 512, "head_size": 128, "num_layers": 2}
 SHAPE = {**SIZES, "vocab_size": 2500, "init_std": 0.5}
@@ -31,7 +34,7 @@ def _windows(rank: int, world: int) -> bool:
     return abs(whole.mean().item()) < 0.02 and abs(whole.std().item() - 2.0) < 0.02
 
 
-def test_a_window_holds_the_same_numbers_wherever_it_is_cut(pool):
+def test_a_window_holds_the_same_numbers_wherever_it_is_cut(pool: Pool) -> None:
     assert pool.run(1, _windows) == [True]
 
 
@@ -72,7 +75,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_rank_draws_what_others_hold(pool, case):
+def test_no_rank_draws_what_others_hold(pool: Pool, case: str) -> None:
     world, layout, changes = CASES[case]
     ((_, _, whole),) = pool.run(1, _drawn, {}, changes)
     for drawn, held, parts in pool.run(world, _drawn, layout, changes):
@@ -81,7 +84,7 @@ def test_no_rank_draws_what_others_hold(pool, case):
             assert torch.equal(part, _window(whole, key, offset, part)), (key, offset)
 
 
-def test_another_seed_draws_other_weights(pool):
+def test_another_seed_draws_other_weights(pool: Pool) -> None:
     (one, other) = (pool.run(1, _drawn, {}, {}, seed)[0][2] for seed in (3, 4))
     drawn = [place for place, tensor in one.items() if tensor.std() > 0]
     assert len(drawn) > 8

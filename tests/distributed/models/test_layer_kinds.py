@@ -1,5 +1,7 @@
 """Windows and rotary angles of layers, by their definitions; layers per stage."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.megatron_world import small_architecture
+from tests.distributed.pool import Pool
 
 
 def _chosen(rank: int, world: int, changes: dict[str, Any]) -> list[Any]:
@@ -35,7 +38,7 @@ CHOICES: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("case", CHOICES)
-def test_each_layer_has_its_own_window_and_plane(pool, case):
+def test_each_layer_has_its_own_window_and_plane(pool: Pool, case: str) -> None:
     changes, expected = CHOICES[case]
     assert pool.run(1, _chosen, changes) == [expected]
 
@@ -75,7 +78,7 @@ def _expected(kind: str | None) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [None, "linear", "llama3"])
-def test_frequencies_and_angles_are_their_definition(pool, kind):
+def test_frequencies_and_angles_are_their_definition(pool: Pool, kind: str | None) -> None:
     ((frequencies, angles),) = pool.run(1, _frequencies, kind)
     expected = torch.tensor(_expected(kind), dtype=torch.float64)
     torch.testing.assert_close(frequencies.double(), expected, atol=0, rtol=2e-6)

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.runtime.batch import Batch
-from tests.distributed.megatron_world import megatron_groups, parts_of, rows_of, small_architecture
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    parts_of,
+    rows_of,
+    small_architecture,
+)
 from tests.distributed.models.test_models import LENGTH, packed_batch
 from tests.distributed.pool import Pool
 
@@ -213,7 +218,9 @@ def alone(pool: Pool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_states_and_gradients_are_those_of_one_process(pool, alone, name, layout):
+def test_states_and_gradients_are_those_of_one_process(
+    pool: Pool, alone: dict[str, Any], name: str, layout: str
+) -> None:
     expected = alone[name]
     world, groups, recompute = LAYOUTS[layout]
     shards = pool.run(world, _trained, groups, ARCHITECTURES[name], recompute)
@@ -229,7 +236,7 @@ def test_states_and_gradients_are_those_of_one_process(pool, alone, name, layout
         )
 
 
-def test_post_norms_have_names_and_gradients_of_their_own(alone):
+def test_post_norms_have_names_and_gradients_of_their_own(alone: dict[str, Any]) -> None:
     (_, weights, gradients), *_ = alone["gemma2"]
     for sublayer in ("self_attention", "mlp"):
         key = f"decoder.layers.{sublayer}.post_norm.weight"

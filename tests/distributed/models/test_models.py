@@ -1,10 +1,13 @@
 """Models against plain references, in one process and in several."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
 from megatron_distill.runtime.batch import Batch
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 LENGTH = 32
 
@@ -61,7 +64,7 @@ def _document_alone(rank: int, world: int, positions: str) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned"])
-def test_a_packed_document_is_read_as_if_it_were_alone(pool, positions):
+def test_a_packed_document_is_read_as_if_it_were_alone(pool: Pool, positions: str) -> None:
     ((together, alone),) = pool.run(1, _document_alone, positions)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
@@ -80,7 +83,9 @@ def _aligned(rank: int, world: int, own_rows: int, wanted_rows: int) -> torch.Te
 
 
 @pytest.mark.parametrize(("own_rows", "wanted_rows"), [(5, 5), (6, 5), (5, 8), (8, 6), (12, 5)])
-def test_a_frozen_head_is_cut_along_other_shards(pool, own_rows, wanted_rows):
+def test_a_frozen_head_is_cut_along_other_shards(
+    pool: Pool, own_rows: int, wanted_rows: int
+) -> None:
     shards = pool.run(2, _aligned, own_rows, wanted_rows)
     whole = torch.cat(shards)
     assert whole.shape[0] == 2 * wanted_rows

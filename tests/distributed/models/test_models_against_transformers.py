@@ -4,6 +4,8 @@ The gradients of `transformers` are saved in the place of weights and read under
 rules that read its weights.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from tests.distributed.hugging_face_models import MODELS, reference, save_model, tokens
 from tests.distributed.megatron_world import SMALL, build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 
 # Of the same models, what decides which branch is computed.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +42,11 @@ def ours(
     """Logits, loss, and of each parameter our gradient beside that of `transformers`."""
     with megatron_groups() as groups:
         from megatron_distill.losses import fused_linear_objective
-        from megatron_distill.models.gpt import hidden_for_head, run_model, vocab_shard
+        from megatron_distill.models.gpt import (
+            hidden_for_head,
+            run_model,
+            vocab_shard,
+        )
         from megatron_distill.models.hugging_face.description import describe
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights
         from megatron_distill.models.weights import fill
@@ -74,7 +81,9 @@ def ours(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_loss_and_gradients_are_those_of_transformers(pool, tmp_path, case):
+def test_logits_loss_and_gradients_are_those_of_transformers(
+    pool: Pool, tmp_path: Path, case: str
+) -> None:
     name, changes = CASES[case]
     folder = save_model(tmp_path / "model", name, **changes)
     model = reference(folder)
@@ -125,7 +134,7 @@ def some_states() -> Tensor:
     return (3 * torch.randn(5, 2, SMALL["hidden_size"], generator=generator)).bfloat16()
 
 
-def test_gemma_rounds_where_its_own_code_does(pool):
+def test_gemma_rounds_where_its_own_code_does(pool: Pool) -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
     ((scale, normed, (weight, gradient)),) = pool.run(1, _in_bf16)

@@ -7,6 +7,8 @@ Transformer Engine's modules have these names and describe themselves so is take
 Megatron-Core, and their arithmetic is not looked at.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
@@ -82,7 +85,9 @@ def described(
     [(name, *LAYOUTS[number % 3]) for number, name in enumerate(SHAPES)]
     + [("experts in some layers", *layout) for layout in LAYOUTS[:2]],
 )
-def test_conversion_knows_every_tensor_of_a_model(pool, name, ranks, layout):
+def test_conversion_knows_every_tensor_of_a_model(
+    pool: Pool, name: str, ranks: int, layout: dict[str, Any]
+) -> None:
     found = pool.run(ranks, described, SHAPES[name], layout)
     assert set().union(*(held for held, _ in found)) == found[0][1]
 
@@ -186,7 +191,9 @@ def filled(
         ["llama3.1", "qwen2", "gpt2", "qwen3", "gemma2", "qwen3_moe"], ["gpt2", "qwen3_moe"]
     ),
 )
-def test_weights_reach_the_names_of_transformer_engine(pool, tmp_path, name):
+def test_weights_reach_the_names_of_transformer_engine(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
     folder = save_model(tmp_path, name, tie_word_embeddings=False)
     found = pool.run(2, filled, folder, {"tensor": 2, "sequence": True})
     for names, torch_side, engine_side in found:

@@ -1,5 +1,7 @@
 """The planner's parameters of every rank against built models: all families, layouts, padding."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from tests.distributed.hugging_face_models import MODELS
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_parameters import SHAPES
+from tests.distributed.pool import Pool
 
 # Ranks are four; stages of unequal depth, copies of tied embeddings, experts over two ranks.
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -46,14 +49,16 @@ def counted(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_kind_of_model_has_the_planned_parameters(pool, layout):
+def test_every_kind_of_model_has_the_planned_parameters(pool: Pool, layout: dict[str, Any]) -> None:
     for rank in pool.run(4, counted, SHAPES, layout):
         for name, (built, planned) in rank.items():
             assert built == planned, name
 
 
 @pytest.mark.parametrize("layout", OF_EXPERTS, ids=str)
-def test_experts_over_several_ranks_have_the_planned_parameters(pool, layout):
+def test_experts_over_several_ranks_have_the_planned_parameters(
+    pool: Pool, layout: dict[str, Any]
+) -> None:
     shapes = {name: fields for name, fields in SHAPES.items() if "moe" in fields}
     for rank in pool.run(4, counted, shapes, layout):
         for name, (built, planned) in rank.items():
@@ -63,7 +68,7 @@ def test_experts_over_several_ranks_have_the_planned_parameters(pool, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
-def test_every_family_has_the_planned_parameters(pool, layout):
+def test_every_family_has_the_planned_parameters(pool: Pool, layout: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
     from megatron_distill.models.hugging_face.families import family_named

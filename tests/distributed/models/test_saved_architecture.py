@@ -1,5 +1,7 @@
 """The architecture in a checkpoint's description, of this release and of older ones."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.megatron_world import small_architecture
+from tests.distributed.pool import Pool
 
 SLIDING: dict[str, Any] = {
     "sliding_window": 5,
@@ -52,12 +55,12 @@ SAME: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_the_same_model_is_known_again(pool, case):
+def test_the_same_model_is_known_again(pool: Pool, case: str) -> None:
     changes, forgotten = SAME[case]
     assert pool.run(1, _complaint, changes, forgotten, {}, changes) == [""]
 
 
-def test_another_model_is_distinguished_by_fields_that_only_one_of_them_has(pool):
+def test_another_model_is_distinguished_by_fields_that_only_one_of_them_has(pool: Pool) -> None:
     (text,) = pool.run(1, _complaint, {}, OLDER, {}, SLIDING)
     assert "sliding_window None vs 5" in text
     assert "rope_scaling.kind None vs 'linear'" in text
@@ -65,7 +68,7 @@ def test_another_model_is_distinguished_by_fields_that_only_one_of_them_has(pool
     assert "sliding_layers (0, 2) vs (0, 1)" in text
 
 
-def test_a_field_of_another_release_is_named(pool):
+def test_a_field_of_another_release_is_named(pool: Pool) -> None:
     (text,) = pool.run(1, _complaint, {}, [], {"sinks": 4}, {})
     assert "of another release" in text
     assert "sinks" in text

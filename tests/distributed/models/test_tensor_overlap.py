@@ -9,6 +9,8 @@ Regimes: two hidden sizes; a teacher's pass between a student's two; a micro-bat
 recomputed layers; a third shape, a second tensor-parallel size, GPUs that cannot.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from collections import Counter
@@ -32,6 +34,7 @@ from tests.distributed.models.test_parameters import (
     transformer_engine_layers,
     transformer_engine_provider,
 )
+from tests.distributed.pool import Pool
 
 PRODUCTS = ("qkv", "proj", "fc1", "fc2")
 
@@ -202,7 +205,7 @@ def stepped(rank: int, world: int, recompute: str) -> tuple[list[Any], dict[Any,
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_each_model_s_buffers_are_in_place_in_both_passes(pool, recompute):
+def test_each_model_s_buffers_are_in_place_in_both_passes(pool: Pool, recompute: str) -> None:
     for made, calls, is_gone in pool.run(2, stepped, recompute):
         assert made == [(64, 16, 2, "NONE"), (64, 32, 2, "NONE")]
         again = 2 if recompute == "full" else 1
@@ -216,7 +219,7 @@ def test_each_model_s_buffers_are_in_place_in_both_passes(pool, recompute):
         assert is_gone
 
 
-def test_one_shape_has_one_set():
+def test_one_shape_has_one_set() -> None:
     with engine() as found:
         buffers = UserBuffers()
         shape = BufferShape(64, 16, 2, is_fp8=False)
@@ -240,7 +243,9 @@ REFUSED: dict[str, tuple[list[BufferShape], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_buffers_that_transformer_engine_cannot_make_are_refused(case, monkeypatch):
+def test_buffers_that_transformer_engine_cannot_make_are_refused(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("UB_SKIPMC", raising=False)
     shapes, text = REFUSED[case]
     with engine(multicast=case != "no multicast") as found:

@@ -7,6 +7,8 @@ Regimes: lengths of another sample; a window one key too wide; samples and posit
 fusion in a module that cannot compute it; FP8 in a model, a width or an environment without it.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_parameters import transformer_engine_layers
+from tests.distributed.pool import Pool
 
 LENGTH = 24
 
@@ -113,7 +116,7 @@ def in_torch(architecture: Any, experts: int | None) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_its_attention_gets_the_documents_windows_and_scale_of_ours(pool, shape):
+def test_its_attention_gets_the_documents_windows_and_scale_of_ours(pool: Pool, shape: str) -> None:
     (((kind, expected), (engine, found)),) = pool.run(1, attended, SHAPES[shape])
     assert kind == "TorchAttention"
     assert engine == ("TorchAttention" if shape == "soft cap" else "EngineAttention")
@@ -158,7 +161,7 @@ def decisions(rank: int, world: int) -> dict[str, Any]:
         }
 
 
-def test_fusions_are_those_that_fit(pool):
+def test_fusions_are_those_that_fit(pool: Pool) -> None:
     assert pool.run(1, decisions) == [
         {
             "fused rope, by samples": [True, False],
@@ -207,7 +210,7 @@ FP8: dict[str, tuple[dict[str, Any], int, bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", FP8)
-def test_fp8_is_set_or_refused_by_key_value_and_remedy(pool, case):
+def test_fp8_is_set_or_refused_by_key_value_and_remedy(pool: Pool, case: str) -> None:
     shape, tensor, runs, parts = FP8[case]
     (said,) = pool.run(1, fp8_of, shape, tensor, runs)
     for part in parts:

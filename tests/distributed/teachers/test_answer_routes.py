@@ -4,6 +4,8 @@ gloo groups of two ranks stand for NCCL's, which needs GPUs. Each is made by bot
 waits for the second one, as NCCL's does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -24,6 +26,7 @@ from megatron_distill.train.teachers.answer_ways import (
 )
 from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
 from megatron_distill.train.teachers.units import Grid, Units
+from tests.distributed.pool import Pool
 
 SECONDS = 30.0
 
@@ -113,7 +116,7 @@ def exchange(rank: int, world: int) -> tuple[Sequence[tuple[int, int]], ...]:
 
 
 @pytest.mark.slow
-def test_every_route_is_made_before_the_first_round(pool):
+def test_every_route_is_made_before_the_first_round(pool: Pool) -> None:
     found = pool.run(4, exchange)
     of_rank = {0: [(0, 2), (0, 3)], 1: [(1, 2), (1, 3)], 2: [(0, 2), (1, 2)], 3: [(0, 3), (1, 3)]}
     for rank, (connected, used) in enumerate(found):

@@ -1,5 +1,7 @@
 """Queries and keys that move between two layouts over gloo: each rank has its heads in order."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from megatron_distill.train.teachers.units import Grid
 from tests.distributed.megatron_world import megatron_groups
+from tests.distributed.pool import Pool
 
 LENGTH, HEADS = 16, 4
 Sizes = Mapping[str, int | bool]
@@ -77,7 +80,9 @@ def move_heads(rank: int, world: int, teacher: Sizes, student: Sizes) -> int:
         ),
     ],
 )
-def test_queries_and_keys_arrive_in_the_other_layout(pool, teacher, student, arrived):
+def test_queries_and_keys_arrive_in_the_other_layout(
+    pool: Pool, teacher: Sizes, student: Sizes, arrived: int
+) -> None:
     found = pool.run(4, move_heads, teacher, student)
     stages = student.get("pipeline", 1)
     assert found == [0] * (4 - 4 // stages) + [arrived] * (4 // stages)

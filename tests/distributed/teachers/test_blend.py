@@ -1,5 +1,7 @@
 """A blend over ranks: the same samples of the same sources in every layout, resumed anywhere."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,6 +13,7 @@ from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.sources import DataOptions, open_training, read_held_out
 from megatron_distill.runtime.batch import LabelCounts
+from tests.distributed.pool import Pool
 from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
 from tests.support.indexed_corpus import numbered, write_indexed
 
@@ -87,7 +90,9 @@ def source_of(tokens: tuple[int, ...]) -> int:
     return 1 if any(ord("A") <= token - 1 <= ord("J") for token in tokens) else 0
 
 
-def test_no_layout_changes_the_order_and_every_row_knows_its_source(pool, specs):
+def test_no_layout_changes_the_order_and_every_row_knows_its_source(
+    pool: Pool, specs: list[SourceSpec]
+) -> None:
     expected = pool.run(1, take_rows, specs, (8, 8), None, 15)
     rows = rows_of(expected)
     assert [sample for sample, _, _ in rows] == list(range(120))
@@ -100,7 +105,9 @@ def test_no_layout_changes_the_order_and_every_row_knows_its_source(pool, specs)
         assert results[0][1] == expected[0][1]
 
 
-def test_the_counts_of_the_sources_are_those_of_the_global_batch_on_every_rank(pool, specs):
+def test_the_counts_of_the_sources_are_those_of_the_global_batch_on_every_rank(
+    pool: Pool, specs: list[SourceSpec]
+) -> None:
     alone = pool.run(1, take_rows, specs, (8, 8), None, 4)[0][0]
     for steps, _ in pool.run(4, take_rows, specs, (8, 1), None, 4):
         for (_, counts, totals), (_, expected, _) in zip(steps, alone, strict=True):
@@ -115,7 +122,9 @@ def test_the_counts_of_the_sources_are_those_of_the_global_batch_on_every_rank(p
 
 
 @pytest.mark.parametrize("place", [1, 4])
-def test_a_blend_goes_on_in_the_middle_with_other_ranks(pool, specs, place):
+def test_a_blend_goes_on_in_the_middle_with_other_ranks(
+    pool: Pool, specs: list[SourceSpec], place: int
+) -> None:
     whole = pool.run(1, take_rows, specs, (8, 4), None, 8)
     _, state = pool.run(2, take_rows, specs, (8, 1), None, place)[1]
     resumed = pool.run(4, take_rows, specs, (8, 2), state, 8 - place)
@@ -123,7 +132,9 @@ def test_a_blend_goes_on_in_the_middle_with_other_ranks(pool, specs, place):
     assert resumed[0][1] == whole[0][1]
 
 
-def test_held_out_samples_are_shared_by_weight_and_know_their_source(specs):
+def test_held_out_samples_are_shared_by_weight_and_know_their_source(
+    specs: list[SourceSpec],
+) -> None:
     held_out = read_held_out(specs, tokenizer=ByteTokenizer(), options=OPTIONS, samples=20)
     owners = Counter(sample.source for sample in held_out.samples)
     for index, weight in enumerate(WEIGHTS):

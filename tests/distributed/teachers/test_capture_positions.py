@@ -1,5 +1,7 @@
 """The stored values of a live teacher have the bits of the student's objective."""
 
+from __future__ import annotations
+
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +19,7 @@ from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import HiddenState, TopK
 from megatron_distill.store import CaptureSettings, draw_ids
 from megatron_distill.train.capture.positions import PositionCapture
+from tests.distributed.pool import Pool
 
 SIZE = 301
 LENGTH = 24
@@ -112,8 +115,8 @@ def bits(
     [("some", torch.float32, None), ("some", torch.bfloat16, 9.0), ("all", torch.float32, None)],
 )
 def test_a_top_k_has_the_bits_that_the_objective_chooses(
-    pool, world, padded, trained, dtype, softcap
-):
+    pool: Pool, world: int, padded: int, trained: str, dtype: torch.dtype, softcap: float | None
+) -> None:
     for found, chosen in pool.run(world, bits, padded, trained, dtype, softcap):
         ids, log_probs, log_tail = found
         assert (len(ids) == 2 * LENGTH) == (trained == "all")
@@ -144,7 +147,9 @@ def capture_whole(
     ("trained", "world", "padded"),
     [("some", 1, 384), ("all", 2, 384), ("some", 2, 768), ("none", 2, 384), ("some", 4, 512)],
 )
-def test_every_position_is_that_of_whole_logits(pool, trained, world, padded):
+def test_every_position_is_that_of_whole_logits(
+    pool: Pool, trained: str, world: int, padded: int
+) -> None:
     # Of 768 columns on two ranks, those of the second are padding, all of them.
     results = pool.run(world, capture_whole, padded, trained, {"temperatures": (0.5, 3.0)})
     state = state_of(VocabShard(SIZE, 0, SIZE), torch.float32, None)
@@ -169,7 +174,7 @@ def test_every_position_is_that_of_whole_logits(pool, trained, world, padded):
         assert torch.equal(floats, results[0][1]), "identical bits on every rank"
 
 
-def test_draws_of_positions_are_those_of_their_samples(pool):
+def test_draws_of_positions_are_those_of_their_samples(pool: Pool) -> None:
     changes = {"mode": "sampled", "k": 30, "sampling_seed": 4}
     batch = batch_of("some")
     state = state_of(VocabShard(SIZE, 0, SIZE), torch.float32, None)
@@ -195,7 +200,9 @@ def draw_split(rank: int, world: int, log_probs: Tensor, starts: list[int]) -> t
 @pytest.mark.parametrize(
     "starts", [[0, 40], [0, 20, 40], [0, 3, 40], [0, 10, 20, 30, 40], [0, 25, 50], [0, 40, 80]]
 )
-def test_draws_of_the_same_log_probs_are_the_same_for_every_split(pool, starts):
+def test_draws_of_the_same_log_probs_are_the_same_for_every_split(
+    pool: Pool, starts: list[int]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     log_probs = (3 * torch.randn(300, 40, generator=generator)).log_softmax(1)
     log_probs[7] = -torch.inf
@@ -217,6 +224,6 @@ def draw_wrong(rank: int, world: int) -> str:
     return "no error"
 
 
-def test_logits_without_a_distribution_over_all_ranks_are_refused_on_all(pool):
+def test_logits_without_a_distribution_over_all_ranks_are_refused_on_all(pool: Pool) -> None:
     text = "log_probs contain a row whose probabilities do not sum to one"
     assert pool.run(2, draw_wrong) == [text, text]

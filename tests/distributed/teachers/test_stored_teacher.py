@@ -1,5 +1,7 @@
 """A stored teacher over ranks: the same signals in every layout, errors on all ranks at once."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Recorded, TopK
 from megatron_distill.store import StoreSet, top_k_signal
 from tests.distributed.megatron_world import megatron_groups
+from tests.distributed.pool import Pool
 from tests.support.store_samples import settings, tokens_of, write_store
 
 SAMPLES, MICRO, STEPS = 12, 2, 3
@@ -103,7 +106,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("announce", [False, True], ids=["asked", "announced"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_gets_the_store_s_signals_of_its_positions(pool, folder, layout, announce):
+def test_every_rank_gets_the_store_s_signals_of_its_positions(
+    pool: Pool, folder: Path, layout: str, announce: bool
+) -> None:
     world, arguments = LAYOUTS[layout]
     by_rank = pool.run(world, _sent_signals, arguments, folder, announce)
     with StoreSet.open([str(folder)]).stores[0] as reader:
@@ -140,8 +145,8 @@ def _failure(rank: int, world: int, layout: dict[str, Any], folder: Path, announ
 @pytest.mark.parametrize("announce", [False, True], ids=["asked", "announced"])
 @pytest.mark.parametrize("layout", ["tp2-pp2", "dp2", "tp2-cp2"])
 def test_a_record_that_one_rank_cannot_read_stops_all_with_its_name(
-    pool, tmp_path, layout, announce
-):
+    pool: Pool, tmp_path: Path, layout: str, announce: bool
+) -> None:
     write_store(tmp_path / "s", settings(), samples=SAMPLES)
     path = tmp_path / "s" / "shards" / "logits-000001.array_record"
     content = bytearray(path.read_bytes())
@@ -154,7 +159,7 @@ def test_a_record_that_one_rank_cannot_read_stops_all_with_its_name(
     assert "sample 5" in messages[0]
 
 
-def test_another_samples_record_stops_all(pool, tmp_path):
+def test_another_samples_record_stops_all(pool: Pool, tmp_path: Path) -> None:
     """The store of another corpus: its tokens are not those of the batch."""
     write_store(tmp_path / "s", settings(vocab_size=131_072), samples=SAMPLES)
     messages = pool.run(2, _failure, {"tensor": 2}, tmp_path / "s", True)

@@ -1,5 +1,7 @@
 """A teacher's digest: equal for equal weights in any location, different for any other teacher."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,9 @@ def one_digest(pool: Pool, folder: Path, world: int = 1, **changes: Any) -> str:
     "family",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[:-1]), FAMILIES[-1]],
 )
-def test_a_folder_and_its_import_are_one_teacher_on_any_number_of_ranks(pool, tmp_path, family):
+def test_a_folder_and_its_import_are_one_teacher_on_any_number_of_ranks(
+    pool: Pool, tmp_path: Path, family: str
+) -> None:
     folder = save_model(tmp_path / "hf", family)
     pool.run(2, imported, folder, tmp_path / "checkpoint")
     found = one_digest(pool, folder)
@@ -61,7 +65,7 @@ def test_a_folder_and_its_import_are_one_teacher_on_any_number_of_ranks(pool, tm
         assert one_digest(pool, folder, world) == found
 
 
-def test_weights_of_another_dtype_are_the_same_values(pool, tmp_path):
+def test_weights_of_another_dtype_are_the_same_values(pool: Pool, tmp_path: Path) -> None:
     narrow = save_model(tmp_path / "bf16", "llama2", dtype=torch.bfloat16)
     assert one_digest(pool, narrow) != one_digest(pool, save_model(tmp_path / "fp32", "llama2"))
     widen(narrow, tmp_path / "wide")
@@ -82,7 +86,7 @@ def widen(narrow: Path, wide: Path, **changes: float) -> None:
     save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_one_number_that_differs_makes_another_teacher(pool, tmp_path):
+def test_one_number_that_differs_makes_another_teacher(pool: Pool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", "llama2")
     changed = {"model.layers.2.mlp.down_proj.weight": 1e-6}
     widen(folder, tmp_path / "changed", **changed)
@@ -92,7 +96,7 @@ def test_one_number_that_differs_makes_another_teacher(pool, tmp_path):
     assert one_digest(pool, tmp_path / "changed") != found
 
 
-def test_weights_count_and_their_padding_does_not(pool, tmp_path):
+def test_weights_count_and_their_padding_does_not(pool: Pool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", "llama2")
     found = one_digest(pool, folder)
     for field, value in (
@@ -120,7 +124,7 @@ def random_digest(rank: int, world: int, seed: int, changes: dict[str, Any]) -> 
     return teacher_digest(ModelSource(architecture), seed=seed, group=dist.group.WORLD)
 
 
-def test_random_weights_are_their_seed_and_their_shape(pool):
+def test_random_weights_are_their_seed_and_their_shape(pool: Pool) -> None:
     (found,) = pool.run(1, random_digest, 1, {})
     assert pool.run(2, random_digest, 1, {"vocab_divisible_by": 128}) == [found, found]
     others = [

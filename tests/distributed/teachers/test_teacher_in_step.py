@@ -22,6 +22,7 @@ from tests.distributed.feature_worlds import (
 )
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.models.test_models import LENGTH
+from tests.distributed.pool import Pool
 from tests.support.peaks import least_peak
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ def peak_of_step(
 @pytest.mark.parametrize("with_features", [False, True])
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE)])
 def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
-    pool, world, layout, with_features
-):
+    pool: Pool, world: int, layout: dict[str, Any], with_features: bool
+) -> None:
     few, many = (pool.run(world, peak_of_step, layout, count, with_features) for count in (4, 32))
     for own_few, own_many in zip(few, many, strict=True):
         assert own_many <= 1.05 * own_few, (few, many)
@@ -164,7 +165,7 @@ def peak_of_documents(rank: int, world: int, documents: int) -> int:
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_step_is_that_of_one_document_a_sample(pool):
+def test_the_peak_of_a_step_is_that_of_one_document_a_sample(pool: Pool) -> None:
     (one,), (eight,) = (pool.run(1, peak_of_documents, count) for count in (1, 8))
     assert eight == pytest.approx(one, rel=0.05)
 
@@ -185,7 +186,7 @@ def bytes_of_signals(rank: int, world: int, micro_batches: int) -> tuple[bool, i
         return groups.is_last_stage, held
 
 
-def test_with_stages_a_tensor_rank_holds_its_part_of_the_sequence_only(pool):
+def test_with_stages_a_tensor_rank_holds_its_part_of_the_sequence_only(pool: Pool) -> None:
     part = ROWS * LENGTH // 2 * TEACHER["hidden_size"] * torch.float32.itemsize
     for is_last, held in pool.run(4, bytes_of_signals, 8):
         # Megatron's model keeps the input of its last micro-batch.
@@ -208,7 +209,7 @@ def means_of_step(rank: int, world: int, through_host: bool) -> dict[str, float]
         return {name: float(mean) for name, mean in means[0].items()}
 
 
-def test_states_in_host_memory_give_the_same_losses(pool):
+def test_states_in_host_memory_give_the_same_losses(pool: Pool) -> None:
     on_device, through_host = (pool.run(2, means_of_step, host) for host in (False, True))
     assert through_host == on_device
     assert on_device[0]["kd"] > 0

@@ -1,11 +1,14 @@
 """Rows that move between layouts over gloo: each rank has the rows of its own layout."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_distill.train.teachers.transfer import Movement, transfer
 from megatron_distill.train.teachers.units import Grid, Holding, messages
+from tests.distributed.pool import Pool
 
 LENGTH = 16
 
@@ -46,5 +49,5 @@ def move_units(rank: int, world: int, producer: Grid, consumer: Grid) -> bool:
         (Grid(2, 1, 1, 1, False, (2, 3)), Grid(1, 1, 1, 2, False, (0, 1))),
     ],
 )
-def test_units_arrive_in_the_other_layout(pool, producer, consumer):
+def test_units_arrive_in_the_other_layout(pool: Pool, producer: Grid, consumer: Grid) -> None:
     assert all(pool.run(4, move_units, producer, consumer))

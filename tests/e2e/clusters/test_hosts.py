@@ -1,5 +1,7 @@
 """A job over two hosts with an interface of their own each: a pulled cable, and what follows."""
 
+from __future__ import annotations
+
 import signal
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import psutil
 import pytest
 
 from megatron_distill.launching.records import Launches, Status
+from tests.distributed.pool import Pool
 from tests.e2e.processes import PATIENCE, ROOT
-from tests.e2e.runs import course, environment, run, step_records
+from tests.e2e.runs import Inputs, course, environment, run, step_records
 from tests.support.network_hosts import INTERFACE, Hosts, refusal, two_hosts
 
 pytestmark = pytest.mark.slow
@@ -56,8 +59,8 @@ def submitted(hosts: Hosts, log: Path, *words: str) -> Iterator[subprocess.Popen
 
 
 def test_both_hosts_end_when_their_cable_is_pulled_and_go_on_when_it_is_back(
-    hosts, pool, inputs, tmp_path
-):
+    hosts: Hosts, pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, output, log = inputs.folder / "dense.yaml", tmp_path / "run", tmp_path / "job.log"
     launches = Launches(output / "launches", output, "")
 

@@ -1,14 +1,18 @@
 """The pods of a JobSet as two processes of this machine: to the end, and a wrong setting."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from megatron_distill.launching.records import Launches, Status
+from tests.distributed.pool import Pool
 from tests.e2e.processes import PATIENCE, ROOT
-from tests.e2e.runs import course, environment, run, step_records
+from tests.e2e.runs import Inputs, course, environment, run, step_records
 from tests.support.slurm_cluster import free_ports
 
 pytestmark = pytest.mark.slow
@@ -36,7 +40,9 @@ def run_pods(attempt: int, *words: str) -> tuple[list[int], str]:
         return [pod.returncode for pod in pods], "".join(texts)
 
 
-def test_pods_train_as_one_job_and_end_when_it_is_done(pool, inputs, tmp_path):
+def test_pods_train_as_one_job_and_end_when_it_is_done(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     # A JobSet of the same name was stopped and deleted.
     before = output / "launches" / "distill-0"
@@ -56,7 +62,7 @@ def test_pods_train_as_one_job_and_end_when_it_is_done(pool, inputs, tmp_path):
     assert "nothing to do" in text
 
 
-def test_pods_end_their_job_after_an_error_in_the_settings(inputs, tmp_path):
+def test_pods_end_their_job_after_an_error_in_the_settings(inputs: Inputs, tmp_path: Path) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     statuses, text = run_pods(0, str(config), f"output={output}", *SAVING, "parallel.tensor=4")
     assert statuses == [78, 78], text

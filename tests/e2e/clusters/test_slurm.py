@@ -4,16 +4,19 @@ Regimes: to the end, near the time limit, cancelled, a rank killed, a node lost,
 its check, all nodes failing it, an error in the configuration, two jobs side by side, a capture.
 """
 
+from __future__ import annotations
+
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.launching.records import Launches, Status, bad_nodes
 from megatron_distill.launching.run_status import read_status
+from tests.distributed.pool import Pool
 from tests.e2e.captures import contents, run_in, write_capture
-from tests.e2e.runs import course, run, step_records
+from tests.e2e.runs import Inputs, course, run, step_records
 from tests.support.slurm_cluster import Cluster, Job, missing_programs, slurm_cluster
 
 pytestmark = pytest.mark.slow
@@ -61,8 +64,8 @@ def next_launch_steps(job: Job, output: Path, launches: int, steps: int = 2) -> 
 
 
 def test_two_nodes_train_to_the_end_and_the_same_job_has_then_nothing_to_do(
-    cluster, pool, inputs, tmp_path
-):
+    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     words = (str(config), f"output={output}", "train.steps=4", *SAVING)
     job = cluster.submit(words)
@@ -84,8 +87,8 @@ def test_two_nodes_train_to_the_end_and_the_same_job_has_then_nothing_to_do(
 
 
 def test_a_job_near_its_time_limit_saves_and_goes_on_bit_for_bit_until_it_is_cancelled(
-    cluster, pool, inputs, tmp_path
-):
+    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     words = ("--max-starts", "9", "--", "train", str(config), f"output={output}", *ENDLESS)
     job = cluster.submit(words, options=("--time=1", "--signal=B:USR1@1"))
@@ -117,7 +120,9 @@ def test_a_job_near_its_time_limit_saves_and_goes_on_bit_for_bit_until_it_is_can
     assert "cancelled after step" in job.log
 
 
-def test_a_killed_rank_and_then_a_lost_node_cost_a_launch_each(cluster, inputs, tmp_path):
+def test_a_killed_rank_and_then_a_lost_node_cost_a_launch_each(
+    cluster: Cluster, inputs: Inputs, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     words = (str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS,
              "checkpoint.interval=2")  # fmt: skip
@@ -144,8 +149,8 @@ def test_a_killed_rank_and_then_a_lost_node_cost_a_launch_each(cluster, inputs, 
 
 
 def test_a_node_that_fails_its_check_is_excluded_from_this_job_and_the_next(
-    cluster, inputs, tmp_path
-):
+    cluster: Cluster, inputs: Inputs, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     words = (str(inputs.folder / "dense.yaml"), f"output={output}", "train.steps=2", *SAVING)
     check = ("--health-command", 'test "$SLURMD_NODENAME" != n2')
@@ -169,7 +174,9 @@ def test_a_node_that_fails_its_check_is_excluded_from_this_job_and_the_next(
     assert nodes_of(output, 2) == ["n1", "n3"]
 
 
-def test_launches_without_a_new_checkpoint_come_to_an_end(cluster, inputs, tmp_path):
+def test_launches_without_a_new_checkpoint_come_to_an_end(
+    cluster: Cluster, inputs: Inputs, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     words = ("--health-command", "false", "--max-starts", "2", "--", "train",
              str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS)  # fmt: skip
@@ -181,7 +188,9 @@ def test_launches_without_a_new_checkpoint_come_to_an_end(cluster, inputs, tmp_p
     assert "2 launches since step 0 brought no new checkpoint" in job.log
 
 
-def test_an_error_in_the_configuration_is_not_tried_again(cluster, inputs, tmp_path):
+def test_an_error_in_the_configuration_is_not_tried_again(
+    cluster: Cluster, inputs: Inputs, tmp_path: Path
+) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     before = cluster.submit((str(config), f"output={output}", "train.steps=-1"))
     within = cluster.submit((str(config), f"output={output}", "parallel.tensor=4"))
@@ -194,7 +203,9 @@ def test_an_error_in_the_configuration_is_not_tried_again(cluster, inputs, tmp_p
     assert "Traceback" not in before.log + within.log
 
 
-def test_a_full_disk_ends_the_job_with_its_name(cluster, inputs, small_disk):
+def test_a_full_disk_ends_the_job_with_its_name(
+    cluster: Cluster, inputs: Inputs, small_disk: Callable[[str], Path]
+) -> None:
     output = small_disk("512k") / "run"
     job = cluster.submit((str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS,
                           "checkpoint.interval=2"))  # fmt: skip
@@ -204,7 +215,9 @@ def test_a_full_disk_ends_the_job_with_its_name(cluster, inputs, small_disk):
     assert "Traceback" not in job.log
 
 
-def test_jobs_share_nodes_but_not_a_folder(cluster, inputs, tmp_path):
+def test_jobs_share_nodes_but_not_a_folder(
+    cluster: Cluster, inputs: Inputs, tmp_path: Path
+) -> None:
     config = str(inputs.folder / "dense.yaml")
     outputs = [tmp_path / "first", tmp_path / "second"]
     on = ("--nodelist=n1,n2",)
@@ -228,7 +241,9 @@ def test_jobs_share_nodes_but_not_a_folder(cluster, inputs, tmp_path):
         assert [one.nodes for one in launches_of(output).all()] == [["n1", "n2"]]
 
 
-def test_a_capture_goes_on_without_a_bad_node_where_one_is_spare(cluster, pool, inputs, tmp_path):
+def test_a_capture_goes_on_without_a_bad_node_where_one_is_spare(
+    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, store = write_capture(inputs, "slurm-capture"), tmp_path / "store"
     words = ("--wanted-nodes", "2", "--health-command", 'test "$SLURMD_NODENAME" != n2', "--",
              "capture", str(config), f"store.path={store}")  # fmt: skip

@@ -1,12 +1,15 @@
 """A run that has ended holds no model and no process group."""
 
+from __future__ import annotations
+
 import gc
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from tests.e2e.runs import train_here
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, train_here
 
 
 def modules_left(rank: int, world: int, config: Path, overrides: list[str]) -> int:
@@ -18,8 +21,13 @@ def modules_left(rank: int, world: int, config: Path, overrides: list[str]) -> i
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("dense", ["train.recompute=full"]), ("moe", ["parallel.expert=2", "train.recompute=full"])],
+    [
+        ("dense", ["train.recompute=full"]),
+        ("moe", ["parallel.expert=2", "train.recompute=full"]),
+    ],
 )
-def test_no_part_of_a_model_outlives_its_run(pool, inputs, tmp_path, name, options):
+def test_no_part_of_a_model_outlives_its_run(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, options: list[str]
+) -> None:
     short = [f"output={tmp_path}", "train.steps=2", "schedule.warmup_steps=0", *options]
     assert pool.run(2, modules_left, inputs.folder / f"{name}.yaml", short) == [0, 0]

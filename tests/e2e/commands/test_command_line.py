@@ -1,5 +1,7 @@
 """`megatron-distill` as a user calls it: its own ranks, signals, chats, and an installed wheel."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
@@ -43,7 +45,7 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_its_own_ranks_have_the_losses_of_torchruns(tmp_path):
+def test_its_own_ranks_have_the_losses_of_torchruns(tmp_path: Path) -> None:
     trained = program(tmp_path, "train", "tiny.yaml", *SHORT, "--processes", "2")
     assert trained.returncode == 0, trained.stderr
     assert f"configuration: {shipped_folder()}/tiny.yaml, shipped with" in trained.stderr
@@ -66,7 +68,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("manner", quick_and_slow(ENDINGS, ("error",)))
-def test_the_ranks_own_error_comes_last_with_their_status(manner):
+def test_the_ranks_own_error_comes_last_with_their_status(manner: str) -> None:
     starter = (
         "import sys; from megatron_distill.runtime.torchrun import run_ranks\n"
         "sys.exit(run_ranks('tests.support.rank_endings', sys.argv[1:], processes=2))"
@@ -90,7 +92,9 @@ def ranks_below(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "generate"])
-def test_an_interruption_ends_every_rank(pool, inputs, tmp_path, command):
+def test_an_interruption_ends_every_rank(
+    pool: Pool, inputs: Inputs, tmp_path: Path, command: str
+) -> None:
     config = inputs.folder / "dense.yaml"
     run(pool, 1, config, tmp_path / "run", *SHORT, "checkpoint.save=true")
     words = {
@@ -145,7 +149,7 @@ def chatting(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-def test_a_chat_is_the_one_that_transformers_holds(chatting):
+def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
     chat = ("--chat", "--prompt", "Is it sunny?", "--system", "Be brief.", "--temperature", "0")
     words = (*chat, "--tokens", "12")
     ours = program(chatting, "generate", "run", *words, "parallel.tensor=2", "--processes", "2")
@@ -165,7 +169,7 @@ def test_a_chat_is_the_one_that_transformers_holds(chatting):
 GENERATE = ROOT / "launch" / "generate.py"
 
 
-def test_a_chat_without_a_template_names_the_tokenizer(pool, chatting):
+def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Path) -> None:
     bare = chatting / "bare"
     shutil.copytree(chatting / "tokenizer", bare)
     (bare / "chat_template.jinja").unlink()
@@ -178,7 +182,7 @@ def test_a_chat_without_a_template_names_the_tokenizer(pool, chatting):
     )
 
 
-def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool, chatting):
+def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool: Pool, chatting: Path) -> None:
     words = ("--chat", "--prompt", "sunny " * 70)
     done = call_alone(pool, GENERATE, chatting / "run", *words)
     assert done.status == 1
@@ -186,7 +190,7 @@ def test_a_chat_that_the_model_cannot_see_whole_is_refused(pool, chatting):
 
 
 @pytest.mark.slow
-def test_an_evaluation_proposes_the_next_commands(chatting):
+def test_an_evaluation_proposes_the_next_commands(chatting: Path) -> None:
     held_out = ("validation.samples=4", "--json", "figures.json")
     done = program(chatting, "evaluate", "run", *held_out)
     assert done.returncode == 0, done.stderr
@@ -217,7 +221,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_a_shipped_configuration_outside_of_the_repository(installed, tmp_path):
+def test_the_wheel_trains_a_shipped_configuration_outside_of_the_repository(
+    installed: Path, tmp_path: Path
+) -> None:
     shipped = installed / "megatron_distill" / "configs"
     names = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
     assert sorted(path.name for path in shipped.iterdir()) == names

@@ -1,5 +1,7 @@
 """The quickstart as a newcomer starts it, with very few steps."""
 
+from __future__ import annotations
+
 import signal
 import subprocess
 import sys
@@ -29,7 +31,7 @@ def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_the_quickstart_ends_with_everything_it_promises(tmp_path):
+def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None:
     child = start(tmp_path, "--offline", "--steps", "4", "validation.samples=8")
     text, _ = child.communicate(timeout=SECONDS)
     assert child.returncode == 0, text
@@ -59,7 +61,7 @@ def test_the_quickstart_ends_with_everything_it_promises(tmp_path):
     assert offline[-1]["ce_loss"] == pytest.approx(online[-1]["ce_loss"], rel=0.05)
 
 
-def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path):
+def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> None:
     one_process = ("parallel.tensor=1", "parallel.pipeline=1", "validation.samples=8")
     arguments = ("--steps", "12", *one_process)
     child = start(tmp_path, *arguments)

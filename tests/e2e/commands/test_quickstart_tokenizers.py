@@ -1,5 +1,7 @@
 """The comparison of losses between tokenizers as a newcomer starts it, with very few steps."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
@@ -31,7 +33,7 @@ def start(output: Path) -> str:
     return made.stdout
 
 
-def test_it_ends_with_a_table_of_the_losses_and_a_picture(tmp_path):
+def test_it_ends_with_a_table_of_the_losses_and_a_picture(tmp_path: Path) -> None:
     text = start(tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     names = ["teacher", "student alone", *LOSSES]

@@ -1,5 +1,9 @@
 """`calibrate --run`: a device refined by a run predicts the phases that the run measured."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.cli import main
@@ -9,7 +13,8 @@ from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import read_steps
 from megatron_distill.planning.step_time import phase_seconds
 from megatron_distill.train.reports.planned_run import configured_choice, open_shapes, planned_run
-from tests.e2e.runs import COMMON, STUDENT, run
+from tests.distributed.pool import Pool
+from tests.e2e.runs import COMMON, STUDENT, Inputs, run
 from tests.e2e.teachers.test_several_teachers import teachers_section
 
 RANKS = 2
@@ -24,7 +29,9 @@ CORE = {
 }
 
 
-def test_a_run_with_several_teachers_refines_a_device(pool, inputs, tmp_path, capsys):
+def test_a_run_with_several_teachers_refines_a_device(
+    pool: Pool, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = COMMON.format(
         corpus=inputs.corpus,
         tokenizer=inputs.tokenizer,

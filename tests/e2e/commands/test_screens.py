@@ -1,12 +1,15 @@
 """The screen of real runs: the banner counts the built model, and the losses of a step add up."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.runs import assembled, logged, run
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, assembled, logged, run
 
 SHORT = ("train.steps=3", "schedule.warmup_steps=1")
 FEATURES = "objective.features=[{student: 1, teacher: 2, weight: 0.5}]"
@@ -30,7 +33,9 @@ def counted(rank: int, world: int, config_path: Path, overrides: Sequence[str]) 
         (FEATURES, "objective.balance={mode: gradient_norm}"),
     ],
 )
-def test_the_line_of_every_step_adds_up(overrides, pool, inputs, tmp_path):
+def test_the_line_of_every_step_adds_up(
+    overrides: tuple[str, ...], pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     from megatron_distill.config import load_config
     from megatron_distill.train.progress import total_texts
 
@@ -44,7 +49,9 @@ def test_the_line_of_every_step_adds_up(overrides, pool, inputs, tmp_path):
         assert " features " in text
 
 
-def test_the_first_rank_alone_begins_with_the_banner(pool, inputs, tmp_path):
+def test_the_first_rank_alone_begins_with_the_banner(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     arguments = [f"output={tmp_path}", *SHORT, FEATURES, "parallel.tensor=2"]
     first, second = pool.run(2, logged, inputs.folder / "dense.yaml", arguments)
     assert first.count(f"distillation into {tmp_path}\n") == 1
@@ -53,7 +60,7 @@ def test_the_first_rank_alone_begins_with_the_banner(pool, inputs, tmp_path):
     assert "distillation into" not in second
 
 
-def test_the_banner_counts_a_rank_s_parameters(pool, inputs, tmp_path):
+def test_the_banner_counts_a_rank_s_parameters(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     from megatron_distill.train.reports.banner import parameter_counts
 
     arguments = [f"output={tmp_path}", *SHORT]

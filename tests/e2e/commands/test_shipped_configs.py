@@ -1,5 +1,7 @@
 """Each configuration that is shipped for large models runs, on small stand-ins for its models."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
@@ -112,7 +114,7 @@ def assert_two_steps(records: list[dict[str, Any]]) -> None:
         assert record["grad_norm"] > 0
 
 
-def test_chat_data_train_responses_alone(pool, qwens, tmp_path):
+def test_chat_data_train_responses_alone(pool: Pool, qwens: Path, tmp_path: Path) -> None:
     turns = [
         [
             {"role": "user", "content": f"what is {n}?" + " please" * (n % 5)},
@@ -139,7 +141,9 @@ def test_chat_data_train_responses_alone(pool, qwens, tmp_path):
         assert record["kd_loss"] > 0
 
 
-def test_a_pruned_student_learns_from_the_store_of_its_capture(pool, llamas, corpora, tmp_path):
+def test_a_pruned_student_learns_from_the_store_of_its_capture(
+    pool: Pool, llamas: Path, corpora: Path, tmp_path: Path
+) -> None:
     teacher, store = llamas / "8B", tmp_path / "store"
     captured = run_in(
         pool, 2, CAPTURE, store, *HERE, *STAGES, *indexed(corpora), f"teacher.hf={teacher}",
@@ -156,7 +160,9 @@ def test_a_pruned_student_learns_from_the_store_of_its_capture(pool, llamas, cor
         assert 0 < record["topk_mass"] <= 1
 
 
-def test_features_of_two_sizes_are_projected_and_balanced(pool, inputs, llamas, tmp_path):
+def test_features_of_two_sizes_are_projected_and_balanced(
+    pool: Pool, inputs: Inputs, llamas: Path, tmp_path: Path
+) -> None:
     records = run(
         pool, 1, FEATURES, tmp_path / "run", *HERE, *SHORT, *ALONE,
         f"student.hf={llamas / '1B'}", f"teacher.hf={llamas / '8B'}",
@@ -172,7 +178,9 @@ def test_features_of_two_sizes_are_projected_and_balanced(pool, inputs, llamas, 
 
 
 @pytest.mark.slow
-def test_two_teachers_train_their_sources_and_a_mean_of_them(pool, llamas, corpora, tmp_path):
+def test_two_teachers_train_their_sources_and_a_mean_of_them(
+    pool: Pool, llamas: Path, corpora: Path, tmp_path: Path
+) -> None:
     records = run(
         pool, 2, TEACHERS, tmp_path / "run", *HERE, *SHORT, "train.precision=fp32",
         *indexed(corpora), f"student.hf={llamas / '1B'}", f"teachers.prose.hf={llamas / '8B'}",

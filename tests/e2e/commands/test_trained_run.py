@@ -1,5 +1,7 @@
 """What is done with a run after its training, in another layout than it was trained in."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import re
@@ -56,7 +58,9 @@ def on_one_rank(pool: Pool, trained: Path) -> dict[str, Any]:
     return found
 
 
-def test_an_evaluation_repeats_the_runs_own_validation(trained, on_one_rank):
+def test_an_evaluation_repeats_the_runs_own_validation(
+    trained: Path, on_one_rank: dict[str, Any]
+) -> None:
     expected: Any = records(trained / "student")[-1]["validation"]
     assert on_one_rank.keys() >= expected.keys() >= {"ce_loss", "kd_loss", "top1_agreement"}
     for name, value in expected.items():
@@ -90,7 +94,9 @@ def test_an_evaluation_repeats_the_runs_own_validation(trained, on_one_rank):
     ],
     ids=lambda layout: "+".join(layout) or "data",
 )
-def test_an_evaluation_is_the_same_in_every_layout(pool, trained, on_one_rank, layout):
+def test_an_evaluation_is_the_same_in_every_layout(
+    pool: Pool, trained: Path, on_one_rank: dict[str, Any], layout: list[str]
+) -> None:
     for found in pool.run(2, _evaluate, str(trained / "student"), layout):
         assert _flat(found) == pytest.approx(_flat(on_one_rank), rel=2e-5, abs=1e-6)
 
@@ -108,7 +114,7 @@ def _flat(figures: Any, name: str = "") -> dict[str, float]:
     }
 
 
-def test_a_student_drafts_for_itself_without_a_rejection(pool, trained):
+def test_a_student_drafts_for_itself_without_a_rejection(pool: Pool, trained: Path) -> None:
     own = [f"teacher.checkpoint={trained / 'student'}", "teacher.architecture=null"]
     (found,) = pool.run(1, _evaluate, str(trained / "student"), own)
     compared = found["comparison"]
@@ -138,7 +144,7 @@ def _write(rank: int, world: int, folder: str, overrides: list[str]) -> list[int
         return list(text.ids)
 
 
-def test_the_text_is_the_same_on_every_rank_of_every_layout(pool, trained):
+def test_the_text_is_the_same_on_every_rank_of_every_layout(pool: Pool, trained: Path) -> None:
     (expected,) = pool.run(1, _write, str(trained / "student"), [])
     assert len(expected) == 12
     layout = ["parallel.tensor=2", "parallel.pipeline=2"]
@@ -151,7 +157,7 @@ def call(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_scripts_write_figures_and_text(trained, tmp_path):
+def test_the_scripts_write_figures_and_text(trained: Path, tmp_path: Path) -> None:
     student = str(trained / "student")
     figures = tmp_path / "figures.json"
     call("evaluate.py", student, "--json", str(figures))
@@ -179,7 +185,9 @@ def under(launcher: Sequence[str], script: str, *arguments: str) -> str:
     [(TORCHRUN, []), (SIGNALLING_TORCHRUN, []), (SIGNALLING_TORCHRUN, ["--run"])],
     ids=["torchrun", "wrapper", "wrapper-run"],
 )
-def test_the_scripts_run_under_torchrun_and_its_wrapper(trained, launcher, options):
+def test_the_scripts_run_under_torchrun_and_its_wrapper(
+    trained: Path, launcher: Sequence[str], options: list[str]
+) -> None:
     run_words = [*options, str(trained / "student"), "parallel.tensor=2"]
     words = ("--prompt", PROMPT, "--tokens", "5", "--temperature", "0")
     text = under(launcher, "generate.py", *run_words, *words)
@@ -191,7 +199,7 @@ def test_the_scripts_run_under_torchrun_and_its_wrapper(trained, launcher, optio
     assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)
 
 
-def test_the_run_is_the_first_word_or_an_option(capsys):
+def test_the_run_is_the_first_word_or_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["runs/lr=1", "a=1", "b=2"], ["--run", "runs/lr=1", "a=1", "b=2"]):
         parser = argparse.ArgumentParser()
         add_run_arguments(parser, example="")
@@ -204,12 +212,12 @@ def test_the_run_is_the_first_word_or_an_option(capsys):
         assert capsys.readouterr().err.endswith(last_line)
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path):
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing: not a run folder \(no config\.yaml\); give"):
         load_trained_run(str(tmp_path / "nothing"), [], world_size=1)
 
 
-def test_a_checkpoint_brings_the_tokenizer_of_its_run(tmp_path):
+def test_a_checkpoint_brings_the_tokenizer_of_its_run(tmp_path: Path) -> None:
     own = tmp_path / "run" / "hugging_face"
     own.mkdir(parents=True)
     step = tmp_path / "run" / "checkpoints" / "step_0000002"
@@ -222,7 +230,7 @@ def test_a_checkpoint_brings_the_tokenizer_of_its_run(tmp_path):
         load_weights({"checkpoint": str(tmp_path / "none")}, [], world_size=1)
 
 
-def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path):
+def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> None:
     from megatron_distill.data.tokenizers.open import load_tokenizer
     from megatron_distill.evaluation.generate import write_text
     from megatron_distill.models.generation import Sampling
@@ -236,7 +244,7 @@ def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path):
         load_tokenizer(tmp_path / "none", named="--hf")
 
 
-def test_the_layout_of_the_training_is_not_taken_over(trained):
+def test_the_layout_of_the_training_is_not_taken_over(trained: Path) -> None:
     alone = load_trained_run(str(trained / "student"), [], world_size=1)
     assert (alone.parallel.tensor, alone.parallel.pipeline) == (1, 1)
     assert alone.student.checkpoint == str(trained / "student")

@@ -1,5 +1,7 @@
 """An error of a conversion ends both ranks with one message, and nothing is written."""
 
+from __future__ import annotations
+
 import json
 import pickle
 import shutil
@@ -95,7 +97,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_checkpoint_is_named(pool, checkpoint, case):
+def test_a_damaged_checkpoint_is_named(pool: Pool, checkpoint: Path, case: str) -> None:
     damage, parts = DAMAGED[case]
     damage(checkpoint)
     text = exported(pool, checkpoint)
@@ -110,7 +112,7 @@ def test_a_damaged_checkpoint_is_named(pool, checkpoint, case):
         "iter_0000010/mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_rng.pt", "model.pt",
     ],
 )  # fmt: skip
-def test_a_pickle_is_refused_unopened(pool, tmp_path, place):
+def test_a_pickle_is_refused_unopened(pool: Pool, tmp_path: Path, place: str) -> None:
     path = tmp_path / "checkpoint" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
@@ -134,7 +136,7 @@ WRONG_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_WORDS)
-def test_a_wrong_request_is_named(pool, made, tmp_path, case):
+def test_a_wrong_request_is_named(pool: Pool, made: Path, tmp_path: Path, case: str) -> None:
     words, parts = WRONG_WORDS[case]
     checkpoint = made / "checkpoint"
     output = tmp_path / "out"
@@ -145,7 +147,7 @@ def test_a_wrong_request_is_named(pool, made, tmp_path, case):
         assert part in text
 
 
-def test_an_import_of_a_wrong_type_is_named(pool, made, tmp_path):
+def test_an_import_of_a_wrong_type_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
     words = ("import", "--hf", made / "hf", "--output", tmp_path / "out", "--dtype", "float8")
     assert "--dtype float8" in refused(pool, tmp_path, *words)
 
@@ -158,7 +160,9 @@ def words(request: pytest.FixtureRequest, made: Path) -> tuple[object, ...]:
     return ("export", "--checkpoint", made / "checkpoint", "--hf")
 
 
-def test_an_output_is_replaced_only_if_asked(pool, made, tmp_path, words):
+def test_an_output_is_replaced_only_if_asked(
+    pool: Pool, made: Path, tmp_path: Path, words: tuple[object, ...]
+) -> None:
     output = tmp_path / "out"
     (output / "inner").mkdir(parents=True)
     (output / "inner" / "notes").write_text("mine")
@@ -177,7 +181,9 @@ def test_an_output_is_replaced_only_if_asked(pool, made, tmp_path, words):
         assert all(found[name].equal(value) for name, value in expected.items())
 
 
-def test_an_output_that_cannot_be_a_folder(pool, tmp_path, words):
+def test_an_output_that_cannot_be_a_folder(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...]
+) -> None:
     (tmp_path / "file").write_text("mine")
     file = tmp_path / "file"
     assert f"{file} is a file" in refused(pool, tmp_path, *words, file, "--overwrite")
@@ -188,20 +194,26 @@ def test_an_output_that_cannot_be_a_folder(pool, tmp_path, words):
         assert "folder" in refused(pool, tmp_path, *words, output, "--overwrite")
 
 
-def test_a_source_is_not_replaced_by_its_own_conversion(pool, made, words):
+def test_a_source_is_not_replaced_by_its_own_conversion(
+    pool: Pool, made: Path, words: tuple[object, ...]
+) -> None:
     for output in (words[2], made):
         text = refused(pool, made, *words, output, "--overwrite")
         assert f"{output} is or contains the source {words[2]}" in text
 
 
-def test_too_little_space_is_found_before_anything_is_written(pool, tmp_path, words):
+def test_too_little_space_is_found_before_anything_is_written(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...]
+) -> None:
     text = refused(pool, tmp_path, *words, tmp_path / "out", free=100_000)
     assert f"no space left for {tmp_path}/out" in text
     assert "0.00 GB are free" in text
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_disk_that_fills_up_on_one_rank_ends_both(pool, tmp_path, words, failing):
+def test_a_disk_that_fills_up_on_one_rank_ends_both(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...], failing: int
+) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "notes").write_text("mine")
@@ -216,7 +228,9 @@ def test_a_disk_that_fills_up_on_one_rank_ends_both(pool, tmp_path, words, faili
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(pool, made, tmp_path):
+def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(
+    pool: Pool, made: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
     text = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")
@@ -224,7 +238,9 @@ def test_a_source_that_is_damaged_is_not_called_a_failure_to_write(pool, made, t
     assert "writing" not in text
 
 
-def test_leftovers_of_a_killed_start_are_removed(pool, tmp_path, words):
+def test_leftovers_of_a_killed_start_are_removed(
+    pool: Pool, tmp_path: Path, words: tuple[object, ...]
+) -> None:
     output, partial, aside = (tmp_path / name for name in ("out", "out.partial", "out.old.partial"))
     for folder in (partial, aside):  # killed between the two renames
         folder.mkdir()
@@ -249,13 +265,15 @@ def test_leftovers_of_a_killed_start_are_removed(pool, tmp_path, words):
         (1, ("--tokens", "65"), "--tokens 65: the model has 64 positions"),
     ],
 )
-def test_a_comparison_that_cannot_be_made(pool, made, world, option, part):
+def test_a_comparison_that_cannot_be_made(
+    pool: Pool, made: Path, world: int, option: tuple[str, ...], part: str
+) -> None:
     for other in (("--checkpoint", made / "checkpoint"), ("--against", made / "hf")):
         words = ("verify", "--hf", made / "hf", *other, *option)
         assert part in refused(pool, made, *words, world=world)
 
 
-def test_a_damaged_tokenizer_is_named(pool, made, tmp_path):
+def test_a_damaged_tokenizer_is_named(pool: Pool, made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
     (folder / "tokenizer.json").write_text("{")
     text = refused(pool, tmp_path, "import", "--hf", folder, "--output", tmp_path / "out")

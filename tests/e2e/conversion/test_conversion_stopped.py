@@ -1,9 +1,12 @@
 """A conversion that is interrupted, killed, or runs out of disk leaves what was there before."""
 
+from __future__ import annotations
+
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +46,9 @@ def large(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 
 @pytest.mark.parametrize(("command", "world"), [("import", 2), ("export", 1), ("export", 2)])
-def test_a_real_disk_that_fills_up_while_converting(pool, small, small_disk, command, world):
+def test_a_real_disk_that_fills_up_while_converting(
+    pool: Pool, small: Sources, small_disk: Callable[[str], Path], command: str, world: int
+) -> None:
     disk = small_disk("400k")
     output = disk / "out"
     output.mkdir()
@@ -58,7 +63,9 @@ def test_a_real_disk_that_fills_up_while_converting(pool, small, small_disk, com
 
 
 @pytest.mark.parametrize("command", ["import", "export"])
-def test_a_parent_that_cannot_be_written(pool, small, small_disk, command):
+def test_a_parent_that_cannot_be_written(
+    pool: Pool, small: Sources, small_disk: Callable[[str], Path], command: str
+) -> None:
     disk = small_disk("9m")
     assert "is a mount point" in message(convert(pool, *small[command], disk))
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
@@ -76,7 +83,9 @@ def is_writing(output: Path) -> bool:
 @pytest.mark.parametrize(
     ("command", "number"), [("import", signal.SIGINT), ("export", signal.SIGTERM)]
 )
-def test_an_interrupted_conversion_leaves_the_old_folder(large, tmp_path, command, number):
+def test_an_interrupted_conversion_leaves_the_old_folder(
+    large: Sources, tmp_path: Path, command: str, number: signal.Signals
+) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "notes").write_text("mine")
@@ -105,7 +114,9 @@ def test_an_interrupted_conversion_leaves_the_old_folder(large, tmp_path, comman
     [("import", TORCHRUN), ("export", SIGNALLING_TORCHRUN)],
     ids=["import, torchrun", "export, wrapper"],
 )
-def test_two_interrupted_ranks_leave_the_old_folder(large, tmp_path, command, launcher):
+def test_two_interrupted_ranks_leave_the_old_folder(
+    large: Sources, tmp_path: Path, command: str, launcher: tuple[str, ...]
+) -> None:
     output = tmp_path / "folder" / "out"
     output.mkdir(parents=True)
     (output / "notes").write_text("mine")
@@ -127,8 +138,8 @@ def test_two_interrupted_ranks_leave_the_old_folder(large, tmp_path, command, la
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_a_killed_conversion_leaves_a_partial_folder_that_the_next_one_replaces(
-    large, tmp_path, command
-):
+    large: Sources, tmp_path: Path, command: str
+) -> None:
     output = tmp_path / "folder" / "out"
     output.mkdir(parents=True)
     (output / "notes").write_text("mine")

@@ -1,5 +1,7 @@
 """A Hugging Face teacher, a student of some of its layers, and the folder that comes out."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
@@ -84,8 +86,13 @@ def only(tensors: dict[str, Tensor], layers: list[int]) -> dict[str, Tensor]:
     ],
 )
 def test_a_student_starts_with_the_layers_it_was_asked_for(
-    pool, inputs, source, tmp_path, ask, expected
-):
+    pool: Pool,
+    inputs: Inputs,
+    source: Path,
+    tmp_path: Path,
+    ask: tuple[str, ...],
+    expected: list[int],
+) -> None:
     overrides = [f"output={tmp_path / 'run'}", "data.tokenizer.path=null", *SAVE, *ask]
     layout = ["parallel.tensor=2", "parallel.pipeline=2"]
     pool.run(4, saved_at_once, configuration(inputs, source), [*overrides, *layout])
@@ -100,8 +107,8 @@ def test_a_student_starts_with_the_layers_it_was_asked_for(
 
 @pytest.mark.slow
 def test_a_whole_student_equals_its_teacher_at_first_and_leaves_with_everything(
-    pool, inputs, source, tmp_path
-):
+    pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
+) -> None:
     config = configuration(inputs, source)
     whole = (*SAVE, "student.keep_layers=null", "parallel.tensor=2")
     (first, *_) = run(pool, 2, config, tmp_path / "run", *whole)
@@ -126,7 +133,9 @@ def import_folder(rank: int, world: int, folder: Path, output: Path) -> None:
     import_checkpoint(folder, output, dtype=None, overwrite=False)
 
 
-def test_an_imported_checkpoint_serves_as_the_folder_does(pool, inputs, source, tmp_path):
+def test_an_imported_checkpoint_serves_as_the_folder_does(
+    pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
+) -> None:
     pool.run(2, import_folder, source, tmp_path / "imported")
     config = configuration(inputs, source)
     checkpoint = tmp_path / "imported"
@@ -139,7 +148,9 @@ def test_an_imported_checkpoint_serves_as_the_folder_does(pool, inputs, source, 
         assert other["kd_loss"] == pytest.approx(one["kd_loss"], rel=2e-5)
 
 
-def test_bf16_training_takes_fp32_weights(pool, inputs, source, tmp_path):
+def test_bf16_training_takes_fp32_weights(
+    pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
+) -> None:
     settings = (*SAVE, "train.precision=bf16", "train.steps=1", "schedule.warmup_steps=0")
     run(pool, 1, configuration(inputs, source), tmp_path / "run", *settings)
     pool.run(1, export, tmp_path / "run", tmp_path / "out")

@@ -1,5 +1,7 @@
 """A checkpoint compared with the folder that came out of it, in the dtypes that the files have."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,9 @@ def verified(pool: Pool, folder: Path, checkpoint: Path) -> tuple[int, dict[str,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_an_export_is_the_same_model_in_its_own_dtype(pool, checkpoint, tmp_path, dtype):
+def test_an_export_is_the_same_model_in_its_own_dtype(
+    pool: Pool, checkpoint: Path, tmp_path: Path, dtype: str
+) -> None:
     words = ("export", "--checkpoint", checkpoint, "--hf", tmp_path / "out", "--dtype", dtype)
     assert call(pool, *words)[0] == 0
     status, lines = verified(pool, tmp_path / "out", checkpoint)
@@ -47,7 +51,9 @@ def test_an_export_is_the_same_model_in_its_own_dtype(pool, checkpoint, tmp_path
     assert lines["verdict"] == "the same model"
 
 
-def test_files_of_several_dtypes_are_compared_tensor_by_tensor(pool, checkpoint, tmp_path):
+def test_files_of_several_dtypes_are_compared_tensor_by_tensor(
+    pool: Pool, checkpoint: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assert call(pool, "export", "--checkpoint", checkpoint, "--hf", out)[0] == 0
     tensors = load_file(out / "model.safetensors")
@@ -63,7 +69,9 @@ def test_files_of_several_dtypes_are_compared_tensor_by_tensor(pool, checkpoint,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_another_model_is_another_in_any_dtype(pool, checkpoint, tmp_path, dtype):
+def test_another_model_is_another_in_any_dtype(
+    pool: Pool, checkpoint: Path, tmp_path: Path, dtype: str
+) -> None:
     out = tmp_path / "out"
     call(pool, "export", "--checkpoint", checkpoint, "--hf", out, "--dtype", dtype)
     tensors = load_file(out / "model.safetensors")
@@ -77,7 +85,7 @@ def test_another_model_is_another_in_any_dtype(pool, checkpoint, tmp_path, dtype
     assert lines["tensors"] == f"{total - 1} of {total} are equal bit for bit"
 
 
-def test_conversions_print_their_files(pool, checkpoint, tmp_path):
+def test_conversions_print_their_files(pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
     words = ("export", "--checkpoint", checkpoint, "--hf", out, "--dtype", "bfloat16")
     _, reported, _ = call(pool, *words, "--max-shard-size", "20KB", world=2)

@@ -4,6 +4,8 @@ twice: for the losses, and for the gradient's norm.
 Without a GPU, on tensors that only claim to be on one (`tests.fake_cuda`).
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.processes import run_python
 from tests.e2e.runs import CONTEXT, Inputs
@@ -76,7 +79,12 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "several teachers TP2+sequence": ("dense", 1, 2, (*SEVERAL, TENSOR, SEQUENCE)),
     "DP2": ("dense", 1, 2, ()),
     "DP2, sharded teacher": ("dense", 1, 2, ("teacher.shard_weights=true",)),
-    "DP2, shards at rest": ("dense", 1, 2, ("teacher.shard_weights=true", "teacher.offload=true")),
+    "DP2, shards at rest": (
+        "dense",
+        1,
+        2,
+        ("teacher.shard_weights=true", "teacher.offload=true"),
+    ),
     "CP2": ("dense", 1, 2, (CONTEXT,)),
     "GPT-like": ("gpt", 0, 1, ()),
     "Gemma-like": ("dense", 0, 1, GEMMA),
@@ -130,7 +138,9 @@ def train(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_stays_on_its_device_and_waits_twice(stub, inputs, tmp_path, case):
+def test_a_step_stays_on_its_device_and_waits_twice(
+    stub: Path, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     name, rank, world, overrides = CASES[case]
     seen = train(stub, inputs, tmp_path, name, rank, world, *overrides)
     assert seen["waits"] == STEP_WAITS
@@ -147,7 +157,9 @@ def test_a_step_stays_on_its_device_and_waits_twice(stub, inputs, tmp_path, case
 
 
 @pytest.mark.parametrize("case", BALANCED)
-def test_a_balanced_step_waits_for_its_ratios_too(stub, inputs, tmp_path, case):
+def test_a_balanced_step_waits_for_its_ratios_too(
+    stub: Path, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     overrides, waits = BALANCED[case]
     mode = f"objective.balance.mode={case.split(',')[0]}"
     seen = train(stub, inputs, tmp_path, "dense", 0, 1, mode, *overrides)
@@ -156,7 +168,9 @@ def test_a_balanced_step_waits_for_its_ratios_too(stub, inputs, tmp_path, case):
 
 
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
-def test_a_stored_teacher_is_asked_once_whether_it_failed(pool, stub, inputs, tmp_path, mode):
+def test_a_stored_teacher_is_asked_once_whether_it_failed(
+    pool: Pool, stub: Path, inputs: Inputs, tmp_path: Path, mode: str
+) -> None:
     config, store = write_capture(inputs, "fake", samples=16), tmp_path / "store"
     kept = () if mode == "top_k" else ("store.mode=sampled", "store.temperatures=[]")
     assert run_in(pool, 1, config, store, *kept) is True

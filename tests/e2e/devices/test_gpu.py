@@ -3,6 +3,8 @@
 With two GPUs a run on both, over NCCL, equals that on one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.devices.test_fake_cuda import GEMMA, LINEAR, MAPS, STATES, TERMS
 from tests.e2e.processes import ROOT, SCRIPT, run_python
@@ -65,7 +68,7 @@ def train(inputs: Inputs) -> Runner:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_fp32_a_course_is_that_of_a_cpu(train, case):
+def test_in_fp32_a_course_is_that_of_a_cpu(train: Runner, case: str) -> None:
     name, overrides = CASES[case]
     expected = train("cpu", name, *overrides)
     assert len(expected) == STEPS
@@ -73,7 +76,7 @@ def test_in_fp32_a_course_is_that_of_a_cpu(train, case):
 
 
 @pytest.mark.parametrize("case", ["dense", "Gemma-like", "five terms", "experts"])
-def test_in_bf16_a_course_is_close_to_that_of_a_cpu(train, case):
+def test_in_bf16_a_course_is_close_to_that_of_a_cpu(train: Runner, case: str) -> None:
     name, overrides = CASES[case]
     exact = train("cpu", name, *overrides)
     rounded = train(GPU, name, "train.precision=bf16", *overrides)
@@ -83,7 +86,9 @@ def test_in_bf16_a_course_is_close_to_that_of_a_cpu(train, case):
             assert ours[quantity] == pytest.approx(other[quantity], rel=tolerance), ours["step"]
 
 
-def test_a_stored_teacher_is_read_onto_the_device(pool, inputs, tmp_path, train):
+def test_a_stored_teacher_is_read_onto_the_device(
+    pool: Pool, inputs: Inputs, tmp_path: Path, train: Runner
+) -> None:
     config, store = write_capture(inputs, "gpu", samples=STEPS * ROWS), tmp_path / "store"
     assert run_in(pool, 1, config, store) is True
     stored = (f"teacher.store={store}", "teacher.architecture=null")
@@ -92,7 +97,7 @@ def test_a_stored_teacher_is_read_onto_the_device(pool, inputs, tmp_path, train)
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_a_run_that_is_started_again_goes_on(train, tmp_path, name):
+def test_a_run_that_is_started_again_goes_on(train: Runner, tmp_path: Path, name: str) -> None:
     saving = ("checkpoint.save=true", "checkpoint.interval=5")
     train(GPU, name, "train.steps=10", "schedule.decay_steps=20", *saving, folder=tmp_path)
     resumed = train(GPU, name, "schedule.decay_steps=20", *saving, folder=tmp_path)
@@ -120,7 +125,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @two_gpus
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_course_on_two_gpus_is_that_on_one(inputs, train, tmp_path, layout):
+def test_a_course_on_two_gpus_is_that_on_one(
+    inputs: Inputs, train: Runner, tmp_path: Path, layout: str
+) -> None:
     name, overrides = LAYOUTS[layout]
     words = ["--config", str(inputs.folder / f"{name}.yaml"), f"output={tmp_path}"]
     words += [f"runtime.device={GPU}", *overrides]
@@ -130,7 +137,9 @@ def test_a_course_on_two_gpus_is_that_on_one(inputs, train, tmp_path, layout):
 
 @two_gpus
 @pytest.mark.parametrize("stages", [(PIPELINE,), (PIPELINE, VIRTUAL)], ids=str)
-def test_text_of_two_stages_on_two_gpus_is_that_of_one(train, tmp_path, stages):
+def test_text_of_two_stages_on_two_gpus_is_that_of_one(
+    train: Runner, tmp_path: Path, stages: Sequence[str]
+) -> None:
     train(GPU, "dense", SAVE, folder=tmp_path)
     script = str(ROOT / "launch" / "generate.py")
     words = [str(tmp_path), "--prompt", "def ", "--tokens", "24", "--temperature", "0"]

@@ -1,5 +1,7 @@
 """The benchmark of GPUs runs whole on small shapes, and a part that fails costs no other."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
@@ -31,7 +33,9 @@ def measured(folder: Path, *words: str) -> tuple[int, str, dict[str, object]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, capsys):
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path / "results")])
     with pytest.raises(SystemExit) as end:
         gpu.main()
@@ -41,7 +45,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_every_part_is_measured_and_written(tmp_path):
+def test_every_part_is_measured_and_written(tmp_path: Path) -> None:
     status, text, raw = measured(tmp_path, "--parts", ",".join(PARTS))
     assert status == 0, text
     assert set(raw) == set(PARTS)
@@ -52,14 +56,16 @@ def test_every_part_is_measured_and_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_without_time_is_named_and_fails(tmp_path):
+def test_a_part_without_time_is_named_and_fails(tmp_path: Path) -> None:
     status, text, raw = measured(tmp_path, "--parts", "capture", "--seconds", "0")
     assert status == 1
     assert raw == {"capture": {}}
     assert "the time was over" in text
 
 
-def test_an_unknown_part_is_refused(monkeypatch, tmp_path, capsys):
+def test_an_unknown_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["gpu.py", "--quick", "--parts", "step,speed", "--output", str(tmp_path / "results")]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
@@ -67,7 +73,7 @@ def test_an_unknown_part_is_refused(monkeypatch, tmp_path, capsys):
     assert "the parts are step, capture, attention, losses, tests" in capsys.readouterr().err
 
 
-def test_a_case_that_fails_costs_no_other(tmp_path):
+def test_a_case_that_fails_costs_no_other(tmp_path: Path) -> None:
     def fails(_: float) -> None:
         raise SystemExit("CUDA out of memory")
 
@@ -93,7 +99,7 @@ def test_a_case_that_fails_costs_no_other(tmp_path):
     assert report.failed == ["attention"]
 
 
-def test_a_kernel_counts_once_in_a_profile():
+def test_a_kernel_counts_once_in_a_profile() -> None:
     events = EventList(use_device="cuda")
     times = {"product": (10, 40, "aten::mm"), "rows": (50, 60, "_StoredGradients")}
     loss = _event(1, LOSS_RANGE, 0, 100, is_user_annotation=True)

@@ -1,6 +1,8 @@
 """No tensor has two dimensions of a sequence's length: not in training, validation, capture, or in
 a prompt's pass."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.pool import Pool
 from tests.e2e.captures import capture_here, write_capture
-from tests.e2e.runs import CONTEXT, STUDENT, TEACHER, quick_and_slow, train_here
+from tests.e2e.runs import CONTEXT, STUDENT, TEACHER, Inputs, quick_and_slow, train_here
 
 # Longer on one of two context ranks than every other size of these models.
 LENGTH, LOCAL = 1024, 512
@@ -53,7 +56,7 @@ class NoSquares(TorchDispatchMode):
         return result
 
 
-def test_a_square_is_noticed():
+def test_a_square_is_noticed() -> None:
     with pytest.raises(AssertionError, match=r"makes \(2, 512, 600\)"), NoSquares(LOCAL):
         torch.ones(2, LOCAL, 1) * torch.ones(600)
 
@@ -65,7 +68,9 @@ def _trained(rank: int, world: int, path: Path, overrides: Sequence[str]) -> int
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, ["documents, windows, CP2"]))
-def test_training_and_validation_make_none(pool, inputs, tmp_path, case):
+def test_training_and_validation_make_none(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     world, overrides = CASES[case]
     path = inputs.write("squares", STUDENT, TEACHER)
     overrides = (f"output={tmp_path / 'run'}", *LONG, *RUN, *overrides)
@@ -80,7 +85,7 @@ def _captured(rank: int, world: int, path: Path, overrides: Sequence[str]) -> in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolate", [True, False])
-def test_capture_makes_none(pool, inputs, tmp_path, isolate):
+def test_capture_makes_none(pool: Pool, inputs: Inputs, tmp_path: Path, isolate: bool) -> None:
     path = write_capture(inputs, "squares_capture", samples=4)
     overrides = [
         f"store.path={tmp_path / 'store'}",
@@ -108,5 +113,5 @@ def _prompted(rank: int, world: int) -> int:
         return mode.long_tensors
 
 
-def test_the_pass_of_a_prompt_makes_none(pool):
+def test_the_pass_of_a_prompt_makes_none(pool: Pool) -> None:
     assert pool.run(1, _prompted)[0] > 100

@@ -20,7 +20,7 @@ from megatron_distill.runtime import mcore_patches
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_tensor_overlap import overlapping_layers
 from tests.distributed.pool import Pool
-from tests.e2e.runs import SECONDS, course, failure_here, step_records, train_here
+from tests.e2e.runs import SECONDS, Inputs, course, failure_here, step_records, train_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +94,9 @@ def trained(pool: Pool, config: Path, output: Path, *overrides: str) -> list[dic
 
 
 @pytest.mark.parametrize("distributed", [pytest.param("false", marks=pytest.mark.slow), "true"])
-def test_a_fused_adam_is_saved_and_resumed(pool, inputs, tmp_path, distributed):
+def test_a_fused_adam_is_saved_and_resumed(
+    pool: Pool, inputs: Inputs, tmp_path: Path, distributed: str
+) -> None:
     config = inputs.folder / "dense.yaml"
     changes = (f"optimizer.distributed={distributed}", "checkpoint.save=true")
     whole = trained(pool, config, tmp_path / "whole", *changes, "train.steps=6")
@@ -119,7 +121,7 @@ def untouched_moments(rank: int, world: int, distributed: bool) -> set[str]:
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_fused_adam_that_took_no_step_can_be_saved(pool, distributed):
+def test_a_fused_adam_that_took_no_step_can_be_saved(pool: Pool, distributed: bool) -> None:
     assert pool.run(2, untouched_moments, distributed) == [{"exp_avg", "exp_avg_sq"}] * 2
 
 
@@ -149,7 +151,7 @@ def saved_names(rank: int, world: int, has_extra: bool) -> list[str]:
         return [shard.key for shard in model_shards(chunks, groups)]
 
 
-def test_checkpoints_hold_no_extra_state(pool):
+def test_checkpoints_hold_no_extra_state(pool: Pool) -> None:
     (plain,), (extra,) = (pool.run(1, saved_names, has_extra) for has_extra in (False, True))
     assert extra == plain
     assert "decoder.final_layernorm.weight" in extra
@@ -165,7 +167,7 @@ def refusal(rank: int, world: int, on_cuda: bool) -> str:
     return "none"
 
 
-def test_asking_for_what_is_missing_is_an_error_with_a_remedy(pool):
+def test_asking_for_what_is_missing_is_an_error_with_a_remedy(pool: Pool) -> None:
     (on_cpu,) = pool.run(1, refusal, False)
     assert "runtime.transformer_engine is on, which needs CUDA" in on_cpu
     (on_cuda,) = pool.run(1, refusal, True)
@@ -190,7 +192,7 @@ def unused(rank: int, world: int) -> tuple[list[str], bool]:
         return reported, mcore_patches.has_transformer_engine()
 
 
-def test_a_release_that_does_not_fit_is_named_and_not_used(pool):
+def test_a_release_that_does_not_fit_is_named_and_not_used(pool: Pool) -> None:
     ((text, is_used),) = pool.run(1, unused)
     assert not is_used
     assert len(text) == 1
@@ -210,7 +212,9 @@ def overlapped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 2])
-def test_a_run_overlaps_the_messages_of_both_models(pool, inputs, tmp_path, context):
+def test_a_run_overlaps_the_messages_of_both_models(
+    pool: Pool, inputs: Inputs, tmp_path: Path, context: int
+) -> None:
     overrides = [
         f"output={tmp_path}",
         "train.steps=2",
@@ -228,7 +232,9 @@ def test_a_run_overlaps_the_messages_of_both_models(pool, inputs, tmp_path, cont
     assert all(math.isfinite(record["total_loss"]) for record in step_records(tmp_path))
 
 
-def test_overlap_without_transformer_engine_is_refused(pool, inputs, tmp_path):
+def test_overlap_without_transformer_engine_is_refused(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     overrides = [
         f"output={tmp_path / 'run'}",
         "train.precision=bf16",

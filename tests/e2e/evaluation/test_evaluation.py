@@ -1,5 +1,7 @@
 """Tasks during a run change nothing in it; results do not depend on the layout."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.failing import Ending, call_alone, call_script
 from tests.e2e.processes import ROOT
@@ -21,6 +24,7 @@ from tests.e2e.runs import (
     SEQUENCE,
     TENSOR,
     VIRTUAL,
+    Inputs,
     checkpoints,
     configure,
     course,
@@ -79,7 +83,9 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_bit_identical_with_and_without(pool, inputs, tmp_path, case):
+def test_training_is_bit_identical_with_and_without(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     name, world, layout = CASES[case]
     config, tasks = inputs.folder / f"{name}.yaml", quiz(tmp_path)
     plain = run(pool, world, config, tmp_path / "plain", *COMMON, *layout)
@@ -146,7 +152,9 @@ def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int
 
 
 @pytest.mark.slow
-def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(pool, inputs, tmp_path):
+def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
     whole, stopped, killed = (tmp_path / name for name in ("whole", "stopped", "killed"))
     expected = run(pool, 2, config, whole, *COMMON, *tasks)
@@ -177,7 +185,7 @@ def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(pool, inputs, tmp_
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_stays(pool, inputs, tmp_path):
+def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     """Bits per byte rise with a rate that is far too high: an early step is the best."""
     config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
     best = ("checkpoint.keep_best={metric: prose.bits_per_byte, mode: min}", "checkpoint.keep=1")
@@ -219,7 +227,9 @@ def _results(
 
 
 @pytest.mark.slow
-def test_results_of_a_finished_run_are_those_of_any_layout(pool, inputs, tmp_path):
+def test_results_of_a_finished_run_are_those_of_any_layout(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
     output = tmp_path / "run"
     run(pool, 2, config, output, *COMMON, *tasks)
@@ -249,7 +259,9 @@ def _refusals(
         }
 
 
-def test_a_wrong_task_is_named_before_any_model_is_built(pool, inputs, tmp_path):
+def test_a_wrong_task_is_named_before_any_model_is_built(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     """Each of these ends the start on all ranks, and leaves no folder."""
     quiz(tmp_path)
     changed = {
@@ -300,8 +312,8 @@ def _called_without_models(
 
 @pytest.mark.slow
 def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_run(
-    pool, inputs, tmp_path
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     tasks, output, exported = quiz(tmp_path), tmp_path / "run", tmp_path / "exported"
     run(pool, 1, inputs.folder / "dense.yaml", output, *COMMON, *tasks)
     *_, (_, last) = evaluations(output)
@@ -355,7 +367,9 @@ def _without_harness(rank: int, world: int, folder: str) -> str:
     return "accepted"
 
 
-def test_a_harness_that_is_not_installed_is_named(pool, inputs, tmp_path):
+def test_a_harness_that_is_not_installed_is_named(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=1")
     (text,) = pool.run(1, _without_harness, str(tmp_path / "run"))
     assert "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`" in text

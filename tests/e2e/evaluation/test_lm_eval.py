@@ -1,5 +1,7 @@
 """lm-evaluation-harness over the scorer, against its own backend on the exported model."""
 
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path
@@ -10,9 +12,10 @@ import pytest
 import yaml
 
 from megatron_distill.errors import ConfigError
+from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.evaluation.test_evaluation import WORDS, _results
-from tests.e2e.runs import CPU, PIPELINE, TENSOR, configure, run
+from tests.e2e.runs import CPU, PIPELINE, TENSOR, Inputs, configure, run
 from tests.unit.evaluation.tasks.test_prompts import CASES, GOLDEN, lines
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make peers")
@@ -125,7 +128,9 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_answers_equal_those_of_the_harness_s_own_backend(pool, inputs, tmp_path):
+def test_answers_equal_those_of_the_harness_s_own_backend(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     """The exported student on the same task files, on one rank and in TP2 x PP2."""
     output, folder = tmp_path / "run", tmp_path / "tasks"
     folder.mkdir()
@@ -155,7 +160,7 @@ def test_answers_equal_those_of_the_harness_s_own_backend(pool, inputs, tmp_path
         assert measured == theirs["measures"]["own_choices"][f"{name},none"], name
 
 
-def test_a_task_that_is_not_there_is_named(tmp_path):
+def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
     from megatron_distill.evaluation.lm_eval_model import harness_tasks
 
     write_tasks(tmp_path)
@@ -200,7 +205,7 @@ def _harness_error(rank: int, world: int, folder: str, task: str, include: str) 
     return "accepted"
 
 
-def test_a_package_that_a_task_needs_is_named(pool, inputs, tmp_path):
+def test_a_package_that_a_task_needs_is_named(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     """Where the task's code imports it at once, where it tells in its own words, and later."""
     folder, output = tmp_path / "tasks", tmp_path / "run"
     folder.mkdir()
@@ -250,7 +255,9 @@ PUBLISHED = {
     [case for case in CASES if case[0] in PUBLISHED],
     ids=lambda one: str(one)[:20],
 )
-def test_golden_prompts_are_those_of_the_harness(tmp_path, named, rows, shots):
+def test_golden_prompts_are_those_of_the_harness(
+    tmp_path: Path, named: str, rows: list[dict[str, Any]], shots: int
+) -> None:
     from lm_eval.tasks import TaskManager
 
     file = lines(tmp_path / "rows.jsonl", rows)

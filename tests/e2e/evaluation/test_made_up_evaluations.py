@@ -1,5 +1,7 @@
 """An evaluation that a signal ended is made up: its step may be the best, and may be the last."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.distributed.pool import Pool
 from tests.e2e.evaluation.test_evaluation import COMMON, STEPS, evaluations, quiz
-from tests.e2e.runs import checkpoints, run, train_here
+from tests.e2e.runs import Inputs, checkpoints, run, train_here
 
 
 def _interrupted(rank: int, world: int, config: Path, overrides: list[str], call: int) -> bool:
@@ -28,7 +31,9 @@ def _interrupted(rank: int, world: int, config: Path, overrides: list[str], call
 
 
 @pytest.mark.slow
-def test_a_step_that_is_evaluated_on_resume_may_be_the_best_or_the_last(pool, inputs, tmp_path):
+def test_a_step_that_is_evaluated_on_resume_may_be_the_best_or_the_last(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     """Bits per byte fall: the largest are those of the first evaluation, which is made up."""
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     best = ("checkpoint.keep_best={metric: prose.bits_per_byte, mode: max}", "checkpoint.keep=1")

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
 from tests.e2e.runs import (
     PIPELINE,
     SAVE,
     TENSOR,
+    Inputs,
     assembled,
     checkpoints,
     quick_and_slow,
@@ -98,7 +100,9 @@ QUICK = ("DP2, one token", "PP2, gradient", "bf16, gradient")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(POISONS, QUICK))
-def test_a_step_that_is_not_finite_is_not_applied(pool, inputs, tmp_path, case):
+def test_a_step_that_is_not_finite_is_not_applied(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     name, poison = case.split(", ")
     layout = POISONED[name]
     # A weight of 1e30 leaves the loss finite and the square of the gradient not.
@@ -118,7 +122,9 @@ def test_a_step_that_is_not_finite_is_not_applied(pool, inputs, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(pool, inputs, tmp_path):
+def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     exploding = (
         TENSOR, SAVE, "checkpoint.interval=1", "optimizer.learning_rate=1e30",
         "optimizer.clip_grad_norm=0", "train.max_bad_steps=2", "schedule.warmup_steps=0",

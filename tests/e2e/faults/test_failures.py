@@ -1,9 +1,13 @@
 """What a user can get wrong ends every rank with one message that says what to change."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
 from tests.e2e.runs import SAVE, Inputs, checkpoints, run, step_records
 
@@ -32,7 +36,9 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_configuration_is_reported_once(pool, inputs, tmp_path, case):
+def test_a_wrong_configuration_is_reported_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     overrides, parts = WRONG[case]
     output = tmp_path / "run"
     text = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE, *overrides))
@@ -42,7 +48,7 @@ def test_a_wrong_configuration_is_reported_once(pool, inputs, tmp_path, case):
     assert not (output / "checkpoints").exists() or checkpoints(output) == []
 
 
-def test_an_output_that_cannot_be_written(pool, inputs, tmp_path):
+def test_an_output_that_cannot_be_written(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     text = message(call(pool, inputs.folder / "dense.yaml", tmp_path / "file" / "run", *SHORT))
     assert f"output={tmp_path}/file/run: cannot write there" in text
@@ -60,7 +66,9 @@ def _unreadable(folder: Path) -> tuple[Path, str]:
 
 # Damage within a file: tests/unit/data/text/test_documents.py, and in a run below.
 @pytest.mark.parametrize("make", [_missing, _unreadable])
-def test_wrong_data_are_reported_once(pool, inputs, tmp_path, make):
+def test_wrong_data_are_reported_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
+) -> None:
     path, part = make(tmp_path)
     output = tmp_path / "run"
     text = message(
@@ -81,7 +89,9 @@ def with_bad_lines(inputs: Inputs, path: Path, numbers: list[int]) -> int:
     return len(lines)
 
 
-def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(pool, inputs, tmp_path):
+def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     corpus = tmp_path / "corpus.jsonl"
     with_bad_lines(inputs, corpus, [30])
     output = tmp_path / "run"
@@ -101,7 +111,9 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(pool, input
     assert checkpoints(output)[-1] == f"step_{newest:07d}"
 
 
-def test_corrupt_lines_are_skipped_counted_and_reported(pool, inputs, tmp_path):
+def test_corrupt_lines_are_skipped_counted_and_reported(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     corpus = tmp_path / "corpus.jsonl"
     bad = list(range(2, 34, 2))
     with_bad_lines(inputs, corpus, bad)
@@ -116,7 +128,9 @@ def test_corrupt_lines_are_skipped_counted_and_reported(pool, inputs, tmp_path):
     assert len(step_records(tmp_path / "run")) == 20
 
 
-def test_a_sequence_beyond_the_positions_of_a_checkpoint(pool, inputs, tmp_path):
+def test_a_sequence_beyond_the_positions_of_a_checkpoint(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     run(pool, 1, config, tmp_path / "short", *SHORT, SAVE)
     text = message(
@@ -127,7 +141,9 @@ def test_a_sequence_beyond_the_positions_of_a_checkpoint(pool, inputs, tmp_path)
     assert "max_position_embeddings = 32" in text
 
 
-def test_a_folder_that_another_run_holds_is_refused(pool, inputs, tmp_path):
+def test_a_folder_that_another_run_holds_is_refused(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     import fcntl
 
     tmp_path.joinpath(".lock").write_text("process 1 on elsewhere\n")

@@ -1,19 +1,34 @@
 """A disk that is full, or fills up while a run writes, ends all ranks and costs no checkpoint."""
 
+from __future__ import annotations
+
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
 
+from tests.distributed.pool import Pool
 from tests.e2e.failing import call, message
-from tests.e2e.runs import SAVE, TENSOR, checkpoints, configure, failure_here, run, step_records
+from tests.e2e.runs import (
+    SAVE,
+    TENSOR,
+    Inputs,
+    checkpoints,
+    configure,
+    failure_here,
+    run,
+    step_records,
+)
 
 SHORT = ("train.steps=4", "schedule.warmup_steps=1")
 
 
-def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(pool, inputs, small_disk):
+def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(
+    pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path]
+) -> None:
     output = small_disk("512k") / "run"
     text = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE))
     assert "no space left for a checkpoint" in text
@@ -27,9 +42,15 @@ FULL = "free disk space or change `output`"
 
 
 @pytest.mark.parametrize(
-    ("failing", "asynchronous"), [(1, "false"), pytest.param(0, "true", marks=pytest.mark.slow)]
+    ("failing", "asynchronous"),
+    [
+        (1, "false"),
+        pytest.param(0, "true", marks=pytest.mark.slow),
+    ],
 )
-def test_a_disk_that_fills_up_on_one_rank_ends_all(pool, inputs, tmp_path, asynchronous, failing):
+def test_a_disk_that_fills_up_on_one_rank_ends_all(
+    pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str, failing: int
+) -> None:
     # The first file of a tensor-parallel rank that grows beyond this is its part of a checkpoint.
     config = inputs.folder / "dense.yaml"
     overrides = (TENSOR, SAVE, "checkpoint.interval=2", f"checkpoint.asynchronous={asynchronous}")
@@ -59,7 +80,9 @@ def failure_on_a_disk_that_looks_empty(
 
 
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_a_real_disk_that_fills_up_while_saving(pool, inputs, small_disk, asynchronous):
+def test_a_real_disk_that_fills_up_while_saving(
+    pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path], asynchronous: str
+) -> None:
     output = small_disk("1400k") / "run"
     overrides = [f"output={output}", SAVE, "checkpoint.interval=1", "checkpoint.keep=9"]
     overrides.append(f"checkpoint.asynchronous={asynchronous}")
@@ -73,7 +96,9 @@ def test_a_real_disk_that_fills_up_while_saving(pool, inputs, small_disk, asynch
     assert all(re.fullmatch(r"step_\d{7}", name) for name in kept)
 
 
-def test_a_log_that_cannot_be_written_ends_all_ranks(pool, inputs, tmp_path):
+def test_a_log_that_cannot_be_written_ends_all_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     (tmp_path / "hugging_face").mkdir()  # else the tokenizer's copy is what does not fit
     endings = call(pool, inputs.folder / "dense.yaml", tmp_path, limits={0: 6000})
     text = message(endings)

@@ -1,5 +1,7 @@
 """A run that is killed or asked to stop, at any moment, loses no step that was saved."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -85,8 +87,8 @@ def kill_everything(started: Started) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
-    pool, inputs, tmp_path, undisturbed, asynchronous
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course, asynchronous: str
+) -> None:
     output = tmp_path / "run"
     saving = f"checkpoint.asynchronous={asynchronous}"
     with torchrun(tmp_path, arguments(inputs, output, saving)) as started:
@@ -126,8 +128,14 @@ def to_torchrun(started: Started, number: int) -> None:
     ],
 )
 def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(
-    pool, inputs, tmp_path, undisturbed, to, number, status
-):
+    pool: Pool,
+    inputs: Inputs,
+    tmp_path: Path,
+    undisturbed: Course,
+    to: Callable[[Started, int], None],
+    number: int,
+    status: int,
+) -> None:
     output = tmp_path / "run"
     with torchrun(tmp_path, arguments(inputs, output)) as started:
         started.wait_until(has_steps(output, 4))
@@ -150,7 +158,7 @@ def assert_ended_well(started: Started, output: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
-def test_the_own_launcher_ends_with_zero(inputs, tmp_path, number):
+def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path, number: int) -> None:
     output = tmp_path / "run"
     given = arguments(inputs, output)
     with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as started:
@@ -163,7 +171,9 @@ def test_the_own_launcher_ends_with_zero(inputs, tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["write", "score"])
-def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(inputs, tmp_path, kind):
+def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
+    inputs: Inputs, tmp_path: Path, kind: str
+) -> None:
     """Its step is saved, and all ranks leave with 0 before the evaluation is done."""
     output = tmp_path / "run"
     rows = [{"q": f"def f{n}", "options": ["a", "b"], "right": 0} for n in range(6_000)]
@@ -195,7 +205,9 @@ def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(inputs, tmp_path, ki
 
 
 @pytest.mark.slow
-def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(pool, inputs, tmp_path, undisturbed):
+def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
+    pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course
+) -> None:
     output = tmp_path / "run"
     with torchrun(tmp_path, arguments(inputs, output)) as started:
         started.wait_until(has_steps(output, 4))
@@ -216,7 +228,9 @@ def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(pool, inputs, tmp_pa
         ("several_tokenizers", ["data.workers=1", "parallel.tensor=2"]),
     ],
 )
-def test_killed_again_and_again_it_arrives(pool, inputs, tmp_path, name, overrides):
+def test_killed_again_and_again_it_arrives(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, overrides: list[str]
+) -> None:
     if name == "several_tokenizers":
         write_config(inputs)
     undisturbed = undisturbed_course(pool, inputs, name, *overrides)

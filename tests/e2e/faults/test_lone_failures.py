@@ -1,5 +1,7 @@
 """A rank that fails alone ends the run within seconds, and the run says which rank and why."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.processes import SCRIPT, TORCHRUN
-from tests.e2e.runs import environment
+from tests.e2e.runs import Inputs, environment
 
 RANK, STEP = 1, 3
 SECONDS_TO_THE_END = 25.0  # of a machine with two busy cores; a hang takes ten minutes
@@ -129,7 +131,7 @@ CASES = [f"{fault} {launcher}" for fault in FAULTS for launcher in ("torchrun", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_fails_alone_ends_the_run(inputs, tmp_path, case):
+def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, case: str) -> None:
     fault, launcher = case.split()
     words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run")
     with started(tmp_path, words, FAULTS[fault]) as run:
@@ -152,7 +154,7 @@ def test_a_rank_that_fails_alone_ends_the_run(inputs, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_a_peer_outside_of_collectives_ends_too(inputs, tmp_path):
+def test_a_peer_outside_of_collectives_ends_too(inputs: Inputs, tmp_path: Path) -> None:
     words = command("torchrun", inputs.folder / "dense.yaml", tmp_path / "run")
     with started(tmp_path, words, FAULTS["exception"], BUSY="yes") as run:
         assert run.wait() == 1
@@ -161,7 +163,9 @@ def test_a_peer_outside_of_collectives_ends_too(inputs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "processes"])
-def test_a_rank_that_stops_answering_is_named(inputs, tmp_path, launcher):
+def test_a_rank_that_stops_answering_is_named(
+    inputs: Inputs, tmp_path: Path, launcher: str
+) -> None:
     short = f"runtime.timeout_seconds={SILENT_SECONDS}"
     words = command(launcher, inputs.folder / "dense.yaml", tmp_path / "run", short)
     with started(tmp_path, words, STOPPED) as run:

@@ -3,6 +3,8 @@
 The corpus of every case has a broken row, which is what a start that reads it says.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import shutil
@@ -149,8 +151,8 @@ QUICK = ("no teacher", "no student, its tokenizer", "family", "vocabularies",
 
 @pytest.mark.parametrize("case", quick_and_slow(WRONG, QUICK))
 def test_problems_that_need_no_data_are_reported_before_any_is_read(
-    pool, config, models, tmp_path, case
-):
+    pool: Pool, config: Path, models: Path, tmp_path: Path, case: str
+) -> None:
     overrides, expected = WRONG[case]
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
     given = [word.format(models=models) for word in overrides]
@@ -169,7 +171,9 @@ def everything(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def test_a_folder_that_was_there_is_as_it_was(pool, inputs, config, models, tmp_path):
+def test_a_folder_that_was_there_is_as_it_was(
+    pool: Pool, inputs: Inputs, config: Path, models: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     run(pool, 2, config, output, *SHORT, "checkpoint.save=true")
     before = everything(output)
@@ -189,7 +193,9 @@ def test_a_folder_that_was_there_is_as_it_was(pool, inputs, config, models, tmp_
     assert left == {name: content for name, (content, _) in before.items()}
 
 
-def test_a_start_that_its_data_ends_leaves_no_folder(pool, config, models, tmp_path):
+def test_a_start_that_its_data_ends_leaves_no_folder(
+    pool: Pool, config: Path, models: Path, tmp_path: Path
+) -> None:
     broken = SECTIONS.format(corpus=models / "broken.jsonl")
     saving = ("checkpoint.save=true", "logging.tensorboard=true")
     assert BROKEN_ROW in failure(pool, 2, config, tmp_path / "a" / "b", *SHORT, broken, *saving)
@@ -199,7 +205,9 @@ def test_a_start_that_its_data_ends_leaves_no_folder(pool, config, models, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prepared_data_stay_where_another_source_is_broken(pool, config, models, tmp_path):
+def test_prepared_data_stay_where_another_source_is_broken(
+    pool: Pool, config: Path, models: Path, tmp_path: Path
+) -> None:
     sound = write_chat(tmp_path / "sound.jsonl", weights=False)
     one = "{{format: jsonl, paths: {path}, conversation: {{chat_template: plain}}}}"
     both = ", ".join(one.format(path=path) for path in (sound, models / "broken.jsonl"))
@@ -223,7 +231,9 @@ CAPTURE_WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", CAPTURE_WRONG)
-def test_a_capture_that_fails_at_its_start_leaves_no_store(pool, inputs, models, tmp_path, case):
+def test_a_capture_that_fails_at_its_start_leaves_no_store(
+    pool: Pool, inputs: Inputs, models: Path, tmp_path: Path, case: str
+) -> None:
     overrides, expected = CAPTURE_WRONG[case]
     config = write_capture(inputs, "order-capture", samples=8, per_shard=4)
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
@@ -242,7 +252,9 @@ PREVIEW = ROOT / "tools" / "preview_data.py"
 
 
 @pytest.mark.parametrize("case", ["layers of two stages", "no second file"])
-def test_a_preview_reports_it_too(pool, config, models, tmp_path, case):
+def test_a_preview_reports_it_too(
+    pool: Pool, config: Path, models: Path, tmp_path: Path, case: str
+) -> None:
     chat = SECTIONS.format(corpus=models / "broken.jsonl")
     words = (config, f"output={tmp_path / 'new' / 'run'}", *SHORT, chat)
     overrides, expected = WRONG[case]

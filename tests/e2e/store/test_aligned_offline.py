@@ -1,5 +1,7 @@
 """A store for a student with another tokenizer gives the losses of the live teacher."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,14 +77,18 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], fir
     "reader",
     quick_and_slow(["one rank", "TP2", "DP2", "PP2", "CP2", "TP2xCP2+sequence"], ["one rank"]),
 )
-def test_a_run_from_a_store_has_the_losses_of_the_live_teacher(capture, train, reader):
+def test_a_run_from_a_store_has_the_losses_of_the_live_teacher(
+    capture: Callable[..., Path], train: Run, reader: str
+) -> None:
     world, overrides = layout(reader)
     assert_same(train(world, *of_store(capture()), *overrides), train(1), first=5e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ["TP2", "DP2xCP2", "PP2"])
-def test_no_layout_of_the_capture_changes_a_loss(capture, train, writer):
+def test_no_layout_of_the_capture_changes_a_loss(
+    capture: Callable[..., Path], train: Run, writer: str
+) -> None:
     world, overrides = layout(writer)
     store = capture(*overrides, world=world)
     assert_same(train(1, *of_store(store)), train(1), first=5e-6)
@@ -103,7 +109,14 @@ APART: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(APART, []))
-def test_a_sent_top_k_has_the_losses_of_a_store(pool, inputs, tmp_path, capture, train, case):
+def test_a_sent_top_k_has_the_losses_of_a_store(
+    pool: Pool,
+    inputs: Inputs,
+    tmp_path: Path,
+    capture: Callable[..., Path],
+    train: Run,
+    case: str,
+) -> None:
     students, teachers, layouts = of_roles(case)
     config, given = inputs.folder / "aligned.yaml", (*SHORT, TERMS, SENT, *layouts, *APART[case])
     found = run_apart(pool, students, teachers, config, tmp_path, *given)
@@ -119,7 +132,9 @@ def test_a_sent_top_k_has_the_losses_of_a_store(pool, inputs, tmp_path, capture,
 
 
 @pytest.mark.slow
-def test_a_sent_top_k_of_all_ids_has_the_losses_of_the_live_teacher(pool, inputs, tmp_path):
+def test_a_sent_top_k_of_all_ids_has_the_losses_of_the_live_teacher(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.folder / "aligned.yaml"
     given = (*SHORT, TERMS, "validation.samples=8", f"validation.interval={STEPS}")
     whole = f"teacher.transfer={{what: top_k, k: {max(SECOND_SIZES)}}}"
@@ -133,14 +148,18 @@ def test_a_sent_top_k_of_all_ids_has_the_losses_of_the_live_teacher(pool, inputs
 
 
 @pytest.mark.slow
-def test_the_codec_of_eight_bits_is_near_the_live_teacher(capture, train):
+def test_the_codec_of_eight_bits_is_near_the_live_teacher(
+    capture: Callable[..., Path], train: Run
+) -> None:
     found, expected = train(1, *of_store(capture("store.codec=u8")))[0], train(1)[0]
     for name in NAMES:
         assert found[name] == pytest.approx(expected[name], rel=0.02), name
 
 
 @pytest.mark.slow
-def test_draws_serve_the_likelihood_and_no_other_loss(pool, inputs, capture, train, tmp_path):
+def test_draws_serve_the_likelihood_and_no_other_loss(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], train: Run, tmp_path: Path
+) -> None:
     # The label's log-probability is a number of its own in a record, whatever is drawn.
     store = capture("store.mode=sampled", "store.k=4", "store.temperatures=[]")
     terms = TERMS.splitlines()[1].rstrip().rstrip(",")
@@ -162,7 +181,9 @@ def test_draws_serve_the_likelihood_and_no_other_loss(pool, inputs, capture, tra
 
 
 @pytest.mark.slow
-def test_conversations_from_a_store_have_the_losses_of_the_live_teacher(pool, inputs, tmp_path):
+def test_conversations_from_a_store_have_the_losses_of_the_live_teacher(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     pool.run(1, write_chat_tokenizers, tmp_path)
     corpus = write_chat(tmp_path / "chat.jsonl", weights=False)
     shared = (
@@ -200,7 +221,9 @@ def test_conversations_from_a_store_have_the_losses_of_the_live_teacher(pool, in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own_samples", [False, True], ids=["joined", "own"])
-def test_a_stopped_run_goes_on_with_the_same_bits(pool, inputs, capture, tmp_path, own_samples):
+def test_a_stopped_run_goes_on_with_the_same_bits(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path, own_samples: bool
+) -> None:
     given = [*SHORT, TERMS, *of_store(capture())]
     if own_samples:  # two epochs, with samples held out
         given += [OWN, "train.steps=6", "validation={samples: 8, interval: 3}"]
@@ -214,7 +237,9 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pool, inputs, capture, tmp_pat
 
 
 @pytest.mark.slow
-def test_samples_of_the_store_are_those_of_the_stream(capture, inputs):
+def test_samples_of_the_store_are_those_of_the_stream(
+    capture: Callable[..., Path], inputs: Inputs
+) -> None:
     """In the order of the store they are the samples that a run with the live teacher reads."""
     from dataclasses import replace
 
@@ -226,7 +251,11 @@ def test_samples_of_the_store_are_those_of_the_stream(capture, inputs):
     from megatron_distill.data.tokenizers.open import Vocabulary
     from megatron_distill.store import StoreSet
     from megatron_distill.train.assemble.alignment import read_teacher
-    from megatron_distill.train.assemble.sources import data_options, read_tokenizer, source_specs
+    from megatron_distill.train.assemble.sources import (
+        data_options,
+        read_tokenizer,
+        source_specs,
+    )
 
     config = load_config(inputs.folder / "aligned.yaml", [])
     options = data_options(config.data, inputs.folder)
@@ -314,7 +343,9 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(WRONG, []))
-def test_a_store_that_does_not_fit_is_refused(pool, inputs, capture, tmp_path, case):
+def test_a_store_that_does_not_fit_is_refused(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path, case: str
+) -> None:
     overrides, parts = WRONG[case]
     store = capture()
     names = {
@@ -332,8 +363,8 @@ def test_a_store_that_does_not_fit_is_refused(pool, inputs, capture, tmp_path, c
 
 @pytest.mark.slow
 def test_samples_of_a_store_of_one_tokenizer_are_refused_for_terms_with_an_alignment(
-    pool, inputs, tmp_path
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config = write_capture(inputs, "not-aligned", samples=8)
     folder, larger = tmp_path / "store", inputs.second_tokenizer(max(SECOND_SIZES))
     changes = (f"data.tokenizer.path={larger}", "data.sequence_length=24")

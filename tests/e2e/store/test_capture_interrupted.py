@@ -1,5 +1,7 @@
 """A capture that is killed, stopped or out of disk goes on to the same store."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import signal
@@ -51,7 +53,9 @@ def arguments(config: Path, store: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_goes_on_to_the_same_files(pool, config, tmp_path, undisturbed):
+def test_killed_in_the_middle_it_goes_on_to_the_same_files(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
     store = tmp_path / "store"
     with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
         started.wait_until(has_shards(store, 5))
@@ -68,7 +72,9 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_files(pool, config, tmp_pat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
-def test_asked_to_stop_the_ranks_leave_nothing_half(pool, config, tmp_path, undisturbed, number):
+def test_asked_to_stop_the_ranks_leave_nothing_half(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes], number: int
+) -> None:
     store = tmp_path / "store"
     with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
         started.wait_until(has_shards(store, 3))
@@ -93,7 +99,9 @@ def assert_ended_well(started: Started, store: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_goes_on_where_the_first_hole_begins(pool, config, tmp_path, undisturbed):
+def test_a_start_goes_on_where_the_first_hole_begins(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
     store = tmp_path / "store"
     assert run_in(pool, 2, config, store, stop_after=30) is False
     there = shards_of(store)
@@ -112,7 +120,9 @@ def test_a_start_goes_on_where_the_first_hole_begins(pool, config, tmp_path, und
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_file_that_one_rank_cannot_write_ends_all(pool, inputs, tmp_path, failing):
+def test_a_file_that_one_rank_cannot_write_ends_all(
+    pool: Pool, inputs: Inputs, tmp_path: Path, failing: int
+) -> None:
     config = write_capture(inputs, "two_shards", samples=2 * LONG_SHARD, per_shard=LONG_SHARD)
     store = tmp_path / "store"
     text = str(run_in(pool, 2, config, store, limits={failing: 100_000}))
@@ -125,7 +135,9 @@ def test_a_file_that_one_rank_cannot_write_ends_all(pool, inputs, tmp_path, fail
 
 
 @pytest.mark.slow
-def test_jobs_write_one_store_and_the_last_one_finishes_it(pool, config, tmp_path, undisturbed):
+def test_jobs_write_one_store_and_the_last_one_finishes_it(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
     store = tmp_path / "store"
     assert run_in(pool, 2, config, store, "store.jobs=2", "store.job=1") is True
     assert [int(name[-6:]) % 2 for name in shards_of(store)] == [1] * (SHARDS // 2)
@@ -135,7 +147,9 @@ def test_jobs_write_one_store_and_the_last_one_finishes_it(pool, config, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(pool, config, tmp_path, undisturbed):
+def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
+    pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
     store = tmp_path / "store"
     with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
         started.wait_until(has_shards(store, 3))
@@ -156,11 +170,16 @@ def short(inputs: Inputs) -> Path:
     [
         ("store.codec=u8", "store.codec is 'f32' in the store, not 'u8'"),
         ("seed=8", "; seed is 7 in the store, not 8"),
-        ("teacher.architecture.norm_epsilon=0.001", "digest of the teacher's weights is 'sha256:"),
+        (
+            "teacher.architecture.norm_epsilon=0.001",
+            "digest of the teacher's weights is 'sha256:",
+        ),
         ("capture.precision=bf16", "capture.precision is 'fp32' in the store, not 'bf16'"),
     ],
 )
-def test_other_settings_are_refused_by_name(pool, short, tmp_path, change, words):
+def test_other_settings_are_refused_by_name(
+    pool: Pool, short: Path, tmp_path: Path, change: str, words: str
+) -> None:
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store, stop_after=2) is False
     before = contents(store)
@@ -170,7 +189,7 @@ def test_other_settings_are_refused_by_name(pool, short, tmp_path, change, words
     assert contents(store) == before
 
 
-def test_a_complete_store_is_left_as_it_is(pool, short, tmp_path):
+def test_a_complete_store_is_left_as_it_is(pool: Pool, short: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store) is True
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
@@ -180,7 +199,9 @@ def test_a_complete_store_is_left_as_it_is(pool, short, tmp_path):
     assert (store / "tokenizer" / "tokenizer.json").is_file()
 
 
-def test_what_a_killed_capture_left_or_lacks_is_put_right(pool, short, tmp_path):
+def test_what_a_killed_capture_left_or_lacks_is_put_right(
+    pool: Pool, short: Path, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     assert run_in(pool, 1, short, store) is True
     before = contents(store)
@@ -196,7 +217,7 @@ def test_what_a_killed_capture_left_or_lacks_is_put_right(pool, short, tmp_path)
         assert contents(store) == before
 
 
-def test_a_store_in_the_place_of_a_file_is_refused(pool, short, tmp_path):
+def test_a_store_in_the_place_of_a_file_is_refused(pool: Pool, short: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     text = str(run_in(pool, 2, short, tmp_path / "file" / "store"))
     assert text.startswith(f"StoreError: cannot write {tmp_path}/file/store: Not a directory")

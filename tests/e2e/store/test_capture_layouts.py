@@ -1,5 +1,7 @@
 """What a capture writes against whole float64 logits of its teacher, in every layout."""
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 
@@ -124,8 +126,8 @@ def logits_of(pool: Pool, config: Path, records: list[SampleRecord], *overrides:
 
 @pytest.mark.parametrize("name", quick_and_slow(LAYOUTS, ["TP2xPP2"]))
 def test_every_layout_writes_the_values_of_the_whole_logits(
-    pool, config, reference, tmp_path, name
-):
+    pool: Pool, config: Path, reference: Path, tmp_path: Path, name: str
+) -> None:
     world, overrides = layout(name)
     own = ("teacher.shard_weights=true",) if "sharded" in name else ()
     assert run_in(pool, world, config, tmp_path / "store", *overrides, *own) is True
@@ -156,8 +158,13 @@ def singly(pool: Pool, config: Path, tmp_path_factory: pytest.TempPathFactory) -
     ],
 )
 def test_where_the_numbers_are_equal_so_are_the_files(
-    pool, config, singly, reference, tmp_path, overrides
-):
+    pool: Pool,
+    config: Path,
+    singly: Path,
+    reference: Path,
+    tmp_path: Path,
+    overrides: tuple[int, tuple[str, ...]],
+) -> None:
     world, changes = overrides
     other = tmp_path / "other"
     assert run_in(pool, world, config, other, *changes, "capture.micro_batch_size=1") is True
@@ -165,7 +172,9 @@ def test_where_the_numbers_are_equal_so_are_the_files(
     assert contents(other).keys() == contents(reference).keys()
 
 
-def test_experts_exchange_over_replicas_of_which_one_has_nothing_left(pool, config, tmp_path):
+def test_experts_exchange_over_replicas_of_which_one_has_nothing_left(
+    pool: Pool, config: Path, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     overrides = (MOE, "store.samples=13", "parallel.expert=2")
     assert run_in(pool, 2, config, store, *overrides) is True
@@ -174,7 +183,9 @@ def test_experts_exchange_over_replicas_of_which_one_has_nothing_left(pool, conf
         assert_equals_the_logits(record, logits)
 
 
-def test_a_cut_at_a_mass_keeps_the_shortest_head(pool, config, reference, tmp_path):
+def test_a_cut_at_a_mass_keeps_the_shortest_head(
+    pool: Pool, config: Path, reference: Path, tmp_path: Path
+) -> None:
     assert run_in(pool, 2, config, tmp_path / "store", "store.top_p=0.3") is True
     for record, whole in zip(samples_of(tmp_path / "store"), samples_of(reference), strict=True):
         entries = record.entries
@@ -186,7 +197,7 @@ def test_a_cut_at_a_mass_keeps_the_shortest_head(pool, config, reference, tmp_pa
 
 
 @pytest.mark.slow
-def test_draws_are_the_same_for_every_split(pool, config, tmp_path):
+def test_draws_are_the_same_for_every_split(pool: Pool, config: Path, tmp_path: Path) -> None:
     changes = ("store.mode=sampled", "store.temperatures=[]", "store.k=40")
     stores = []
     for name in ("one rank", "TP2", "CP2", "PP2", "DP2"):
@@ -214,7 +225,9 @@ def write_hugging_face(rank: int, world: int, folder: Path, tokenizer: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_hugging_face_teacher_and_its_checkpoint_are_one(pool, inputs, config, tmp_path):
+def test_a_hugging_face_teacher_and_its_checkpoint_are_one(
+    pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
+) -> None:
     pool.run(1, write_hugging_face, tmp_path, inputs.tokenizer)
     models = {"hf": tmp_path / "Llama-0B", "checkpoint": tmp_path / "imported"}
     overrides = ["teacher.architecture=null", "store.samples=6"]

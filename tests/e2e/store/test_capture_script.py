@@ -1,5 +1,7 @@
 """The entry script of a capture: its messages and its exit status."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ def call(pool: Pool, world: int, config: Path, *overrides: str) -> list[Ending]:
     return pool.run(world, call_script, SCRIPT, arguments, timeout=SECONDS)
 
 
-def test_it_writes_a_store_prints_its_summary_and_ends_with_zero(pool, config, tmp_path):
+def test_it_writes_a_store_prints_its_summary_and_ends_with_zero(
+    pool: Pool, config: Path, tmp_path: Path
+) -> None:
     store = f"store.path={tmp_path}/store"
     first, second = call(pool, 2, config, store)
     assert (first.status, second.status) == (0, 0)
@@ -47,13 +51,17 @@ def test_it_writes_a_store_prints_its_summary_and_ends_with_zero(pool, config, t
         ("store.kk=3", "store.kk"),
     ],
 )
-def test_contradictory_settings_are_one_message(pool, config, tmp_path, override, words):
+def test_contradictory_settings_are_one_message(
+    pool: Pool, config: Path, tmp_path: Path, override: str, words: str
+) -> None:
     text = message(call(pool, 2, config, f"store.path={tmp_path}/store", override))
     assert words in text
     assert not (tmp_path / "store").exists()
 
 
-def test_a_printed_configuration_is_the_same_when_read(config, tmp_path, capsys):
+def test_a_printed_configuration_is_the_same_when_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert script(SCRIPT).main(["--config", str(config), "--print-config", "store.k=5"]) == 0
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)

@@ -1,5 +1,7 @@
 """What names a stream of samples: all that decides it, and nothing that does not."""
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,9 @@ def changed(one: Settings, other: Settings) -> set[str]:
         ("data.sources.0.format=text", "sources"),
     ],
 )
-def test_each_setting_counts_under_its_name(pool, config, override, key):
+def test_each_setting_counts_under_its_name(
+    pool: Pool, config: Path, override: str, key: str
+) -> None:
     assert changed(ask(pool, config), ask(pool, config, override)) == {key, "digest"}
 
 
@@ -73,16 +77,20 @@ def test_each_setting_counts_under_its_name(pool, config, override, key):
         "capture.micro_batch_size=7",
     ],
 )
-def test_settings_that_change_no_sample_do_not_count(pool, config, override):
+def test_settings_that_change_no_sample_do_not_count(
+    pool: Pool, config: Path, override: str
+) -> None:
     assert ask(pool, config, override) == ask(pool, config)
 
 
-def test_own_validation_sources_hold_nothing_back(pool, inputs, config):
+def test_own_validation_sources_hold_nothing_back(pool: Pool, inputs: Inputs, config: Path) -> None:
     own = f"data.validation_sources=[{{format: jsonl, paths: {inputs.corpus}}}]"
     assert ask(pool, config, own)["validation_fraction"] == 0.0
 
 
-def test_files_may_move_but_not_grow(pool, inputs, config, tmp_path):
+def test_files_may_move_but_not_grow(
+    pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
+) -> None:
     moved = tmp_path / inputs.corpus.name
     shutil.copy(inputs.corpus, moved)
     override = f"data.sources.0.paths={moved}"
@@ -94,7 +102,7 @@ def test_files_may_move_but_not_grow(pool, inputs, config, tmp_path):
     assert f"{moved}: no such file" in ask(pool, config, override)
 
 
-def test_indexed_files_count_by_their_sizes(pool, config, tmp_path):
+def test_indexed_files_count_by_their_sizes(pool: Pool, config: Path, tmp_path: Path) -> None:
     for end in ("bin", "idx"):
         (tmp_path / f"corpus.{end}").write_bytes(b"12345678")
     override = f"data.sources=[{{format: megatron, paths: {tmp_path}/corpus}}]"
@@ -105,14 +113,16 @@ def test_indexed_files_count_by_their_sizes(pool, config, tmp_path):
     assert "corpus.idx: no such file" in ask(pool, config, override)
 
 
-def test_a_run_and_a_capture_of_the_same_data_agree(pool, inputs, config):
+def test_a_run_and_a_capture_of_the_same_data_agree(
+    pool: Pool, inputs: Inputs, config: Path
+) -> None:
     run = inputs.folder / "dense.yaml"
     assert ask(pool, run, is_capture=False) == ask(pool, config)
 
 
 def test_conversations_are_named_with_their_masks_and_the_content_of_their_template(
-    pool, inputs, config
-):
+    pool: Pool, inputs: Inputs, config: Path
+) -> None:
     template = inputs.folder / "own.jinja"
     template.write_text("{{ messages[0]['content'] }}")
     one = f"{{format: jsonl, paths: {inputs.corpus}, conversation: {{chat_template: {template}}}}}"

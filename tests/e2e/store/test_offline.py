@@ -1,5 +1,7 @@
 """Training from a store is training from the teacher that it was captured from."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,7 +77,9 @@ def assert_same_course(found: Course, expected: Course, *, first: float, last: f
             assert ours[name] == pytest.approx(value, rel=tolerance, abs=1e-7), (ours["step"], name)
 
 
-def test_in_the_same_layout_every_figure_has_the_same_bits(capture, train):
+def test_in_the_same_layout_every_figure_has_the_same_bits(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
     online = train(1, ALL_TERMS)
     offline = train(1, ALL_TERMS, f"teacher.store={capture()}")
     losses = ("total_loss", "ce_loss", "kd_loss", "grad_norm", "topk_mass", "top1_agreement")
@@ -88,7 +92,9 @@ def test_in_the_same_layout_every_figure_has_the_same_bits(capture, train):
 
 
 @pytest.mark.slow
-def test_temperatures_that_were_captured_are_exact(capture, train):
+def test_temperatures_that_were_captured_are_exact(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
     offline = train(1, WARM, f"teacher.store={capture()}")
     assert_same_course(offline, train(1, WARM), first=1e-5, last=LAST)
 
@@ -97,7 +103,9 @@ def test_temperatures_that_were_captured_are_exact(capture, train):
 # and in tests/distributed/teachers/test_stored_teacher.py.
 @pytest.mark.slow
 @pytest.mark.parametrize(("reader", "writer"), [("TP2xPP2", "CP2"), ("CP2", "TP2"), ("DP2", "DP2")])
-def test_no_layout_of_reader_or_writer_changes_a_loss(reader, writer, capture, train):
+def test_no_layout_of_reader_or_writer_changes_a_loss(
+    reader: str, writer: str, capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
     (world, reading), (writing, own) = layout(reader), layout(writer)
     store = f"teacher.store={capture(*own, world=writing)}"
     offline = train(world, ALL_TERMS, store, *reading)
@@ -107,7 +115,9 @@ def test_no_layout_of_reader_or_writer_changes_a_loss(reader, writer, capture, t
 @pytest.mark.parametrize(
     ("codec", "tolerance"), [pytest.param("f16", 1e-4, marks=pytest.mark.slow), ("u8", 1e-2)]
 )
-def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(codec, tolerance, capture, train):
+def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(
+    codec: str, tolerance: float, capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
     offline = train(1, ONE_TERM, f"teacher.store={capture(f'store.codec={codec}')}")
     online = train(1, ONE_TERM)
     for ours, other in zip(offline, online, strict=True):
@@ -117,7 +127,9 @@ def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(codec, tolerance,
 
 
 @pytest.mark.slow
-def test_a_smaller_k_and_a_cut_are_part_of_the_same_store(capture, train):
+def test_a_smaller_k_and_a_cut_are_part_of_the_same_store(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
     """Every id of a nucleus of 0.9: the mass kept is at least that, with fewer ids than k."""
     cut = train(1, "objective.terms=[{divergence: forward_kl}]",
                 f"teacher.store={capture('store.top_p=0.5', 'store.k=301')}")  # fmt: skip
@@ -128,7 +140,9 @@ def test_a_smaller_k_and_a_cut_are_part_of_the_same_store(capture, train):
 
 
 @pytest.mark.slow
-def test_drawn_ids_train_and_report_the_known_metrics(capture, train):
+def test_drawn_ids_train_and_report_the_known_metrics(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
     term = "objective.terms=[{divergence: forward_kl}]"
     store = capture("store.mode=sampled", "store.k=200", "store.temperatures=[]")
     drawn, dense = train(1, term, f"teacher.store={store}"), train(1, term)
@@ -143,7 +157,9 @@ def test_drawn_ids_train_and_report_the_known_metrics(capture, train):
 ALONE = ("data.sources=[]", "train.steps=20")
 
 
-def test_the_store_is_a_corpus_of_its_own(capture, train):
+def test_the_store_is_a_corpus_of_its_own(
+    capture: Callable[..., Path], train: Callable[..., Course]
+) -> None:
     """20 steps of 8 go through 64 samples in two and a half epochs."""
     one = train(1, ONE_TERM, f"teacher.store={capture()}", *ALONE)
     assert one[-1]["step"] == 20
@@ -152,7 +168,14 @@ def test_the_store_is_a_corpus_of_its_own(capture, train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own_corpus", [False, True], ids=["joined", "own"])
-def test_a_stopped_run_goes_on_bit_by_bit(own_corpus, pool, inputs, capture, train, tmp_path):
+def test_a_stopped_run_goes_on_bit_by_bit(
+    own_corpus: bool,
+    pool: Pool,
+    inputs: Inputs,
+    capture: Callable[..., Path],
+    train: Callable[..., Course],
+    tmp_path: Path,
+) -> None:
     arguments = [ONE_TERM, f"teacher.store={capture()}", *(ALONE if own_corpus else ())]
     whole = train(1, *arguments)
     config = inputs.folder / "dense.yaml"
@@ -169,8 +192,8 @@ def test_a_stopped_run_goes_on_bit_by_bit(own_corpus, pool, inputs, capture, tra
 
 @pytest.mark.slow
 def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
-    pool, inputs, capture, tmp_path
-):
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
+) -> None:
     held_out = ("validation.samples=11", "validation.interval=10", "train.micro_batch_size=4")
     arguments = [ONE_TERM, f"teacher.store={capture()}", *ALONE, *held_out]
     saved = (*SHORT, *arguments, "checkpoint.save=true")
@@ -195,7 +218,9 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     assert not {"kd_loss", "teacher_ce_loss"} & last.keys()
 
 
-def test_several_stores_share_the_steps_by_weight(pool, inputs, capture, tmp_path):
+def test_several_stores_share_the_steps_by_weight(
+    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
+) -> None:
     first, second = capture(), capture(world=2)
     stores = f"teacher.store=[{{path: {first}, weight: 3}}, {{path: {second}, name: other}}]"
     arguments = [*SHORT, ONE_TERM, "data.sources=[]", stores]
@@ -232,7 +257,9 @@ def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -
         ]
 
 
-def test_maxtexts_files_train_as_far_as_they_know(pool, inputs, train, tmp_path):
+def test_maxtexts_files_train_as_far_as_they_know(
+    pool: Pool, inputs: Inputs, train: Callable[..., Course], tmp_path: Path
+) -> None:
     """k logits and nothing else: renormalised terms, no tail, and no word of the teacher's own."""
     contents = [
         example(sequence(number, length=33, k=5, vocab_size=301)) for number in range(STEPS * ROWS)

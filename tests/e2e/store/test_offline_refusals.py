@@ -1,5 +1,7 @@
 """A store that cannot be trusted, or is not this run's, stops every rank with the same sentence."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +76,9 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_mismatched_parts_are_named(case, pool, inputs, store, tmp_path):
+def test_mismatched_parts_are_named(
+    case: str, pool: Pool, inputs: Inputs, store: Path, tmp_path: Path
+) -> None:
     overrides, parts = WRONG[case]
     text = failure(
         pool, 2, inputs.folder / "dense.yaml", tmp_path,
@@ -109,8 +113,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 )
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_store_stops_all_ranks_before_the_step(
-    case, own_corpus, pool, inputs, copy, tmp_path
-):
+    case: str, own_corpus: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
     damage, parts = DAMAGED[case]
     damage(copy)
     text = failure(
@@ -128,7 +132,9 @@ def test_a_damaged_store_stops_all_ranks_before_the_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps_files", [True, False], ids=["with files", "by digest"])
-def test_another_tokenizer_is_refused(keeps_files, pool, inputs, copy, tmp_path):
+def test_another_tokenizer_is_refused(
+    keeps_files: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
     if not keeps_files:
         shutil.rmtree(copy / "tokenizer")
     text = failure(
@@ -144,7 +150,9 @@ def test_another_tokenizer_is_refused(keeps_files, pool, inputs, copy, tmp_path)
         assert "remove data.tokenizer to use that of the store" in text
 
 
-def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(pool, inputs, copy, tmp_path):
+def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
+    pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
     """Names and sizes are those of the capture, so that only the tokens can tell."""
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -161,7 +169,9 @@ def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(pool, inputs, copy
 
 
 @pytest.mark.slow
-def test_a_run_does_not_go_on_from_a_store_of_another_teacher(pool, inputs, copy, tmp_path):
+def test_a_run_does_not_go_on_from_a_store_of_another_teacher(
+    pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+) -> None:
     """Captured anew under the same name, of the same samples; nothing else names the teacher."""
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     asked = (*SHORT, ONE_TERM, f"teacher.store={copy}", "teacher.architecture=null")

@@ -1,5 +1,7 @@
 """Stores among several teachers: routed, mixed and chosen, in every layout, and resumed."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -107,7 +109,9 @@ ROUTES: dict[str, tuple[bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("route", quick_and_slow(ROUTES, ("store of the source",)))
-def test_a_routed_store_is_the_live_teacher_to_the_bit(train, capture, route):
+def test_a_routed_store_is_the_live_teacher_to_the_bit(
+    train: Callable[..., Course], capture: Callable[..., str], route: str
+) -> None:
     whole, overrides = ROUTES[route]
     live = train(1, *overrides)
     stored = train(1, *overrides, capture(whole=whole))
@@ -120,7 +124,9 @@ def test_a_routed_store_is_the_live_teacher_to_the_bit(train, capture, route):
 
 
 @pytest.mark.slow
-def test_a_term_takes_a_store_on_every_sample(train, capture):
+def test_a_term_takes_a_store_on_every_sample(
+    train: Callable[..., Course], capture: Callable[..., str]
+) -> None:
     found, live = train(1, NAMED, capture()), train(1, NAMED)
     assert_same(found, live, first=1e-6, last=1e-5)
     for ours, other in zip(found, live, strict=True):
@@ -130,7 +136,9 @@ def test_a_term_takes_a_store_on_every_sample(train, capture):
 
 
 @pytest.mark.slow
-def test_drawn_ids_are_one_of_several(train, capture):
+def test_drawn_ids_are_one_of_several(
+    train: Callable[..., Course], capture: Callable[..., str]
+) -> None:
     term = "objective.terms=[{divergence: forward_kl}]"
     drawn = capture("store.mode=sampled", "store.k=200", "store.temperatures=[]")
     found, live = train(1, term, drawn), train(1, term)
@@ -144,7 +152,9 @@ def test_drawn_ids_are_one_of_several(train, capture):
 
 
 @pytest.mark.slow
-def test_a_mean_and_a_choice_with_a_store_of_all_ids_are_the_live_ones(train, capture):
+def test_a_mean_and_a_choice_with_a_store_of_all_ids_are_the_live_ones(
+    train: Callable[..., Course], capture: Callable[..., str]
+) -> None:
     live = train(1, MIXED)
     stored = train(1, MIXED, capture("store.k=301"))
     assert_same(stored, live, first=1e-5, last=1e-4)
@@ -157,7 +167,9 @@ top_k: 5, temperature: 2.0, teachers: {{code: 0.7, law: 0.3}}}}]"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["TP2", "TP2+sequence", "DP2", "PP2", "CP2"])
-def test_the_layout_changes_nothing(train, capture, case):
+def test_the_layout_changes_nothing(
+    train: Callable[..., Course], capture: Callable[..., str], case: str
+) -> None:
     world, overrides = layout(case)
     common = (MEAN, capture(), "validation.samples=4", f"validation.interval={STEPS}")
     expected = train(1, *common)
@@ -165,7 +177,9 @@ def test_the_layout_changes_nothing(train, capture, case):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_reads_the_records_that_follow(pool, config, capture, tmp_path):
+def test_a_resumed_run_reads_the_records_that_follow(
+    pool: Pool, config: Path, capture: Callable[..., str], tmp_path: Path
+) -> None:
     store = capture(whole=False)
     expected = course(run(pool, 1, config, tmp_path / "whole", SAVE, store))
     for name, before in (("stored", (store,)), ("live", ())):
@@ -177,8 +191,13 @@ def test_a_resumed_run_reads_the_records_that_follow(pool, config, capture, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["all samples", "one source"])
 def test_a_live_teacher_beside_a_store_has_ranks_of_its_own(
-    pool, config, train, capture, tmp_path, whole
-):
+    pool: Pool,
+    config: Path,
+    train: Callable[..., Course],
+    capture: Callable[..., str],
+    tmp_path: Path,
+    whole: bool,
+) -> None:
     store, one = capture(whole=whole), "train.micro_batch_size=1"
     found = apart(pool, 2, config, tmp_path / "run", store, one, "teachers.law.ranks=1")
     assert course(found) == course(train(1, store, one))
@@ -204,7 +223,9 @@ def refusals(store: Callable[..., str]) -> Sequence[tuple[str, tuple[str, ...]]]
 
 
 @pytest.mark.slow
-def test_a_store_of_other_samples_or_terms_is_refused_by_name(pool, config, capture, tmp_path):
+def test_a_store_of_other_samples_or_terms_is_refused_by_name(
+    pool: Pool, config: Path, capture: Callable[..., str], tmp_path: Path
+) -> None:
     for expected, overrides in refusals(capture):
         text = failure(pool, 1, config, tmp_path / "run", *overrides)
         assert expected in text, text

@@ -1,5 +1,7 @@
 """Teachers on tasks: each in its own tokens, with its weights on the device or in shards."""
 
+from __future__ import annotations
+
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -13,10 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_distill import log
+from tests.distributed.pool import Pool
 from tests.e2e.evaluation.test_evaluation import _results, evaluations, quiz
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import STUDENT, logged, one_of_several, run, train_here
+from tests.e2e.runs import STUDENT, Inputs, logged, one_of_several, run, train_here
 from tests.e2e.tokenizers.test_several_tokenizers import write_config
 
 SHORT = ("train.steps=1", "schedule.warmup_steps=1", "checkpoint.save=true")
@@ -61,7 +64,9 @@ def _train_with_resting(rank: int, world: int, config: Path, overrides: Sequence
 
 
 @pytest.mark.slow
-def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(pool, inputs, tmp_path):
+def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     """The baselines are those of runs with one of the teachers; the weights of one rest."""
     config, tasks, output = write_config(inputs), quiz(tmp_path), tmp_path / "several"
     overrides = [f"output={output}", *SHORT, *tasks, "teachers.near.offload=true"]
@@ -104,7 +109,9 @@ def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(pool, inputs, t
 
 
 @pytest.mark.slow
-def test_baselines_of_another_teacher_or_other_tasks_are_measured_again(pool, inputs, tmp_path):
+def test_baselines_of_another_teacher_or_other_tasks_are_measured_again(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     """Starts from the beginning in one folder, whose baselines.json stays."""
     tasks, output = quiz(tmp_path), tmp_path / "run"
     short = ("train.steps=1", "schedule.warmup_steps=1", *tasks)
@@ -143,7 +150,9 @@ def test_baselines_of_another_teacher_or_other_tasks_are_measured_again(pool, in
 
 
 @pytest.mark.slow
-def test_the_teacher_of_a_finished_run_has_its_own_tokens(pool, inputs, tmp_path):
+def test_the_teacher_of_a_finished_run_has_its_own_tokens(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     tasks, output = quiz(tmp_path), tmp_path / "run"
     run(pool, 1, inputs.folder / "aligned.yaml", output, *SHORT, *tasks)
     (_, first), *_ = evaluations(output)
@@ -169,7 +178,9 @@ def _figures(results: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any
 
 
 @pytest.mark.slow
-def test_a_teacher_with_sharded_weights_is_scored_and_writes_no_text(pool, inputs, tmp_path):
+def test_a_teacher_with_sharded_weights_is_scored_and_writes_no_text(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
     both = []
     for name, shards in (("whole", "false"), ("sharded", "true")):

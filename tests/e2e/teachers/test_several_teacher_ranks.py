@@ -1,11 +1,14 @@
 """Several teachers, some on ranks of their own, train the course of the run on shared ranks."""
 
+from __future__ import annotations
+
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -87,7 +90,9 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
-def test_the_course_is_that_of_shared_ranks(pool, config, shared, tmp_path, case):
+def test_the_course_is_that_of_shared_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
     world, layout = LAYOUTS[case]
     found = apart(pool, world, config, tmp_path / "run", *HELD_OUT, *layout)
     expected = shared(*HELD_OUT)
@@ -136,7 +141,9 @@ OF_TOP_K: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(OF_TOP_K, []))
-def test_a_sent_top_k_gives_the_course_of_live_teachers(pool, config, shared, tmp_path, case):
+def test_a_sent_top_k_gives_the_course_of_live_teachers(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
     world, common, own = OF_TOP_K[case]
     given = (*HELD_OUT, TOP_K, *common)
     found, expected = apart(pool, world, config, tmp_path, *given, *own), shared(*given)
@@ -158,7 +165,9 @@ MIXED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [(), (CODE, MATH)], ids=["shared ranks", "own ranks"])
-def test_a_sent_top_k_is_in_means_and_choices(pool, config, shared, tmp_path, beside):
+def test_a_sent_top_k_is_in_means_and_choices(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, beside: Sequence[str]
+) -> None:
     own = (LAW, sent("law", 301), *beside)
     found = apart(pool, 2 + len(beside), config, tmp_path, MIXED, *own)
     expected = shared(MIXED)
@@ -193,7 +202,9 @@ def passes_in_roles(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["DP2 and 1", "1 and DP2", "1 and DP2, sharded"])
-def test_a_teacher_runs_for_its_samples_alone(pool, config, shared, tmp_path, case):
+def test_a_teacher_runs_for_its_samples_alone(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
     students, teachers = (2, 1) if case.startswith("DP2") else (1, 2)
     own = [f"teachers.law.ranks={teachers}", "teachers.law.parallel={tensor: 1}"]
     own += [SHARDED] if "sharded" in case else []
@@ -210,7 +221,9 @@ def test_a_teacher_runs_for_its_samples_alone(pool, config, shared, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_it_resumes_with_other_ranks(pool, config, shared, tmp_path):
+def test_it_resumes_with_other_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
     saved = ("checkpoint.save=true", ONE_SAMPLE)
     apart(pool, 2, config, tmp_path, *saved, LAW, stop_after=2)
     run(pool, 1, config, tmp_path, *saved, stop_after=2)
@@ -219,7 +232,7 @@ def test_it_resumes_with_other_ranks(pool, config, shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_process_evaluates_the_run(pool, config, tmp_path):
+def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
     law = ("teachers.law.ranks=2", "teachers.law.parallel={tensor: 2}")
     code = ("teachers.code.parallel={pipeline: 2}", "checkpoint.save=true")
     expected = apart(pool, 4, config, tmp_path, *HELD_OUT, *law, *code)[-1]["validation"]
@@ -231,14 +244,18 @@ def test_one_process_evaluates_the_run(pool, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_role_is_a_world_under_torchrun(config, shared, tmp_path):
+def test_each_role_is_a_world_under_torchrun(
+    config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
     program = ("-m", "megatron_distill.cli", "train", str(config), "--processes", "3")
     run_python(*program, f"output={tmp_path}", LAW, CODE, *HELD_OUT, seconds=SECONDS)
     assert course(steps(records(tmp_path))) == course(steps(shared(*HELD_OUT)))
 
 
 @pytest.mark.slow
-def test_a_killed_teacher_is_named_and_the_run_goes_on(pool, config, shared, tmp_path):
+def test_a_killed_teacher_is_named_and_the_run_goes_on(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
     output, saved = tmp_path / "run", ("checkpoint.save=true", "checkpoint.interval=1")
     words = [sys.executable, "-m", "megatron_distill.cli", "train", str(config)]
     words += ["--processes", "3", f"output={output}", LAW, CODE, *saved]

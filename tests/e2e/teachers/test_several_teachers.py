@@ -1,5 +1,7 @@
 """Runs with several teachers: routed, mixed and chosen, in every layout, and resumed."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -93,7 +95,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_the_layout_changes_nothing(pool, config, whole, tmp_path, case):
+def test_the_layout_changes_nothing(
+    pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, case: str
+) -> None:
     world, overrides = layout(case)
     found = run(pool, world, config, tmp_path / "run", *overrides, *LAYOUTS[case])
     assert_same_course(found, whole, COMPARED)
@@ -110,7 +114,9 @@ OWN: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OWN)
-def test_teachers_with_own_layouts_run_for_their_samples(pool, config, tmp_path, case):
+def test_teachers_with_own_layouts_run_for_their_samples(
+    pool: Pool, config: Path, tmp_path: Path, case: str
+) -> None:
     routed = (ROUTED, "train.micro_batch_size=1")
     own = [one for one in OWN[case] if ".parallel=" in one]
     shared = [one for one in OWN[case] if one not in own]
@@ -120,7 +126,9 @@ def test_teachers_with_own_layouts_run_for_their_samples(pool, config, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_teacher_with_experts_on_several_replicas_runs_on_all_of_them(pool, config, tmp_path):
+def test_a_teacher_with_experts_on_several_replicas_runs_on_all_of_them(
+    pool: Pool, config: Path, tmp_path: Path
+) -> None:
     # Its samples are on one replica or the other, and its experts on both.
     overrides = (
         ROUTED, "train.micro_batch_size=1", "teachers.law.architecture.moe={num_experts: 4}",
@@ -131,7 +139,7 @@ def test_a_teacher_with_experts_on_several_replicas_runs_on_all_of_them(pool, co
     assert_same_course(found, expected, COMPARED)
 
 
-def test_the_log_has_every_teacher(whole, inputs):
+def test_the_log_has_every_teacher(whole: list[dict[str, Any]], inputs: Inputs) -> None:
     for record in whole:
         teachers = record["teachers"]
         assert set(teachers) == {"math", "code", "law", "code+math", "law+math"}
@@ -148,7 +156,9 @@ def test_the_log_has_every_teacher(whole, inputs):
     assert set(validation["teachers"]) == set(whole[0]["teachers"])
 
 
-def test_routing_to_one_teacher_is_the_run_of_that_teacher(pool, inputs, config, tmp_path):
+def test_routing_to_one_teacher_is_the_run_of_that_teacher(
+    pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
+) -> None:
     single = inputs.write("single", STUDENT, TEACHER, steps=6)
     expected = course(run(pool, 1, single, tmp_path / "single"))
     only = f"teachers:\n{one_of_several('only')}"
@@ -192,7 +202,7 @@ def passes_and_samples(
         return found
 
 
-def test_a_teacher_runs_for_its_samples_alone(pool, config, tmp_path):
+def test_a_teacher_runs_for_its_samples_alone(pool: Pool, config: Path, tmp_path: Path) -> None:
     overrides = (
         f"output={tmp_path}", ROUTED, "train.steps=9", "train.micro_batch_size=1",
         "objective.routing_weights={law: 1, math: 4}",
@@ -212,7 +222,7 @@ def test_a_teacher_runs_for_its_samples_alone(pool, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_routes_as_before(pool, config, tmp_path):
+def test_a_resumed_run_routes_as_before(pool: Pool, config: Path, tmp_path: Path) -> None:
     saved = ("checkpoint.save=true", "train.micro_batch_size=1")
     expected = course(run(pool, 1, config, tmp_path / "whole", *saved))
     run(pool, 1, config, tmp_path / "cut", *saved, stop_after=3)
@@ -223,7 +233,7 @@ def test_a_resumed_run_routes_as_before(pool, config, tmp_path):
         assert ours == pytest.approx(other, rel=1e-5)
 
 
-def test_a_row_of_no_teacher_ends_the_run(pool, config, tmp_path):
+def test_a_row_of_no_teacher_ends_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
     rows = [{"text": "one two three", "domain": "math"}, {"text": "four", "domain": "biology"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

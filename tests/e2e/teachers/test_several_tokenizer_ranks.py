@@ -1,5 +1,7 @@
 """Teachers of one and of another tokenizer on ranks of their own: the course of shared ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,8 @@ def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., list[dict[
 
 
 def test_two_steps_with_each_teacher_on_a_rank_are_those_of_shared_ranks(
-    pool, config, shared, tmp_path
-):
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
     short = ("train.steps=2", "schedule.warmup_steps=1")
     found, expected = apart(pool, 3, config, tmp_path, *short, FAR, NEAR), shared(*short)
     assert len(found) == len(expected) == 2
@@ -85,7 +87,9 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, []))
-def test_the_course_is_that_of_shared_ranks(pool, config, shared, tmp_path, case):
+def test_the_course_is_that_of_shared_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
     world, layout = LAYOUTS[case]
     found, expected = apart(pool, world, config, tmp_path, *HELD_OUT, *layout), shared(*HELD_OUT)
     assert_same_course(steps(found), steps(expected), (*QUANTITIES, *LOSSES))
@@ -130,7 +134,9 @@ WITH_TOP_K: dict[str, tuple[int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(WITH_TOP_K, []))
-def test_a_sent_top_k_gives_the_course_of_live_teachers(pool, config, shared, tmp_path, case):
+def test_a_sent_top_k_gives_the_course_of_live_teachers(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
     world, own = WITH_TOP_K[case]
     given = (*HELD_OUT, OF_ALL_IDS)
     found, expected = apart(pool, world, config, tmp_path, *given, *own), shared(*given)
@@ -142,7 +148,9 @@ def test_a_sent_top_k_gives_the_course_of_live_teachers(pool, config, shared, tm
 
 
 @pytest.mark.slow
-def test_it_resumes_on_shared_ranks(pool, config, shared, tmp_path):
+def test_it_resumes_on_shared_ranks(
+    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
+) -> None:
     saved = ("checkpoint.save=true", "train.micro_batch_size=1")
     apart(pool, 3, config, tmp_path, *saved, FAR, NEAR, stop_after=2)
     run(pool, 1, config, tmp_path, *saved, stop_after=2)
@@ -151,7 +159,7 @@ def test_it_resumes_on_shared_ranks(pool, config, shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_process_evaluates_the_run(pool, config, tmp_path):
+def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
     own = ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2}", "checkpoint.save=true")
     expected = apart(pool, 3, config, tmp_path, *HELD_OUT, *own)[-1]["validation"]
     (found,) = pool.run(1, evaluate_here, str(tmp_path))

@@ -1,5 +1,7 @@
 """A teacher whose weights are sharded over ranks: the same losses, and less memory by a formula."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,7 +90,9 @@ def train(pool: Pool, inputs: Inputs) -> Callable[..., Course]:
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
-def test_losses_are_those_of_whole_weights_to_the_bit(train, case):
+def test_losses_are_those_of_whole_weights_to_the_bit(
+    train: Callable[..., Course], case: str
+) -> None:
     world, settings = CASES[case]
     number = list(CASES).index(case)
     expected = train(world, f"{number}-whole", *settings)
@@ -100,7 +104,9 @@ def test_losses_are_those_of_whole_weights_to_the_bit(train, case):
 # In a layout of its own some of a step's units are for the other teacher.
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [(), ("teachers.a.parallel={tensor: 1}", TENSOR)])
-def test_one_of_several_teachers_is_sharded(train, own):
+def test_one_of_several_teachers_is_sharded(
+    train: Callable[..., Course], own: Sequence[str]
+) -> None:
     found = [
         train(
             2,
@@ -114,7 +120,9 @@ def test_one_of_several_teachers_is_sharded(train, own):
 
 
 @pytest.mark.slow
-def test_weights_of_a_checkpoint_are_read_layer_by_layer(pool, inputs, train):
+def test_weights_of_a_checkpoint_are_read_layer_by_layer(
+    pool: Pool, inputs: Inputs, train: Callable[..., Course]
+) -> None:
     origin = inputs.folder / "sharded-origin"
     save = ("checkpoint.save=true", "teacher=null", "objective.terms=[]", *STEPS)
     run(pool, 1, inputs.folder / "dense.yaml", origin, *save)
@@ -124,7 +132,7 @@ def test_weights_of_a_checkpoint_are_read_layer_by_layer(pool, inputs, train):
 
 
 @pytest.mark.slow
-def test_it_is_without_effect_where_each_rank_has_other_weights(pool, inputs):
+def test_it_is_without_effect_where_each_rank_has_other_weights(pool: Pool, inputs: Inputs) -> None:
     overrides = [*STEPS, TENSOR, SHARDED, f"output={inputs.folder}/sharded-alone"]
     first, second = pool.run(2, logged, inputs.folder / "dense.yaml", overrides)
     assert "shard_weights = true has no effect" in first
@@ -264,7 +272,7 @@ MEMORY: dict[str, tuple[int, dict[str, Any], dict[str, Any], int, int]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(MEMORY, []))
-def test_a_rank_has_its_shards_and_two_layers(pool, case):
+def test_a_rank_has_its_shards_and_two_layers(pool: Pool, case: str) -> None:
     world, layout, changes, ranks, expert_ranks = MEMORY[case]
     whole, sharded = (
         pool.run(world, weights_in_memory, changes, layout, is_sharded)[0]

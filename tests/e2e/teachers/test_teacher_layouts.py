@@ -1,5 +1,7 @@
 """A teacher with its own layout: losses and gradient norms are those of the shared layout."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -78,7 +80,7 @@ QUICK = ("p1 to p2, virtual", "t2 with a split sequence to t1")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
-def test_five_steps_are_those_of_the_shared_layout(train, case):
+def test_five_steps_are_those_of_the_shared_layout(train: Callable[..., Course], case: str) -> None:
     world, common, layout, is_exact = CASES[case]
     expected = train("dense", world, *VALIDATED, *common)
     found = train("dense", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
@@ -126,7 +128,9 @@ WITH_MAPS: dict[str, tuple[int, Sequence[str], str, bool]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(WITH_MAPS, []))
-def test_attention_maps_are_those_of_the_shared_layout(train, case):
+def test_attention_maps_are_those_of_the_shared_layout(
+    train: Callable[..., Course], case: str
+) -> None:
     world, common, layout, is_exact = WITH_MAPS[case]
     given = (*VALIDATED, MAPS, *common)
     expected = train("dense", world, *given)
@@ -148,7 +152,9 @@ ALIGNED: dict[str, tuple[int, Sequence[str], str]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(ALIGNED, []))
-def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(train, case):
+def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(
+    train: Callable[..., Course], case: str
+) -> None:
     world, common, layout = ALIGNED[case]
     expected = train("aligned", world, *VALIDATED, *common)
     found = train("aligned", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
@@ -194,7 +200,7 @@ MOVED: dict[str, tuple[Sequence[str], str, int]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(MOVED, ["one of two parts is elsewhere"]))
-def test_a_step_sends_the_bytes_of_the_formula(pool, inputs, case):
+def test_a_step_sends_the_bytes_of_the_formula(pool: Pool, inputs: Inputs, case: str) -> None:
     common, layout, rows = MOVED[case]
     overrides = [*STEPS, *common, f"teacher.parallel={{{layout}}}", f"output={inputs.folder}/moved"]
     found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", overrides)
@@ -205,7 +211,9 @@ def test_a_step_sends_the_bytes_of_the_formula(pool, inputs, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor: 2, sequence: true", "pipeline: 2"])
-def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(pool, inputs, layout):
+def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(
+    pool: Pool, inputs: Inputs, layout: str
+) -> None:
     peaks = []
     for batch in (8, 32):
         overrides = [
@@ -221,7 +229,7 @@ def test_with_one_stage_a_steps_memory_does_not_grow_with_its_micro_batches(pool
 
 
 @pytest.mark.slow
-def test_a_resumed_run_may_change_the_teachers_layout(pool, inputs):
+def test_a_resumed_run_may_change_the_teachers_layout(pool: Pool, inputs: Inputs) -> None:
     shared, config = (
         ("schedule.warmup_steps=1", "checkpoint.save=true"),
         inputs.folder / "dense.yaml",

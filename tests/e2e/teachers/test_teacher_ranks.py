@@ -1,5 +1,7 @@
 """A teacher on ranks of its own gives the course of the same run on shared ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +54,11 @@ def roles(rank: int, world: int, teachers: TeacherRanks) -> Iterator[Device]:
 
 
 def train_in_roles(
-    rank: int, world: int, config_path: Path, overrides: Sequence[str], stop_after: int | None
+    rank: int,
+    world: int,
+    config_path: Path,
+    overrides: Sequence[str],
+    stop_after: int | None,
 ) -> bool:
     """Run one training with teachers on the last ranks; returns whether the student finished."""
     config = configure(rank, config_path, overrides, world)
@@ -134,7 +140,9 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ["1 and DP3"]))
-def test_the_course_is_that_of_shared_ranks(pool, inputs, tmp_path, case):
+def test_the_course_is_that_of_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     found, expected = runs_of_roles(pool, inputs, tmp_path, case)
     assert_same(found, expected, **(EXACT if case == "1 and 1" else {}))
 
@@ -157,7 +165,9 @@ WAYS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_neither_steps_ahead_nor_the_way_change_a_bit(pool, inputs, tmp_path, way):
+def test_neither_steps_ahead_nor_the_way_change_a_bit(
+    pool: Pool, inputs: Inputs, tmp_path: Path, way: str
+) -> None:
     (common, other), config = WAYS[way], inputs.folder / "dense.yaml"
     given = (*SHORT, *of_roles("TP2+sequence and 1")[2], *common)
     expected = run_apart(pool, 2, 1, config, tmp_path / "usual", *given)
@@ -169,7 +179,9 @@ def test_neither_steps_ahead_nor_the_way_change_a_bit(pool, inputs, tmp_path, wa
 @pytest.mark.parametrize(
     "case", ["1 and 1", "TP2+sequence and 1", "1 and TP2+sequence", "CP2 and CP2"]
 )
-def test_a_sent_top_k_gives_the_losses_of_a_live_one(pool, inputs, tmp_path, case):
+def test_a_sent_top_k_gives_the_losses_of_a_live_one(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, TOP_K, own=[SENT])
     assert_same(found, expected)
     assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
@@ -219,7 +231,9 @@ CHANGING: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CHANGING, []))
-def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(pool, inputs, tmp_path, case):
+def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     given = [FEATURES if one == "{features}" else one for one in CHANGING[case]]
     sent, live = ([one for one in given if (one == SENT) == is_sent] for is_sent in (True, False))
     found, expected = runs_of_roles(pool, inputs, tmp_path, "1 and 1", *live, own=sent)
@@ -229,7 +243,9 @@ def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(pool, input
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", ["teacher.parallel={expert: 2}", "teacher.shard_weights=true"])
-def test_weights_of_a_teacher_are_spread_over_its_replicas(pool, inputs, tmp_path, spread):
+def test_weights_of_a_teacher_are_spread_over_its_replicas(
+    pool: Pool, inputs: Inputs, tmp_path: Path, spread: str
+) -> None:
     # Three units of the student's step on two replicas: one runs a unit again.
     experts = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
     odd = (experts, "train.global_batch_size=6")
@@ -238,7 +254,7 @@ def test_weights_of_a_teacher_are_spread_over_its_replicas(pool, inputs, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 64], ids=["fast teacher", "slow teacher"])
-def test_memory_does_not_grow(pool, inputs, tmp_path, layers):
+def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers: int) -> None:
     many = ("train.steps=200", f"teacher.architecture.num_layers={layers}")
     found = run_apart(pool, 1, 1, inputs.folder / "dense.yaml", tmp_path / "apart", *many)
     assert len(found) == 200
@@ -250,7 +266,7 @@ def test_memory_does_not_grow(pool, inputs, tmp_path, layers):
 
 
 @pytest.mark.slow
-def test_it_resumes_on_shared_ranks_and_back(pool, inputs, tmp_path):
+def test_it_resumes_on_shared_ranks_and_back(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     saved = ("train.steps=12", "checkpoint.save=true")
     run_apart(pool, 1, 1, config, output, *saved, stop_after=4)
@@ -265,7 +281,9 @@ def test_it_resumes_on_shared_ranks_and_back(pool, inputs, tmp_path):
 @pytest.mark.parametrize(
     ("students", "teachers"), [pytest.param(2, 3, id="d3 to d2"), pytest.param(3, 2, id="d2 to d3")]
 )
-def test_numbers_of_replicas_need_not_divide_each_other(pool, inputs, tmp_path, students, teachers):
+def test_numbers_of_replicas_need_not_divide_each_other(
+    pool: Pool, inputs: Inputs, tmp_path: Path, students: int, teachers: int
+) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "apart"
     common = (*SHORT, "train.global_batch_size=12")
     given = (f"output={output}", f"teacher.ranks={teachers}", *common)
@@ -295,7 +313,9 @@ WITH_FEATURES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_FEATURES)
-def test_feature_losses_get_their_layers_from_the_stage_that_has_them(pool, inputs, tmp_path, case):
+def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     own, both = WITH_FEATURES[case]
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, FEATURES, *both, own=own)
     exact = EXACT if case.startswith("1 and 1") else {}
@@ -318,7 +338,9 @@ WITH_MAPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_MAPS)
-def test_attention_maps_are_made_of_sent_queries_and_keys(pool, inputs, tmp_path, case):
+def test_attention_maps_are_made_of_sent_queries_and_keys(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     own, both = WITH_MAPS[case]
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, MAPS, *both, own=own)
     exact = EXACT if case == "1 and 1" else {}
@@ -336,7 +358,9 @@ def taken_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]
 
 
 @pytest.mark.slow
-def test_a_stage_of_several_chunks_decodes_an_answer_once(pool, inputs, tmp_path):
+def test_a_stage_of_several_chunks_decodes_an_answer_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     given = [f"output={tmp_path}", "teacher.ranks=1", *of_roles("PP2+virtual and 1")[2]]
     given += [SENT, TOP_K, "train.steps=3"]
     taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, timeout=SECONDS)
@@ -361,8 +385,8 @@ OWN_TOKENS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OWN_TOKENS)
 def test_a_teacher_with_its_own_tokenizer_gives_the_losses_of_shared_ranks(
-    pool, inputs, tmp_path, case
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     own, both = OWN_TOKENS[case]
     found, expected = runs_of_roles(pool, inputs, tmp_path, case, *both, own=own, name="aligned")
     exact = EXACT if case.startswith("1 and 1") else {}

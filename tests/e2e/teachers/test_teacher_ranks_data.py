@@ -1,5 +1,7 @@
 """Data that cannot be read, or differs between the roles, where a teacher has its own ranks."""
 
+from __future__ import annotations
+
 import json
 import socket
 import subprocess
@@ -15,9 +17,19 @@ import pytest
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.store import SampleRecord, StoreReader
 from megatron_distill.store.records import trained_positions
+from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.processes import SCRIPT
-from tests.e2e.runs import SECONDS, checkpoints, course, environment, failure, run, step_records
+from tests.e2e.runs import (
+    SECONDS,
+    Inputs,
+    checkpoints,
+    course,
+    environment,
+    failure,
+    run,
+    step_records,
+)
 from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
 
 SAVED = ("train.steps=200", "checkpoint.save=true", "checkpoint.interval=2")
@@ -38,8 +50,8 @@ def failure_in_roles(rank: int, world: int, config: Path, overrides: Sequence[st
     [pytest.param(1, 1, 2, id="1 and 1"), pytest.param(2, 2, 1, id="2 and 2")],
 )
 def test_a_bad_record_ends_the_run_at_the_step_that_reads_it(
-    pool, inputs, tmp_path, students, teachers, ahead
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path, students: int, teachers: int, ahead: int
+) -> None:
     corpus = tmp_path / "corpus.jsonl"
     lines = inputs.corpus.read_text().splitlines()[:40]
     corpus.write_text("\n".join([*lines, '{"text": 7}']))
@@ -89,7 +101,9 @@ def start_on_two_hosts(folders: Sequence[Path], words: Sequence[str], log: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("differs", ["content", "size"])
-def test_other_data_on_the_teachers_machine_is_named(inputs, tmp_path, differs):
+def test_other_data_on_the_teachers_machine_is_named(
+    inputs: Inputs, tmp_path: Path, differs: str
+) -> None:
     lines = inputs.corpus.read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     folders = [tmp_path / "student", tmp_path / "teacher"]
@@ -149,7 +163,9 @@ OF_RECORDS: dict[str, tuple[int, tuple[str, ...], int, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OF_RECORDS)
-def test_a_sent_top_k_is_a_capture_of_the_teacher_record_by_record(pool, inputs, tmp_path, case):
+def test_a_sent_top_k_is_a_capture_of_the_teacher_record_by_record(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     students, layout, teachers, own = OF_RECORDS[case]
     store, samples = tmp_path / "store", 6 * 8
     written = write_capture(inputs, "sent", samples=samples)
@@ -190,7 +206,9 @@ def assert_same_values(ours: SampleRecord, theirs: SampleRecord) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_sent_top_k_goes_on_from_a_store(pool, inputs, tmp_path):
+def test_a_run_with_a_sent_top_k_goes_on_from_a_store(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     store, config = tmp_path / "store", inputs.folder / "dense.yaml"
     written = write_capture(inputs, "sent", samples=6 * 8)
     assert run_in(pool, 1, written, store) is True

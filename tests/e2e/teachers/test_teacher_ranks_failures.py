@@ -1,5 +1,7 @@
 """A rank of either role that fails ends the launch, and one line names it; SIGTERM saves."""
 
+from __future__ import annotations
+
 import errno
 import os
 import re
@@ -122,7 +124,7 @@ def shared_files() -> set[Path]:
 
 
 @pytest.mark.slow
-def test_a_silent_teacher_is_named_with_unit_and_route(inputs, tmp_path):
+def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
     short = f"runtime.timeout_seconds={SILENT_SECONDS}"
     text, _ = fail(inputs, tmp_path, "time.sleep(600)", short, hook=HOOKS["teacher"])
     (cause,) = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -140,7 +142,7 @@ if "RANK" in os.environ:
 
 
 @pytest.mark.slow
-def test_a_stopped_student_is_named_by_the_teacher(inputs, tmp_path):
+def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Path) -> None:
     given = words(inputs, tmp_path / "run", f"runtime.timeout_seconds={SILENT_SECONDS}")
     stopped, quick = "os.kill(os.getpid(), signal.SIGSTOP)", HOOKS["student"] + QUICK_WATCH
     with started(tmp_path, given, stopped, hook=quick, FAULT_MESSAGE="3") as launch:
@@ -167,7 +169,9 @@ def test_a_stopped_student_is_named_by_the_teacher(inputs, tmp_path):
         ("teacher.checkpoint=runs/nothing", "runs/nothing contains no complete checkpoint"),
     ],
 )
-def test_a_teacher_without_answers_is_reported_once(inputs, tmp_path, change, cause):
+def test_a_teacher_without_answers_is_reported_once(
+    inputs: Inputs, tmp_path: Path, change: str, cause: str
+) -> None:
     given = words(inputs, tmp_path / "run", change)
     with started(tmp_path, given, "pass", hook="FAULT\n") as launch:
         assert launch.process.wait(timeout=240) == 1
@@ -178,7 +182,9 @@ def test_a_teacher_without_answers_is_reported_once(inputs, tmp_path, change, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1], ids=["student", "teacher"])
-def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(pool, inputs, tmp_path, rank):
+def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, rank: int
+) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     steps = ("train.steps=60", "checkpoint.save=true")
     given = ["--config", str(config), f"output={output}", APART, *steps]
@@ -210,8 +216,8 @@ def goes_on(pool: Pool, inputs: Inputs, folder: Path, *layout: str, ranks: int =
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
-    pool, inputs, tmp_path, case
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     before = shared_files()
     name, hook, message, fault, ranks, layout = FAILURES[case]
     own = ("teacher.transfer.backend=ipc", *STEPS, *layout)
@@ -229,7 +235,9 @@ def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", STARTS)
-def test_killed_while_it_loads_it_starts_again(pool, inputs, tmp_path, role):
+def test_killed_while_it_loads_it_starts_again(
+    pool: Pool, inputs: Inputs, tmp_path: Path, role: str
+) -> None:
     text, seconds = fail(inputs, tmp_path, KILLED, *STEPS, hook=STARTS[role])
     assert seconds < SECONDS_TO_THE_END, text
     cause = text.splitlines()[-1]
@@ -241,8 +249,8 @@ def test_killed_while_it_loads_it_starts_again(pool, inputs, tmp_path, role):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "role"), [(0, "student"), (1, "teacher")])
 def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
-    pool, inputs, tmp_path, number, role
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path, number: int, role: str
+) -> None:
     output = tmp_path / "run"
     with started(tmp_path, words(inputs, output, *STEPS), "pass", hook="FAULT\n") as launch:
         ranks = Started(launch.process, launch.log, tmp_path)
@@ -262,7 +270,9 @@ def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
 
 
 @pytest.mark.slow
-def test_asked_to_stop_while_the_teacher_loads_it_waits_for_it(inputs, tmp_path):
+def test_asked_to_stop_while_the_teacher_loads_it_waits_for_it(
+    inputs: Inputs, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     given = words(inputs, output, "train.steps=60")
     load = "time.sleep(3 * 4.0)"
@@ -293,7 +303,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_way_of_answers_that_is_not_there_ends_all_ranks(pool, inputs, tmp_path, case):
+def test_a_way_of_answers_that_is_not_there_ends_all_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     name, layout, backend, full, expected = REFUSED[case]
     changes = [f"output={tmp_path}/run", APART, f"teacher.transfer.backend={backend}", *layout]
     config, world = inputs.folder / f"{name}.yaml", 3 if layout else 2

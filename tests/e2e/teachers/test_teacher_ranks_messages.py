@@ -1,5 +1,7 @@
 """Messages of a teacher on ranks of its own: bytes by route, and when a route is first used."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ import pytest
 from torch import Tensor
 
 from megatron_distill.runtime.bridge import Bridge, Sending
+from tests.distributed.pool import Pool
 from tests.distributed.teachers.test_answer_routes import PairGroups
-from tests.e2e.runs import SECONDS, records
+from tests.e2e.runs import SECONDS, Inputs, records
 from tests.e2e.teachers.test_teacher_ranks import (
     FEATURES,
     SENT,
@@ -53,7 +56,9 @@ def bytes_in_roles(
 @pytest.mark.parametrize(
     ("case", "given"), [("TP2+sequence and 1", ()), ("PP2 and PP2", (FEATURES, TOP_K, SENT))]
 )
-def test_each_route_carries_the_bytes_of_the_formula(pool, inputs, tmp_path, case, given):
+def test_each_route_carries_the_bytes_of_the_formula(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str, given: Sequence[str]
+) -> None:
     students, teachers, layouts = of_roles(case)
     own = [f"output={tmp_path}", f"teacher.ranks={teachers}", "train.steps=3", *layouts, *given]
     config, world = inputs.folder / "dense.yaml", students + teachers
@@ -97,7 +102,9 @@ def pairs_in_roles(
 
 
 @pytest.mark.slow
-def test_no_communicator_of_two_ranks_is_made_in_a_step(pool, inputs, tmp_path):
+def test_no_communicator_of_two_ranks_is_made_in_a_step(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, apart = inputs.folder / "dense.yaml", tmp_path / "apart"
     given = [*SHORT, FEATURES, *of_roles("PP2 and PP2")[2]]
     own = [f"output={apart}", "teacher.ranks=2", *given]

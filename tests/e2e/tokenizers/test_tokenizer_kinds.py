@@ -1,5 +1,7 @@
 """A SentencePiece model and tiktoken ranks through every script that a run's tokenizer meets."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +69,7 @@ def written(pool: Pool, path: Path, *words: object) -> tuple[str, str]:
     return found.stdout, found.stderr
 
 
-def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained):
+def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained: Trained) -> None:
     tokenizer = load_tokenizer(trained.tokenizer)
     assert [record["step"] for record in step_records(trained.run)] == [1, 2, 3]
     (newest,) = (trained.run / "checkpoints").glob("step_*3")
@@ -84,7 +86,9 @@ def test_a_run_is_trained_continued_and_keeps_its_tokenizer(trained):
     }
 
 
-def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(pool, trained):
+def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(
+    pool: Pool, trained: Trained
+) -> None:
     words = ("--run", trained.run, "--prompt", PROMPT, "--tokens", 6, "--seed", 3)
     generate = ROOT / "launch" / "generate.py"
     text, _ = written(pool, generate, *words)
@@ -94,7 +98,9 @@ def test_text_is_written_by_the_run_and_by_its_saved_tokenizer(pool, trained):
     assert written(pool, generate, *words, kept)[0] == text
 
 
-def test_an_export_warns_that_transformers_finds_no_tokenizer(pool, inputs, trained, tmp_path):
+def test_an_export_warns_that_transformers_finds_no_tokenizer(
+    pool: Pool, inputs: Inputs, trained: Trained, tmp_path: Path
+) -> None:
     tool, out = ROOT / "tools" / "convert_checkpoint.py", tmp_path / "out"
     _, reported = written(pool, tool, *("export", "--checkpoint", trained.run, "--hf", out))
     assert "the run's tokenizer is not a Hugging Face tokenizer" in reported
@@ -118,7 +124,9 @@ def test_an_export_warns_that_transformers_finds_no_tokenizer(pool, inputs, trai
 
 
 @pytest.mark.parametrize("kind", quick_and_slow(KINDS, ("tiktoken",)))
-def test_a_store_brings_the_tokenizer_along(pool, inputs, tmp_path, kind):
+def test_a_store_brings_the_tokenizer_along(
+    pool: Pool, inputs: Inputs, tmp_path: Path, kind: str
+) -> None:
     path = tokenizer_file(kind, tmp_path)
     config = write_capture(inputs, f"of_{kind}", samples=16, per_shard=8)
     store = tmp_path / "store"
@@ -143,7 +151,9 @@ def test_a_store_brings_the_tokenizer_along(pool, inputs, tmp_path, kind):
     assert text.startswith("def ")
 
 
-def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(pool, inputs, tmp_path):
+def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     arguments = [
         *("--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path / 'run'}", *SHORT),
         *("data.tokenizer.path=null", "data.tokenizer.encoding=o200k_base"),
@@ -155,7 +165,9 @@ def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(pool, inputs,
     assert "it is not downloaded at run time" in text
 
 
-def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(tmp_path):
+def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
+    tmp_path: Path,
+) -> None:
     from megatron_distill.data.tokenizers.open import require_same_ids
     from megatron_distill.errors import ConfigError
 

@@ -1,5 +1,7 @@
 """Teacher and student of one tokenizer with unequal numbers of rows, from start to export."""
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,8 @@ def plain(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) 
     ],
 )  # four ranks share two KV heads
 def test_the_padding_of_either_model_changes_nothing(
-    pool, plain, tmp_path, tensor, student, teacher
-):
+    pool: Pool, plain: Any, tmp_path: Path, tensor: int, student: int, teacher: int
+) -> None:
     path, expected = plain
     rows = (ROWS[0].format(student), ROWS[1].format(teacher))
     found = run(
@@ -74,7 +76,9 @@ def verified(rank: int, world: int, hugging_face: Path, checkpoint: Path) -> boo
 
 
 @pytest.mark.slow
-def test_a_student_leaves_with_its_own_rows(pool, inputs, models, tmp_path):
+def test_a_student_leaves_with_its_own_rows(
+    pool: Pool, inputs: Inputs, models: Path, tmp_path: Path
+) -> None:
     path = inputs.write(
         "padded_pair",
         f"student:\n  hf: {models / 'student'}\n",
@@ -96,7 +100,9 @@ def test_a_student_leaves_with_its_own_rows(pool, inputs, models, tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_is_never_written_by_transformers(models, tmp_path, monkeypatch, temperature):
+def test_padding_is_never_written_by_transformers(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
     from safetensors.torch import load_file, save_file
 
     from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -119,7 +125,9 @@ def test_padding_is_never_written_by_transformers(models, tmp_path, monkeypatch,
     assert max(seen) < 301
 
 
-def test_a_store_serves_a_student_of_another_padding(pool, inputs, models, tmp_path):
+def test_a_store_serves_a_student_of_another_padding(
+    pool: Pool, inputs: Inputs, models: Path, tmp_path: Path
+) -> None:
     """The store has the tokenizer's ids; its losses are those of the live teacher."""
     capture = write_capture(inputs, "padded_capture", samples=16, per_shard=8)
     given = ("teacher.architecture=null", f"teacher.hf={models / 'teacher'}")
@@ -171,8 +179,8 @@ def checked(rank: int, world: int, folder: Path, tokenizer: str, tokens: int, ro
     ],
 )
 def test_a_store_whose_vocabulary_counts_padding_is_read(
-    pool, tmp_path, tokens, rows, is_known, accepted
-):
+    pool: Pool, tmp_path: Path, tokens: int, rows: int, is_known: bool, accepted: bool
+) -> None:
     tokenizer = IDENTITY.tokenizer if is_known else UNKNOWN
     write_store(tmp_path / "s", settings(vocab_size=1000), samples=2, tokenizer=tokenizer)
     (text,) = pool.run(1, checked, tmp_path / "s", IDENTITY.tokenizer, tokens, rows)

@@ -1,8 +1,11 @@
 """Balanced runs: the layout changes nothing, a resumed run is the run, nothing becomes infinite."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +50,7 @@ def train(pool: Pool, inputs: Inputs) -> KnownRuns:
     return KnownRuns(pool, inputs, "balancing", *SHORT)
 
 
-def test_the_total_is_that_of_the_formula_at_every_step(train):
+def test_the_total_is_that_of_the_formula_at_every_step(train: KnownRuns) -> None:
     found = train("dense", 1, *MAGNITUDE)
     for record in found:
         balance = record["balance"]
@@ -59,7 +62,7 @@ def test_the_total_is_that_of_the_formula_at_every_step(train):
 
 
 @pytest.mark.slow
-def test_previous_losses_are_those_of_the_step_before(train):
+def test_previous_losses_are_those_of_the_step_before(train: KnownRuns) -> None:
     found = train("dense", 1, *PREVIOUS)
     ratios = [record["ce_loss"] / record["kd_loss"] for record in found]
     scales = [record["balance"]["kd_scale"] for record in found]
@@ -67,7 +70,7 @@ def test_previous_losses_are_those_of_the_step_before(train):
     assert scales == pytest.approx([ratios[0], *ratios[:-1]], rel=1e-6)
 
 
-def test_schedules_by_hand(train):
+def test_schedules_by_hand(train: KnownRuns) -> None:
     found = train("dense", 1, *SCHEDULE)
     half = math.sqrt(0.5)
     temperatures = [4, 4, 3 + half, 3, 3 - half, 2]
@@ -92,7 +95,7 @@ def test_schedules_by_hand(train):
 
 
 @pytest.mark.slow
-def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train):
+def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: KnownRuns) -> None:
     fixed = train("dense", 1)
     assert all("balance" not in record for record in fixed)
     same = train("dense", 1, "objective.balance.mode=schedule")
@@ -117,7 +120,9 @@ CLAMPED: dict[str, tuple[Sequence[str], bool]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CLAMPED, []))
-def test_a_balance_that_sits_at_its_clamp_is_warned_of_once(pool, inputs, tmp_path, case):
+def test_a_balance_that_sits_at_its_clamp_is_warned_of_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     overrides, expected = CLAMPED[case]
     few = ("train.steps=24", "train.global_batch_size=4", "objective.terms.0.weight=0.1")
     endings = call(pool, inputs.folder / "dense.yaml", tmp_path, *few, *overrides)
@@ -140,11 +145,17 @@ RESUMED: dict[str, tuple[int, Sequence[str]]] = {
     "features, averaged, PP2": (2, (*MAGNITUDE, AVERAGED, FEATURES, PIPELINE)),
     "features, gradient norms, TP2": (2, (*NORMS, FEATURES, TENSOR)),
 }
-KEPT = ("validation.samples=8", "validation.interval=3", "data.validation_fraction=0.2")
+KEPT = (
+    "validation.samples=8",
+    "validation.interval=3",
+    "data.validation_fraction=0.2",
+)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(RESUMED, []))
-def test_a_resumed_run_is_the_run_to_the_bit(pool, inputs, tmp_path, case):
+def test_a_resumed_run_is_the_run_to_the_bit(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     world, overrides = RESUMED[case]
     config, common = inputs.folder / "dense.yaml", (*SHORT, *KEPT, *overrides)
     found, expected = resumed(pool, world, config, tmp_path, *common, stop_after=4)
@@ -158,7 +169,9 @@ def test_a_resumed_run_is_the_run_to_the_bit(pool, inputs, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_another_layout_goes_on_with_the_same_balance(pool, inputs, tmp_path):
+def test_another_layout_goes_on_with_the_same_balance(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     common = (*SHORT, "checkpoint.save=true", *MAGNITUDE, AVERAGED)
     expected = run(pool, 1, config, tmp_path / "whole", *common)
@@ -169,7 +182,9 @@ def test_another_layout_goes_on_with_the_same_balance(pool, inputs, tmp_path):
         assert ours["balance"] == pytest.approx(other["balance"], rel=LAST)
 
 
-def test_a_bad_step_leaves_the_running_means_alone(pool, inputs, tmp_path):
+def test_a_bad_step_leaves_the_running_means_alone(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     # The first update throws the weights away; every step after it is not finite.
     run(
         pool, 1, inputs.folder / "dense.yaml", tmp_path, "train.steps=3", *MAGNITUDE, AVERAGED,
@@ -198,7 +213,9 @@ def test_a_bad_step_leaves_the_running_means_alone(pool, inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_another_measure_begins_its_means_anew(pool, inputs, tmp_path):
+def test_a_resumed_run_of_another_measure_begins_its_means_anew(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, saved = inputs.folder / "dense.yaml", "checkpoint.save=true"
     run(pool, 1, config, tmp_path, *SHORT, saved, *MAGNITUDE, AVERAGED, stop_after=3)
     run(pool, 1, config, tmp_path, *SHORT, saved, *NORMS, AVERAGED)
@@ -208,7 +225,9 @@ def test_a_resumed_run_of_another_measure_begins_its_means_anew(pool, inputs, tm
 
 
 @pytest.mark.slow
-def test_a_store_serves_a_changing_temperature_of_renormalized_probabilities(pool, inputs, train):
+def test_a_store_serves_a_changing_temperature_of_renormalized_probabilities(
+    pool: Pool, inputs: Inputs, train: KnownRuns
+) -> None:
     config, folder = write_capture(inputs, "balancing", samples=48), inputs.folder / "balanced"
     assert run_in(pool, 1, config, folder) is True
     terms = """objective.terms=[{divergence: forward_kl, top_k: 8, support: renormalized,

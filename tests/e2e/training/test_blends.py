@@ -1,5 +1,7 @@
 """What a run of several sources says of each of them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +109,9 @@ def figures_of_sources(
         return reported, separate, {"overall": measured, "sources": by_source}
 
 
-def test_a_sources_figures_are_those_of_its_labels_alone(pool, inputs, blend, tmp_path):
+def test_a_sources_figures_are_those_of_its_labels_alone(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     arguments = [f"output={tmp_path}", *blend, *HELD_OUT]
     ((reported, separate, validation),) = pool.run(1, figures_of_sources, config, arguments)
@@ -156,7 +160,9 @@ QUICK_BALANCED = ("schedule", "magnitude, DP2")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(BALANCED, QUICK_BALANCED))
-def test_a_balanced_loss_is_the_mean_of_its_sources(pool, inputs, blend, tmp_path, case):
+def test_a_balanced_loss_is_the_mean_of_its_sources(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path, case: str
+) -> None:
     world, balance = BALANCED[case]
     tracked = "logging.tensorboard=true"
     found = run(pool, world, inputs.folder / "dense.yaml", tmp_path, *blend, *balance, tracked)
@@ -208,7 +214,7 @@ def alone(pool: Pool, inputs: Inputs, blend: tuple[str, ...]) -> Path:
     return output
 
 
-def test_the_log_has_every_source_and_their_mean_is_the_whole(alone):
+def test_the_log_has_every_source_and_their_mean_is_the_whole(alone: Path) -> None:
     found = records(alone)
     assert len(found) == STEPS + STEPS // 2
     for record in found:
@@ -227,7 +233,7 @@ def test_the_log_has_every_source_and_their_mean_is_the_whole(alone):
 
 
 @pytest.mark.slow
-def test_an_evaluation_reports_the_same_for_each_source(pool, alone):
+def test_an_evaluation_reports_the_same_for_each_source(pool: Pool, alone: Path) -> None:
     expected = records(alone)[-1]["validation"]["sources"]
     for found in pool.run(2, evaluate_here, alone, ["parallel.tensor=2"]):
         assert tuple(found["sources"]) == NAMES
@@ -241,7 +247,9 @@ STEP_KEYS = {"ce_loss", "kd_loss", "ce_tokens", "kd_tokens", "forward_kl", "reve
 @pytest.mark.parametrize(
     "case", quick_and_slow(("TP2xPP2+sequence+virtual", "CP2, 4", "DP2, 1"), ["DP2, 1"])
 )
-def test_no_layout_changes_the_report_of_a_source(pool, inputs, blend, alone, tmp_path, case):
+def test_no_layout_changes_the_report_of_a_source(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], alone: Path, tmp_path: Path, case: str
+) -> None:
     world, overrides = layout(case)
     overrides += tuple(f"train.micro_batch_size={size}" for size in case.split(", ")[1:])
     start = f"student.checkpoint={inputs.folder / 'blend-start'}"
@@ -258,13 +266,17 @@ def test_no_layout_changes_the_report_of_a_source(pool, inputs, blend, alone, tm
 
 
 @pytest.mark.slow
-def test_a_blend_that_stops_goes_on_bit_by_bit(pool, inputs, blend, tmp_path):
+def test_a_blend_that_stops_goes_on_bit_by_bit(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     resumed(pool, 2, config, tmp_path, *blend, *HELD_OUT, stop_after=1)
     assert flat(tmp_path / "cut") == flat(tmp_path / "whole")
 
 
-def test_own_held_out_corpora_are_distinguished_by_their_own_names(pool, inputs, blend, tmp_path):
+def test_own_held_out_corpora_are_distinguished_by_their_own_names(
+    pool: Pool, inputs: Inputs, blend: tuple[str, ...], tmp_path: Path
+) -> None:
     own = (
         f"data.validation_sources=[{{format: jsonl, paths: {inputs.corpus}, weight: 40}}, "
         f"{{format: text, paths: {__file__}, name: rare}}]"
@@ -282,7 +294,7 @@ def test_own_held_out_corpora_are_distinguished_by_their_own_names(pool, inputs,
     assert sources["corpus"].keys() == {"ce_loss", "ce_tokens"}
 
 
-def test_counts_of_no_source_are_no_figures():
+def test_counts_of_no_source_are_no_figures() -> None:
     from megatron_distill.train.metrics import step_figures
 
     counts = (LabelCounts(6, 0), LabelCounts(0, 0))
@@ -295,7 +307,7 @@ def test_counts_of_no_source_are_no_figures():
     assert values == {"ce": 3.0, "kd": 0.0}
 
 
-def test_losses_of_chunks_are_means_over_a_sources_chunks():
+def test_losses_of_chunks_are_means_over_a_sources_chunks() -> None:
     from megatron_distill.train.metrics import OnChunks, step_figures
 
     counts = (LabelCounts(6, 5, chunks=4, pairs=3), LabelCounts(2, 1, chunks=1, pairs=0))
@@ -303,7 +315,9 @@ def test_losses_of_chunks_are_means_over_a_sources_chunks():
     shares = {"all@a": 0.8, "all@b": 0.1, "pairs@a": 2.0, "pairs@b": 0.0, "kd@a": 9.0, "kd@b": 9.0}
     shares |= {"tokens@a": 1.0, "tokens@b": 0.5}  # of a teacher with the student's tokenizer
     on_chunks = OnChunks(
-        {"all": 1.0, "pairs": 0.5, "tokens": 2.0}, frozenset({"all", "pairs"}), frozenset({"pairs"})
+        {"all": 1.0, "pairs": 0.5, "tokens": 2.0},
+        frozenset({"all", "pairs"}),
+        frozenset({"pairs"}),
     )
     found = step_figures(
         dict(shares), step, ("a", "b"), terms=["all", "pairs", "tokens"], on_chunks=on_chunks
@@ -314,7 +328,7 @@ def test_losses_of_chunks_are_means_over_a_sources_chunks():
     }
 
 
-def test_a_source_without_a_chunk_of_one_token_has_the_other_terms_alone():
+def test_a_source_without_a_chunk_of_one_token_has_the_other_terms_alone() -> None:
     from megatron_distill.losses import ChunkTerm, LossWeights
     from megatron_distill.ops import LogitRule, VocabShard
     from megatron_distill.train.balancing import BalancedStep, _sources_with_own_weights

@@ -1,5 +1,7 @@
 """A resumed run says which settings are others, and keeps those of each start."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -46,7 +48,9 @@ def begun(pool: Pool, inputs: Inputs, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_changes_are_reported_once_and_each_start_is_saved(pool, inputs, begun):
+def test_changes_are_reported_once_and_each_start_is_saved(
+    pool: Pool, inputs: Inputs, begun: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     first = (begun / "config.yaml").read_bytes()
     # What cannot go on is refused as before, and is no start of this run.
@@ -70,19 +74,27 @@ def test_changes_are_reported_once_and_each_start_is_saved(pool, inputs, begun):
     assert kept(begun) == ["config.step_0000002.yaml", "config.yaml"]
 
 
-def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(pool, inputs, begun):
+def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(
+    pool: Pool, inputs: Inputs, begun: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     # A start that got as far as its first step, and left no checkpoint.
     bad = (*SECOND, "objective.ce_weight=1e30")
     assert "step 3: the loss is" in message(call(pool, config, begun, *bad))
     endings = call(pool, config, begun, *SECOND)
     assert sorted(changes(endings[0])) == sorted(CHANGED)
-    assert kept(begun) == ["config.step_0000002.2.yaml", "config.step_0000002.yaml", "config.yaml"]
+    assert kept(begun) == [
+        "config.step_0000002.2.yaml",
+        "config.step_0000002.yaml",
+        "config.yaml",
+    ]
     second = yaml.safe_load((begun / "config.step_0000002.2.yaml").read_text())
     assert second["objective"]["ce_weight"] == 1e30
 
 
-def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(pool, inputs, begun):
+def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(
+    pool: Pool, inputs: Inputs, begun: Path
+) -> None:
     path = begun / "checkpoints" / "step_0000002" / "description.json"
     description = json.loads(path.read_text())
     assert description["configuration"]["optimizer"]["epsilon"] == 1e-7

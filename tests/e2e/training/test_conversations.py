@@ -1,5 +1,7 @@
 """Runs on instruction data: the same losses in every layout, resumed and from a teacher store."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -54,8 +56,8 @@ def assert_the_same_in_layouts_and_resumed(
 
 @pytest.mark.slow
 def test_losses_on_conversations_are_the_same_in_every_layout_and_resumed(
-    pool, config, chat, tmp_path
-):
+    pool: Pool, config: Path, chat: str, tmp_path: Path
+) -> None:
     changes = [chat, *STEPS, "data.distill_on_prompt=true", "data.sequence_length=48"]
     changes.append(f"data.cache={tmp_path / 'cache'}")
     saving = ["checkpoint.save=true", "validation.samples=4", "validation.interval=4"]
@@ -73,8 +75,8 @@ def write_chat_tokenizers(rank: int, world: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_conversations_of_two_templates_are_the_same_in_every_layout_and_resumed(
-    pool, inputs, tmp_path
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     pool.run(1, write_chat_tokenizers, tmp_path)
     corpus = write_chat(tmp_path / "chat.jsonl", weights=True)
     changes = [
@@ -98,7 +100,9 @@ def test_conversations_of_two_templates_are_the_same_in_every_layout_and_resumed
     assert_the_same_in_layouts_and_resumed(pool, config, tmp_path, changes, alone)
 
 
-def test_a_broken_row_stops_every_rank_with_its_file_and_row(pool, inputs, config):
+def test_a_broken_row_stops_every_rank_with_its_file_and_row(
+    pool: Pool, inputs: Inputs, config: Path
+) -> None:
     path = write_chat(inputs.folder / "broken.jsonl", weights=False)
     lines = path.read_text().splitlines()
     lines[17] = '{"messages": [{"role": "usr", "content": "a"}]}'
@@ -111,7 +115,7 @@ def test_a_broken_row_stops_every_rank_with_its_file_and_row(pool, inputs, confi
     assert len(run(pool, 2, config, folder, *changes, "data.on_error=skip")) == 4
 
 
-def test_a_store_keeps_the_masks_of_conversations(pool, inputs, config):
+def test_a_store_keeps_the_masks_of_conversations(pool: Pool, inputs: Inputs, config: Path) -> None:
     path = write_chat(inputs.folder / "stored.jsonl", weights=False)
     chat = SECTIONS.format(corpus=path)
     capture = write_capture(inputs, "chat-capture", samples=32, per_shard=8)

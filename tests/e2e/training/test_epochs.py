@@ -1,5 +1,7 @@
 """train.epochs: the steps that it means, for every kind of source, resumed, on one rank and two."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
@@ -12,6 +14,7 @@ from megatron_distill.data.sources import DataOptions, open_training, samples_pe
 from megatron_distill.data.text.documents import content_digest, is_held_out
 from megatron_distill.data.tokenizers.open import Tokenizer, load_tokenizer
 from megatron_distill.errors import DataError
+from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.failing import call
 from tests.e2e.runs import Inputs, course, failure, run, step_records
@@ -51,7 +54,9 @@ def samples(corpus: Path, tokenizer: Tokenizer) -> int:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_epochs_are_the_steps_of_that_many_passes(pool, inputs, tmp_path, corpus, samples, world):
+def test_epochs_are_the_steps_of_that_many_passes(
+    pool: Pool, inputs: Inputs, tmp_path: Path, corpus: Path, samples: int, world: int
+) -> None:
     config, of = inputs.folder / "dense.yaml", (*COMMON, f"data.sources.0.paths={corpus}")
     steps = math.ceil(2 * samples / BATCH)
     assert steps > 4
@@ -74,11 +79,17 @@ def options(tmp_path: Path) -> DataOptions:
         sequence_length=LENGTH,
         validation_fraction=HELD_OUT,
         index_cache=tmp_path / "index",
-        conversations=ConversationOptions(cache=tmp_path / "cache", packing_buffer=16, workers=0),
+        conversations=ConversationOptions(
+            cache=tmp_path / "cache",
+            packing_buffer=16,
+            workers=0,
+        ),
     )
 
 
-def test_the_samples_of_an_indexed_corpus_are_those_of_its_index(tmp_path, tokenizer):
+def test_the_samples_of_an_indexed_corpus_are_those_of_its_index(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     documents = [[5 + n % 7] * (20 + n) for n in range(40)]
     prefix = write_indexed(tmp_path / "corpus", documents, end=tokenizer.eos_id)
     spec = SourceSpec("megatron", (prefix,))
@@ -88,7 +99,9 @@ def test_the_samples_of_an_indexed_corpus_are_those_of_its_index(tmp_path, token
     assert state["sources"][0]["position"] == found == state["sources"][0]["samples_per_epoch"]
 
 
-def test_the_samples_of_conversations_are_one_pass_of_their_windows(pool, inputs, tmp_path):
+def test_the_samples_of_conversations_are_one_pass_of_their_windows(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     chat = SECTIONS.format(corpus=write_chat(tmp_path / "chat.jsonl", weights=False))
     found = run(
         pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", chat, "train.epochs=3",
@@ -100,7 +113,9 @@ def test_the_samples_of_conversations_are_one_pass_of_their_windows(pool, inputs
     assert 3 * 60 / 8 / 4 < found[-1]["step"] < 3 * 60 / 8
 
 
-def test_a_stores_own_samples_are_counted_without_the_held_out(pool, inputs, tmp_path):
+def test_a_stores_own_samples_are_counted_without_the_held_out(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config = write_capture(inputs, "epochs", samples=24)
     assert run_in(pool, 1, config, tmp_path / "store") is True
     store = (
@@ -117,14 +132,18 @@ def test_a_stores_own_samples_are_counted_without_the_held_out(pool, inputs, tmp
     assert text.startswith("StoreError: teacher.store: contains 24 samples, but train.steps = ")
 
 
-def test_a_large_corpus_of_documents_is_refused_by_name(inputs, tmp_path, tokenizer, monkeypatch):
+def test_a_large_corpus_of_documents_is_refused_by_name(
+    inputs: Inputs, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data_sources, "_COUNTED_BYTES", 1000)
     spec = SourceSpec("jsonl", (str(inputs.corpus),))
     with pytest.raises(DataError, match=r"train\.epochs: data source .*corpus.* set train\.steps"):
         samples_per_epoch(spec, tokenizer=tokenizer, options=options(tmp_path), seed=3)
 
 
-def test_settings_without_effect_are_logged_once_and_the_run_goes_on(pool, inputs, tmp_path):
+def test_settings_without_effect_are_logged_once_and_the_run_goes_on(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     changes = ("parallel.sequence=true", "checkpoint.save=false", "checkpoint.interval=10")
     short = ("train.steps=2", "schedule.warmup_steps=1")
     first, second = call(pool, inputs.folder / "dense.yaml", tmp_path, *short, *changes)

@@ -1,12 +1,15 @@
 """Runs with feature losses that must not go on, or not so: each says why."""
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.runs import assembled, checkpoints, failure, run, train_parts
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, assembled, checkpoints, failure, run, train_parts
 from tests.e2e.training.test_features import (
     LOSSES,
     MAPS,
@@ -21,7 +24,9 @@ saved = saved_features
 
 
 @pytest.mark.slow
-def test_only_a_run_of_the_same_features_goes_on(pool, inputs, saved, tmp_path):
+def test_only_a_run_of_the_same_features_goes_on(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     folder = shutil.copytree(saved, tmp_path / "copy")
     going_on = ("train.steps=3", "schedule.warmup_steps=1", "checkpoint.save=true")
@@ -61,7 +66,9 @@ def poisoned_step(
 
 
 @pytest.mark.parametrize("layout", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.slow)])
-def test_a_step_not_finite_in_a_projector_alone_is_not_applied(pool, inputs, tmp_path, layout):
+def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
+    pool: Pool, inputs: Inputs, tmp_path: Path, layout: str
+) -> None:
     # Only the square of the gradient overflows.
     huge = "objective.features=[{student: 1, teacher: 2, weight: 1e27}]"
     overrides = [f"output={tmp_path}", huge, layout, "checkpoint.save=true"]
@@ -77,7 +84,9 @@ def test_a_step_not_finite_in_a_projector_alone_is_not_applied(pool, inputs, tmp
     assert checkpoints(tmp_path) == []
 
 
-def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(pool, inputs, saved, tmp_path):
+def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
     start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
     features = (
         "objective.features=[{student: 5, teacher: 2}, {student: 2, teacher: 1}, "
@@ -95,7 +104,9 @@ def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(pool, inputs, 
         assert part in text
 
 
-def test_maps_of_layers_that_see_other_keys_are_refused(pool, inputs, tmp_path):
+def test_maps_of_layers_that_see_other_keys_are_refused(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     window = "student.architecture={sliding_window: 8, sliding_layers: [3]}"
     text = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, MAPS, window)
     assert text.startswith(

@@ -1,5 +1,7 @@
 """Runs with feature losses: the same in every layout, and resumed bit for bit."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ QUANTITIES = (
 
 
 @pytest.mark.slow
-def test_experts_and_bf16_have_features_too(pool, inputs, tmp_path):
+def test_experts_and_bf16_have_features_too(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     layout = (PIPELINE, "parallel.expert=2", RECOMPUTE)
     exact = run(pool, 1, inputs.folder / "moe.yaml", tmp_path / "one", LOSSES, *SHORT)
     found = run(pool, 4, inputs.folder / "moe.yaml", tmp_path / "many", LOSSES, *SHORT, *layout)
@@ -74,7 +76,9 @@ def projector_parts(rank: int, world: int, config: Path, overrides: list[str]) -
 
 
 @pytest.mark.parametrize("case", quick_and_slow(RESUMED, []))
-def test_a_run_that_stops_goes_on_as_if_it_had_not(pool, inputs, tmp_path, case):
+def test_a_run_that_stops_goes_on_as_if_it_had_not(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     world, layout, next_world, next_layout = RESUMED[case]
     config = inputs.folder / "dense.yaml"
     both = (LOSSES, MLP, *SHORT, *SAVE)
@@ -100,7 +104,9 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(pool, inputs, tmp_path, case)
 @pytest.mark.parametrize(
     "undecayed", ["objective.projector.weight_decay=0.0", "optimizer.weight_decay=0"]
 )
-def test_projectors_train_and_are_saved_without_weight_decay(pool, inputs, tmp_path, undecayed):
+def test_projectors_train_and_are_saved_without_weight_decay(
+    pool: Pool, inputs: Inputs, tmp_path: Path, undecayed: str
+) -> None:
     # Matrices and biases then have the same decay, and must stay two groups.
     config = inputs.folder / "dense.yaml"
     both = (LOSSES, undecayed, "train.steps=2", "schedule.warmup_steps=0", "checkpoint.save=true")
@@ -120,7 +126,9 @@ def saved_features(pool: Pool, inputs: Inputs) -> Path:
     return output
 
 
-def test_a_projector_serves_its_own_run_alone(pool, inputs, saved, tmp_path):
+def test_a_projector_serves_its_own_run_alone(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
     folder = saved / "checkpoints" / "step_0000002"
     names = set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
     projectors = {name for name in names if name.startswith("projector.")}
@@ -140,7 +148,7 @@ def test_a_projector_serves_its_own_run_alone(pool, inputs, saved, tmp_path):
     assert not any("projector" in name for name in exported)
 
 
-def test_layers_of_one_size_need_no_projector(pool, inputs, tmp_path):
+def test_layers_of_one_size_need_no_projector(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     config = inputs.folder / "dense.yaml"
     short = ("train.steps=2", "schedule.warmup_steps=1", LOSSES, EQUAL)
     (plain, *_) = run(pool, 2, config, tmp_path / "plain", *short, PIPELINE)
@@ -167,7 +175,9 @@ def schedule_of(rank: int, world: int, config: Path, overrides: list[str]) -> li
         return rates
 
 
-def test_projectors_follow_the_schedule_in_shape(pool, inputs, tmp_path):
+def test_projectors_follow_the_schedule_in_shape(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     overrides = [f"output={tmp_path}", LOSSES, MLP, *SHORT, "schedule.min_learning_rate=0.0006"]
     (rates,) = pool.run(1, schedule_of, inputs.folder / "dense.yaml", overrides)
     expected = [0, 0.0015, 0.003, 0.00264853, 0.0018, 0.00095147]

@@ -1,5 +1,7 @@
 """Layout changes nothing: losses and gradient norms per step are those of a single rank."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -57,7 +59,7 @@ LAYOUTS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_twenty_steps_are_those_of_one_rank(train, case):
+def test_twenty_steps_are_those_of_one_rank(train: Runner, case: str) -> None:
     name = "moe" if case == "EP2" else "dense"
     world, overrides = layout(case)
     expected = train(name, 1)
@@ -66,7 +68,7 @@ def test_twenty_steps_are_those_of_one_rank(train, case):
 
 
 @pytest.mark.slow
-def test_the_course_is_one_that_a_wrong_gradient_would_leave(train):
+def test_the_course_is_one_that_a_wrong_gradient_would_leave(train: Runner) -> None:
     # The tolerances above mean something only where the losses move by much more.
     course = train("dense", 1)
     halved = train("dense", 1, "objective.terms.0.weight=0.5")
@@ -115,7 +117,7 @@ COMBINATIONS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(COMBINATIONS, ["TP2+sequence", "EP2xPP2, mixture"]))
-def test_combinations_are_those_of_one_rank(train, case):
+def test_combinations_are_those_of_one_rank(train: Runner, case: str) -> None:
     name, common, own = COMBINATIONS[case]
     world, overrides = layout(case)
     expected = train(name, 1, SHORT, *common)
@@ -130,7 +132,7 @@ BALANCED = ("one rank, micro-batch 1", "EP2", "CP2", "PP2", "TP2+sequence", "one
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BALANCED)
-def test_the_auxiliary_loss_of_experts_is_that_of_one_rank(train, case):
+def test_the_auxiliary_loss_of_experts_is_that_of_one_rank(train: Runner, case: str) -> None:
     world, overrides = layout(case)
     own = {"micro-batch 1": "train.micro_batch_size=1", "recompute": "train.recompute=full"}
     overrides = (*overrides, *(own[one] for one in case.split(", ")[1:]))
@@ -168,7 +170,7 @@ FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(FAMILIES, ["PP2, layers per stage"]))
-def test_families_are_those_of_one_rank_from_random_weights(train, case):
+def test_families_are_those_of_one_rank_from_random_weights(train: Runner, case: str) -> None:
     architecture, own = FAMILIES[case]
     world, overrides = layout(case)
     random = (SHORT, "student.checkpoint=null", *architecture)
@@ -206,7 +208,9 @@ def runs_of_two_tokenizers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALIGNED)
-def test_a_teacher_of_another_tokenizer_gives_the_losses_of_one_rank(train, inputs, case):
+def test_a_teacher_of_another_tokenizer_gives_the_losses_of_one_rank(
+    train: Runner, inputs: Inputs, case: str
+) -> None:
     found, expected = runs_of_two_tokenizers(train, inputs, case)
     assert len(expected) == 20
     assert min(expected[0][name] for name in (*QUANTITIES, *ALIGNED_NAMES)) > 0.005
@@ -224,7 +228,9 @@ MEANS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEANS)
-def test_losses_on_chunk_means_are_those_of_one_rank(train, inputs, case):
+def test_losses_on_chunk_means_are_those_of_one_rank(
+    train: Runner, inputs: Inputs, case: str
+) -> None:
     found, expected = runs_of_two_tokenizers(train, inputs, case, SHORT, MEANS_TERMS)
     assert min(expected[0][name] for name in MEANS_NAMES) > 0.01
     assert_same_course(found, expected, (*QUANTITIES, *MEANS_NAMES))
@@ -232,7 +238,7 @@ def test_losses_on_chunk_means_are_those_of_one_rank(train, inputs, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["one rank", "TP2+sequence"])
-def test_bf16_is_close_to_fp32(train, case):
+def test_bf16_is_close_to_fp32(train: Runner, case: str) -> None:
     world, overrides = layout(case)
     exact = train("dense", 1)
     rounded = train("dense", world, "train.precision=bf16", *overrides)

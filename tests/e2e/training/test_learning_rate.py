@@ -1,12 +1,15 @@
 """The learning rate of each step is Megatron's: that of the updates before it."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import assembled, checkpoints, course, run
+from tests.distributed.pool import Pool
+from tests.e2e.runs import Inputs, assembled, checkpoints, course, run
 
 PEAK, FLOOR = 0.003, 0.0006
 STEPS, WARMUP, WSD = 6, 2, 3
@@ -34,7 +37,9 @@ def rate(updates: int, form: str, *, warmup: int = WARMUP, decay: int | None = N
     return PEAK if form == "constant" else FLOOR + FORMS[form](done) * (PEAK - FLOOR)
 
 
-def test_a_step_has_the_rate_of_the_updates_before_it(pool, inputs, tmp_path):
+def test_a_step_has_the_rate_of_the_updates_before_it(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.folder / "dense.yaml"
     found = run(pool, 1, config, tmp_path, *COMMON, "schedule.decay=cosine")
     expected = [rate(updates, "cosine") for updates in range(STEPS)]
@@ -56,7 +61,7 @@ def rates_of(rank: int, world: int, config: Path, cases: list[list[str]]) -> lis
     return found
 
 
-def test_the_forms_of_warm_ups_and_decays(pool, inputs, tmp_path):
+def test_the_forms_of_warm_ups_and_decays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     wsd = ["schedule.decay=wsd", f"schedule.wsd_decay_steps={WSD}"]
     by_form = {
         **{form: [f"schedule.decay={form}"] for form in ("linear", "constant")},
@@ -88,7 +93,7 @@ def weights_of(rank: int, world: int, config: Path, overrides: list[str]) -> lis
         return [p.detach().numpy().tobytes() for chunk in chunks for p in chunk.parameters()]
 
 
-def test_a_run_of_one_step_trains(pool, inputs, tmp_path):
+def test_a_run_of_one_step_trains(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     config = inputs.folder / "dense.yaml"
     one = ("train.steps=1", "schedule.warmup_steps=0", "checkpoint.save=true")
     (before,) = pool.run(1, weights_of, config, [f"output={tmp_path / 'none'}", *one])
@@ -109,7 +114,9 @@ TWO_BAD = (
 )
 
 
-def test_a_step_that_was_not_applied_does_not_advance_the_rate(pool, inputs, tmp_path):
+def test_a_step_that_was_not_applied_does_not_advance_the_rate(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     config, common = inputs.folder / "dense.yaml", (*COMMON, *TWO_BAD)
     whole = run(pool, 1, config, tmp_path / "whole", *common)
     assert [one.get("skipped", False) for one in whole] == [True, True, *[False] * 4]
@@ -125,7 +132,9 @@ OLD_KEYS = {
 }  # fmt: skip
 
 
-def test_a_checkpoint_of_an_older_release_goes_on_after_its_updates(pool, inputs, tmp_path):
+def test_a_checkpoint_of_an_older_release_goes_on_after_its_updates(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     # Older releases counted every step, were one ahead, and wrote no more than these keys.
     config, common = inputs.folder / "dense.yaml", (*COMMON, *TWO_BAD)
     run(pool, 1, config, tmp_path, *common, stop_after=4)

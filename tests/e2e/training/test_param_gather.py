@@ -1,5 +1,7 @@
 """Parameters that are gathered late arrive before the head, a validation or a save reads them."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     PIPELINE,
     SECONDS,
+    Inputs,
     course,
     quick_and_slow,
     run,
@@ -82,10 +86,13 @@ def saved(output: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, []))
 def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
-    pool, inputs, tmp_path, case
-):
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     world, overrides = CASES[case]
-    for output, function, is_late in (("plain", train_here, False), ("late", train_deferred, True)):
+    for output, function, is_late in (
+        ("plain", train_here, False),
+        ("late", train_deferred, True),
+    ):
         changes = (*overrides, SMALL_BUCKETS, f"optimizer.overlap_param_gather={is_late}")
         arguments = [f"output={tmp_path / output}", *BETWEEN, *changes]
         config = inputs.folder / "dense.yaml"
@@ -99,7 +106,9 @@ def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
     assert [name for name in late if not torch.equal(late[name], plain[name])] == []
 
 
-def test_padding_between_buckets_moves_no_saved_state(pool, inputs, tmp_path):
+def test_padding_between_buckets_moves_no_saved_state(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     # Megatron-Core's own format shifts the states of a bucket by the padding of those before it.
     config, changes = inputs.folder / "dense.yaml", ("train.steps=4", "checkpoint.save=true")
     run(pool, 2, config, tmp_path / "one", *changes)

@@ -1,5 +1,7 @@
 """The phases of real runs: they add up to the step, a trace shows them, a slow rank is named."""
 
+from __future__ import annotations
+
 import gzip
 import json
 import re
@@ -15,7 +17,8 @@ import pytest
 import torch
 
 from megatron_distill.train.phase_timers import PhaseTimers
-from tests.e2e.runs import SECONDS, course, logged, quick_and_slow, run, step_records
+from tests.distributed.pool import Pool
+from tests.e2e.runs import SECONDS, Inputs, course, logged, quick_and_slow, run, step_records
 
 STEPS, MICRO_BATCHES = 6, 4
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
@@ -49,7 +52,9 @@ def trace_events(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, []))
-def test_phases_add_up_and_watching_changes_no_loss(pool, inputs, tmp_path, case):
+def test_phases_add_up_and_watching_changes_no_loss(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     world, overrides, expected = CASES[case]
     config = inputs.folder / "dense.yaml"
     plain = run(pool, world, config, tmp_path / "plain", *SHORT, *overrides)
@@ -99,7 +104,7 @@ def train_unevenly(rank: int, world: int, config: Path, overrides: Sequence[str]
         return logged(rank, world, config, overrides)
 
 
-def test_the_log_names_a_slow_rank(pool, inputs, tmp_path):
+def test_the_log_names_a_slow_rank(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     overrides = [f"output={tmp_path / 'run'}", *SHORT, "logging.straggler_interval=3"]
     config = inputs.folder / "dense.yaml"
     first, second = pool.run(2, train_unevenly, config, overrides, timeout=SECONDS)
@@ -120,7 +125,9 @@ def test_the_log_names_a_slow_rank(pool, inputs, tmp_path):
     assert waited > 0.5 * slept  # rank 0, for its peer
 
 
-def test_a_profile_that_is_not_possible_is_a_warning(pool, inputs, tmp_path):
+def test_a_profile_that_is_not_possible_is_a_warning(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     output.mkdir()
     (output / "profile").write_text("a file where the folder would be")
@@ -173,7 +180,7 @@ def profile_without_a_gpu(rank: int, world: int, folder: Path) -> list[str]:
     return calls
 
 
-def test_memory_is_recorded_around_the_profiled_steps(pool, tmp_path):
+def test_memory_is_recorded_around_the_profiled_steps(pool: Pool, tmp_path: Path) -> None:
     (calls,) = pool.run(1, profile_without_a_gpu, tmp_path)
     two, five, nine = (
         f"step_{steps}_rank_0000.memory.pickle"

@@ -1,5 +1,7 @@
 """A run that stops and goes on is the run that never stopped."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Sequence
@@ -56,7 +58,9 @@ QUICK_SAME = ("DP2, saved meanwhile",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))
-def test_in_the_same_layout_every_bit_is_the_same(pool, inputs, tmp_path, case):
+def test_in_the_same_layout_every_bit_is_the_same(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     name, world, layout = SAME[case]
     config = inputs.folder / f"{name}.yaml"
     after, expected = resumed(pool, world, config, tmp_path, *COMMON, *layout, stop_after=STOP)
@@ -67,7 +71,7 @@ def test_in_the_same_layout_every_bit_is_the_same(pool, inputs, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_dropout_is_drawn(pool, inputs, tmp_path):
+def test_dropout_is_drawn(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     # Else the cases above say nothing about random states.
     config = inputs.folder / "dense.yaml"
     short = ("train.steps=2", "schedule.warmup_steps=0")
@@ -93,7 +97,9 @@ OTHER: dict[str, tuple[str, tuple[int, Sequence[str]], tuple[int, Sequence[str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHER)
-def test_in_another_layout_the_losses_are_the_same(pool, inputs, tmp_path, case):
+def test_in_another_layout_the_losses_are_the_same(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     name, first, second = OTHER[case]
     config = inputs.folder / f"{name}.yaml"
     expected = run(pool, first[0], config, tmp_path / "whole", *COMMON, *first[1])
@@ -108,7 +114,9 @@ def test_in_another_layout_the_losses_are_the_same(pool, inputs, tmp_path, case)
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])
-def test_the_newest_remain_and_leftovers_go(pool, inputs, tmp_path, asynchronous):
+def test_the_newest_remain_and_leftovers_go(
+    pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str
+) -> None:
     config = inputs.folder / "dense.yaml"
     saving = ("checkpoint.interval=2", "checkpoint.keep=2", "validation.samples=0")
     overrides = [*COMMON, *saving, "validation.interval=0"]
@@ -143,7 +151,9 @@ def copied(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved, tmp_path / "copy")
 
 
-def test_a_finished_run_stays_as_it_is(pool, inputs, saved, tmp_path):
+def test_a_finished_run_stays_as_it_is(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
     output = copied(saved, tmp_path)
     before = records(output)
     run(pool, 2, inputs.folder / "dense.yaml", output, "train.steps=2", "schedule.warmup_steps=1")
@@ -151,7 +161,9 @@ def test_a_finished_run_stays_as_it_is(pool, inputs, saved, tmp_path):
     assert checkpoints(output) == ["step_0000002"]
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_its_differences(pool, inputs, saved, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_by_its_differences(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
     output = copied(saved, tmp_path)
     changes = ["student.architecture.hidden_size=48", "student.architecture.qk_norm=true"]
     text = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, *changes)
@@ -167,7 +179,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_differences(pool, input
     assert checkpoints(output) == ["step_0000002"]
 
 
-def test_initial_weights_of_another_model_are_refused(pool, inputs, saved, tmp_path):
+def test_initial_weights_of_another_model_are_refused(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
     text = failure(
         pool, 2, inputs.folder / "dense.yaml", tmp_path,
         f"teacher.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0",
@@ -176,7 +190,9 @@ def test_initial_weights_of_another_model_are_refused(pool, inputs, saved, tmp_p
     assert str(saved) in text
 
 
-def test_another_tokenizer_is_refused(pool, inputs, saved, tmp_path):
+def test_another_tokenizer_is_refused(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+) -> None:
     output = copied(saved, tmp_path)
     tokenizer = shutil.copytree(inputs.tokenizer, tmp_path / "tokenizer")
     file = tokenizer / "tokenizer.json"
@@ -192,7 +208,9 @@ def test_another_tokenizer_is_refused(pool, inputs, saved, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "description"])
-def test_a_damaged_checkpoint_is_an_error_on_all_ranks(pool, inputs, saved, tmp_path, damage):
+def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
+    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, damage: str
+) -> None:
     output = copied(saved, tmp_path)
     folder = output / "checkpoints" / "step_0000002"
     shard = folder / "__0_0.distcp"

@@ -129,13 +129,15 @@ def resume_elsewhere(
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))
-def test_any_layout_reads_every_bit(pool, inputs, tmp_path, case):
+def test_any_layout_reads_every_bit(pool: Pool, inputs: Inputs, tmp_path: Path, case: str) -> None:
     nbytes = resume_elsewhere(pool, inputs, tmp_path, case)
     assert len(list((tmp_path / "checkpoints" / "step_0000003").glob("*.distcp"))) == len(nbytes)
 
 
 @pytest.mark.parametrize("whole", [pytest.param((WHOLE,), marks=pytest.mark.slow), ()])
-def test_replicas_write_as_much_as_each_other(pool, inputs, tmp_path, whole):
+def test_replicas_write_as_much_as_each_other(
+    pool: Pool, inputs: Inputs, tmp_path: Path, whole: Sequence[str]
+) -> None:
     overrides = [f"output={tmp_path}", *COMMON, BF16, *whole]
     saved = pool.run(4, save, inputs.folder / "dense.yaml", overrides, False, timeout=120.0)
     nbytes = [count for count, _ in saved]
@@ -146,7 +148,9 @@ OLD = ("DP4 to TP2xPP2, bf16", "TP2xDP2 whole to PP2xDP2", "EP2xDP2 to TP2xEP2")
 
 
 @pytest.mark.parametrize("case", quick_and_slow(OLD, OLD[:1]))
-def test_checkpoints_of_earlier_releases_are_read(pool, inputs, tmp_path, case):
+def test_checkpoints_of_earlier_releases_are_read(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     resume_elsewhere(pool, inputs, tmp_path, case, is_old=True)
 
 
@@ -183,7 +187,7 @@ def read_by_megatron(rank: int, world: int, config: Path, overrides: list[str]) 
 
 
 @pytest.mark.slow
-def test_megatron_core_reads_the_files(pool, inputs, tmp_path):
+def test_megatron_core_reads_the_files(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     config = inputs.folder / "dense.yaml"
     common = [f"output={tmp_path}", *COMMON]
     pool.run(4, save, config, [*common, BF16], False, timeout=120.0)

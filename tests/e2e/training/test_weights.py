@@ -1,17 +1,20 @@
 """The weights of a run: the student's by the seed, the teacher's left alone."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.e2e.runs import PIPELINE, SEQUENCE, TENSOR, assembled, train_parts
+from tests.distributed.pool import Pool
+from tests.e2e.runs import PIPELINE, SEQUENCE, TENSOR, Inputs, assembled, train_parts
 from tests.e2e.training.test_learning_rate import weights_of
 
 
 # That a seed draws the same in every layout: tests/distributed/models/test_initial_weights.py.
-def test_another_seed_draws_other_weights(pool, inputs, tmp_path):
+def test_another_seed_draws_other_weights(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     config = inputs.folder / "dense.yaml"
     found = [
         pool.run(1, weights_of, config, [f"output={tmp_path}", f"seed={seed}"])[0]
@@ -74,7 +77,9 @@ def train_and_look_at_the_teacher(
         pytest.param(2, ("train.precision=bf16",), id="DP2 in bf16", marks=pytest.mark.slow),
     ],
 )
-def test_the_teacher_is_left_alone(pool, inputs, tmp_path, world, overrides):
+def test_the_teacher_is_left_alone(
+    pool: Pool, inputs: Inputs, tmp_path: Path, world: int, overrides: tuple[str, ...]
+) -> None:
     config = inputs.folder / "dense.yaml"
     arguments = [f"output={tmp_path}", "train.steps=3", "schedule.warmup_steps=1"]
     arguments += ["checkpoint.save=true", *overrides]

@@ -4,6 +4,8 @@ Regimes: bytes of one character, a tail on one side, tokens without text anywher
 bytes that are no UTF-8, ranges that are wrong; sequences cut at a chunk; figures that add up.
 """
 
+from __future__ import annotations
+
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -60,7 +62,9 @@ def pairs(chunks: Chunks) -> list[tuple[Range, Range]]:
         ([], [], []),
     ],
 )
-def test_chunks_by_hand(student, teacher, expected):
+def test_chunks_by_hand(
+    student: list[Range], teacher: list[Range], expected: list[tuple[Range, Range]]
+) -> None:
     assert pairs(align_spans(student, teacher)) == expected
     swapped = [(right, left) for left, right in expected]
     assert pairs(align_spans(np.array(teacher, np.int32), student)) == swapped
@@ -86,7 +90,7 @@ def tokenizations(draw: st.DrawFn) -> tuple[list[Range], list[Range]]:
 
 @settings(max_examples=150, deadline=None)
 @given(sides=tokenizations())
-def test_chunks_are_those_of_the_slow_reference(sides):
+def test_chunks_are_those_of_the_slow_reference(sides: tuple[list[Range], list[Range]]) -> None:
     student, teacher = sides
     chunks = align_spans(student, teacher)
     assert pairs(chunks) == chunks_of(student, teacher)
@@ -111,12 +115,12 @@ def test_chunks_are_those_of_the_slow_reference(sides):
         ([0, 2], r"teacher_spans: int64 of shape \(2,\); give integers of shape \[N, 2\]"),
     ],
 )
-def test_ranges_that_are_wrong_are_named(spans, message):
+def test_ranges_that_are_wrong_are_named(spans: list[Range], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         align_spans([(0, 2)], spans)
 
 
-def test_both_sides_are_cut_behind_one_chunk():
+def test_both_sides_are_cut_behind_one_chunk() -> None:
     chunks = align_spans(of_lengths(2, 3, 4, 1), of_lengths(1, 1, 3, 2, 2, 1))
     assert pairs(chunks)[2] == ((2, 3), (3, 5))
     fits = [
@@ -129,7 +133,7 @@ def test_both_sides_are_cut_behind_one_chunk():
     assert chunks_that_fit(empty, student_length=5, teacher_length=5) == 0
 
 
-def test_figures_of_one_text_and_their_sums():
+def test_figures_of_one_text_and_their_sums() -> None:
     student = np.array([(0, 0), (0, 5), (5, 8), (8, 9), (9, 12)])
     teacher = np.array([(0, 3), (3, 5), (5, 8), (8, 12), (12, 14)])
     found = coverage(align_spans(student, teacher), student, teacher)

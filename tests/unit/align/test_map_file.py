@@ -4,9 +4,12 @@ Regimes: a file cut short, of another program or version, without an array; a ma
 tokenizers; a damaged cache; several builders at a time.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +35,7 @@ def found() -> VocabularyMap:
     return build_vocabulary_map(tokenizer_of(STUDENT), tokenizer_of(TEACHER))
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path, found):
+def test_a_file_is_read_as_it_was_written(tmp_path: Path, found: VocabularyMap) -> None:
     path = tmp_path / "map.safetensors"
     save_map(found, path)
     again = load_map(path)
@@ -42,7 +45,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path, found):
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-def test_damaged_files_are_refused(tmp_path, found):
+def test_damaged_files_are_refused(tmp_path: Path, found: VocabularyMap) -> None:
     content = map_bytes(found)
     arrays = load(content)
 
@@ -78,14 +81,16 @@ def _with(content: bytes, arrays: dict[str, np.ndarray]) -> bytes:
     return save(arrays, json.loads(content[8 : 8 + length])["__metadata__"])
 
 
-def test_a_map_of_other_tokenizers_is_refused_with_both_names(found):
+def test_a_map_of_other_tokenizers_is_refused_with_both_names(found: VocabularyMap) -> None:
     for side, kind in (("student", STUDENT), ("teacher", TEACHER)):
         check_map_tokenizer(found, side, tokenizer_of(kind), place="m", key="k")
         with pytest.raises(DataError, match=rf"k = small ranks \(.*: m is a map of the {side} "):
             check_map_tokenizer(found, side, tokenizer_of("tiktoken"), place="m", key="k")
 
 
-def test_the_cache_is_built_once_for_all_that_wait(tmp_path, found, caplog):
+def test_the_cache_is_built_once_for_all_that_wait(
+    tmp_path: Path, found: VocabularyMap, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="megatron_distill")
     pair = tokenizer_of(STUDENT), tokenizer_of(TEACHER)
     with ThreadPoolExecutor(4) as pool:
@@ -106,14 +111,14 @@ def test_the_cache_is_built_once_for_all_that_wait(tmp_path, found, caplog):
     assert path.read_bytes() == map_bytes(found)
 
 
-def test_a_cache_that_cannot_be_written_names_its_folder(tmp_path):
+def test_a_cache_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     pair = tokenizer_of(STUDENT), tokenizer_of(TEACHER)
     with pytest.raises(StoreError, match=f"cannot write {tmp_path}/file"):
         cached_vocabulary_map(*pair, folder=tmp_path / "file")
 
 
-def test_text_coverage_counts_tokens(found):
+def test_text_coverage_counts_tokens(found: VocabularyMap) -> None:
     texts = no_underscores(HARD_TEXTS) * 5
     student, teacher = tokenizer_of(STUDENT), tokenizer_of(TEACHER)
     covered = text_coverage(found, student, teacher, texts)
@@ -130,7 +135,7 @@ def test_text_coverage_counts_tokens(found):
     assert 0 < covered.student_paired < len(mine)
 
 
-def test_rows_that_differ_are_found(found):
+def test_rows_that_differ_are_found(found: VocabularyMap) -> None:
     for name in ("row_teacher_ids_n", "pieces_V"):
         array = getattr(found, name).copy()
         long = int(np.flatnonzero(np.diff(found.row_offsets) > 1)[0])

@@ -5,6 +5,8 @@ content, an end of turn on one side only, an end of text behind it, empty conten
 differ, white space at an edge that one tokenizer drops; hundreds of random conversations.
 """
 
+from __future__ import annotations
+
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -48,7 +50,7 @@ TEACHER: Parts = [("", "["), ("content", "ab"), ("", "]"), ("content", "cde"), (
                   ("text", "$")]  # fmt: skip
 
 
-def test_contents_and_ends_of_turns_align_by_their_places():
+def test_contents_and_ends_of_turns_align_by_their_places() -> None:
     # The first turn has no closing token at the teacher. Its "]" is not taken for one.
     found = ranges(align_messages(tokens(STUDENT), tokens(TEACHER)))
     contents = [(2, 3, 1, 2), (3, 4, 2, 3), (7, 8, 4, 5), (8, 9, 5, 6), (9, 10, 6, 7)]
@@ -57,7 +59,7 @@ def test_contents_and_ends_of_turns_align_by_their_places():
     assert swapped == [(c, d, a, b) for a, b, c, d in found]
 
 
-def test_a_token_over_an_edge_is_in_no_chunk():
+def test_a_token_over_an_edge_is_in_no_chunk() -> None:
     # Student tokens: "Q:a" reaches into the content, "b" is whole; "A", ":", "c", "de", "#", "!".
     student = tokens(STUDENT, [3, 6, 7, 8])
     assert ranges(align_messages(student, tokens(TEACHER))) == [
@@ -75,7 +77,7 @@ def test_a_token_over_an_edge_is_in_no_chunk():
     assert ranges(align_messages(tokens(STUDENT), teacher))[:2] == [(2, 3, 1, 2), (8, 9, 3, 4)]
 
 
-def test_a_tail_that_one_side_leaves_out_stays_in_its_message():
+def test_a_tail_that_one_side_leaves_out_stays_in_its_message() -> None:
     student: Parts = [("content", "ab "), ("turn", "#"), ("content", "c"), ("turn", "#")]
     side = tokens(student)
     kept = np.array([0, 1, 3, 4, 5])
@@ -89,14 +91,14 @@ def test_a_tail_that_one_side_leaves_out_stays_in_its_message():
     ]
 
 
-def test_empty_contents_and_conversations_have_their_ends_only():
+def test_empty_contents_and_conversations_have_their_ends_only() -> None:
     student: Parts = [("", "Q"), ("content", ""), ("", "\n"), ("turn", "#")]
     teacher: Parts = [("", "USER"), ("content", ""), ("text", "$"), ("", ".")]
     assert ranges(align_messages(tokens(student), tokens(teacher))) == [(2, 3, 4, 5)]
     assert ranges(align_messages(tokens([("", "Q")]), tokens([]))) == []
 
 
-def test_contents_that_differ_are_refused():
+def test_contents_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match=r"has 2 contents, the teacher's 1; give the same mess"):
         align_messages(tokens(STUDENT), tokens(TEACHER[:2]))
     other: Parts = [*TEACHER[:3], ("content", "cd")]
@@ -106,7 +108,7 @@ def test_contents_that_differ_are_refused():
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_chunks_of_messages_are_the_same_bytes_and_minimal(data):
+def test_chunks_of_messages_are_the_same_bytes_and_minimal(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 6), max_size=4))
     around = st.text("xyz", max_size=3)
     sides, parts_of = [], []
@@ -146,7 +148,7 @@ def test_chunks_of_messages_are_the_same_bytes_and_minimal(data):
         assert written[0] == written[1]
 
 
-def test_two_templates_and_two_tokenizers():
+def test_two_templates_and_two_tokenizers() -> None:
     contents = ["What is a shard? 漢", " A part \U0001f9d9 of the whole.\n"]
     sides, ids = [], []
     for kind, form in (("hf_bytes", "U:{0}{2}A:{1}{2}"), ("sp_bpe", "[I]{0}[/I]{1}{2}")):

@@ -5,6 +5,8 @@ tokenizers that rewrite, special tokens of one role, vocabularies without a comm
 with padding, one tokenizer on both sides.
 """
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import replace
 from functools import cache
@@ -58,7 +60,7 @@ PAIRS = [(KINDS[at], KINDS[(at + by) % len(KINDS)]) for at in range(len(KINDS)) 
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
-def test_rows_have_the_bytes_of_their_token(student, teacher):
+def test_rows_have_the_bytes_of_their_token(student: str, teacher: str) -> None:
     found = map_of(student, teacher)
     mine, its = kind_of(student).token_bytes(), kind_of(teacher).token_bytes()
     vocabulary = frozenset(filter(None, its))
@@ -87,7 +89,7 @@ def test_rows_have_the_bytes_of_their_token(student, teacher):
             assert weights[0] >= 0.9 - 1e-6
 
 
-def test_weights_of_one_two_and_three_pieces():
+def test_weights_of_one_two_and_three_pieces() -> None:
     tokens = (b"20", b"201", b"\xe4\xb8", b"77", b"777")
     found = build_vocabulary_map(ranked(*tokens), ranked())
     dense = {token: dict(zip(*found.row(256 + place), strict=True))
@@ -105,7 +107,7 @@ def test_weights_of_one_two_and_three_pieces():
         assert abs(piece_weights(pieces).astype(np.float64).sum() - 1) < 1e-6
 
 
-def test_of_two_tokens_with_the_same_bytes_the_one_that_is_encoded_is_the_pair():
+def test_of_two_tokens_with_the_same_bytes_the_one_that_is_encoded_is_the_pair() -> None:
     # The model has "e" as a piece, and as the byte of its fallback with a lower id.
     sentencepiece, plain = tokenizer_of("sp_bpe"), tokenizer_of("hf_bytes")
     ids = [n for n, token in enumerate(sentencepiece.token_bytes()) if token == b"e"]
@@ -124,7 +126,7 @@ def test_of_two_tokens_with_the_same_bytes_the_one_that_is_encoded_is_the_pair()
     assert both[ids].tolist() == its
 
 
-def test_special_tokens_pair_by_role_alone():
+def test_special_tokens_pair_by_role_alone() -> None:
     turns = ("<|endoftext|>", "<|im_end|>", "<|tool|>")
     student = ranked(special=turns, eos="<|im_end|>")
     teacher = ranked(special=("<|begin_of_text|>", "<|eot_id|>", "<|tool|>", "<|end_of_text|>"),
@@ -146,12 +148,12 @@ def test_special_tokens_pair_by_role_alone():
     assert special_roles(own) == {Role.END_OF_TEXT: 256}
 
 
-def test_one_tokenizer_on_both_sides_is_refused():
+def test_one_tokenizer_on_both_sides_is_refused() -> None:
     with pytest.raises(DataError, match=r"are one tokenizer .* use the plain terms"):
         build_vocabulary_map(ranked(b"ab"), ranked(b"ab"))
 
 
-def test_vocabularies_without_a_common_token_are_refused():
+def test_vocabularies_without_a_common_token_are_refused() -> None:
     latin, greek = ranked_words("abc"), ranked_words("\u03b1\u03b2\u03b3")
     with pytest.raises(DataError, match="words of abc and words of .*: no token of the student"):
         build_vocabulary_map(latin, greek)
@@ -201,7 +203,7 @@ def small_maps(draw: st.DrawFn) -> VocabularyMap:
 
 @settings(max_examples=80, deadline=None)
 @given(found=small_maps(), parts=st.integers(1, 4), padding=st.integers(0, 5))
-def test_shards_together_are_the_map(found, parts, padding):
+def test_shards_together_are_the_map(found: VocabularyMap, parts: int, padding: int) -> None:
     rows = {
         number: dict(zip(*(one.tolist() for one in found.row(number)), strict=True))
         for number in range(found.student.size)
@@ -253,13 +255,15 @@ def changed(array: np.ndarray, place: int, value: float) -> np.ndarray:
         ("pieces_V", 257, 1, "has a row longer than its number of pieces"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(name, place, value, message):
+def test_parts_that_do_not_fit_are_refused(
+    name: str, place: int, value: float, message: str
+) -> None:
     found = build_vocabulary_map(ranked(b"20", b"201"), ranked())
     with pytest.raises(DataError, match=message):
         replace(found, **{name: changed(getattr(found, name), place, value)})
 
 
-def test_arrays_of_another_kind_or_shape_are_refused():
+def test_arrays_of_another_kind_or_shape_are_refused() -> None:
     found = build_vocabulary_map(ranked(b"20"), ranked())
     with pytest.raises(DataError, match=r"row_weights_n is float64 \[\d+\], not float32"):
         replace(found, row_weights_n=found.row_weights_n.astype(np.float64))

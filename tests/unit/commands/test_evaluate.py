@@ -1,5 +1,9 @@
 """The configurations of which `evaluate --tasks` takes the student alone."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.cli import main
@@ -14,7 +18,9 @@ _TEACHERS = {
 
 
 @pytest.mark.parametrize("teachers", _TEACHERS)
-def test_the_teachers_of_a_run_are_left_out(tmp_path, capsys, teachers):
+def test_the_teachers_of_a_run_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], teachers: str
+) -> None:
     """Tasks are read once the configuration is right."""
     (tmp_path / "config.yaml").write_text(
         f"student: {_MODEL}\n{_TEACHERS[teachers]}train: {{steps: 1, global_batch_size: 1}}\n"

@@ -1,5 +1,7 @@
 """The command `plan`: its tables, the simulated step's files, and its errors."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -25,7 +27,9 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(config, capsys, tmp_path):
+def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = [
         "plan",
         config,
@@ -46,7 +50,9 @@ def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(config, capsys, tmp_
     assert names == {"stage 0 (4 ranks)", "stage 1 (4 ranks)"}
 
 
-def test_a_plan_says_once_which_vocabulary_it_assumes(config, capsys):
+def test_a_plan_says_once_which_vocabulary_it_assumes(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["plan", config, "--devices", "1", "--device", "l40s", "teacher=null"]
     words += ["data.tokenizer.path=unread", "data.tokenizer.train_vocab_size=null"]
     assert main([*words, "student.architecture.vocab_size=null"]) == 0
@@ -73,8 +79,8 @@ train: {steps: 1000, global_batch_size: 64, precision: bf16}
 
 
 def test_several_teachers_on_the_ranks_of_the_student_are_planned_by_their_samples(
-    tmp_path, capsys
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text(SEVERAL)
     words = ["plan", str(tmp_path / "run.yaml"), "--devices", "4", "--device", "l40s"]
     assert main([*words, "--simulate", str(tmp_path / "s")]) == 0
@@ -87,7 +93,9 @@ def test_several_teachers_on_the_ranks_of_the_student_are_planned_by_their_sampl
     assert "teachers.math.parallel: a plan has several teachers on" in capsys.readouterr().err
 
 
-def test_wrong_words_are_named_before_any_work(config, capsys, tmp_path):
+def test_wrong_words_are_named_before_any_work(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     plan = ["plan", config, "--device", "l40s"]
     for words, message in (
         ([*plan, "--devices", "0"], "--devices 0: must be 1 or more"),
@@ -114,12 +122,14 @@ def test_wrong_words_are_named_before_any_work(config, capsys, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_an_error_is_one_line(config, capsys, words, message):
+def test_an_error_is_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
     assert main(["plan", config, *words]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_the_training_command_plans_too(config, capsys):
+def test_the_training_command_plans_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", config, "--plan", "8xl40s"]) == 0
     assert "plan for 8 x NVIDIA L40S" in capsys.readouterr().out
     assert main(["train", config, "--plan", "l40s"]) == 1

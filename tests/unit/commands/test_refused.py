@@ -1,5 +1,7 @@
 """Arguments of `evaluate` and `generate` that are refused before any work."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
@@ -24,13 +26,15 @@ _REFUSED: dict[tuple[str, ...], str] = {
 
 
 @pytest.mark.parametrize("words", _REFUSED, ids=" ".join)
-def test_a_file_that_cannot_be_written_or_a_number_out_of_range_is_named(tmp_path, capsys, words):
+def test_a_file_that_cannot_be_written_or_a_number_out_of_range_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([word.format(folder=tmp_path) for word in words])
     assert ended.value.code == 2
     assert _REFUSED[words].format(folder=tmp_path) in capsys.readouterr().err
 
 
-def test_a_file_that_the_system_refuses_is_named():
+def test_a_file_that_the_system_refuses_is_named() -> None:
     with pytest.raises(ConfigError, match="^/proc/x.json: cannot be written .*; name another file"):
         write_result(Path("/proc/x.json"), "{}")

@@ -1,5 +1,9 @@
 """The layout of a job against its ranks, before anything is submitted."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.cli import main
@@ -12,7 +16,9 @@ PAIR = str(ROOT / "configs" / "llama31_8b_to_1b.yaml")  # of models that are not
 CAPTURE = str(ROOT / "configs" / "llama31_8b_pruned_topk_store_capture.yaml")
 
 
-def test_a_layout_that_does_not_fit_the_hosts_starts_nothing(tmp_path, capsys):
+def test_a_layout_that_does_not_fit_the_hosts_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["submit", "ssh", TINY, f"output={tmp_path}/a", "parallel.tensor=4"]
     assert main([*words, "--hosts", "a,b", "--shell", "env"]) == 78
     error = capsys.readouterr().err
@@ -21,7 +27,7 @@ def test_a_layout_that_does_not_fit_the_hosts_starts_nothing(tmp_path, capsys):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_host_that_does_not_count_its_gpus_is_named():
+def test_a_host_that_does_not_count_its_gpus_is_named() -> None:
     with pytest.raises(ConfigError, match="no route; the hosts need this folder"):
         ranks_on(["sh", "-c", "echo no route >&2; exit 255"])
 
@@ -51,7 +57,9 @@ def test_a_host_that_does_not_count_its_gpus_is_named():
         ),
     ],
 )
-def test_a_layout_that_does_not_fit_is_one_error(place, words, key, capsys):
+def test_a_layout_that_does_not_fit_is_one_error(
+    place: list[str], words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["submit", *place, *words, "--nodes", "1", "--dry-run"]) == 1
     found = capsys.readouterr()
     assert found.out == ""
@@ -60,7 +68,9 @@ def test_a_layout_that_does_not_fit_is_one_error(place, words, key, capsys):
     assert key in found.err
 
 
-def test_models_on_the_claims_of_pods_need_not_be_here(capsys):
+def test_models_on_the_claims_of_pods_need_not_be_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["submit", "kubernetes", PAIR, "--nodes", "2", "--gpus-per-node", "8", "--image", "i"]
     assert main([*words, "--dry-run"]) == 0
     assert "--ranks-per-node" in capsys.readouterr().out

@@ -1,5 +1,9 @@
 """Rules of the balance and of schedules: all together; what a store does not know."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.config import ValueScheduleConfig
@@ -13,7 +17,7 @@ SCHEDULE = "objective.balance.mode=schedule"
 
 
 @pytest.mark.parametrize("support", ["tail", "renormalized"])
-def test_a_store_knows_its_own_temperatures(tmp_path, support):
+def test_a_store_knows_its_own_temperatures(tmp_path: Path, support: str) -> None:
     tree = {key: value for key, value in TAUGHT.items() if key != "teacher"}
     tree |= {"teacher": {"store": ["stores/a"]}}
     term = f"{{top_k: 4, support: {support}, temperature_schedule: {{to: 2, steps: 3}}}}"
@@ -28,7 +32,7 @@ def test_a_store_knows_its_own_temperatures(tmp_path, support):
     )
 
 
-def test_the_section_has_the_names_of_the_mathematics():
+def test_the_section_has_the_names_of_the_mathematics() -> None:
     fields = BalanceConfig.model_fields
     assert fields["mode"].annotation == BalanceMode
     assert {name: fields[name].default for name in _OF_RATIOS} == _OF_RATIOS

@@ -5,7 +5,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_distill.config import ObjectiveConfig, RunConfig, TermConfig, load_config, to_yaml
+from megatron_distill.config import (
+    ObjectiveConfig,
+    RunConfig,
+    TermConfig,
+    load_config,
+    to_yaml,
+)
 from megatron_distill.errors import ConfigError
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL
 

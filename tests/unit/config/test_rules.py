@@ -3,6 +3,10 @@
 Rules on the number of processes: test_check.py. What has no effect: test_without_effect.py.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.config import load_config, to_yaml
@@ -464,14 +468,16 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("overrides", "text"), BROKEN)
-def test_a_broken_rule_is_the_only_complaint(tmp_path, overrides, text):
+def test_a_broken_rule_is_the_only_complaint(
+    tmp_path: Path, overrides: list[str], text: list[str]
+) -> None:
     found = complaints(load_tree, tmp_path, TAUGHT, *overrides)
     (words,) = text
     assert [line[: len(words)] for line in found] == [words]
 
 
 @pytest.mark.parametrize("overrides", KEPT)
-def test_a_value_at_a_rule_s_limit_has_no_problem(tmp_path, overrides):
+def test_a_value_at_a_rule_s_limit_has_no_problem(tmp_path: Path, overrides: list[str]) -> None:
     config = load_tree(tmp_path, TAUGHT, *overrides)
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(config))

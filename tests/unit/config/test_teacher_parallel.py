@@ -1,5 +1,7 @@
 """A teacher with its own layout. The rules on its keys are in test_rules.py."""
 
+from __future__ import annotations
+
 from megatron_distill.config import ParallelConfig, teacher_parallel
 from tests.support.sample_configs import TAUGHT, complaints, load_tree
 

@@ -1,5 +1,9 @@
 """Rules on the overlap of tensor-parallel messages: each one broken alone, and each just kept."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from tests.support.sample_configs import TAUGHT, complaints, load_tree, read_table
@@ -52,12 +56,16 @@ ON = ("runtime.tp_comm_overlap=true", "train.precision=bf16")
 
 
 @pytest.mark.parametrize(("overrides", "text"), BROKEN)
-def test_a_broken_rule_is_the_only_complaint(tmp_path, overrides, text):
+def test_a_broken_rule_is_the_only_complaint(
+    tmp_path: Path, overrides: list[str], text: list[str]
+) -> None:
     found = complaints(load_tree, tmp_path, TAUGHT, *overrides)
     (words,) = text
     assert [line[: len(words)] for line in found] == [words]
 
 
 @pytest.mark.parametrize("overrides", KEPT)
-def test_layouts_whose_messages_can_be_overlapped_are_taken(tmp_path, overrides):
+def test_layouts_whose_messages_can_be_overlapped_are_taken(
+    tmp_path: Path, overrides: list[str]
+) -> None:
     assert load_tree(tmp_path, TAUGHT, *ON, *overrides).runtime.tp_comm_overlap

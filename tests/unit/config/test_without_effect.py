@@ -1,5 +1,9 @@
 """Settings without effect: each alone is a warning with its text, and the run does not see it."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.config import (
@@ -173,13 +177,15 @@ train.steps=7
 
 
 @pytest.mark.parametrize(("overrides", "expected"), read_table(WITHOUT_EFFECT))
-def test_a_setting_without_effect_is_a_warning(tmp_path, overrides, expected):
+def test_a_setting_without_effect_is_a_warning(
+    tmp_path: Path, overrides: list[str], expected: list[str]
+) -> None:
     config = load_tree(tmp_path, TAUGHT, *overrides)
     assert load_warnings(tmp_path / "run.yaml", overrides, RunConfig) == expected
     check_layout(config, 1)
 
 
-def test_a_setting_without_effect_becomes_its_default(tmp_path):
+def test_a_setting_without_effect_becomes_its_default(tmp_path: Path) -> None:
     overrides = (
         "parallel={virtual_pipeline: 2, sequence: true, expert: 2}",
         "objective.terms=[{divergence: reverse_kl, beta: 0.3, support: raw}]",
@@ -190,18 +196,18 @@ def test_a_setting_without_effect_becomes_its_default(tmp_path):
     assert load_warnings(tmp_path / "run.yaml", (), RunConfig) == []
 
 
-def test_epochs_take_the_place_of_steps(tmp_path):
+def test_epochs_take_the_place_of_steps(tmp_path: Path) -> None:
     length = load_tree(tmp_path, TAUGHT, "train.epochs=2").train
     assert (length.steps, length.epochs) == (0, 2.0)
     length = load_tree(tmp_path, TAUGHT, "train.epochs=2", "train.steps=7").train
     assert (length.steps, length.epochs) == (7, None)
 
 
-def test_a_warm_up_as_long_as_the_run_keeps_its_length(tmp_path):
+def test_a_warm_up_as_long_as_the_run_keeps_its_length(tmp_path: Path) -> None:
     assert load_tree(tmp_path, TAUGHT, "schedule.warmup_steps=4").schedule.warmup_steps == 4
 
 
-def test_a_teacher_that_was_forgotten_is_an_error(tmp_path):
+def test_a_teacher_that_was_forgotten_is_an_error(tmp_path: Path) -> None:
     features = "objective={terms: [], features: [{student: 1, teacher: 2}]}"
     assert complaints(
         load_tree, tmp_path, MINIMAL, "objective.terms=[{}, {divergence: reverse_kl}]"
@@ -215,14 +221,14 @@ def test_a_teacher_that_was_forgotten_is_an_error(tmp_path):
     ]
 
 
-def test_an_error_stands_alone_beside_a_warning(tmp_path):
+def test_an_error_stands_alone_beside_a_warning(tmp_path: Path) -> None:
     (found,) = complaints(
         load_tree, tmp_path, TAUGHT, "validation.interval=5", "train.micro_batch_size=3"
     )
     assert found.startswith("train.global_batch_size = 4: not a multiple of")
 
 
-def test_a_store_as_the_corpus_leaves_settings_of_sources_without_effect(tmp_path):
+def test_a_store_as_the_corpus_leaves_settings_of_sources_without_effect(tmp_path: Path) -> None:
     overrides = (
         "teacher={architecture: null, store: stores/a}",
         "data={sources: [], validation_sources: [{format: python_stdlib}]}",
@@ -236,7 +242,7 @@ def test_a_store_as_the_corpus_leaves_settings_of_sources_without_effect(tmp_pat
     ]
 
 
-def test_settings_without_effect_in_a_capture(tmp_path):
+def test_settings_without_effect_in_a_capture(tmp_path: Path) -> None:
     file = tmp_path / "capture.yaml"
     file.write_text(
         "teacher: {hf: t}\ndata: {sources: [{format: python_stdlib}], sequence_length: 8}\n"
@@ -279,11 +285,13 @@ data.sources=[]
 
 
 @pytest.mark.parametrize(("overrides", "expected"), read_table(WITHOUT_MEANING))
-def test_a_length_that_has_no_meaning_is_refused(tmp_path, overrides, expected):
+def test_a_length_that_has_no_meaning_is_refused(
+    tmp_path: Path, overrides: list[str], expected: list[str]
+) -> None:
     assert complaints(load_tree, tmp_path, TAUGHT, *overrides) == expected
 
 
-def test_a_schedule_is_compared_with_the_computed_steps(tmp_path):
+def test_a_schedule_is_compared_with_the_computed_steps(tmp_path: Path) -> None:
     waves = "schedule={decay: wsd, warmup_steps: 2, wsd_decay_steps: 2}"
     config = load_tree(tmp_path, TAUGHT, "train.epochs=2", waves)
     resolved, warnings = with_steps(config, 4)

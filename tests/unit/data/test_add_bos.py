@@ -1,5 +1,7 @@
 """`data.add_bos`: the token before each document's text, with one tokenizer and with two."""
 
+from __future__ import annotations
+
 import json
 from functools import cache
 from pathlib import Path
@@ -10,7 +12,12 @@ import pytest
 from megatron_distill.data.collation import label_masks, pack_samples
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import NO_CHUNK, Sample
-from megatron_distill.data.sources import DataOptions, TeacherReading, all_held_out, open_training
+from megatron_distill.data.sources import (
+    DataOptions,
+    TeacherReading,
+    all_held_out,
+    open_training,
+)
 from megatron_distill.data.text import documents
 from megatron_distill.data.text.stream import tokenized_documents
 from megatron_distill.data.tokenizers.open import HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -65,7 +72,9 @@ def wanted(tokenizer: Tokenizer, begin: int | None) -> list[int]:
 
 @pytest.mark.parametrize("has_teacher", [False, True])
 @pytest.mark.parametrize("add_bos", [None, True, False])
-def test_documents_begin_with_the_token_of_each_tokenizer(add_bos, has_teacher, tmp_path):
+def test_documents_begin_with_the_token_of_each_tokenizer(
+    add_bos: bool | None, has_teacher: bool, tmp_path: Path
+) -> None:
     # The student's files add the token; the teacher has one, and its file does not tell.
     student, teacher = adding(), tokenizer_of("sp_bpe")
     assert student.bos_id is not None
@@ -97,7 +106,9 @@ def test_documents_begin_with_the_token_of_each_tokenizer(add_bos, has_teacher, 
         assert (first_chunks != NO_CHUNK).all() == bool(add_bos)
 
 
-def test_a_long_document_has_the_token_once_and_resumes_with_it(tmp_path, monkeypatch):
+def test_a_long_document_has_the_token_once_and_resumes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 64)
     (tmp_path / "long.txt").write_text("".join(f"line {index:03}\n" for index in range(60)))
     spec, tokenizer = SourceSpec("text", (str(tmp_path / "long.txt"),)), adding()
@@ -118,7 +129,7 @@ def test_a_long_document_has_the_token_once_and_resumes_with_it(tmp_path, monkey
         assert (resumed.next_sample().tokens_S1 == source.next_sample().tokens_S1).all()
 
 
-def test_a_tokenizer_without_the_token_and_a_changed_key_are_refused(tmp_path):
+def test_a_tokenizer_without_the_token_and_a_changed_key_are_refused(tmp_path: Path) -> None:
     spec, student = rows_of(tmp_path), adding()
     with pytest.raises(DataError, match=r"data\.add_bos=true: .* has no begin-of-text token"):
         whole(spec, byte_level(), options(True, None))
@@ -134,7 +145,7 @@ def test_a_tokenizer_without_the_token_and_a_changed_key_are_refused(tmp_path):
         opened[1].load_state_dict(opened[0].state_dict())
 
 
-def test_a_folder_that_adds_the_token_is_read_as_such(tmp_path):
+def test_a_folder_that_adds_the_token_is_read_as_such(tmp_path: Path) -> None:
     adding().save(tmp_path / "adds")
     byte_level().save(tmp_path / "not")
     assert load_tokenizer(tmp_path / "adds").adds_bos

@@ -52,7 +52,7 @@ weights_of = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
 
 @settings(deadline=None)
 @given(weights=weights_of)
-def test_every_source_has_its_share_at_every_moment(weights):
+def test_every_source_has_its_share_at_every_moment(weights: list[float]) -> None:
     order = [source for source, _, _ in drawn(blend(weights), 150)]
     shares = np.array(weights) / sum(weights)
     for count in range(1, 151):
@@ -60,7 +60,7 @@ def test_every_source_has_its_share_at_every_moment(weights):
         assert (np.abs(taken - shares * count) < 1).all()
 
 
-def test_shares_hold_where_the_source_that_lags_most_would_not_keep_them():
+def test_shares_hold_where_the_source_that_lags_most_would_not_keep_them() -> None:
     weights = np.array([1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 41.0, 41.0])
     exact = np.arange(1, 251)[:, None] * weights / weights.sum()
     taken, worst = np.zeros(8), 0.0
@@ -75,7 +75,7 @@ def test_shares_hold_where_the_source_that_lags_most_would_not_keep_them():
 
 @settings(deadline=None)
 @given(weights=weights_of, position=st.integers(0, 60))
-def test_resuming_continues_every_source_where_it_was(weights, position):
+def test_resuming_continues_every_source_where_it_was(weights: list[float], position: int) -> None:
     source = blend(weights)
     before = drawn(source, position)
     state = json.loads(json.dumps(source.state_dict()))
@@ -87,13 +87,13 @@ def test_resuming_continues_every_source_where_it_was(weights, position):
     assert [number for _, _, number in before + after] == list(range(position + 40))
 
 
-def test_each_source_is_read_in_its_own_order():
+def test_each_source_is_read_in_its_own_order() -> None:
     samples = drawn(blend([3.0, 1.0]), 40)
     for source, count in ((0, 30), (1, 10)):
         assert [number for which, number, _ in samples if which == source] == list(range(count))
 
 
-def test_another_number_of_sources_is_refused():
+def test_another_number_of_sources_is_refused() -> None:
     state = blend([1.0, 1.0]).state_dict()
     with pytest.raises(DataError, match=r"3 sources, but 2 in the checkpoint"):
         blend([1.0, 1.0, 1.0]).load_state_dict(state)
@@ -109,7 +109,7 @@ def limited(source: int, count: int) -> Callable[[], Sample | None]:
     return take
 
 
-def test_sources_that_end_leave_the_rest_to_the_others():
+def test_sources_that_end_leave_the_rest_to_the_others() -> None:
     samples = blend_finite([limited(0, 3), limited(1, 50)], weights=[1.0, 1.0], count=20)
     owners = [int(sample.tokens_S1[0]) for sample in samples]
     assert owners.count(0) == 3
@@ -118,7 +118,7 @@ def test_sources_that_end_leave_the_rest_to_the_others():
     assert len(blend_finite([limited(0, 3), limited(1, 4)], weights=[1.0, 9.0], count=20)) == 7
 
 
-def test_samples_name_their_owner_whatever_part_of_it_they_come_from():
+def test_samples_name_their_owner_whatever_part_of_it_they_come_from() -> None:
     parts, owners = [Counter(i) for i in range(3)], [0, 0, 1]
     source = BlendedSource(parts, weights=[1.0, 1.0, 2.0], owners=owners)
     samples = [source.next_sample() for _ in range(40)]

@@ -51,7 +51,7 @@ def bits(mask: torch.Tensor) -> list[list[int]]:
     return mask.int().tolist()
 
 
-def test_isolated_documents_by_hand():
+def test_isolated_documents_by_hand() -> None:
     batch = micro_batch(pack_samples(SAMPLES), slice(0, 2), isolate_documents=True)
     assert batch.tokens_bs.tolist() == [TOKENS[:-1], TAIL_TOKENS[:-1]]
     assert batch.labels_bs.tolist() == [TOKENS[1:], TAIL_TOKENS[1:]]
@@ -64,7 +64,7 @@ def test_isolated_documents_by_hand():
     assert batch.sample_ids_b.tolist() == [70, 71]
 
 
-def test_documents_that_are_not_isolated_by_hand():
+def test_documents_that_are_not_isolated_by_hand() -> None:
     batch = micro_batch(pack_samples(SAMPLES), slice(0, 2), isolate_documents=False)
     expected = [[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]]
     assert bits(batch.ce_mask_bs) == expected
@@ -73,7 +73,7 @@ def test_documents_that_are_not_isolated_by_hand():
     assert batch.document_ids_bS.tolist() == [[0] * 8] * 2
 
 
-def test_the_two_losses_have_masks_and_counts_of_their_own():
+def test_the_two_losses_have_masks_and_counts_of_their_own() -> None:
     flags = [CE_TRAINED, KD_TRAINED, 0, FULLY_TRAINED, CE_TRAINED, 0, 0, KD_TRAINED, KD_TRAINED]
     packed = pack_samples([sample_of(TOKENS, DOCUMENTS, flags)])
     batch = micro_batch(packed, slice(0, 1), isolate_documents=False)
@@ -84,7 +84,7 @@ def test_the_two_losses_have_masks_and_counts_of_their_own():
     assert count_labels(packed, isolate_documents=True) == (LabelCounts(1, 3),)
 
 
-def test_types_and_untrained_samples():
+def test_types_and_untrained_samples() -> None:
     packed = pack_samples([untrained_sample(8, token=5, sample_id=3)])
     batch = micro_batch(packed, slice(0, 1), isolate_documents=True)
     for tensor in (batch.tokens_bs, batch.labels_bs, batch.position_ids_bs, batch.document_ids_bS):
@@ -100,14 +100,14 @@ documents_of = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 @settings(deadline=None)
 @given(lengths=documents_of)
-def test_positions_restart_with_each_document(lengths):
+def test_positions_restart_with_each_document(lengths: list[int]) -> None:
     ids = [index for index, length in enumerate(lengths) for _ in range(length)]
     expected = [position for length in lengths for position in range(length)]
     assert document_positions(torch.tensor([ids, ids])).tolist() == [expected] * 2
 
 
 @pytest.mark.parametrize(("micro", "size"), [(1, 1), (4, 1), (1, 4), (2, 2), (3, 2), (2, 6)])
-def test_every_row_falls_to_one_rank_and_micro_batch(micro, size):
+def test_every_row_falls_to_one_rank_and_micro_batch(micro: int, size: int) -> None:
     rows = 24
     owners: dict[int, tuple[int, int]] = {}
     for rank in range(size):
@@ -121,6 +121,6 @@ def test_every_row_falls_to_one_rank_and_micro_batch(micro, size):
     assert owners == expected
 
 
-def test_a_layout_that_does_not_divide_is_refused():
+def test_a_layout_that_does_not_divide_is_refused() -> None:
     with pytest.raises(AssertionError):
         BatchLayout(10, 2, 0, 2)

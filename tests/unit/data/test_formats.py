@@ -1,6 +1,9 @@
 """The table of formats: complete, equal to the configuration's, and read by every command."""
 
+from __future__ import annotations
+
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -16,7 +19,7 @@ from megatron_distill.data.text.documents import Cursor, DocumentReader
 from megatron_distill.errors import DataError
 
 
-def test_the_configuration_and_the_table_name_the_same_formats():
+def test_the_configuration_and_the_table_name_the_same_formats() -> None:
     assert get_args(SourceFormat) == tuple(FORMATS)
     for names, holds in (
         (ConversationFormat, lambda row: row.holds_conversations),
@@ -26,7 +29,7 @@ def test_the_configuration_and_the_table_name_the_same_formats():
         assert get_args(names) == tuple(name for name, row in FORMATS.items() if holds(row))
 
 
-def test_an_identity_names_fields_of_a_source():
+def test_an_identity_names_fields_of_a_source() -> None:
     known = {field.name for field in fields(SourceSpec)}
     for name, row in FORMATS.items():
         assert set(row.identity) <= known, name
@@ -35,7 +38,9 @@ def test_an_identity_names_fields_of_a_source():
 
 
 @pytest.mark.parametrize(("documents", "count"), [("file", 1), ("line", 2)])
-def test_a_text_source_is_read_by_files_or_by_lines(documents, count, tmp_path):
+def test_a_text_source_is_read_by_files_or_by_lines(
+    documents: str, count: int, tmp_path: Path
+) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n")
     spec = SourceSpec("text", (str(path),), documents=documents)
@@ -44,7 +49,7 @@ def test_a_text_source_is_read_by_files_or_by_lines(documents, count, tmp_path):
     assert len(list(reader.documents([0], Cursor()))) == count
 
 
-def test_a_pair_is_found_whole_or_not_at_all(tmp_path):
+def test_a_pair_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     (tmp_path / "corpus.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"corpus\.idx: no such file"):

@@ -52,7 +52,7 @@ def sample_ids(batches: StepBatches) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_the_state_counts_samples_taken_and_not_those_read_ahead(prefetch):
+def test_the_state_counts_samples_taken_and_not_those_read_ahead(prefetch: int) -> None:
     source = Numbers()
     with loader_of(source, prefetch=prefetch) as loader:
         assert loader.state_dict() == {"samples": 0, "source": None}
@@ -67,7 +67,7 @@ def test_the_state_counts_samples_taken_and_not_those_read_ahead(prefetch):
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_loading_a_state_drops_samples_read_ahead(prefetch):
+def test_loading_a_state_drops_samples_read_ahead(prefetch: int) -> None:
     with loader_of(Numbers(), prefetch=prefetch) as loader:
         states = []
         for step in range(4):
@@ -80,7 +80,7 @@ def test_loading_a_state_drops_samples_read_ahead(prefetch):
             assert sample_ids(loader.take(step + 1))[0] == [4 * step + 4, 4 * step + 5]
 
 
-def test_a_state_is_valid_for_another_batch_size():
+def test_a_state_is_valid_for_another_batch_size() -> None:
     with loader_of(Numbers()) as loader:
         loader.take(0)
         state = loader.state_dict()
@@ -90,7 +90,7 @@ def test_a_state_is_valid_for_another_batch_size():
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_an_error_is_raised_at_its_own_step(prefetch):
+def test_an_error_is_raised_at_its_own_step(prefetch: int) -> None:
     with loader_of(Numbers(broken_at=9), prefetch=prefetch) as loader:
         assert sample_ids(loader.take(0))[0] == [0, 1]
         assert sample_ids(loader.take(1))[0] == [4, 5]
@@ -99,14 +99,14 @@ def test_an_error_is_raised_at_its_own_step(prefetch):
         assert loader.state_dict()["samples"] == 8
 
 
-def test_a_defect_of_the_source_reaches_the_caller():
+def test_a_defect_of_the_source_reaches_the_caller() -> None:
     source = Numbers()
     source.position = "no number"  # type: ignore[assignment]
     with loader_of(source) as loader, pytest.raises(TypeError):
         loader.take(0)
 
 
-def test_one_thread_reads_and_ends_with_the_loader():
+def test_one_thread_reads_and_ends_with_the_loader() -> None:
     source = Numbers()
     loader = loader_of(source, prefetch=3)
     loader.take(0)
@@ -117,7 +117,7 @@ def test_one_thread_reads_and_ends_with_the_loader():
     assert not names & source.threads
 
 
-def test_masks_positions_and_counts_of_a_step():
+def test_masks_positions_and_counts_of_a_step() -> None:
     with loader_of(Numbers()) as loader:
         batches = loader.take(0)
     assert batches.positions == 4 * LENGTH
@@ -128,7 +128,7 @@ def test_masks_positions_and_counts_of_a_step():
     assert batches.micro_batches[1].position_ids_bs[1].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
 
 
-def test_a_list_of_samples_is_filled_up_and_can_be_read_again():
+def test_a_list_of_samples_is_filled_up_and_can_be_read_again() -> None:
     samples = SampleList([numbered_sample(number) for number in range(6)])
     assert samples.steps(4) == 2
     with loader_of(samples) as loader:
@@ -143,7 +143,7 @@ def test_a_list_of_samples_is_filled_up_and_can_be_read_again():
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
-def test_the_samples_of_a_step_are_those_that_were_read_row_by_row(rank, size):
+def test_the_samples_of_a_step_are_those_that_were_read_row_by_row(rank: int, size: int) -> None:
     wanted = {"data_parallel_rank": rank, "data_parallel_size": size, "micro_batch_size": 1}
     with loader_of(Numbers(), **wanted) as loader:
         for step in range(3):
@@ -159,7 +159,7 @@ def test_the_samples_of_a_step_are_those_that_were_read_row_by_row(rank, size):
                 assert (batch.tokens_bs[0].numpy() == sample.tokens_S1[:-1]).all()
 
 
-def test_padding_comes_back_as_padding():
+def test_padding_comes_back_as_padding() -> None:
     with loader_of(SampleList([numbered_sample(3)]), global_batch_size=2) as loader:
         loader.take(0)
         ((first, second),) = loader.taken_samples()

@@ -1,5 +1,7 @@
 """Steps taken ahead: the same batches, states of what was handed out, announcements in order."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import pytest
@@ -18,7 +20,7 @@ def ahead_of(source: Numbers, text: list[Sequence[Batch]] | None = None) -> Look
     return Lookahead(loader_of(source), last_step=LAST, expect=text.append, stores=STORES)
 
 
-def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before():
+def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before() -> None:
     plain, text = loader_of(Numbers()), []
     ahead = ahead_of(Numbers(), text)
     for step in range(1, LAST + 1):
@@ -30,14 +32,14 @@ def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before()
         assert text[step - 1] is batches.micro_batches
 
 
-def test_no_step_after_the_last_is_taken():
+def test_no_step_after_the_last_is_taken() -> None:
     # The source is broken at the first sample of step 7, which is never taken.
     ahead = ahead_of(Numbers(broken_at=4 * LAST))
     for step in range(1, LAST + 1):
         ahead.take(step)
 
 
-def test_it_goes_on_from_any_state():
+def test_it_goes_on_from_any_state() -> None:
     whole = ahead_of(Numbers())
     states, batches = [], []
     for step in range(1, LAST + 1):
@@ -51,7 +53,7 @@ def test_it_goes_on_from_any_state():
             assert sample_ids(again.take(step)) == batches[step - 1]
 
 
-def test_it_goes_on_from_the_state_of_a_run_with_a_live_teacher():
+def test_it_goes_on_from_the_state_of_a_run_with_a_live_teacher() -> None:
     loader = loader_of(Numbers())
     for step in range(1, 4):
         loader.take(step)
@@ -61,7 +63,7 @@ def test_it_goes_on_from_the_state_of_a_run_with_a_live_teacher():
 
 
 @pytest.mark.parametrize("others", [["0b", "0a"], ["0a"], []])
-def test_other_stores_than_those_of_the_steps_before_are_refused(others):
+def test_other_stores_than_those_of_the_steps_before_are_refused(others: list[str]) -> None:
     ahead = ahead_of(Numbers())
     ahead.take(1)
     state = {**ahead.state_dict(), "teacher_stores": others}
@@ -69,7 +71,7 @@ def test_other_stores_than_those_of_the_steps_before_are_refused(others):
         ahead_of(Numbers()).load_state_dict(state)
 
 
-def test_an_error_comes_at_most_two_steps_early():
+def test_an_error_comes_at_most_two_steps_early() -> None:
     ahead = ahead_of(Numbers(broken_at=4 * 4))
     ahead.take(1)
     ahead.take(2)

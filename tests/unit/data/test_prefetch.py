@@ -1,5 +1,7 @@
 """Steps taken in a thread, one ahead: the loader's batches and states, errors at their step."""
 
+from __future__ import annotations
+
 import threading
 
 import pytest
@@ -18,7 +20,7 @@ def prefetched(source: Numbers) -> PrefetchedSteps:
     )
 
 
-def test_batches_and_states_are_those_of_the_loader():
+def test_batches_and_states_are_those_of_the_loader() -> None:
     plain = loader_of(Numbers())
     with prefetched(Numbers()) as steps:
         assert steps.state_dict() == plain.state_dict()
@@ -27,7 +29,7 @@ def test_batches_and_states_are_those_of_the_loader():
             assert steps.state_dict() == plain.state_dict()
 
 
-def test_it_resumes_from_the_state_of_any_step():
+def test_it_resumes_from_the_state_of_any_step() -> None:
     with prefetched(Numbers()) as whole:
         states, batches = [], []
         for step in range(1, LAST + 1):
@@ -41,7 +43,7 @@ def test_it_resumes_from_the_state_of_any_step():
             assert found == batches[done:]
 
 
-def test_a_state_loaded_between_two_steps_discards_the_one_ahead():
+def test_a_state_loaded_between_two_steps_discards_the_one_ahead() -> None:
     with prefetched(Numbers()) as steps:
         beginning = steps.state_dict()
         first = sample_ids(steps.take(1))
@@ -49,7 +51,7 @@ def test_a_state_loaded_between_two_steps_discards_the_one_ahead():
         assert [sample_ids(steps.take(step)) for step in (1, 2)] == [first, [[4, 5], [6, 7]]]
 
 
-def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_taken():
+def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_taken() -> None:
     with prefetched(Numbers(broken_at=4 * 3)) as steps:
         for step in (1, 2, 3):
             steps.take(step)
@@ -61,7 +63,7 @@ def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_ta
             steps.take(step)
 
 
-def test_a_defect_reaches_the_caller(monkeypatch):
+def test_a_defect_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     source = Numbers()
@@ -71,7 +73,7 @@ def test_a_defect_reaches_the_caller(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [None, TrainingError("too many bad steps")])
-def test_no_thread_stays_after_an_end_of_all_ranks(error):
+def test_no_thread_stays_after_an_end_of_all_ranks(error: TrainingError | None) -> None:
     before = set(threading.enumerate())
     steps = prefetched(Numbers())
     steps.take(1)

@@ -1,5 +1,7 @@
 """The preview: every token once, under the mask that training gives it."""
 
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
@@ -10,7 +12,13 @@ import pytest
 import yaml
 
 from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
-from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, KD_TRAINED, Sample, weight_flag
+from megatron_distill.data.samples import (
+    CE_TRAINED,
+    FULLY_TRAINED,
+    KD_TRAINED,
+    Sample,
+    weight_flag,
+)
 from tests.support.chat_fixtures import chat_tokenizer, turns, write_rows
 from tests.support.sample_configs import ARCHITECTURE
 
@@ -35,7 +43,7 @@ def sample() -> Sample:
     return Sample(np.concatenate(rows), documents.astype(np.int32), flags.astype(np.uint8), 0)
 
 
-def test_text_is_marked_as_it_is_trained():
+def test_text_is_marked_as_it_is_trained() -> None:
     plain = sample_text(sample(), TOKENIZER, isolate_documents=True, has_colour=False).plain
     assert plain == (
         "\n-- document 0 --\nHi [b][[ yo]][[(x0.5)  half]]\n-- document 1 --\nx(( ask)){{ say}}\n"
@@ -50,7 +58,7 @@ def test_text_is_marked_as_it_is_trained():
     assert "[[" in legend(has_colour=False).plain
 
 
-def test_totals_count_each_kind():
+def test_totals_count_each_kind() -> None:
     one, totals = sample(), Totals()
     totals.add(one, token_kinds(one, isolate_documents=True))
     real = one.document_ids_S1 >= 0
@@ -65,7 +73,7 @@ def test_totals_count_each_kind():
 
 
 @pytest.mark.slow
-def test_the_tool_shows_conversations_and_documents_alike(tmp_path):
+def test_the_tool_shows_conversations_and_documents_alike(tmp_path: Path) -> None:
     TOKENIZER.save(tmp_path / "tokenizer")
     write_rows(
         tmp_path / "a.jsonl", [{"messages": turns(f"ask {i}", f"say {i}")} for i in range(9)]

@@ -1,5 +1,7 @@
 """The teacher of each sample: by source, by a field of its rows, drawn; and what is refused."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -31,7 +33,7 @@ def options(routing: Routing) -> DataOptions:
     return DataOptions(16, shuffle_buffer=4, shuffle_samples=4, routing=routing)
 
 
-def test_a_sample_has_rows_of_one_teacher(tmp_path):
+def test_a_sample_has_rows_of_one_teacher(tmp_path: Path) -> None:
     spec = write(tmp_path / "rows.jsonl", rows_of_two())
     routing = Routing(NAMES)
     stream = open_training([spec], tokenizer=ByteTokenizer(), options=options(routing), seed=3)
@@ -56,7 +58,7 @@ def test_a_sample_has_rows_of_one_teacher(tmp_path):
     assert per_epoch == -(-30 * 11 // 16) + -(-30 * 31 // 16)
 
 
-def test_a_drawn_teacher_depends_on_seed_and_sample():
+def test_a_drawn_teacher_depends_on_seed_and_sample() -> None:
     routing = Routing(NAMES, (3.0, 1.0), seed=5)
     drawn = [routing.drawn(number) for number in range(4000)]
     assert drawn == [Routing(NAMES, (3.0, 1.0), seed=5).drawn(number) for number in range(4000)]
@@ -72,14 +74,16 @@ def test_a_drawn_teacher_depends_on_seed_and_sample():
         ({"text": "x", "domain": "law"}, ":2 has domain = 'law', and the teachers are math, code"),
     ],
 )
-def test_a_row_without_a_known_teacher_is_named(tmp_path, row, expected):
+def test_a_row_without_a_known_teacher_is_named(
+    tmp_path: Path, row: dict[str, str], expected: str
+) -> None:
     spec = write(tmp_path / "rows.jsonl", [{"text": "x", "domain": "math"}, row])
     with pytest.raises(DataError) as caught:
         routed_parts(spec, Routing(NAMES))
     assert f"{tmp_path / 'rows.jsonl'}{expected}" in str(caught.value)
 
 
-def test_columns_of_a_table_route_as_fields_do(tmp_path):
+def test_columns_of_a_table_route_as_fields_do(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

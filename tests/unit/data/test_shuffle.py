@@ -1,6 +1,7 @@
 """Shuffled windows: every sample once, an order from the seed alone, resumable anywhere."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def numbers(source: ShuffledSamples, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 50])
-def test_every_window_holds_its_samples_once(window):
+def test_every_window_holds_its_samples_once(window: int) -> None:
     found = numbers(shuffled(window=window), 3 * window)
     windows = [found[start : start + window] for start in range(0, 3 * window, window)]
     for number, part in enumerate(windows):
@@ -43,14 +44,14 @@ def test_every_window_holds_its_samples_once(window):
         assert tuple(range(window)) not in orders
 
 
-def test_the_order_depends_on_the_seed_and_on_nothing_else():
+def test_the_order_depends_on_the_seed_and_on_nothing_else() -> None:
     first, again, other = (numbers(shuffled(window=30, seed=seed), 90) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
 @pytest.mark.parametrize("window", [1, 6])
-def test_resuming_at_every_position_equals_the_uninterrupted_order(window):
+def test_resuming_at_every_position_equals_the_uninterrupted_order(window: int) -> None:
     source = shuffled(window=window)
     states = []
     found = []
@@ -65,7 +66,7 @@ def test_resuming_at_every_position_equals_the_uninterrupted_order(window):
         assert numbers(resumed, 40 - position) == found[position:]
 
 
-def test_it_reads_one_window_at_first_and_then_one_sample_for_each_given():
+def test_it_reads_one_window_at_first_and_then_one_sample_for_each_given() -> None:
     inner = numbered(400)
     source = ShuffledSamples(inner, window=20, seed=1, name="numbers")
     assert inner.state_dict() == {"next": 0}
@@ -74,7 +75,7 @@ def test_it_reads_one_window_at_first_and_then_one_sample_for_each_given():
         assert inner.state_dict() == {"next": 20 + given}
 
 
-def test_another_window_is_refused_on_resuming():
+def test_another_window_is_refused_on_resuming() -> None:
     state = shuffled(window=6).state_dict()
     with pytest.raises(
         DataError, match=r"numbers: shuffle_samples differs from the checkpoint \(7, was 6\)"
@@ -82,7 +83,7 @@ def test_another_window_is_refused_on_resuming():
         shuffled(window=7).load_state_dict(state)
 
 
-def test_a_batch_holds_many_documents_where_one_fills_many_batches(tmp_path):
+def test_a_batch_holds_many_documents_where_one_fills_many_batches(tmp_path: Path) -> None:
     folder = write_files(tmp_path / "long", [f"{n:03d} " * 800 for n in range(30)])
     specs = [SourceSpec("text", (f"{folder}/*.txt",))]
 
@@ -97,7 +98,7 @@ def test_a_batch_holds_many_documents_where_one_fills_many_batches(tmp_path):
     assert len(batch(1024)) >= 12
 
 
-def test_held_out_samples_come_from_many_documents(tmp_path):
+def test_held_out_samples_come_from_many_documents(tmp_path: Path) -> None:
     folder = write_files(tmp_path / "long", [f"{n:03d} " * 800 for n in range(30)])
     specs = [SourceSpec("text", (f"{folder}/*.txt",))]
     options = DataOptions(sequence_length=64, validation_fraction=1.0)

@@ -1,5 +1,7 @@
 """A store as the corpus: every sample once an epoch, shares, held-out samples, exact resume."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from pathlib import Path
@@ -49,7 +51,7 @@ def assert_is(sample: Sample, number: int) -> None:
     np.testing.assert_array_equal(sample.flags_S1, expected["flags_S1"])
 
 
-def test_every_epoch_has_every_sample_once_as_the_corpus_gave_it(folders):
+def test_every_epoch_has_every_sample_once_as_the_corpus_gave_it(folders: list[Path]) -> None:
     source = stream(opened(folders))
     epochs = []
     for _ in range(3):
@@ -61,13 +63,13 @@ def test_every_epoch_has_every_sample_once_as_the_corpus_gave_it(folders):
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_another_seed_is_another_order(folders):
+def test_another_seed_is_another_order(folders: list[Path]) -> None:
     stores = opened(folders)
     assert numbers(stream(stores), 20) != numbers(stream(stores, seed=2), 20)
     assert numbers(stream(stores), 20) == numbers(stream(opened(folders)), 20)
 
 
-def test_shares_take_turns_by_weight_each_in_epochs_of_its_own(folders):
+def test_shares_take_turns_by_weight_each_in_epochs_of_its_own(folders: list[Path]) -> None:
     stores = opened(folders)
     shares = [Share(range(SAMPLES), 3.0), Share(range(SAMPLES, 2 * SAMPLES), 1.0)]
     source = StoredSamples(stores, shares, seed=1)
@@ -81,7 +83,9 @@ def test_shares_take_turns_by_weight_each_in_epochs_of_its_own(folders):
         assert abs(sum(number < SAMPLES for number in drawn[:end]) - 0.75 * end) < 1
 
 
-def test_held_out_samples_are_never_trained_on_and_the_same_for_every_seed(folders):
+def test_held_out_samples_are_never_trained_on_and_the_same_for_every_seed(
+    folders: list[Path],
+) -> None:
     stores = opened(folders)
     held_out = held_out_numbers(stores.samples, 5)
     assert len(set(held_out)) == 5
@@ -94,7 +98,7 @@ def test_held_out_samples_are_never_trained_on_and_the_same_for_every_seed(folde
         assert sample.source == number // SAMPLES
 
 
-def test_it_goes_on_at_any_place(folders):
+def test_it_goes_on_at_any_place(folders: list[Path]) -> None:
     whole = numbers(stream(opened(folders), held_out=[3, 4]), 50)
     source = stream(opened(folders), held_out=[3, 4])
     for place in range(45):
@@ -105,7 +109,9 @@ def test_it_goes_on_at_any_place(folders):
         source.next_sample()
 
 
-def test_a_state_of_other_stores_or_of_a_corpus_is_refused(folders, tmp_path):
+def test_a_state_of_other_stores_or_of_a_corpus_is_refused(
+    folders: list[Path], tmp_path: Path
+) -> None:
     state = stream(opened(folders)).state_dict()
     with pytest.raises(DataError, match="differ from the stores in the checkpoint"):
         stream(opened(folders[:1])).load_state_dict(state)
@@ -113,7 +119,7 @@ def test_a_state_of_other_stores_or_of_a_corpus_is_refused(folders, tmp_path):
         stream(opened(folders)).load_state_dict({"taken": [3], "sources": [{}]})
 
 
-def test_nothing_left_to_train_on_is_reported(folders):
+def test_nothing_left_to_train_on_is_reported(folders: list[Path]) -> None:
     with pytest.raises(DataError, match="contain only 20 samples"):
         held_out_numbers(20, 20)
     shares = [Share(range(1), 1.0), Share(range(1, 20), 1.0)]
@@ -121,7 +127,7 @@ def test_nothing_left_to_train_on_is_reported(folders):
         StoredSamples(opened(folders), shares, seed=0, held_out=[0])
 
 
-def test_a_damaged_record_is_named_when_its_turn_comes(folders, tmp_path):
+def test_a_damaged_record_is_named_when_its_turn_comes(folders: list[Path], tmp_path: Path) -> None:
     write_store(tmp_path / "c", settings(), samples=SAMPLES)
     path = tmp_path / "c" / "shards" / "logits-000000.array_record"
     content = bytearray(path.read_bytes())

@@ -1,5 +1,7 @@
 """Bits per byte: the same for every tokenizer, exact over windows, documents and padding."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Iterator
@@ -10,10 +12,19 @@ import pytest
 
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample
-from megatron_distill.data.sources import DataOptions, TeacherReading, all_held_out, read_held_out
+from megatron_distill.data.sources import (
+    DataOptions,
+    TeacherReading,
+    all_held_out,
+    read_held_out,
+)
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
-from megatron_distill.evaluation.bits_per_byte import HeldOutText, measure_text, require_comparable
+from megatron_distill.evaluation.bits_per_byte import (
+    HeldOutText,
+    measure_text,
+    require_comparable,
+)
 from tests.support.tokenizer_kinds import tokenizer_of, training_texts
 
 KINDS = ("hf_bytes", "sp_bpe")
@@ -46,8 +57,8 @@ def text_of(spec: SourceSpec, tokenizer: Tokenizer, options: DataOptions) -> Hel
 @pytest.mark.parametrize("is_aligned", [False, True], ids=["one tokenizer", "two"])
 @pytest.mark.parametrize("which", [0, 1], ids=KINDS)
 def test_the_labels_are_all_tokens_but_the_first_of_each_document(
-    tokenizers, spec, which, is_aligned
-):
+    tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec, which: int, is_aligned: bool
+) -> None:
     own, other = tokenizers[which], tokenizers[1 - which]
     reading = TeacherReading(other, 60, max_unaligned=0.0, workers=0) if is_aligned else None
     found = text_of(spec, own, replace(OPTIONS, teacher=reading))
@@ -61,7 +72,9 @@ def test_the_labels_are_all_tokens_but_the_first_of_each_document(
     assert len(list_of_all.samples) == found.samples
 
 
-def test_a_loss_of_one_nat_per_byte_is_the_same_in_both_tokenizers(tokenizers, spec):
+def test_a_loss_of_one_nat_per_byte_is_the_same_in_both_tokenizers(
+    tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec
+) -> None:
     texts = [text_of(spec, one, OPTIONS) for one in tokenizers]
     assert texts[0].labels != texts[1].labels
     assert all(text.samples > 9 for text in texts)
@@ -69,13 +82,13 @@ def test_a_loss_of_one_nat_per_byte_is_the_same_in_both_tokenizers(tokenizers, s
         assert text.bits_per_byte(text.bytes_per_label) == pytest.approx(1 / math.log(2))
 
 
-def test_uniform_bytes_take_eight_bits_each():
+def test_uniform_bytes_take_eight_bits_each() -> None:
     assert HeldOutText(3, 70, 70).bits_per_byte(math.log(256)) == pytest.approx(8.0)
     # Labels without text, the ends of documents, cost bits as well.
     assert HeldOutText(3, 77, 70).bits_per_byte(math.log(256)) == pytest.approx(8.8)
 
 
-def test_texts_without_a_label_and_unequal_texts_are_refused():
+def test_texts_without_a_label_and_unequal_texts_are_refused() -> None:
     with pytest.raises(DataError, match=r"0 held-out samples contain no text to predict"):
         measure_text([], [b"a"], isolate_documents=True)
     require_comparable(HeldOutText(9, 90, 1000), HeldOutText(8, 80, 1009))

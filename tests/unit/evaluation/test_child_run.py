@@ -59,8 +59,8 @@ def a_run(tmp_path: Path, settings: str = "a: 1\nb: 2\n") -> ChildRun:
 
 
 def test_a_run_is_made_once_under_torchrun_with_the_cores_shared_out(
-    tmp_path, children, monkeypatch
-):
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron_distill.runtime.torchrun.available_cores", lambda: 8)
     run = a_run(tmp_path)
     make(run)
@@ -76,7 +76,7 @@ def test_a_run_is_made_once_under_torchrun_with_the_cores_shared_out(
     assert run.settings_file.read_text() == run.settings
 
 
-def test_a_stopped_run_is_continued_by_the_same_call(tmp_path, children):
+def test_a_stopped_run_is_continued_by_the_same_call(tmp_path: Path, children: Children) -> None:
     run = a_run(tmp_path)
     children.reach = 3
     with pytest.raises(RunStoppedError, match="the teacher: stopped at step 3 of 5"):
@@ -89,7 +89,9 @@ def test_a_stopped_run_is_continued_by_the_same_call(tmp_path, children):
 
 
 @pytest.mark.parametrize("reach", [3, STEPS])
-def test_a_run_is_not_continued_under_other_settings(tmp_path, children, reach):
+def test_a_run_is_not_continued_under_other_settings(
+    tmp_path: Path, children: Children, reach: int
+) -> None:
     children.reach = reach
     with suppress(RunStoppedError):
         make(a_run(tmp_path))
@@ -101,14 +103,16 @@ def test_a_run_is_not_continued_under_other_settings(tmp_path, children, reach):
     assert a_run(tmp_path).settings_file.read_text() == "a: 1\nb: 2\n"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path, children):
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, children: Children) -> None:
     (tmp_path / "place").write_text("a file")
     with pytest.raises(ConfigError, match=r"--output .*place: cannot write there"):
         make(a_run(tmp_path))
     assert not children.commands
 
 
-def test_an_answer_is_asked_for_once_and_a_failure_leaves_none(tmp_path, monkeypatch):
+def test_an_answer_is_asked_for_once_and_a_failure_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = tmp_path / "answer.txt"
     status, calls = 1, []
 

@@ -9,7 +9,7 @@ from megatron_distill.evaluation.next_line import TASK, write_task
 from megatron_distill.evaluation.tasks.record import load_task
 
 
-def test_an_item_has_the_right_line_once_among_lines_of_its_document(tmp_path):
+def test_an_item_has_the_right_line_once_among_lines_of_its_document(tmp_path: Path) -> None:
     text = Path(json.__file__).read_text(encoding="utf-8")
     task = write_task(tmp_path, [text, "too short"])
     assert task is not None
@@ -28,7 +28,7 @@ def test_an_item_has_the_right_line_once_among_lines_of_its_document(tmp_path):
     assert load_task(str(task), {}).name == TASK
 
 
-def test_the_same_documents_give_the_same_items(tmp_path):
+def test_the_same_documents_give_the_same_items(tmp_path: Path) -> None:
     text = Path(pytest.__file__).read_text(encoding="utf-8")
     files = []
     for name in ("one", "two"):

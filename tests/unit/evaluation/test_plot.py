@@ -39,7 +39,9 @@ def share_near(picture: np.ndarray, colour: str) -> float:
     return float((np.abs(picture[..., :3] - target).max(axis=-1) < 0.02).mean())
 
 
-def test_the_picture_has_readme_size_and_shows_each_run_and_the_teacher(runs, tmp_path):
+def test_the_picture_has_readme_size_and_shows_each_run_and_the_teacher(
+    runs: list[RunLog], tmp_path: Path
+) -> None:
     path = plot.plot_losses(runs, tmp_path / "new" / "curves.png", title="T", teacher_ce=3.2)
     picture = matplotlib.image.imread(path)
     height, width = picture.shape[:2]
@@ -51,7 +53,7 @@ def test_the_picture_has_readme_size_and_shows_each_run_and_the_teacher(runs, tm
     assert share_near(picture, "#FFFFFF") > 0.8
 
 
-def test_nothing_to_draw_is_a_data_error(tmp_path):
+def test_nothing_to_draw_is_a_data_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "empty", 3.0, steps=0)
     with pytest.raises(DataError, match="no run has a loss to draw"):
         plot.plot_losses([run], tmp_path / "curves.png", title="T")

@@ -84,7 +84,9 @@ def start(output: Path, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("prefix", ["quickstart", "quickstart_gpu"])
-def test_the_students_differ_in_the_teacher_alone(prefix, tmp_path, children):
+def test_the_students_differ_in_the_teacher_alone(
+    prefix: str, tmp_path: Path, children: Children
+) -> None:
     arguments = quickstart._parse(
         ["--config", f"configs/{prefix}", "--output", str(tmp_path), "--seed", "7"]
     )
@@ -108,7 +110,9 @@ def test_the_students_differ_in_the_teacher_alone(prefix, tmp_path, children):
     assert teacher.validation.samples == alone.validation.samples > 0
 
 
-def test_the_flow_ends_with_table_picture_checkpoint_and_text(tmp_path, children, capsys):
+def test_the_flow_ends_with_table_picture_checkpoint_and_text(
+    tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert start(tmp_path) == 0
     assert children.made == [
         *("teacher", "student_alone", "student_distilled"),
@@ -130,7 +134,9 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(tmp_path, children
     assert "| distilled student | 3.5000 |" in (tmp_path / "result.md").read_text()
 
 
-def test_the_offline_students_run_differs_in_the_store_alone(tmp_path, children):
+def test_the_offline_students_run_differs_in_the_store_alone(
+    tmp_path: Path, children: Children
+) -> None:
     arguments = quickstart._parse(["--output", str(tmp_path), "--offline", "--steps", "10"])
     flow = quickstart.plan(arguments, arguments.seed)
     assert flow.capture is not None
@@ -157,7 +163,9 @@ def test_the_offline_students_run_differs_in_the_store_alone(tmp_path, children)
     ]
 
 
-def test_fresh_makes_everything_again_and_deletes_nothing_else(tmp_path, children):
+def test_fresh_makes_everything_again_and_deletes_nothing_else(
+    tmp_path: Path, children: Children
+) -> None:
     start(tmp_path)
     (tmp_path / "mine.txt").write_text("kept")
     stale = tmp_path / "teacher" / "stale"
@@ -169,7 +177,9 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(tmp_path, childre
 
 
 @pytest.mark.slow
-def test_several_seeds_have_folders_of_their_own_and_one_result(tmp_path, children):
+def test_several_seeds_have_folders_of_their_own_and_one_result(
+    tmp_path: Path, children: Children
+) -> None:
     result = tmp_path / "seeds.json"
     assert start(tmp_path, "--seeds", "1,2,3", "--result", str(result)) == 0
     written = json.loads(result.read_text())
@@ -184,13 +194,17 @@ def test_several_seeds_have_folders_of_their_own_and_one_result(tmp_path, childr
         assert config.data.tokenizer.path == f"{tmp_path}/seed_{seed}/teacher/tokenizer"
 
 
-def test_students_that_began_differently_are_not_compared(tmp_path, children, capsys):
+def test_students_that_began_differently_are_not_compared(
+    tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
     children.first_loss["student_distilled"] = 8.1
     assert start(tmp_path) == 1
     assert "cannot be compared: first cross-entropies 8.0000 and 8.1000" in capsys.readouterr().err
 
 
-def test_a_failing_child_ends_with_status_1_and_a_stop_with_130(tmp_path, children, capsys):
+def test_a_failing_child_ends_with_status_1_and_a_stop_with_130(
+    tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
     children.outcome = ChildOutcome(1, None)
     assert start(tmp_path) == 1
     assert "teacher: failed with exit status 1" in capsys.readouterr().err
@@ -201,14 +215,16 @@ def test_a_failing_child_ends_with_status_1_and_a_stop_with_130(tmp_path, childr
     assert start(tmp_path) == 0
 
 
-def test_a_wrong_override_is_found_before_anything_runs(tmp_path, children, capsys):
+def test_a_wrong_override_is_found_before_anything_runs(
+    tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert start(tmp_path, "optimizer.learning_rat=1") == 1
     assert "learning_rate" in capsys.readouterr().err
     assert children.made == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_file_is_a_config_error(tmp_path):
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     arguments = quickstart._parse(["--config", str(tmp_path / "none")])
     with pytest.raises(ConfigError, match=r"none_student\.yaml|none_teacher\.yaml"):
         quickstart.plan(arguments, None)

@@ -1,5 +1,7 @@
 """The comparison of losses between tokenizers: its runs, its table and its refusals."""
 
+from __future__ import annotations
+
 import argparse
 import io
 import math
@@ -46,7 +48,7 @@ def log(label: str, loss: float | None) -> RunLog:
     return RunLog(label, Path(label), steps, held_out)
 
 
-def test_the_students_differ_in_the_objective_alone(comparison):
+def test_the_students_differ_in_the_objective_alone(comparison: Comparison) -> None:
     teacher, *students = (
         load_config(run.arguments[1], run.arguments[2:]) for run in comparison.children
     )
@@ -69,7 +71,7 @@ def test_the_students_differ_in_the_objective_alone(comparison):
     assert all(getattr(teacher.data, name) == getattr(students[0].data, name) for name in same)
 
 
-def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison):
+def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: Comparison) -> None:
     losses = [2.0, *(1.8 for _ in NAMES)]
     students = [log(str(index), loss) for index, loss in enumerate(losses)]
     rows = compare(log("teacher", 2.0), students, comparison)
@@ -83,7 +85,7 @@ def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison):
         compare(log("teacher", None), students, comparison)
 
 
-def test_margins_are_those_over_the_student_alone(comparison):
+def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> None:
     outcomes = [
         {"rows": [{"label": "student alone", "bits_per_byte": 3.0},
                   *({"label": name, "bits_per_byte": bits} for name in NAMES)]}
@@ -94,7 +96,7 @@ def test_margins_are_those_over_the_student_alone(comparison):
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_a_terminal_of_any_width_shows_whole_figures(comparison, width):
+def test_a_terminal_of_any_width_shows_whole_figures(comparison: Comparison, width: int) -> None:
     losses = [2.0, *(1.8 for _ in NAMES)]
     students = [log("student alone", 2.0), *map(log, NAMES, losses[1:])]
     rows = compare(log("teacher", 2.0), students, comparison)
@@ -111,7 +113,9 @@ def test_a_terminal_of_any_width_shows_whole_figures(comparison, width):
     assert max(map(len, table)) <= width
 
 
-def test_an_interruption_between_the_runs_ends_in_one_line(capsys):
+def test_an_interruption_between_the_runs_ends_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def interrupted(console: Console) -> None:
         raise KeyboardInterrupt
 
@@ -127,7 +131,9 @@ def test_an_interruption_between_the_runs_ends_in_one_line(capsys):
         (["optimizer.learning_rat=1"], "learning_rate"),
     ],
 )
-def test_a_wrong_argument_is_found_before_anything_is_written(words, message, tmp_path, capsys):
+def test_a_wrong_argument_is_found_before_anything_is_written(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert quickstart_tokenizers.main(["--output", str(tmp_path), *words]) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,13 @@ import pytest
 from rich.console import Console
 
 from megatron_distill.errors import DataError
-from megatron_distill.evaluation.runs import RunSummary, margin, read_run, result_table, summarize
+from megatron_distill.evaluation.runs import (
+    RunSummary,
+    margin,
+    read_run,
+    result_table,
+    summarize,
+)
 
 ALONE = RunSummary("student alone", 300, 614400, 3.80331, None, None, None, 8994.6, 601_000_000)
 DISTILLED = RunSummary(
@@ -30,7 +36,7 @@ def validation(number: int, **values: object) -> dict[str, object]:
     return {"step": number, "validation": values}
 
 
-def test_series_are_over_tokens_and_leave_out_non_finite_values(tmp_path):
+def test_series_are_over_tokens_and_leave_out_non_finite_values(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
         validation(0, ce_loss=9.0),
@@ -53,7 +59,7 @@ def test_series_are_over_tokens_and_leave_out_non_finite_values(tmp_path):
     assert len(run.training("no such metric")) == 0
 
 
-def test_the_torn_last_line_of_a_running_run_is_left_out(tmp_path):
+def test_the_torn_last_line_of_a_running_run_is_left_out(tmp_path: Path) -> None:
     folder = write(tmp_path, step(1), step(2))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "to')
@@ -61,7 +67,7 @@ def test_the_torn_last_line_of_a_running_run_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"tokens": 1}', '{"step": "1"}', ""])
-def test_damage_elsewhere_is_named_by_file_and_line(tmp_path, line):
+def test_damage_elsewhere_is_named_by_file_and_line(tmp_path: Path, line: str) -> None:
     folder = write(tmp_path, step(1))
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text() + line + "\n" + json.dumps(step(2)) + "\n")
@@ -69,14 +75,16 @@ def test_damage_elsewhere_is_named_by_file_and_line(tmp_path, line):
         read_run(folder, label="a run")
 
 
-def test_a_folder_without_a_run_and_a_run_without_a_step_are_named(tmp_path):
+def test_a_folder_without_a_run_and_a_run_without_a_step_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no such file; name the output folder of a run"):
         read_run(tmp_path / "nothing", label="a run")
     with pytest.raises(DataError, match="no step in its metrics"):
         summarize(read_run(write(tmp_path), label="a run"))
 
 
-def test_a_summary_takes_the_last_validation_the_median_speed_and_the_largest_peak(tmp_path):
+def test_a_summary_takes_the_last_validation_the_median_speed_and_the_largest_peak(
+    tmp_path: Path,
+) -> None:
     speeds, peaks = [10.0, 1000.0, 900.0], [5, 9, 7]
     steps = [
         step(number, tokens_per_second=speed, peak_memory_bytes=peak)
@@ -99,7 +107,7 @@ def test_a_summary_takes_the_last_validation_the_median_speed_and_the_largest_pe
     assert bare == RunSummary("a run", 1, 100, None, None, None, None, None, None)
 
 
-def test_the_terminal_table_fits_80_columns_with_every_figure_whole():
+def test_the_terminal_table_fits_80_columns_with_every_figure_whole() -> None:
     stream = io.StringIO()
     Console(file=stream, width=80).print(result_table([ALONE, DISTILLED], title="Result"))
     text = stream.getvalue()
@@ -108,7 +116,7 @@ def test_the_terminal_table_fits_80_columns_with_every_figure_whole():
     assert "Result" in text
 
 
-def test_the_margin_is_positive_when_the_teacher_helped():
+def test_the_margin_is_positive_when_the_teacher_helped() -> None:
     result = margin(alone=4.0, distilled=3.5, teacher=3.0)
     assert (result.nats, result.share, result.gap_closed) == (0.5, 0.125, 0.5)
     assert margin(alone=3.5, distilled=4.0, teacher=3.0).nats == -0.5

@@ -11,14 +11,14 @@ def _request(context: list[int], answer: list[int]) -> Request:
     return Request(np.array(context, np.int32), np.array(answer, np.int32))
 
 
-def test_the_input_is_cut_on_the_left_and_never_the_answer():
+def test_the_input_is_cut_on_the_left_and_never_the_answer() -> None:
     inputs, count = model_input(_request([1, 2, 3, 4], [5, 6]), 3)
     assert (inputs.tolist(), count) == ([3, 4, 5], 2)
     inputs, count = model_input(_request([1], [5, 6, 7, 8]), 3)
     assert (inputs.tolist(), count) == ([5, 6, 7], 3)
 
 
-def test_choices_of_one_token_share_a_row_and_empty_answers_have_none():
+def test_choices_of_one_token_share_a_row_and_empty_answers_have_none() -> None:
     requests = [
         _request([1, 2], [7]),
         _request([1, 2], [8]),
@@ -33,7 +33,9 @@ def test_choices_of_one_token_share_a_row_and_empty_answers_have_none():
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches", "tokens"), [(1, 1, 1), (3, 2, 40), (5, 1, 999)])
-def test_every_row_is_in_one_wave_and_all_ranks_have_the_same_shapes(ranks, micro_batches, tokens):
+def test_every_row_is_in_one_wave_and_all_ranks_have_the_same_shapes(
+    ranks: int, micro_batches: int, tokens: int
+) -> None:
     rng = np.random.default_rng(0)
     requests = [
         _request(rng.integers(0, 9, length).tolist(), [1]) for length in rng.integers(1, 30, 23)

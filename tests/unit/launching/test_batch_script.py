@@ -1,5 +1,7 @@
 """The batch script of a submission: demands, rules, bad nodes, grace, chains and containers."""
 
+from __future__ import annotations
+
 import json
 import re
 import shlex
@@ -47,7 +49,9 @@ def job_words(text: str) -> list[str]:
     return shlex.split(line)
 
 
-def test_demands_are_options_of_sbatch_and_what_is_not_asked_for_is_left_out(tmp_path):
+def test_demands_are_options_of_sbatch_and_what_is_not_asked_for_is_left_out(
+    tmp_path: Path,
+) -> None:
     found = options(script(tmp_path))
     assert set(found) == {
         "job-name", "nodes", "ntasks-per-node", "requeue", "signal", "open-mode", "output", "chdir",
@@ -68,21 +72,21 @@ def test_demands_are_options_of_sbatch_and_what_is_not_asked_for_is_left_out(tmp
     assert words[-4:] == ["--", "train", "a file.yaml", "output=a"]
 
 
-def test_bad_nodes_are_excluded(tmp_path):
+def test_bad_nodes_are_excluded(tmp_path: Path) -> None:
     launches = Launches(tmp_path / "launches", tmp_path, "")
     launches.folder.mkdir()
     launches.add_bad_nodes([BadNode("2026-01-01T00:00:00", name, "x") for name in ("n7", "n2")])
     assert options(script(tmp_path))["exclude"] == "n2,n7"
 
 
-def test_the_warning_comes_as_early_as_measured_steps_and_saves_need(tmp_path):
+def test_the_warning_comes_as_early_as_measured_steps_and_saves_need(tmp_path: Path) -> None:
     assert options(script(tmp_path))["signal"] == "B:USR1@300"
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "step_seconds": 20.3}) + "\n")
     assert options(script(tmp_path))["signal"] == "B:USR1@101"
     assert options(script(tmp_path, grace=45.0))["signal"] == "B:USR1@45"
 
 
-def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path):
+def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path: Path) -> None:
     one, chain, array = (script(tmp_path, **more) for more in ({}, {"chain": 3}, {"array": 3}))
     assert options(chain)["dependency"] == "singleton"
     assert options(array)["array"] == "1-3%1"
@@ -98,11 +102,11 @@ def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path):
     [("90", 5400), ("24:00", 1440), ("24:00:00", 86400), ("1-0", 86400), ("2-1:30", 178200),
      ("0-0:5:30", 330), ("0", None), ("UNLIMITED", None)],
 )  # fmt: skip
-def test_a_time_limit_is_read_as_sbatch_reads_it(text, seconds):
+def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: float | None) -> None:
     assert limit_seconds(text) == seconds
 
 
-def test_a_time_limit_without_time_for_a_step_is_refused(tmp_path):
+def test_a_time_limit_without_time_for_a_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--time 4:59: is 299 s for Slurm, .* has 300 s"):
         script(tmp_path, time="4:59")
     assert options(script(tmp_path, time="4:59", grace=60.0))["time"] == "4:59"
@@ -110,7 +114,9 @@ def test_a_time_limit_without_time_for_a_step_is_refused(tmp_path):
         script(tmp_path, time="24h")
 
 
-def test_a_chain_has_a_name_that_no_other_run_has(tmp_path, capsys):
+def test_a_chain_has_a_name_that_no_other_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Slurm lets a job of a chain wait for all jobs of its name."""
     names = []
     for run, words in (("a", ["--chain", "3"]), ("b", ["--chain", "3"]), ("a", [])):
@@ -122,12 +128,12 @@ def test_a_chain_has_a_name_that_no_other_run_has(tmp_path, capsys):
     assert names[2] == "megatron-distill"
 
 
-def test_a_path_that_slurm_cannot_read_is_refused(tmp_path):
+def test_a_path_that_slurm_cannot_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes no path with a space"):
         script(tmp_path / "a folder")
 
 
-def test_a_container_sees_the_work_folder_and_no_home():
+def test_a_container_sees_the_work_folder_and_no_home() -> None:
     plain, mounted = Container("image.sqsh"), Container("image.sqsh", "/data:/data,/x:/y")
     assert plain.options("/work") == [
         "--container-image=image.sqsh",
@@ -138,7 +144,9 @@ def test_a_container_sees_the_work_folder_and_no_home():
     assert "--container-mounts=/work:/work,/data:/data,/x:/y" in mounted.options("/work")
 
 
-def test_a_dry_run_shows_the_script_and_writes_nothing(tmp_path, capsys):
+def test_a_dry_run_shows_the_script_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["submit", "slurm", TINY, f"output={tmp_path}/a", "--nodes", "2", "--max-starts", "5"]
     assert main([*words, "--dry-run", "--container", "i.sqsh"]) == 0
     text = capsys.readouterr().out

@@ -1,5 +1,7 @@
 """The words of `submit ssh`, and hosts that are left after a failure."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ from tests.guards.source_tree import ROOT
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
 
-def test_another_launch_is_on_the_hosts_that_are_left_if_they_are_enough():
+def test_another_launch_is_on_the_hosts_that_are_left_if_they_are_enough() -> None:
     names = ["a", "b", "c"]
     hosts = Hosts(names, 2, {name: f"10.0.0.{name}" for name in names}, SSH, {})
     assert hosts.requeue(without=["b"], silent=[]) is None
@@ -23,7 +25,7 @@ def test_another_launch_is_on_the_hosts_that_are_left_if_they_are_enough():
     assert hosts.address("c") == "10.0.0.c"
 
 
-def test_a_silent_host_stays_and_no_launch_begins_on_it():
+def test_a_silent_host_stays_and_no_launch_begins_on_it() -> None:
     hosts = Hosts(["a", "b", "c"], 2, {}, SSH, {})
     assert hosts.requeue(without=["a", "b"], silent=["a"]) is None
     assert hosts.names == ["c", "a"]
@@ -31,7 +33,7 @@ def test_a_silent_host_stays_and_no_launch_begins_on_it():
     assert hosts.names == ["a", "c"]
 
 
-def test_the_pause_grows_with_launches_without_a_new_checkpoint():
+def test_the_pause_grows_with_launches_without_a_new_checkpoint() -> None:
     hosts = Hosts(["a"], 1, {}, SSH, {})
     assert [hosts.pause(starts) for starts in range(5)] == [15.0, 60.0, 240.0, 900.0, 900.0]
 
@@ -47,14 +49,18 @@ def test_the_pause_grows_with_launches_without_a_new_checkpoint():
         (["--hosts", "a,b", "--pause", "-1"], "--pause -1: must be 0 or more"),
     ],
 )
-def test_wrong_words_are_named(words, text, capsys):
+def test_wrong_words_are_named(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["submit", "ssh", TINY, *words])
     assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("waits", "second"), [(0, 0), (60, -15)])
-def test_a_host_that_fails_ends_the_ranks_of_another_one_but_not_its_checks(waits, second):
+def test_a_host_that_fails_ends_the_ranks_of_another_one_but_not_its_checks(
+    waits: int, second: int
+) -> None:
     programs = ("raise SystemExit(255)", "import time; time.sleep(2)")
     clients = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     assert _wait(clients, waits=waits) == 255

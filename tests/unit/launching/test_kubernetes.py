@@ -4,9 +4,12 @@
 (kubernetes-sigs/jobset 08dfbdf) for these keys; any other key is an error.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +62,7 @@ def demand(**changes: Any) -> PodDemand:
 PROGRAM = Program("train", ("tiny.yaml", "output=/data/runs/a"))
 
 
-def test_the_manifest_fits_the_schema():
+def test_the_manifest_fits_the_schema() -> None:
     manifest = yaml.safe_load(yaml.safe_dump(job_set(demand(), PROGRAM)))
     assert list(violations(manifest, SCHEMA)) == []
     (rule,) = manifest["spec"]["failurePolicy"]["rules"]
@@ -75,7 +78,7 @@ def test_the_manifest_fits_the_schema():
         ("spec.restarts", 3, "spec.restarts is unknown"),
     ],
 )
-def test_a_wrong_manifest_is_found(place, value, found):
+def test_a_wrong_manifest_is_found(place: str, value: Any, found: str) -> None:
     manifest = json.loads(json.dumps(job_set(demand(), PROGRAM)))
     *path, last = place.split(".")
     section = manifest
@@ -86,7 +89,7 @@ def test_a_wrong_manifest_is_found(place, value, found):
     assert found in only
 
 
-def test_pods_reach_each_other_by_the_names_that_the_job_set_gives_them():
+def test_pods_reach_each_other_by_the_names_that_the_job_set_gives_them() -> None:
     spec = job_set(demand(nodes=3), PROGRAM)["spec"]
     (group,) = spec["replicatedJobs"]
     names = [
@@ -100,14 +103,16 @@ def test_pods_reach_each_other_by_the_names_that_the_job_set_gives_them():
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (3, 3, "Indexed")
 
 
-def test_a_name_that_kubernetes_refuses_is_named():
+def test_a_name_that_kubernetes_refuses_is_named() -> None:
     for name in ("Distill", "a_b", "-a", "8b", "a" * 48):  # with -nodes-0-0-abcde
         with pytest.raises(ConfigError, match=f"--name {name}: write small letters"):
             job_set(demand(name=name), PROGRAM)
     assert job_set(demand(name="a" * 47), PROGRAM)
 
 
-def test_the_command_writes_the_manifest(tmp_path, capsys):
+def test_the_command_writes_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["submit", "kubernetes", str(ROOT / "configs" / "tiny.yaml"), f"output={tmp_path}/a",
              "--nodes", "2", "--image", "i", "--claim", f"data:{tmp_path}"]  # fmt: skip
     assert main([*words, "--dry-run"]) == 0

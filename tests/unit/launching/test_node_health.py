@@ -1,5 +1,7 @@
 """Checks of a node: the shared folder, a command, GPUs, and the record that they leave."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def problems(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list
     return list(found["problems"])
 
 
-def test_a_healthy_node_has_no_problems(folder, monkeypatch):
+def test_a_healthy_node_has_no_problems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(folder, monkeypatch, "--command", "true") == []
 
 
@@ -38,12 +40,16 @@ def test_a_healthy_node_has_no_problems(folder, monkeypatch):
         (["--gpus", "8"], "has no nvidia-smi, and 8 GPUs are asked for"),
     ],
 )
-def test_a_problem_is_recorded(folder, monkeypatch, words, problem):
+def test_a_problem_is_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], problem: str
+) -> None:
     (found,) = problems(folder, monkeypatch, *words)
     assert problem in found
 
 
-def test_a_node_that_does_not_share_the_folder_is_bad(tmp_path, monkeypatch, capsys):
+def test_a_node_that_does_not_share_the_folder_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "health").mkdir()
     (found,) = problems(tmp_path, monkeypatch)
     assert "the run's folder must be shared" in found
@@ -51,5 +57,5 @@ def test_a_node_that_does_not_share_the_folder_is_bad(tmp_path, monkeypatch, cap
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_memory_errors_of_gpus_count_where_they_are_corrected_at_all():
+def test_memory_errors_of_gpus_count_where_they_are_corrected_at_all() -> None:
     assert list(gpu_problems("0, 0\n1, 3\n2, [N/A]\n")) == ["GPU 1 has 3 uncorrected memory errors"]

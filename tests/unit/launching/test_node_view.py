@@ -1,13 +1,20 @@
 """The view of a node: paths of the settings, what is there, and nodes that differ."""
 
+from __future__ import annotations
+
 import platform
 from importlib import metadata
+from pathlib import Path
+
+import pytest
 
 import megatron_distill
 from megatron_distill.launching.node_view import differences, named_paths, seen_files, versions
 
 
-def test_paths_are_found_in_settings_and_caches_are_not(tmp_path, monkeypatch):
+def test_paths_are_found_in_settings_and_caches_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     settings = {
@@ -21,7 +28,7 @@ def test_paths_are_found_in_settings_and_caches_are_not(tmp_path, monkeypatch):
     assert list(named_paths(settings)) == ["runs/a", "corpus", "/data/*.jsonl"]
 
 
-def test_a_node_sees_folders_files_patterns_and_prefixes(tmp_path):
+def test_a_node_sees_folders_files_patterns_and_prefixes(tmp_path: Path) -> None:
     for name in ("one.jsonl", "two.jsonl", "tokens.bin", "tokens.idx"):
         (tmp_path / name).write_text(name)
     names = [".", "one.jsonl", "*.jsonl", "tokens", "none", "none*"]
@@ -32,7 +39,7 @@ def test_a_node_sees_folders_files_patterns_and_prefixes(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_versions_are_those_of_this_process():
+def test_the_versions_are_those_of_this_process() -> None:
     found = versions()
     assert found["Python"] == platform.python_version()
     assert found["torch"] == metadata.version("torch")
@@ -43,7 +50,7 @@ def view(version: str, **files: str) -> dict[str, dict[str, str]]:
     return {"versions": {"torch": version}, "files": files}
 
 
-def test_a_node_is_compared_with_most_nodes_and_of_two_with_the_first():
+def test_a_node_is_compared_with_most_nodes_and_of_two_with_the_first() -> None:
     views = {"n1": view("2.12", a="a folder"), "n2": view("2.13", a="a folder"), "n3": view("2.13")}
     assert differences(views) == {"n1": ["has torch: 2.12, but n2: 2.13"]}
     two = {"n1": view("2.13", a="nothing"), "n2": view("2.13", a="a folder")}

@@ -1,6 +1,9 @@
 """The outcome of a launch from the outcomes of its nodes, and the report of the first failure."""
 
+from __future__ import annotations
+
 import io
+from pathlib import Path
 
 import pytest
 
@@ -35,21 +38,23 @@ def node(
         ([FAILED, MISCONFIGURED], [], False, MISCONFIGURED, "of n0"),
     ],
 )
-def test_the_outcome_of_a_launch(kinds, silent, told, status, reason):
+def test_the_outcome_of_a_launch(
+    kinds: list[Status], silent: list[str], told: bool, status: Status, reason: str
+) -> None:
     nodes = [node(index, kind) for index, kind in enumerate(kinds)]
     found, text = classified(nodes, silent, 1, was_told=told)
     assert found is status
     assert text.startswith(reason)
 
 
-def test_a_node_without_a_report_is_the_reason_of_ranks_that_lost_a_peer():
+def test_a_node_without_a_report_is_the_reason_of_ranks_that_lost_a_peer() -> None:
     lost, own = (node(0, FAILED, order=order, rank=0) for order in (LOST_PEER, 0))
     assert classified([lost], ["n1"], 1, was_told=False)[1] == "no report from n1 (status 1)"
     assert classified([own], ["n1"], 1, was_told=False)[1] == "of n0"
     assert classified([lost], [], 1, was_told=False)[1] == "of n0"
 
 
-def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(tmp_path):
+def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(tmp_path: Path) -> None:
     nodes = [
         node(0, FAILED, seconds=10.0, order=LOST_PEER + 1, rank=0),  # lost a peer
         node(1, FAILED, seconds=12.0, order=0, rank=5),
@@ -68,7 +73,7 @@ def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(tmp_path):
     assert text.index(trace) < text.index("outcomes: of n2\n")
 
 
-def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines():
+def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
     trace = "Traceback (most recent call last):\n  here\nValueError: {}"
     log = f"start\n{trace.format(1)}\nbetween\n{trace.format(2)}\nafter"
     assert _end_of(log) == f"{trace.format(2)}\nafter"

@@ -1,5 +1,7 @@
 """Records of launches: progress, launches without progress, done marker, bad nodes, grace."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from pathlib import Path
@@ -32,7 +34,7 @@ def make_checkpoint(results: Path, step: int, save_seconds: float | None = None)
     (folder / "description.json").write_text(json.dumps({"save_seconds": save_seconds}))
 
 
-def test_progress_is_the_newest_complete_checkpoint_or_the_number_of_shards(tmp_path):
+def test_progress_is_the_newest_complete_checkpoint_or_the_number_of_shards(tmp_path: Path) -> None:
     assert progress_of(tmp_path / "nowhere") == 0
     run, store = tmp_path / "run", tmp_path / "store"
     make_checkpoint(run, 20)
@@ -46,7 +48,7 @@ def test_progress_is_the_newest_complete_checkpoint_or_the_number_of_shards(tmp_
     assert progress_of(store) == 2
 
 
-def test_launches_count_since_the_last_new_checkpoint_of_their_submission(tmp_path):
+def test_launches_count_since_the_last_new_checkpoint_of_their_submission(tmp_path: Path) -> None:
     launches = Launches(tmp_path / "launches", tmp_path, "output=a")
     assert launches.starts_without_progress("a") == 0
     for number, (progress, submission) in enumerate([(0, "a"), (0, "b"), (20, "a"), (20, "a")]):
@@ -60,7 +62,7 @@ def test_launches_count_since_the_last_new_checkpoint_of_their_submission(tmp_pa
     assert launches.starts_without_progress("a") == 0
 
 
-def test_a_job_is_done_for_the_settings_that_reached_the_end_alone(tmp_path):
+def test_a_job_is_done_for_the_settings_that_reached_the_end_alone(tmp_path: Path) -> None:
     first, other, none = (Launches(tmp_path, tmp_path, "", digest) for digest in ("a", "b", None))
     none.mark_done()
     assert not any(one.is_done() for one in (first, other, none))
@@ -68,7 +70,7 @@ def test_a_job_is_done_for_the_settings_that_reached_the_end_alone(tmp_path):
     assert [one.is_done() for one in (first, other, none)] == [True, False, False]
 
 
-def test_a_job_whose_results_were_removed_is_not_done(tmp_path):
+def test_a_job_whose_results_were_removed_is_not_done(tmp_path: Path) -> None:
     run, store = tmp_path / "run", tmp_path / "store"
     make_checkpoint(run, 20)
     (store / "shards").mkdir(parents=True)
@@ -98,7 +100,7 @@ def test_a_job_whose_results_were_removed_is_not_done(tmp_path):
     assert not plain.is_done()
 
 
-def test_records_return_as_written_and_torn_ones_do_not_count(tmp_path):
+def test_records_return_as_written_and_torn_ones_do_not_count(tmp_path: Path) -> None:
     outcome = Outcome(Status.UNFINISHED, "stopped", 20, 12.5, "goes on")
     node = NodeOutcome("n1", 0, Status.FAILED, 12.0, 3, 1, "error: rank 3 failed")
     for record in (outcome, node):
@@ -109,7 +111,7 @@ def test_records_return_as_written_and_torn_ones_do_not_count(tmp_path):
     assert read_record(tmp_path / "none.json", Outcome) is None
 
 
-def test_bad_nodes_add_up_and_a_damaged_list_is_refused(tmp_path):
+def test_bad_nodes_add_up_and_a_damaged_list_is_refused(tmp_path: Path) -> None:
     launches = Launches(tmp_path, tmp_path, "")
     assert bad_nodes(tmp_path) == []
     found = [BadNode("2026-01-01T00:00:00", f"n{number}", "no answer") for number in (1, 2)]
@@ -121,7 +123,7 @@ def test_bad_nodes_add_up_and_a_damaged_list_is_refused(tmp_path):
         bad_nodes(tmp_path)
 
 
-def test_the_grace_is_twice_the_longest_step_and_save_and_a_minute(tmp_path):
+def test_the_grace_is_twice_the_longest_step_and_save_and_a_minute(tmp_path: Path) -> None:
     assert grace_seconds(tmp_path) is None
     log = tmp_path / "metrics.jsonl"
     steps = [{"step": step, "step_seconds": 100.0 if step == 1 else 2.0} for step in range(1, 120)]

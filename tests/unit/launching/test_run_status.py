@@ -1,5 +1,7 @@
 """The state of a run from its files: fresh, running, waiting, done, failed, silent."""
 
+from __future__ import annotations
+
 import fcntl
 import json
 import os
@@ -45,7 +47,7 @@ def ended(status: Status, text: str) -> Callable[[Path], None]:
     return lambda run: launch(run, Outcome(status, "why", 20, time.time(), text))
 
 
-def test_a_running_run_has_its_figures(tmp_path):
+def test_a_running_run_has_its_figures(tmp_path: Path) -> None:
     status = read_status(begin(tmp_path / "run", steps_done=25, changed=time.time()))
     assert (status.state, status.step, status.steps) == ("running", 25, 40)
     assert (status.step_seconds, status.tokens_per_second, status.seconds_left) == (3, 500, 45)
@@ -57,7 +59,7 @@ def test_a_running_run_has_its_figures(tmp_path):
     assert ", saved in 1.5 s" in text
 
 
-def test_a_run_that_holds_its_lock_is_running_however_long_its_step(tmp_path):
+def test_a_run_that_holds_its_lock_is_running_however_long_its_step(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25)
     with (run / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -78,7 +80,9 @@ def test_a_run_that_holds_its_lock_is_running_however_long_its_step(tmp_path):
         (25, ended(Status.UNFINISHED, "cancelled"), "stopped", "why: cancelled"),
     ],
 )
-def test_the_state_follows_from_the_files(tmp_path, steps, make, state, detail):
+def test_the_state_follows_from_the_files(
+    tmp_path: Path, steps: int, make: Callable[[Path], None], state: str, detail: str
+) -> None:
     run = begin(tmp_path / "run", steps_done=steps)
     make(run)
     status = read_status(run)
@@ -86,7 +90,7 @@ def test_the_state_follows_from_the_files(tmp_path, steps, make, state, detail):
     assert status.detail.startswith(detail)
 
 
-def test_a_launch_that_checks_its_nodes_is_no_failure(tmp_path):
+def test_a_launch_that_checks_its_nodes_is_no_failure(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25)
     launch(run, None, started=time.time())
     assert read_status(run).state == "running"
@@ -95,13 +99,15 @@ def test_a_launch_that_checks_its_nodes_is_no_failure(tmp_path):
     assert (status.state, status.detail) == ("starting", "launch 7-2 on n1, n2")
 
 
-def test_a_start_by_hand_after_a_launch_counts(tmp_path):
+def test_a_start_by_hand_after_a_launch_counts(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25, changed=time.time() + 5)
     ended(Status.FAILED, "no further launch")(run)
     assert read_status(run).state == "running"
 
 
-def test_the_command_prints_lines_or_json_and_refuses_other_folders(tmp_path, capsys):
+def test_the_command_prints_lines_or_json_and_refuses_other_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [str(begin(tmp_path / name, steps_done=25)) for name in ("a", "b")]
     assert main(["status", *runs]) == 0
     assert capsys.readouterr().out.count("state       stopped: at step 25") == 2

@@ -1,5 +1,9 @@
 """A requeue by Slurm's program, which a script stands in for."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.launching.slurm import SlurmJob
@@ -24,8 +28,14 @@ esac
     ],
 )
 def test_a_requeued_job_excludes_bad_nodes_beside_those_that_it_excluded_before(
-    excluded, without, failing, update, refusal, tmp_path, monkeypatch
-):
+    excluded: str,
+    without: list[str],
+    failing: str,
+    update: str | None,
+    refusal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program, log = tmp_path / "scontrol", tmp_path / "log"
     program.write_text(SCONTROL.format(log=log, excluded=excluded, failing=failing))
     program.chmod(0o755)

@@ -1,5 +1,7 @@
 """The decision after a launch: another one or none, when, and on which nodes."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -85,7 +87,7 @@ def machines(tmp_path: Path) -> Machines:
     return found
 
 
-def test_a_signal_to_the_ranks_may_come_before_that_to_the_supervisor():
+def test_a_signal_to_the_ranks_may_come_before_that_to_the_supervisor() -> None:
     with _Stop() as stop:
         assert not stop.comes_within(0.1)
         Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -97,7 +99,9 @@ def test_a_signal_to_the_ranks_may_come_before_that_to_the_supervisor():
     ("without", "begins"),
     [([], "goes on from step 0"), (["b"], "no further launch: 1 of 2 hosts are left")],
 )
-def test_the_record_of_a_launch_tells_whether_another_one_follows(without, begins, tmp_path):
+def test_the_record_of_a_launch_tells_whether_another_one_follows(
+    without: list[str], begins: str, tmp_path: Path
+) -> None:
     hosts = Hosts(["a", "b"], 2, {"a": "a", "b": "b"}, SSH, {}, first_pause=0.0)
     launches = Launches(tmp_path, tmp_path, "")
     launch = Launch(hosts.job, 0, hosts.job, ["train"], ["a", "b"], ["a", "b"], 0, 1.0)
@@ -111,7 +115,9 @@ def test_the_record_of_a_launch_tells_whether_another_one_follows(without, begin
     assert found.next.startswith(begins)
 
 
-def test_a_refused_job_leaves_the_name_of_the_holder_where_files_have_no_locks(tmp_path):
+def test_a_refused_job_leaves_the_name_of_the_holder_where_files_have_no_locks(
+    tmp_path: Path,
+) -> None:
     class Asked(Hosts):
         def is_running(self, job: str) -> bool:
             return job == "first"
@@ -128,7 +134,7 @@ def test_a_refused_job_leaves_the_name_of_the_holder_where_files_have_no_locks(t
     assert launches.lock_file.read_text() == "job first on n1\n"
 
 
-def test_ranks_that_save_have_the_measured_time_and_until_the_job_ends(tmp_path):
+def test_ranks_that_save_have_the_measured_time_and_until_the_job_ends(tmp_path: Path) -> None:
     hosts = Hosts(["a"], 1, {"a": "a"}, SSH, {})
     measured, given = Policy("python3", "s"), Policy("python3", "s", grace_seconds=900.0)
     assert _stop_seconds(hosts, measured, tmp_path) == 300.0
@@ -139,7 +145,9 @@ def test_ranks_that_save_have_the_measured_time_and_until_the_job_ends(tmp_path)
     assert _stop_seconds(hosts, measured, tmp_path) == pytest.approx(3600.0, abs=5.0)
 
 
-def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_another(machines):
+def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_another(
+    machines: Machines,
+) -> None:
     machines.break_connections("a")
     hosts = machines.hosts("a", "b", "c", wanted=2)
     policy = Policy(sys.executable, hosts.job)
@@ -159,7 +167,9 @@ def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_an
     assert not hosts.again
 
 
-def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(machines):
+def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
+    machines: Machines,
+) -> None:
     machines.break_connections("b")
     hosts = machines.hosts("a", "b", "c", wanted=3)
     policy = Policy(sys.executable, hosts.job, health_seconds=120.0)
@@ -179,7 +189,7 @@ def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(mach
     assert outcome.next.startswith("no further launch: 2 of 3 hosts are left")
 
 
-def test_hosts_that_see_other_files_or_packages_are_bad(machines):
+def test_hosts_that_see_other_files_or_packages_are_bad(machines: Machines) -> None:
     for name in ("a", "b", "c", "d"):
         (machines.folder / name).mkdir()
         text = "{}" if name == "b" else '{"text": "whole"}'
@@ -201,7 +211,9 @@ def test_hosts_that_see_other_files_or_packages_are_bad(machines):
     }
 
 
-def test_a_job_over_ssh_waits_longer_each_time_and_ends_without_a_new_checkpoint(machines, capsys):
+def test_a_job_over_ssh_waits_longer_each_time_and_ends_without_a_new_checkpoint(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
     machines.break_connections("b")
     words = ["submit", "ssh", "x", "--command", str(machines.folder / "program.py")]
     words += ["--hosts", "a=127.0.0.1,b=127.0.0.2", "--shell", machines.shell]
@@ -219,7 +231,7 @@ def test_a_job_over_ssh_waits_longer_each_time_and_ends_without_a_new_checkpoint
     assert "no further launch: 3 launches since step 0 brought no new checkpoint" in error
 
 
-def test_a_signal_in_the_pause_ends_the_job(machines):
+def test_a_signal_in_the_pause_ends_the_job(machines: Machines) -> None:
     machines.break_connections("a")
     hosts = machines.hosts("a", wanted=1, pause=900.0)
 

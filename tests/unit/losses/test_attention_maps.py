@@ -1,5 +1,7 @@
 """The loss between attention maps, against its definition in float64, one query at a time."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +78,9 @@ def made(teacher: list[Tensor], weights: Tensor, visible: KeyRanges) -> Attentio
     ids=["causal", "documents", "window"],
 )
 @pytest.mark.parametrize("block", [2**26, 4 * 6 * BATCH * LENGTH * 3])
-def test_value_and_gradients_are_those_of_the_definition(monkeypatch, visible, block):
+def test_value_and_gradients_are_those_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, visible: KeyRanges, block: int
+) -> None:
     monkeypatch.setattr(features, "_BLOCK_BYTES", block)  # the second: three queries
     query, key = some_inputs(4, 2, 8, 1)
     teacher, weights = some_inputs(6, 3, 5, 2), some_weights()
@@ -91,7 +95,7 @@ def test_value_and_gradients_are_those_of_the_definition(monkeypatch, visible, b
         torch.testing.assert_close(found.double(), leaf.grad, atol=2e-6, rtol=1e-5)
 
 
-def test_queries_that_do_not_count_may_hold_anything():
+def test_queries_that_do_not_count_may_hold_anything() -> None:
     query, key = some_inputs(4, 2, 8, 1)
     teacher, weights = some_inputs(6, 3, 5, 2), some_weights()
     found = []
@@ -105,7 +109,7 @@ def test_queries_that_do_not_count_may_hold_anything():
         assert torch.equal(one, other)
 
 
-def test_equal_maps_have_no_loss_and_no_gradient():
+def test_equal_maps_have_no_loss_and_no_gradient() -> None:
     query, key = some_inputs(4, 2, 8, 1)
     inputs = AttentionInputs(query.clone(), key.clone(), STUDENT)
     loss = AttentionLoss(inputs, some_weights(), one_document(), STUDENT, group=None)
@@ -114,14 +118,14 @@ def test_equal_maps_have_no_loss_and_no_gradient():
         assert gradient.abs().max() < 1e-5
 
 
-def test_chances_that_vanish_leave_the_loss_finite():
+def test_chances_that_vanish_leave_the_loss_finite() -> None:
     query, key = some_inputs(4, 2, 8, 1, spread=40.0)
     loss = made(some_inputs(6, 3, 5, 2), some_weights(), one_document())
     assert loss.value(query, key).isfinite()
     assert all(g.isfinite().all() for g in loss.gradients(query, key, coefficient=1.0))
 
 
-def test_half_precision_is_computed_with_in_fp32():
+def test_half_precision_is_computed_with_in_fp32() -> None:
     query, key = (x.bfloat16() for x in some_inputs(4, 2, 8, 1))
     teacher = [x.bfloat16() for x in some_inputs(6, 3, 5, 2)]
     loss = made(teacher, some_weights(), one_document())

@@ -1,5 +1,7 @@
 """The balanced total and its gradient, against the formula by autograd in float64."""
 
+from __future__ import annotations
+
 import json
 import math
 from itertools import product
@@ -21,7 +23,9 @@ TERM_WEIGHTS = (0.3, 2.0)
 
 
 @pytest.mark.parametrize(("alpha", "clamp"), [(1.0, None), (0.5, None), (1.0, 4.0)])
-def test_features_are_scaled_to_divergences_and_both_to_the_task(alpha, clamp):
+def test_features_are_scaled_to_divergences_and_both_to_the_task(
+    alpha: float, clamp: float | None
+) -> None:
     point = torch.tensor([0.3, -1.2, 0.8], dtype=torch.float64, requires_grad=True)
     ce = point.square().sum() + 2.0
     terms = [point.exp().sum() * 0.05, (point[0] - point[1]).square()]
@@ -56,7 +60,7 @@ def test_features_are_scaled_to_divergences_and_both_to_the_task(alpha, clamp):
     assert scales.feature >= 1 / (clamp or math.inf)
 
 
-def test_weights_within_divergences_and_within_features_stay_multipliers():
+def test_weights_within_divergences_and_within_features_stay_multipliers() -> None:
     raw = RawLosses(2.0, (0.5, 0.25), (8.0, 4.0))
     weights = LossWeights(1.0, (1.0, 3.0), (1.0, 2.0))
     scales = RatioBalance().scales(raw, weights)
@@ -68,7 +72,7 @@ def test_weights_within_divergences_and_within_features_stay_multipliers():
     assert scaled.ce == 1.0
 
 
-def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches():
+def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches() -> None:
     """Losses of two micro-batches with the same number of tokens: CE 2 and 1, KD 0.5 and 1."""
     own, balance = LossWeights(1.0, (1.0,)), RatioBalance()
     both = balance.scales(RawLosses((2.0 + 1.0) / 2, ((0.5 + 1.0) / 2,)), own)
@@ -77,7 +81,7 @@ def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches():
     assert each == pytest.approx([4.0, 1.0], rel=1e-7)
 
 
-def test_a_size_of_zero_scales_nothing():
+def test_a_size_of_zero_scales_nothing() -> None:
     own = LossWeights(1.0, (1.0,), (1.0,))
     balance = RatioBalance()
     # Student equal to teacher: nothing that could be infinite, and the features go on alone.
@@ -89,7 +93,7 @@ def test_a_size_of_zero_scales_nothing():
 
 
 @pytest.mark.parametrize("tiny", [5e-324, 1e-300, 1e-30, 1e-12, 1e-9])
-def test_a_tiny_loss_is_held_by_epsilon_and_clamp(tiny):
+def test_a_tiny_loss_is_held_by_epsilon_and_clamp(tiny: float) -> None:
     own = LossWeights(1.0, (1.0,))
     raw = RawLosses(2.0, (tiny,))
     assert RatioBalance().scales(raw, own).kd == 2.0 / 1e-8
@@ -98,7 +102,7 @@ def test_a_tiny_loss_is_held_by_epsilon_and_clamp(tiny):
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_non_finite_losses_give_finite_weights(wrong):
+def test_non_finite_losses_give_finite_weights(wrong: float) -> None:
     own = LossWeights(1.0, (1.0,), (1.0,))
     sizes = (2.0, 0.5, 4.0)
     for place in range(3):
@@ -108,14 +112,14 @@ def test_non_finite_losses_give_finite_weights(wrong):
         assert RatioBalance().scales(raw, own) == Scales(1.0, 1.0)
 
 
-def test_the_clamp_holds_on_both_sides():
+def test_the_clamp_holds_on_both_sides() -> None:
     own = LossWeights(1.0, (1.0,))
     for ce, kd in product((1e-3, 1.0, 1e3), repeat=2):
         scale = RatioBalance(clamp=10.0).scales(RawLosses(ce, (kd,)), own).kd
         assert scale == pytest.approx(min(max(ce / kd, 0.1), 10.0))
 
 
-def test_the_running_mean_is_the_weighted_mean_of_all_steps():
+def test_the_running_mean_is_the_weighted_mean_of_all_steps() -> None:
     decay = 0.9
     state = BalanceState()
     assert state.mean(decay=decay) is None
@@ -134,7 +138,7 @@ def test_the_running_mean_is_the_weighted_mean_of_all_steps():
         assert mean.features == pytest.approx((3 * expected,), rel=1e-12)
 
 
-def test_without_decay_the_mean_is_the_last_step_to_the_bit():
+def test_without_decay_the_mean_is_the_last_step_to_the_bit() -> None:
     state = BalanceState()
     for value in (0.1, 1e30, 1 / 3):
         raw = RawLosses(value, (value / 7,))
@@ -142,13 +146,13 @@ def test_without_decay_the_mean_is_the_last_step_to_the_bit():
         assert state.mean(decay=0.0) == raw
 
 
-def test_a_step_that_is_not_finite_leaves_the_mean_alone():
+def test_a_step_that_is_not_finite_leaves_the_mean_alone() -> None:
     state = BalanceState().updated(RawLosses(1.0, (2.0,)), measure="magnitude", decay=0.5)
     for wrong in (RawLosses(math.nan, (1.0,)), RawLosses(1.0, (math.inf,))):
         assert state.updated(wrong, measure="magnitude", decay=0.5) is state
 
 
-def test_a_state_survives_a_file_to_the_bit():
+def test_a_state_survives_a_file_to_the_bit() -> None:
     state = BalanceState()
     assert BalanceState.from_dict(json.loads(json.dumps(state.as_dict()))) == state
     for value in (1 / 3, 2 / 7):
@@ -158,7 +162,7 @@ def test_a_state_survives_a_file_to_the_bit():
         BalanceState.from_dict({"count": 3})
 
 
-def test_a_state_belongs_to_its_losses():
+def test_a_state_belongs_to_its_losses() -> None:
     state = BalanceState().updated(RawLosses(1.0, (2.0,)), measure="magnitude", decay=0.5)
     assert state.fits("magnitude", terms=1, features=0)
     assert not state.fits("gradient_norm", terms=1, features=0)
@@ -167,6 +171,6 @@ def test_a_state_belongs_to_its_losses():
     assert BalanceState().fits("gradient_norm", terms=5, features=3)
 
 
-def test_weights_and_losses_are_as_many():
+def test_weights_and_losses_are_as_many() -> None:
     with pytest.raises(ValueError, match="zip"):
         RatioBalance().scales(RawLosses(1.0, (1.0, 2.0)), LossWeights(1.0, (1.0,)))

@@ -1,5 +1,7 @@
 """Comparisons of two models against float64 NumPy, whole and on vocabulary shards."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,7 @@ def _assert_equal(found: TokenComparison, wanted: dict[str, np.ndarray]) -> None
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 2])
-def test_figures_are_those_of_the_softmaxes(chunk_tokens):
+def test_figures_are_those_of_the_softmaxes(chunk_tokens: int | None) -> None:
     """Selected rows, in chunks of any size; padding columns and a soft-cap are left out of both."""
     student, teacher = _logits(1), _logits(2)
     teacher[3] = teacher[3].argmax() == torch.arange(_SIZE)  # equal values: the lowest id is first
@@ -73,7 +75,7 @@ def test_figures_are_those_of_the_softmaxes(chunk_tokens):
     _assert_equal(found, _reference(q[rows], p[rows], labels[rows].numpy()))
 
 
-def test_excluded_tokens_have_no_probability():
+def test_excluded_tokens_have_no_probability() -> None:
     """Logits of -inf add nothing where both have them, and no NaN where one has them."""
     student, teacher = _logits(1), _logits(2)
     student[:, 4], teacher[:, 4], teacher[:, 5] = -torch.inf, -torch.inf, -torch.inf
@@ -87,7 +89,7 @@ def test_excluded_tokens_have_no_probability():
     assert found.reverse_kl.isposinf().all()  # the student draws tokens that the teacher never does
 
 
-def test_a_model_beside_itself():
+def test_a_model_beside_itself() -> None:
     """No divergence, all drafts accepted, and `compare_student` has the same figures."""
     logits, labels = DenseLogits(_logits(3)), torch.arange(_TOKENS)
     rows = torch.arange(_TOKENS)
@@ -108,7 +110,7 @@ def test_a_model_beside_itself():
 
 
 @pytest.mark.parametrize("k", [1, 5, _SIZE])
-def test_a_topk_bounds_the_overlap(k):
+def test_a_topk_bounds_the_overlap(k: int) -> None:
     """The interval has the full value, tightens with k, and is a point at the whole vocabulary."""
     student, teacher, labels = _logits(4), _logits(5), torch.arange(_TOKENS)
     rows = torch.arange(_TOKENS)

@@ -5,6 +5,8 @@ Rows that do not count: test_properties.py. More ids kept than a shard has colum
 shards: tests/distributed/losses/test_divergences_tensor_parallel.py.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +55,7 @@ def assert_finite(found: tuple[Tensor, Tensor], support: str) -> None:
 
 
 @OF_EACH
-def test_defect_15_no_gradient_without_a_counted_token(name):
+def test_defect_15_no_gradient_without_a_counted_token(name: str) -> None:
     for support in SUPPORTS:
         for garbage in (1.0, torch.nan):
             student, teacher = logit_pair(4, 30)
@@ -64,7 +66,7 @@ def test_defect_15_no_gradient_without_a_counted_token(name):
 
 
 @OF_EACH
-def test_defect_15_ids_on_no_shard(name):
+def test_defect_15_ids_on_no_shard(name: str) -> None:
     # Gathered with a clamped index, such an id would get the logit of a stranger.
     for support in KEPT_SUPPORTS:
         student, teacher = logit_pair(4, 30)
@@ -85,7 +87,7 @@ def test_defect_15_ids_on_no_shard(name):
             assert float(found[0][0]) > float(there[0][0])
 
 
-def test_defect_15_samples_on_no_shard_are_infinitely_unlikely():
+def test_defect_15_samples_on_no_shard_are_infinitely_unlikely() -> None:
     student, teacher = logit_pair(3, 30)
     ids = vocab_parallel_topk(teacher, 3).ids.clone()
     ids[0, 1], ids[1, 2] = 30, -7
@@ -100,7 +102,7 @@ def test_defect_15_samples_on_no_shard_are_infinitely_unlikely():
     assert bool(value.isfinite().all())
 
 
-def test_defect_15_ids_drawn_twice_count_twice():
+def test_defect_15_ids_drawn_twice_count_twice() -> None:
     student, _ = logit_pair(3, 30)
     ids = torch.tensor([[4, 4, 9, 4], [0, 0, 0, 0], [29, 1, 29, 1]])
     counts = torch.tensor([[1, 2, 1, 0], [1, 1, 1, 1], [3, 1, 1, 1]])
@@ -116,7 +118,7 @@ def test_defect_15_ids_drawn_twice_count_twice():
 
 
 @OF_EACH
-def test_defect_15_repeated_top_k_ids_stay_finite(name):
+def test_defect_15_repeated_top_k_ids_stay_finite(name: str) -> None:
     # A top-k has each id once. One that does not must not take the student's tail below nothing.
     for support in KEPT_SUPPORTS:
         student, teacher = logit_pair(4, 12, spread=8.0)
@@ -129,7 +131,7 @@ def test_defect_15_repeated_top_k_ids_stay_finite(name):
 
 
 @OF_EACH
-def test_defect_15_probabilities_that_underflow(name):
+def test_defect_15_probabilities_that_underflow(name: str) -> None:
     # q = 0 in fp32: log q and p/q of what has underflowed are not numbers.
     for support, k in each_support(1, 3, 12):
         sure, other = logit_pair(4, 12)
@@ -150,7 +152,7 @@ def sure_student(gap: float) -> tuple[Tensor, Tensor]:
 
 
 @OF_EACH
-def test_defect_15_a_tail_that_the_student_hardly_has(name):
+def test_defect_15_a_tail_that_the_student_hardly_has(name: str) -> None:
     # The slope of such a tail is p/q of it. Added to all ids and taken from the kept ones in fp32,
     # it leaves gradients of 1e3 at a gap of 30, where they should be less than one.
     for gap in (10.0, 20.0, 40.0, 60.0):
@@ -165,7 +167,7 @@ def test_defect_15_a_tail_that_the_student_hardly_has(name):
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "squared_hellinger"])
-def test_defect_15_a_tail_that_the_student_hardly_has_beside_other_terms(name):
+def test_defect_15_a_tail_that_the_student_hardly_has_beside_other_terms(name: str) -> None:
     for gap in (10.0, 30.0, 60.0):
         student, teacher = sure_student(gap)
         labels, weights = torch.tensor([2, 5, 0, 11]), torch.tensor([0.5, 1.0, 0.0, 2.0])
@@ -193,7 +195,7 @@ def test_defect_15_a_tail_that_the_student_hardly_has_beside_other_terms(name):
 
 
 @OF_EACH
-def test_defect_15_point_masses_that_agree(name):
+def test_defect_15_point_masses_that_agree(name: str) -> None:
     for support, k in each_support(1, 2, 12):
         student = torch.full((2, 12), -200.0)
         student[0, 3], student[1, 11] = 200.0, 200.0
@@ -204,7 +206,7 @@ def test_defect_15_point_masses_that_agree(name):
 
 
 @OF_EACH
-def test_defect_15_point_masses_that_disagree(name):
+def test_defect_15_point_masses_that_disagree(name: str) -> None:
     for support, k in each_support(1, 2, 12):
         student = torch.full((2, 12), -200.0)
         teacher = student.clone()
@@ -218,7 +220,7 @@ def test_defect_15_point_masses_that_disagree(name):
             assert bool((found[0] > 0.2).all())
 
 
-def test_defect_15_point_masses_have_the_value_of_their_logits():
+def test_defect_15_point_masses_have_the_value_of_their_logits() -> None:
     student, teacher = torch.zeros(2, 30), torch.zeros(2, 30)
     student[:, 3] = 300.0  # every other probability underflows
     teacher[0, 3] = 300.0
@@ -240,7 +242,7 @@ def rows_of_minus_infinity() -> tuple[Tensor, Tensor]:
 
 
 @OF_EACH
-def test_defect_16_minus_infinity_is_no_probability_and_never_nan(name):
+def test_defect_16_minus_infinity_is_no_probability_and_never_nan(name: str) -> None:
     # -inf - -inf is NaN before torch.where looks away, and times zero it still is.
     for support, k in each_support(1, 3, 8, 12):
         student, teacher = rows_of_minus_infinity()
@@ -258,7 +260,7 @@ def test_defect_16_minus_infinity_is_no_probability_and_never_nan(name):
 
 
 @OF_EACH
-def test_defect_16_columns_forbidden_to_both_count_for_nothing(name):
+def test_defect_16_columns_forbidden_to_both_count_for_nothing(name: str) -> None:
     for support in SUPPORTS:
         student, teacher = logit_pair(5, 40)
         student[:, 7:20], teacher[:, 7:20] = -INFINITY, -INFINITY
@@ -272,7 +274,7 @@ def test_defect_16_columns_forbidden_to_both_count_for_nothing(name):
         assert float(gradient[:, 7:20].abs().max()) < NOTHING
 
 
-def test_defect_16_student_without_probability_where_the_teacher_has_some():
+def test_defect_16_student_without_probability_where_the_teacher_has_some() -> None:
     student, teacher = logit_pair(2, 10)
     student[0, 4] = -INFINITY
     value, gradient = solved(student, DenseLogits(teacher), torch.ones(2), divergence="forward_kl")
@@ -282,7 +284,7 @@ def test_defect_16_student_without_probability_where_the_teacher_has_some():
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in INFINITE_THERE])
-def test_defect_16_student_without_probability_adds_the_teacher_s_probability(name):
+def test_defect_16_student_without_probability_adds_the_teacher_s_probability(name: str) -> None:
     for temperature in (0.5, 1.0):
         student, teacher = logit_pair(2, 50)
         student[:, 7:9] = -INFINITY

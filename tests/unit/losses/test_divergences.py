@@ -1,6 +1,8 @@
 """Every divergence on every support against its float64 oracle: values, gradients, temperatures,
 dtypes, parameters. Their laws are in test_properties.py."""
 
+from __future__ import annotations
+
 from functools import cache
 from itertools import product
 from typing import Any
@@ -87,8 +89,8 @@ def assert_equal(
     ],
 )
 def test_defect_08_between_logits_with_an_upstream_gradient_per_token(
-    name, given, dtype, temperature
-):
+    name: str, given: dict[str, float], dtype: torch.dtype, temperature: float
+) -> None:
     # Liger-Kernel's fused cross-entropy once applied it after the sum over tokens: reduction="none"
     # gave every token the same factor.
     student, teacher = logit_pair(20, 1003, dtype=dtype)
@@ -113,7 +115,9 @@ def test_defect_08_between_logits_with_an_upstream_gradient_per_token(
         ),
     ],
 )
-def test_on_top_k_ids(name, given, dtype, temperature, support):
+def test_on_top_k_ids(
+    name: str, given: dict[str, float], dtype: torch.dtype, temperature: float, support: str
+) -> None:
     student, teacher = logit_pair(20, 503, seed=3, dtype=dtype)
     ids, log_probs, log_tail = oracles.topk(teacher, 16, temperature)
     signal = TopK(ids, log_probs.float(), log_tail.float())
@@ -131,7 +135,7 @@ def test_on_top_k_ids(name, given, dtype, temperature, support):
     assert_equal(found, expected, dtype, least=LEAST[support])
 
 
-def test_samples_estimate_the_gradient_of_forward_kl_without_bias():
+def test_samples_estimate_the_gradient_of_forward_kl_without_bias() -> None:
     student, teacher = logit_pair(1, 12)
     generator = torch.Generator().manual_seed(6)
     rounds = 4000
@@ -151,7 +155,7 @@ def test_samples_estimate_the_gradient_of_forward_kl_without_bias():
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("support", KEPT_SUPPORTS)
-def test_a_top_k_may_be_chosen_on_the_way(support, temperature):
+def test_a_top_k_may_be_chosen_on_the_way(support: str, temperature: float) -> None:
     student, teacher = logit_pair(7, 60)
     given = {"divergence": "reverse_kl", "support": support, "temperature": temperature}
     kept = vocab_parallel_topk(teacher, 5, temperature=temperature)
@@ -166,7 +170,7 @@ def test_a_top_k_may_be_chosen_on_the_way(support, temperature):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("support", ["dense", *KEPT_SUPPORTS])
-def test_overwriting_the_logits_changes_nothing_else(support, dtype):
+def test_overwriting_the_logits_changes_nothing_else(support: str, dtype: torch.dtype) -> None:
     student, teacher = logit_pair(7, 60, dtype=dtype)
     shard = VocabShard(55, 0, 60)
     signal: Any = DenseLogits(teacher)
@@ -190,7 +194,7 @@ def test_overwriting_the_logits_changes_nothing_else(support, dtype):
     assert not logits.detach()[:, 55:].any()
 
 
-def test_entries_of_minus_infinity_are_not_in_the_top_k():
+def test_entries_of_minus_infinity_are_not_in_the_top_k() -> None:
     student, teacher = logit_pair(5, 40)
     kept = vocab_parallel_topk(teacher, 6)
     padded = TopK(
@@ -205,7 +209,7 @@ def test_entries_of_minus_infinity_are_not_in_the_top_k():
             torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
 
 
-def test_combinations_that_are_not_defined():
+def test_combinations_that_are_not_defined() -> None:
     student, teacher = logit_pair(5, 40)
     sampled = Sampled(torch.zeros(5, 3, dtype=torch.int64), torch.ones(5, 3))
     with pytest.raises(ValueError, match="js_divergence is not defined on sampled ids"):
@@ -230,7 +234,7 @@ def test_combinations_that_are_not_defined():
 
 
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_03_temperature_squared_is_on_loss_and_gradient(name, support):
+def test_defect_03_temperature_squared_is_on_loss_and_gradient(name: str, support: str) -> None:
     # Axolotl multiplied the loss by T^2 and formed the gradient without it.
     student, teacher = logit_pair(3, 11, dtype=torch.float64)
     for temperature in (0.5, 3.0):
@@ -251,7 +255,7 @@ def test_defect_03_temperature_squared_is_on_loss_and_gradient(name, support):
 
 
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_04_padding_of_unequal_width_carries_no_probability(name, support):
+def test_defect_04_padding_of_unequal_width_carries_no_probability(name: str, support: str) -> None:
     # Liger-Kernel filled the narrower vocabulary with zeros: e^0 each, where -inf was meant.
     student, teacher = logit_pair(4, 50)
     given = {"divergence": name, "support": support}
@@ -277,7 +281,7 @@ def large_pair() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("name", "support"), [one for one in PAIRWISE if one[1] in ("dense", "tail")]
 )
-def test_defect_07_large_vocabularies(name, support):
+def test_defect_07_large_vocabularies(name: str, support: str) -> None:
     # Megatron-LM's stored logits have 17 bits per id, and SpecForge's blocks ended at 131,072.
     student, teacher = large_pair()
     signal = signal_of(support, teacher)
@@ -287,7 +291,7 @@ def test_defect_07_large_vocabularies(name, support):
     assert row_error(found[1], gradient) < 2e-6
 
 
-def test_defect_07_ids_of_large_vocabularies_are_whole():
+def test_defect_07_ids_of_large_vocabularies_are_whole() -> None:
     _, teacher = large_pair()
     kept = vocab_parallel_topk(teacher, 6)
     ids, log_probs, log_tail = oracles.topk(teacher, 6, 1.0)
@@ -304,7 +308,7 @@ def test_defect_07_ids_of_large_vocabularies_are_whole():
 
 
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_06_inputs_are_as_they_were(name, support):
+def test_defect_06_inputs_are_as_they_were(name: str, support: str) -> None:
     # Megatron-LM's cached distillation subtracted the maximum in place from `.float()`, which is
     # the caller's own tensor where that is fp32 already.
     student, teacher = logit_pair(5, 40)
@@ -327,7 +331,7 @@ def test_defect_06_inputs_are_as_they_were(name, support):
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
 
-def test_defect_06_samples_are_as_they_were():
+def test_defect_06_samples_are_as_they_were() -> None:
     student, _ = logit_pair(5, 40)
     ids = torch.arange(20).view(5, 4)
     before = student.clone(), ids.clone(), ids.clone()

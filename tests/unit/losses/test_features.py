@@ -1,5 +1,7 @@
 """Losses between hidden states, against their definition in float64."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +51,9 @@ def defined(
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("inner", [None, (), (7,)], ids=["equal", "linear", "mlp"])
 @pytest.mark.parametrize("block", [2**24, 40])
-def test_value_and_gradients_are_those_of_the_definition(monkeypatch, loss, inner, block):
+def test_value_and_gradients_are_those_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, loss: str, inner: tuple[int, ...] | None, block: int
+) -> None:
     monkeypatch.setattr(features, "_BLOCK_NUMBERS", block)  # 40: three tokens at a time
     student, teacher = states(11, 6, 1), states(11, 6 if inner is None else 12, 2)
     projector = None if inner is None else made_projector(6, *inner, 12)
@@ -71,7 +75,7 @@ def test_value_and_gradients_are_those_of_the_definition(monkeypatch, loss, inne
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 1e38])
-def test_values_of_masked_tokens_change_nothing(loss, rubbish):
+def test_values_of_masked_tokens_change_nothing(loss: str, rubbish: float) -> None:
     student, teacher, weights = states(9, 6, 1), states(9, 10, 2), some_weights(9)
     found = []
     for hold in (0.5, rubbish):
@@ -87,14 +91,14 @@ def test_values_of_masked_tokens_change_nothing(loss, rubbish):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_equal_states_have_no_loss_and_no_gradient(loss):
+def test_equal_states_have_no_loss_and_no_gradient(loss: str) -> None:
     student = states(5, 8, 1)
     work = FeatureLoss(loss, student.clone(), torch.full((5,), 0.2), None)
     assert float(work.value(student)) == pytest.approx(0.0, abs=2e-7)
     assert work.gradient(student, coefficient=1.0).abs().max() < 1e-7
 
 
-def test_a_state_of_zeros_has_a_finite_cosine():
+def test_a_state_of_zeros_has_a_finite_cosine() -> None:
     student, teacher = torch.zeros(2, 4), states(2, 4, 1)
     work = FeatureLoss("cosine", teacher, torch.tensor([0.5, 0.5]), None)
     assert float(work.value(student)) == pytest.approx(1.0)
@@ -102,7 +106,7 @@ def test_a_state_of_zeros_has_a_finite_cosine():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_half_precision_is_computed_with_in_fp32(loss):
+def test_half_precision_is_computed_with_in_fp32(loss: str) -> None:
     student, teacher = (states(40, 16, seed, torch.bfloat16) for seed in (1, 2))
     weights = some_weights(40)
     work = FeatureLoss(loss, teacher, weights, None)
@@ -111,13 +115,13 @@ def test_half_precision_is_computed_with_in_fp32(loss):
     assert work.gradient(student, coefficient=1.0).dtype is torch.bfloat16
 
 
-def test_no_token_that_counts_is_no_loss():
+def test_no_token_that_counts_is_no_loss() -> None:
     work = FeatureLoss("mse", states(3, 4, 1), torch.zeros(3), None)
     assert float(work.value(states(3, 4, 2))) == 0.0
     assert not work.gradient(states(3, 4, 2), coefficient=1.0).any()
 
 
-def test_a_gradient_is_added_to_the_one_that_comes_back():
+def test_a_gradient_is_added_to_the_one_that_comes_back() -> None:
     hidden = states(3, 4, 1).requires_grad_()
     inner = hidden * 2
     other = states(2, 2, 2).requires_grad_()
@@ -128,7 +132,7 @@ def test_a_gradient_is_added_to_the_one_that_comes_back():
     assert torch.equal(other.grad, 1 + 5 * other.detach())
 
 
-def test_projectors_depend_on_seed_and_name_alone_and_keep_the_scale():
+def test_projectors_depend_on_seed_and_name_alone_and_keep_the_scale() -> None:
     def drawn(name: str, seed: int) -> Projector:
         projector = Projector((256, 128), device=CPU)
         torch.rand(7)  # the global state of random numbers has no say
@@ -145,12 +149,12 @@ def test_projectors_depend_on_seed_and_name_alone_and_keep_the_scale():
     assert float(first(states(500, 256, 1)).detach().std()) == pytest.approx(1.0, abs=0.02)
 
 
-def test_pairs_are_named_by_loss_and_layers():
+def test_pairs_are_named_by_loss_and_layers() -> None:
     assert FeaturePair(4, 10, "cosine", 0.5).name == "feature_cosine_4_10"
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
-def test_states_of_nearly_one_direction_have_six_digits(noise):
+def test_states_of_nearly_one_direction_have_six_digits(noise: float) -> None:
     teacher = states(40, 256, 1)
     student = 0.7 * (teacher + noise * states(40, 256, 2))
     for row in range(40):

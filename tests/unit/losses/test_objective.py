@@ -16,7 +16,9 @@ from tests.support.objective_runs import objective, run
 
 @pytest.mark.parametrize("ce_coefficient", [0.0, 0.7])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
-def test_total_report_and_gradients_equal_the_oracle(temperature, ce_coefficient):
+def test_total_report_and_gradients_equal_the_oracle(
+    temperature: float, ce_coefficient: float
+) -> None:
     problem = Problem.random(vocab=1003, seed=1)
     term = Term(weight=0.3, temperature=temperature)
     total, report, hidden, weight = run(problem, [term], ce_coefficient=ce_coefficient)
@@ -34,7 +36,7 @@ def test_total_report_and_gradients_equal_the_oracle(temperature, ce_coefficient
     assert float(report[term.name]) == pytest.approx(float(answer.report["kd"]) / 0.3, rel=1e-6)
 
 
-def test_bf16_products_with_fp32_statistics():
+def test_bf16_products_with_fp32_statistics() -> None:
     problem = Problem.random(vocab=1003, seed=3, dtype=torch.bfloat16)
     total, report, hidden, weight = run(problem, [Term(temperature=2.0)])
 
@@ -62,7 +64,7 @@ def test_bf16_products_with_fp32_statistics():
     assert float(error) < 2e-2 * float(answer.weight_gradient.abs().max())
 
 
-def test_bf16_weight_gradient_is_accumulated_in_fp32():
+def test_bf16_weight_gradient_is_accumulated_in_fp32() -> None:
     # One token a chunk: bf16 accumulation would lose most of 400 equal contributions.
     problem = Problem.random(400, 4, 16, dtype=torch.bfloat16)
     problem = replace(
@@ -83,7 +85,7 @@ def test_bf16_weight_gradient_is_accumulated_in_fp32():
     assert float((many - 400 * one).abs().max()) < 2**-7 * float((400 * one).abs().max())
 
 
-def test_labels_alone_need_no_teacher():
+def test_labels_alone_need_no_teacher() -> None:
     problem = Problem.random(seed=14)
     hidden = problem.hidden_NH.requires_grad_()
     total, report = objective(
@@ -97,7 +99,7 @@ def test_labels_alone_need_no_teacher():
     assert row_error(gradient, answer.hidden_gradient) < 2e-6
 
 
-def test_a_teacher_without_terms_is_only_reported():
+def test_a_teacher_without_terms_is_only_reported() -> None:
     problem = Problem.random(seed=15)
     total, report, hidden, _ = run(problem, [])
     answer = solve(problem, [])
@@ -108,7 +110,7 @@ def test_a_teacher_without_terms_is_only_reported():
     assert float(report["teacher_entropy"]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_teacher_gets_no_gradient():
+def test_teacher_gets_no_gradient() -> None:
     problem = Problem.random(seed=17)
     teacher = problem.teacher_hidden.requires_grad_(), problem.teacher_weight.requires_grad_()
     hidden = problem.hidden_NH.requires_grad_()
@@ -117,7 +119,7 @@ def test_teacher_gets_no_gradient():
     assert [leaf.grad for leaf in teacher] == [None, None]
 
 
-def test_defect_02_hidden_states_of_three_dimensions_are_refused():
+def test_defect_02_hidden_states_of_three_dimensions_are_refused() -> None:
     # TRL's chunked JSD cut the batch axis of [b, s, H]: with b = 1 nothing was chunked.
     problem = Problem.random(24)
     for shape in ((1, 24, 12), (2, 12, 12), (24, 1, 12)):
@@ -141,7 +143,7 @@ def test_defect_02_hidden_states_of_three_dimensions_are_refused():
         run(replace(problem, labels_N=problem.labels_N.view(2, 12)))
 
 
-def test_misuse_is_named():
+def test_misuse_is_named() -> None:
     problem = Problem.random()
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
         run(problem, chunk_tokens=0)

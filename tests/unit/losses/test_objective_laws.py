@@ -18,7 +18,7 @@ from tests.support.objective_runs import assert_same, objective, run
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])
-def test_rows_known_beforehand_change_nothing_and_spare_the_wait(chunk_tokens):
+def test_rows_known_beforehand_change_nothing_and_spare_the_wait(chunk_tokens: int) -> None:
     problem = Problem.random(seed=9)
     used = (problem.ce_weights_N != 0) | (problem.kd_weights_N != 0)
     assert 0 < int(used.sum()) < used.numel()
@@ -38,7 +38,7 @@ def test_rows_known_beforehand_change_nothing_and_spare_the_wait(chunk_tokens):
 
 
 @pytest.mark.parametrize("upstream", [0.0, 1.0, -3.0, 1 / 1024])
-def test_upstream_scalar_scales_gradients_and_not_the_total(upstream):
+def test_upstream_scalar_scales_gradients_and_not_the_total(upstream: float) -> None:
     problem = Problem.random(seed=7)
     plain, scaled = run(problem), run(problem, upstream=upstream)
     assert torch.equal(plain[0], scaled[0])
@@ -60,7 +60,9 @@ def signals(problem: Problem) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["logits", "hidden", "top-k", "samples"])
-def test_defect_12_calls_repeat_exactly_and_leave_their_inputs_alone(kind, dtype):
+def test_defect_12_calls_repeat_exactly_and_leave_their_inputs_alone(
+    kind: str, dtype: torch.dtype
+) -> None:
     # Fast-LLM and SkyRL let an autotuner run kernels again that work in place.
     problem = Problem.random(12, 8, 40, dtype=dtype)
     signal = signals(problem)[kind]
@@ -80,7 +82,7 @@ def test_defect_12_calls_repeat_exactly_and_leave_their_inputs_alone(kind, dtype
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
 
-def test_backward_may_run_again():
+def test_backward_may_run_again() -> None:
     problem = Problem.random(seed=8)
     hidden = problem.hidden_NH.requires_grad_()
     terms = [Term(name) for name in NAMES]
@@ -93,7 +95,7 @@ def test_backward_may_run_again():
 
 
 @pytest.mark.parametrize("kind", ["forward", "dense", "kept"])
-def test_defect_05_masked_tokens_change_nothing_even_if_they_are_not_finite(kind):
+def test_defect_05_masked_tokens_change_nothing_even_if_they_are_not_finite(kind: str) -> None:
     # MiniLLM's mask was true everywhere, so that prompts and padding were learnt from.
     problem = Problem.random(seed=9)
     terms = [term for term in TERMS if (term.top_k is None) is (kind == "dense")]
@@ -121,7 +123,7 @@ def test_defect_05_masked_tokens_change_nothing_even_if_they_are_not_finite(kind
 
 
 @pytest.mark.parametrize("garbage", [1.0, torch.nan])
-def test_defect_15_all_tokens_masked(garbage):
+def test_defect_15_all_tokens_masked(garbage: float) -> None:
     # A mean over no tokens is 0/0 where the count comes after the sum.
     for tokens in (0, 4):
         problem = Problem.random(tokens, 6, 30).with_weights(*torch.zeros(2, tokens))
@@ -138,7 +140,7 @@ TERMS = [Term(), *(term_of(name, support) for name, support in EACH if name != "
 
 
 @pytest.mark.parametrize("label", [-1, -100, 203, 5000])
-def test_labels_that_do_not_exist_are_not_silently_right(label):
+def test_labels_that_do_not_exist_are_not_silently_right(label: int) -> None:
     problem = Problem.random(seed=16)
     labels = problem.labels_N.clone()
     labels[int(problem.ce_weights_N.argmax())] = label
@@ -147,7 +149,7 @@ def test_labels_that_do_not_exist_are_not_silently_right(label):
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_defect_07_large_vocabularies_in_the_fused_objective(top_k):
+def test_defect_07_large_vocabularies_in_the_fused_objective(top_k: int | None) -> None:
     vocab = 2**18
     problem = Problem.random(3, 4, vocab).with_weights(torch.ones(3) / 3, torch.ones(3) / 3)
     problem = replace(problem, labels_N=torch.tensor([vocab - 1, vocab // 2, 0]))

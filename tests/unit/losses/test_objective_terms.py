@@ -1,6 +1,8 @@
 """The fused objective with several terms of every kind against float64: live teachers, given top-k
 and samples, chunks, masked tokens, soft-capped and scaled logits, what is reported."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,14 +86,14 @@ def assert_close(ours: Any, oracle: Any, *, without: Sequence[str] = ()) -> None
     "terms", [BETWEEN, KEPT, [*BETWEEN, *KEPT], KEPT[2:3], BETWEEN[:1]],
     ids=["between", "kept", "all", "renormalized", "jsd"],
 )  # fmt: skip
-def test_live_teacher(terms, chunk_tokens, rules):
+def test_live_teacher(terms: list[Term], chunk_tokens: int, rules: tuple[Rule, Rule]) -> None:
     problem = Problem.random(vocab=157)
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rules[1])
     ours = run(problem, terms, signal=signal, chunk_tokens=chunk_tokens, student_rule=rules[0])
     assert_close(ours, expected(problem, terms, *rules))
 
 
-def test_teacher_as_logits_equals_teacher_as_hidden_state():
+def test_teacher_as_logits_equals_teacher_as_hidden_state() -> None:
     problem = Problem.random(vocab=157)
     logits = problem.teacher_hidden @ problem.teacher_weight.t()
     terms = [*BETWEEN, *KEPT]
@@ -102,7 +104,7 @@ def test_teacher_as_logits_equals_teacher_as_hidden_state():
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])
-def test_given_top_k(chunk_tokens):
+def test_given_top_k(chunk_tokens: int) -> None:
     problem = Problem.random(vocab=157)
     teacher = problem.teacher_hidden.double() @ problem.teacher_weight.double().t()
     ids, log_probs, log_tail = oracles.topk(teacher, 6, 1.0)
@@ -116,7 +118,7 @@ def test_given_top_k(chunk_tokens):
     assert_close(ours, oracle, without=["teacher_entropy"])
 
 
-def test_given_samples():
+def test_given_samples() -> None:
     problem = Problem.random(vocab=157)
     teacher = (problem.teacher_hidden @ problem.teacher_weight.t()).softmax(1)
     generator = torch.Generator().manual_seed(3)
@@ -137,7 +139,7 @@ def test_given_samples():
     assert "topk_mass" not in ours[1]
 
 
-def test_combinations_that_are_not_defined():
+def test_combinations_that_are_not_defined() -> None:
     problem = Problem.random(vocab=50)
     teacher = problem.teacher_hidden @ problem.teacher_weight.t()
     ids, log_probs, log_tail = oracles.topk(teacher, 6, 1.0)

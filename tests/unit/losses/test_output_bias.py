@@ -1,6 +1,8 @@
 """The output bias of a head in loss and gradient, against a head whose last feature is always one:
 beside soft-caps and scales, over chunks, in bf16, on padded columns, wanted alone."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -57,7 +59,7 @@ def assert_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, Tensor],
 
 @pytest.mark.parametrize("chunk_tokens", [5, 1024])
 @pytest.mark.parametrize("rules", [((None, 1.0), (None, 1.0)), ((3.0, 0.5), (5.0, 1.5))])
-def test_value_report_and_gradients(rules, chunk_tokens):
+def test_value_report_and_gradients(rules: tuple[Rule, Rule], chunk_tokens: int) -> None:
     problem = with_ones(Problem.random(seed=2))
     total, report, found = run(
         problem, [Term(temperature=2.0)], rules=rules, chunk_tokens=chunk_tokens
@@ -69,7 +71,7 @@ def test_value_report_and_gradients(rules, chunk_tokens):
     assert_gradients(found, (answer.hidden_gradient, answer.weight_gradient), 2e-6)
 
 
-def test_bf16_bias_is_summed_up_in_fp32():
+def test_bf16_bias_is_summed_up_in_fp32() -> None:
     problem = with_ones(Problem.random(tokens=300, seed=3))
     narrow = Problem.random(tokens=300, seed=3, dtype=torch.bfloat16)
     _, _, found = run(
@@ -82,7 +84,7 @@ def test_bf16_bias_is_summed_up_in_fp32():
     assert float((found[2] - expected).abs().max()) < 2**-6 * float(expected.abs().max())
 
 
-def test_padded_columns_have_no_bias():
+def test_padded_columns_have_no_bias() -> None:
     problem = with_ones(Problem.random(vocab=50))
     answer = solve(problem)
     bias = torch.full((56,), torch.nan)
@@ -99,7 +101,7 @@ def test_padded_columns_have_no_bias():
     assert not gradient[50:].any()
 
 
-def test_a_bias_that_does_not_fit_is_named():
+def test_a_bias_that_does_not_fit_is_named() -> None:
     hidden, weight = torch.zeros(3, 4), torch.zeros(7, 4)
     for bias in (torch.zeros(8), torch.zeros(7, 1), torch.zeros(7, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"HiddenState.bias is torch.* 7 columns"):

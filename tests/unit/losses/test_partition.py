@@ -1,5 +1,7 @@
 """Sums of each part of the tokens: what an objective of that part alone says."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -33,7 +35,9 @@ def only(problem: Problem, partition: Partition, part: int) -> Problem:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 1000])
-def test_each_part_is_the_oracles_answer_for_its_tokens(problem, partition, chunk_tokens):
+def test_each_part_is_the_oracles_answer_for_its_tokens(
+    problem: Problem, partition: Partition, chunk_tokens: int
+) -> None:
     terms = [Term(weight=0.3), Term(weight=2.0, temperature=2.0, scale_by_temperature_squared=True)]
     report = run(problem, terms, chunk_tokens=chunk_tokens, partition=partition)[1]
     for part in range(PARTS):
@@ -62,7 +66,9 @@ CASES: dict[str, tuple[list[Term], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parts_add_up_and_change_nothing_else(problem, partition, case):
+def test_parts_add_up_and_change_nothing_else(
+    problem: Problem, partition: Partition, case: str
+) -> None:
     terms, kind = CASES[case]
     logits = problem.teacher_hidden @ problem.teacher_weight.t()
     signals: dict[str, Signal | None] = {
@@ -86,7 +92,7 @@ def test_parts_add_up_and_change_nothing_else(problem, partition, case):
             assert float(parts[part]) == pytest.approx(float(alone), rel=1e-6, abs=1e-9), name
 
 
-def test_non_finite_values_stay_in_its_part(problem, partition):
+def test_non_finite_values_stay_in_its_part(problem: Problem, partition: Partition) -> None:
     problem.ce_weights_N[:] = problem.kd_weights_N[:] = 1 / TOKENS
     spoiled = int((partition.ids == 1).nonzero()[3])
     hidden = problem.hidden_NH.clone()
@@ -99,14 +105,14 @@ def test_non_finite_values_stay_in_its_part(problem, partition):
         assert torch.equal(report[name][[1, 3, 4]], plain[name][[1, 3, 4]]), name
 
 
-def test_a_shard_without_real_columns_and_no_token_at_all(partition):
+def test_a_shard_without_real_columns_and_no_token_at_all(partition: Partition) -> None:
     empty = Problem.random(tokens=0, seed=1)
     none = Partition(torch.zeros(0, dtype=torch.int64), PARTS)
     report = run(empty, partition=none, shard=VocabShard(203, 0, 203))[1]
     assert all(bool((value == 0).all()) and value.shape == (5,) for value in report.values())
 
 
-def test_ids_of_another_number_of_tokens_are_refused(problem):
+def test_ids_of_another_number_of_tokens_are_refused(problem: Problem) -> None:
     wrong = Partition(torch.zeros(3, dtype=torch.int64), 2)
     with pytest.raises(ValueError, match=f"partition has 3 rows for {TOKENS} tokens"):
         run(problem, partition=wrong)

@@ -5,6 +5,8 @@ definitions that are the same, with our parameter for each of theirs.
 docs/losses.md, "Conventions".
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +62,7 @@ def assert_same(local: Loss, other: Loss) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_trl_generalized_jsd(beta, temperature):
+def test_trl_generalized_jsd(beta: float, temperature: float) -> None:
     gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed: make peers")
 
     def other(student: Tensor, teacher: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ def test_trl_generalized_jsd(beta, temperature):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-def test_liger_jsd(beta):
+def test_liger_jsd(beta: float) -> None:
     losses = pytest.importorskip(
         "liger_kernel.chunked_loss.jsd_loss", reason="Liger is not installed: make peers"
     )
@@ -83,7 +85,7 @@ def test_liger_jsd(beta):
     assert_same(ours("js_divergence", beta=beta), other)
 
 
-def test_liger_cosine():
+def test_liger_cosine() -> None:
     losses = pytest.importorskip(
         "liger_kernel.chunked_loss.cosine_similarity_loss",
         reason="Liger is not installed: make peers",
@@ -114,20 +116,20 @@ def modelopt_loss(name: str, **given: Any) -> Loss:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("divergence", "reverse"), [("forward_kl", False), ("reverse_kl", True)])
-def test_modelopt_kl(divergence, reverse, temperature):
+def test_modelopt_kl(divergence: str, reverse: bool, temperature: float) -> None:
     other = modelopt_loss("LogitsKLLoss", temperature=temperature, reverse=reverse)
     assert_same(ours(divergence, temperature=temperature), other)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("divergence", "reverse"), [("forward_kl", False), ("reverse_kl", True)])
-def test_modelopt_top_k(divergence, reverse, temperature):
+def test_modelopt_top_k(divergence: str, reverse: bool, temperature: float) -> None:
     other = modelopt_loss("TopKLogitsKLLoss", temperature=temperature, reverse=reverse, top_k=32)
     own = ours(divergence, temperature=temperature, top_k=32, support="renormalized")
     assert_same(own, other)
 
 
-def test_modelopt_applies_temperature_squared_outside_of_megatron():
+def test_modelopt_applies_temperature_squared_outside_of_megatron() -> None:
     losses = pytest.importorskip(
         "modelopt.torch.distill.losses", reason="ModelOpt is not installed: make peers"
     )
@@ -137,7 +139,7 @@ def test_modelopt_applies_temperature_squared_outside_of_megatron():
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_modelopt_balancer(scale):
+def test_modelopt_balancer(scale: float) -> None:
     plugin = pytest.importorskip(
         "modelopt.torch.distill.plugins.megatron", reason="ModelOpt is not installed: make peers"
     )

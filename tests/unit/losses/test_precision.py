@@ -6,6 +6,8 @@ that are nearly sure of one token. Students near their teachers, where values ar
 noise from 0.1 down to 0.001, spreads from 1 to 4, temperatures from 0.5 to 4.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -43,7 +45,7 @@ CASES: list[tuple[str, dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("name", "given"), CASES)
-def test_values_and_gradients_of_many_rows(name, given):
+def test_values_and_gradients_of_many_rows(name: str, given: dict[str, float]) -> None:
     for spread, temperature in ((1.0, 4.0), (2.0, 4.0), (2.0, 1.0), (2.0, 0.5), (4.0, 0.5)):
         student, teacher = logit_pair(ROWS, COLUMNS, seed=11, spread=spread)
         assert_six_digits(name, student, teacher, temperature, given)
@@ -67,14 +69,16 @@ def near_pairs() -> Iterator[tuple[Tensor, Tensor, float]]:
 
 
 @pytest.mark.parametrize(("name", "given"), CASES)
-def test_a_student_near_its_teacher(name, given):
+def test_a_student_near_its_teacher(name: str, given: dict[str, float]) -> None:
     for student, teacher, temperature in near_pairs():
         assert_six_digits(name, student, teacher, temperature, given)
 
 
 @pytest.mark.parametrize(("support", "noise"), [("renormalized", 0.001), ("tail", 0.1)])
 @pytest.mark.parametrize(("name", "given"), CASES)
-def test_the_top_k_of_a_live_teacher(name, given, support, noise):
+def test_the_top_k_of_a_live_teacher(
+    name: str, given: dict[str, float], support: str, noise: float
+) -> None:
     student, teacher = neighbours(64, COLUMNS, noise, spread=2.0)
     ones = torch.ones(64)
     terms: dict[str, Any] = {"divergence": name, "top_k": 32, "support": support, **given}
@@ -93,7 +97,7 @@ def test_the_top_k_of_a_live_teacher(name, given, support, noise):
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.3, 0.5, 0.9])
-def test_jsd_of_models_that_are_apart_in_one_token_alone(beta):
+def test_jsd_of_models_that_are_apart_in_one_token_alone(beta: float) -> None:
     # From a divergence beside which the rounding of log(m/q) would count to one beside which it
     # would not, with every other token's probability nearly the same under both models.
     tops = torch.logspace(-4, -0.1, 60, dtype=torch.float64)
@@ -120,7 +124,7 @@ def test_jsd_of_models_that_are_apart_in_one_token_alone(beta):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_defect_13_bf16_logits_do_not_make_bf16_probabilities(name):
+def test_defect_13_bf16_logits_do_not_make_bf16_probabilities(name: str) -> None:
     # TRL took log-probabilities in bf16, and their difference is what a divergence is.
     student, teacher = logit_pair(8, 1000, dtype=torch.bfloat16)
     close = (teacher.float() + 0.3 * student.float()).bfloat16()
@@ -140,7 +144,7 @@ def test_defect_13_bf16_logits_do_not_make_bf16_probabilities(name):
     assert float((rounded / exact - 1).abs().max()) > 1e-3
 
 
-def test_defect_13_in_the_fused_objective():
+def test_defect_13_in_the_fused_objective() -> None:
     # The products are bf16, and so are the logits, as the oracle is given them.
     problem = Problem.random(8, 6, 1000, dtype=torch.bfloat16)
     problem = problem.with_weights(torch.zeros(8), torch.full((8,), 1 / 8))

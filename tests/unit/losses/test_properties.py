@@ -5,6 +5,8 @@ That a merge over ranks equals the whole is drawn in tests/unit/ops/test_statist
 split of the vocabulary.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +103,7 @@ def leaves_a_tail(case: Case) -> bool:
 @EACH
 @FEW
 @given(case=cases())
-def test_the_gradient_on_the_logits_sums_to_zero(name, case):
+def test_the_gradient_on_the_logits_sums_to_zero(name: str, case: Case) -> None:
     assume(leaves_a_tail(case))
     _, gradient = case.solved(name)
     tolerance = 10 * case.rounding / min(case.temperature, 1.0)
@@ -112,7 +114,7 @@ def test_the_gradient_on_the_logits_sums_to_zero(name, case):
 
 @FEW
 @given(case=cases(supports=("dense", "tail", "raw")), shift=st.integers(0, 70))
-def test_forward_kl_against_a_one_hot_teacher_is_cross_entropy(case, shift):
+def test_forward_kl_against_a_one_hot_teacher_is_cross_entropy(case: Case, shift: int) -> None:
     count, vocab = case.student.shape
     labels = (labels_of(case) + shift) % vocab
     teacher = torch.full((count, vocab), -torch.inf).scatter_(1, labels[:, None], 0.0)
@@ -137,7 +139,9 @@ def test_forward_kl_against_a_one_hot_teacher_is_cross_entropy(case, shift):
 @EACH
 @FEW
 @given(case=cases(supports=tuple(PROPER)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_a_student_equal_to_its_teacher_has_exactly_no_loss_and_no_gradient(name, case, dtype):
+def test_a_student_equal_to_its_teacher_has_exactly_no_loss_and_no_gradient(
+    name: str, case: Case, dtype: torch.dtype
+) -> None:
     logits = case.teacher.to(dtype)
     value, gradient = case.solved(name, student=logits, teacher=logits.clone())
     assert not value.any()
@@ -152,7 +156,7 @@ def test_a_student_equal_to_its_teacher_has_exactly_no_loss_and_no_gradient(name
 @EACH
 @FEW
 @given(case=cases(), garbage=st.sampled_from([0.0, 1e4, torch.nan, torch.inf, -torch.inf]))
-def test_defect_05_masked_tokens_change_nothing(name, case, garbage):
+def test_defect_05_masked_tokens_change_nothing(name: str, case: Case, garbage: float) -> None:
     count = len(case.student)
     weights = (torch.arange(count) % 3 != 1).float() * 0.5
     masked = weights == 0
@@ -174,7 +178,7 @@ def test_defect_05_masked_tokens_change_nothing(name, case, garbage):
 @EACH
 @FEW
 @given(case=cases(supports=("tail", "renormalized", "raw"), every_id=True))
-def test_a_top_k_of_all_ids_is_the_whole_vocabulary(name, case):
+def test_a_top_k_of_all_ids_is_the_whole_vocabulary(name: str, case: Case) -> None:
     whole = Case(case.student, case.teacher, "dense", case.k, case.temperature)
     value, gradient = case.solved(name)
     expected = whole.solved(name)
@@ -187,7 +191,7 @@ def test_a_top_k_of_all_ids_is_the_whole_vocabulary(name, case):
 @EACH
 @FEW
 @given(case=cases(), cut=st.integers(0, 6))
-def test_splitting_a_micro_batch_changes_nothing(name, case, cut):
+def test_splitting_a_micro_batch_changes_nothing(name: str, case: Case, cut: int) -> None:
     parts = [
         Case(case.student[rows], case.teacher[rows], case.support, case.k, case.temperature)
         for rows in (slice(0, cut), slice(cut, None))
@@ -214,7 +218,7 @@ def test_splitting_a_micro_batch_changes_nothing(name, case, cut):
 @EACH
 @FEW
 @given(case=cases(supports=tuple(PROPER)))
-def test_divergences_are_never_negative(name, case):
+def test_divergences_are_never_negative(name: str, case: Case) -> None:
     value, _ = case.solved(name)
     assert bool((value > -2 * case.rounding).all())
     report, _ = case.objective(name, labels_of(case), torch.ones(len(case.student)))

@@ -1,5 +1,7 @@
 """The objective on what was written down of a teacher: what a live one would have given."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def problem() -> Problem:
     return Problem.random(tokens=37, seed=5)
 
 
-def test_it_equals_the_live_teacher_report_included(problem):
+def test_it_equals_the_live_teacher_report_included(problem: Problem) -> None:
     live = HiddenState(problem.teacher_hidden, problem.teacher_weight)
     total, report, gradient, _ = run(problem, TERMS, signal=live)
     stored_total, stored_report, stored_gradient, _ = run(
@@ -33,7 +35,7 @@ def test_it_equals_the_live_teacher_report_included(problem):
         torch.testing.assert_close(stored_report[name], value, rtol=2e-6, atol=1e-7, msg=name)
 
 
-def test_numbers_of_tokens_that_do_not_count_may_be_anything(problem):
+def test_numbers_of_tokens_that_do_not_count_may_be_anything(problem: Problem) -> None:
     signal = recorded(problem, TERMS)
     assert signal.entropy is not None
     assert signal.label_log_prob is not None
@@ -51,13 +53,13 @@ def test_numbers_of_tokens_that_do_not_count_may_be_anything(problem):
         assert torch.equal(same[name], value), name
 
 
-def test_unknown_statistics_are_not_reported(problem):
+def test_unknown_statistics_are_not_reported(problem: Problem) -> None:
     report = run(problem, TERMS, signal=Recorded(recorded(problem, TERMS).by_term))[1]
     assert not {"teacher_ce", "teacher_entropy"} & report.keys()
     assert {"student_entropy", "top1_agreement", "topk_mass"} <= report.keys()
 
 
-def test_draws_have_no_most_probable_id_to_agree_with(problem):
+def test_draws_have_no_most_probable_id_to_agree_with(problem: Problem) -> None:
     tokens = problem.labels_N.shape[0]
     ids = torch.arange(3).expand(tokens, 3).contiguous()
     drawn = Recorded((Sampled(ids, torch.ones_like(ids)),))
@@ -66,7 +68,7 @@ def test_draws_have_no_most_probable_id_to_agree_with(problem):
     assert not {"top1_agreement", "topk_mass"} & report.keys()
 
 
-def test_every_term_needs_something_of_its_own(problem):
+def test_every_term_needs_something_of_its_own(problem: Problem) -> None:
     with pytest.raises(ValueError, match="has 3 terms, the objective 2"):
         run(problem, TERMS[:2], signal=recorded(problem, TERMS))
 
@@ -80,7 +82,9 @@ def test_every_term_needs_something_of_its_own(problem):
         ((3,), {"label_log_prob": torch.zeros(3, 1)}, "label_log_prob is of shape"),
     ],
 )
-def test_mismatched_parts_are_refused(by_term, scalars, message):
+def test_mismatched_parts_are_refused(
+    by_term: tuple[int, ...], scalars: dict[str, torch.Tensor], message: str
+) -> None:
     kept = tuple(
         TopK(torch.zeros(n, 2, dtype=torch.int64), torch.zeros(n, 2), torch.zeros(n))
         for n in by_term

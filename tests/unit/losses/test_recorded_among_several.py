@@ -1,5 +1,7 @@
 """Several teachers of which some have recorded ids only: routed, mixed and chosen."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import pytest
@@ -42,7 +44,7 @@ def assert_same(ours: Result, other: Result, *, tolerance: float = 1e-10) -> Non
 
 
 @pytest.mark.parametrize("stored", [CODE, {"code": K, "law": K}, dict.fromkeys(NAMES, K)])
-def test_routed_records_are_the_live_top_k(stored):
+def test_routed_records_are_the_live_top_k(stored: dict[str, int]) -> None:
     inputs = Inputs.random()
     live = on_shard(0, 1, inputs, ROUTED, NAMES)
     ours = on_shard(0, 1, inputs, ROUTED, NAMES, stored=stored)
@@ -89,7 +91,7 @@ MEANS = {
 
 
 @pytest.mark.parametrize("kind", MEANS)
-def test_a_mean_with_one_record_is_that_of_the_whole_distributions(kind):
+def test_a_mean_with_one_record_is_that_of_the_whole_distributions(kind: str) -> None:
     inputs = Inputs.random(3)
     terms = MEANS[kind]
     ours = on_shard(0, 1, inputs, terms, NAMES, stored=CODE)
@@ -105,7 +107,7 @@ def test_a_mean_with_one_record_is_that_of_the_whole_distributions(kind):
     assert float(ours.sums[name].agreement) == pytest.approx(float(agreement))
 
 
-def test_all_ids_of_a_record_are_the_live_mean():
+def test_all_ids_of_a_record_are_the_live_mean() -> None:
     inputs = Inputs.random(4)
     for terms in (MEANS["arithmetic"][:1], MEANS["geometric"][:1]):
         live = on_shard(0, 1, inputs, terms, NAMES)
@@ -120,7 +122,7 @@ LOWEST = [
 
 
 @pytest.mark.parametrize("stored", [CODE, {"code": K, "law": K}])
-def test_the_lowest_loss_is_chosen_among_records_and_models(stored):
+def test_the_lowest_loss_is_chosen_among_records_and_models(stored: dict[str, int]) -> None:
     inputs = Inputs.random(5)
     live = on_shard(0, 1, inputs, LOWEST, NAMES)
     ours = on_shard(0, 1, inputs, LOWEST, NAMES, stored=stored)
@@ -132,7 +134,7 @@ def test_the_lowest_loss_is_chosen_among_records_and_models(stored):
     assert sum(float(one.labels) for one in ours.sums.values()) == pytest.approx(2 * float(labels))
 
 
-def test_means_that_records_do_not_have_are_refused_by_name():
+def test_means_that_records_do_not_have_are_refused_by_name() -> None:
     inputs = Inputs.random()
     both = [Term(teachers=teachers(**MIXED))]
     with pytest.raises(ValueError, match="code and math have recorded ids only"):
@@ -149,7 +151,7 @@ def test_means_that_records_do_not_have_are_refused_by_name():
         mean.signal(both[0].teachers, both)
 
 
-def test_a_record_names_its_terms():
+def test_a_record_names_its_terms() -> None:
     inputs = Inputs.random()
     found = recorded(inputs, "code", K, ROUTED)
     (second,) = found.targets([ROUTED[1]])

@@ -1,5 +1,7 @@
 """Several teachers in one objective: routed, named, mixed and chosen, against a float64 oracle."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -44,7 +46,7 @@ TERMS = {
 }
 
 
-def test_a_metric_is_that_of_the_first_term_that_has_it():
+def test_a_metric_is_that_of_the_first_term_that_has_it() -> None:
     whole = Term(teachers=teachers(math=1))
     ranked = Term("reverse_kl", top_k=4, teachers=teachers(code=1))
     inputs = Inputs.random()
@@ -54,7 +56,7 @@ def test_a_metric_is_that_of_the_first_term_that_has_it():
 
 
 @pytest.mark.parametrize("kind", TERMS)
-def test_values_and_gradients_are_those_of_the_oracle(kind):
+def test_values_and_gradients_are_those_of_the_oracle(kind: str) -> None:
     inputs = Inputs.random()
     ours = on_shard(0, 1, inputs, TERMS[kind], NAMES)
     oracle = solve(inputs, TERMS[kind], NAMES)
@@ -70,7 +72,7 @@ def test_values_and_gradients_are_those_of_the_oracle(kind):
     )
 
 
-def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone():
+def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone() -> None:
     # Half of the samples have a teacher whose terms are computed elsewhere.
     inputs, terms = Inputs.random(5), [Term(), Term("reverse_kl", 0.5, teachers=teachers(math=1))]
     own = replace(inputs, kd_weights_N=inputs.kd_weights_N.clone())
@@ -88,7 +90,7 @@ def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone()
     torch.testing.assert_close(ours.hidden_gradient, expected_gradient, rtol=1e-10, atol=1e-13)
 
 
-def test_the_arithmetic_mean_has_the_gradient_of_the_weighted_forward_kls():
+def test_the_arithmetic_mean_has_the_gradient_of_the_weighted_forward_kls() -> None:
     inputs = Inputs.random(1)
     mixed = on_shard(0, 1, inputs, [Term(temperature=2.0, teachers=teachers(**MIXED))], NAMES)
     single = [
@@ -100,7 +102,7 @@ def test_the_arithmetic_mean_has_the_gradient_of_the_weighted_forward_kls():
 
 
 @pytest.mark.parametrize("mixture", ["arithmetic", "geometric", "lowest_loss"])
-def test_equal_teachers_are_one_teacher(mixture):
+def test_equal_teachers_are_one_teacher(mixture: Mixture) -> None:
     inputs = Inputs.random(2)
     inputs = replace(inputs, teachers={**inputs.teachers, "code": inputs.teachers["math"]})
     one = on_shard(0, 1, inputs, [Term(teachers=teachers(math=1))], NAMES)
@@ -120,7 +122,9 @@ def test_equal_teachers_are_one_teacher(mixture):
         ([Term(temperature=2.0, teachers=teachers("geometric", math=3.0))], ()),
     ],
 )
-def test_one_teacher_is_the_plain_objective_to_the_bit(terms, names):
+def test_one_teacher_is_the_plain_objective_to_the_bit(
+    terms: list[Term], names: tuple[str, ...]
+) -> None:
     inputs = Inputs.random(4)
     ours = on_shard(0, 1, inputs, terms, names, torch.float32)
     hidden = inputs.hidden_NH.float().requires_grad_()
@@ -145,7 +149,7 @@ def test_one_teacher_is_the_plain_objective_to_the_bit(terms, names):
     assert float(ours.sums["math"].agreement) == float(report["top1_agreement"])
 
 
-def test_sums_of_the_teachers_add_up():
+def test_sums_of_the_teachers_add_up() -> None:
     inputs = Inputs.random(5)
     ours = on_shard(0, 1, inputs, [Term()], NAMES)
     labels = inputs.kd_weights_N.view(4, LENGTH).sum(1)
@@ -157,7 +161,7 @@ def test_sums_of_the_teachers_add_up():
     assert agreement == pytest.approx(float(ours.report["top1_agreement"]), rel=1e-12)
 
 
-def test_a_mean_needs_positive_weights_and_names():
+def test_a_mean_needs_positive_weights_and_names() -> None:
     with pytest.raises(ValueError, match="at least one teacher"):
         TermTeachers(())
     with pytest.raises(ValueError, match="sum one"):

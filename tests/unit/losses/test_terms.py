@@ -1,6 +1,7 @@
 """Terms: names, the one place of the T^2 convention, and refused values."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from megatron_distill.losses import Term
 from megatron_distill.losses.terms import check_distinct
 
 
-def test_temperature_squared_enters_coefficients_once():
+def test_temperature_squared_enters_coefficients_once() -> None:
     plain, scaled = (
         Term(weight=0.5, temperature=3.0, scale_by_temperature_squared=scale)
         for scale in (False, True)
@@ -18,7 +19,7 @@ def test_temperature_squared_enters_coefficients_once():
     assert (plain.temperature_factor, scaled.temperature_factor) == (1.0, 9.0)
 
 
-def test_names_tell_terms_apart_and_repetition_is_refused():
+def test_names_tell_terms_apart_and_repetition_is_refused() -> None:
     terms = [
         Term(),
         Term(temperature=2.0),
@@ -62,6 +63,6 @@ def test_names_tell_terms_apart_and_repetition_is_refused():
         ),
     ],
 )
-def test_impossible_terms_are_refused(values, message):
+def test_impossible_terms_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Term(**values)

@@ -22,7 +22,7 @@ def value_and_gradient(
     return solved(student, DenseLogits(teacher), upstream, divergence="forward_kl", shard=shard)
 
 
-def test_student_and_teacher_of_different_dtypes():
+def test_student_and_teacher_of_different_dtypes() -> None:
     student, teacher = logit_pair(9, 300)
     upstream = torch.ones(9)
     for ours, other in ((student, teacher.bfloat16()), (student.bfloat16(), teacher)):
@@ -34,7 +34,7 @@ def test_student_and_teacher_of_different_dtypes():
         assert row_error(gradient, expected_gradient) < GRADIENT_TOLERANCE[ours.dtype]
 
 
-def test_expanded_upstream_gradient_of_a_sum():
+def test_expanded_upstream_gradient_of_a_sum() -> None:
     student, teacher = logit_pair(8, 60)
     leaf = student.requires_grad_()
     token_divergence(leaf, DenseLogits(teacher), divergence="forward_kl").sum().backward()
@@ -43,7 +43,7 @@ def test_expanded_upstream_gradient_of_a_sum():
     assert torch.equal(leaf.grad, ones)
 
 
-def test_logits_that_are_a_slice_of_a_wider_tensor():
+def test_logits_that_are_a_slice_of_a_wider_tensor() -> None:
     student, teacher = logit_pair(7, 90)
     wide = torch.cat([student, teacher], 1)
     sliced = value_and_gradient(wide[:, :90], wide[:, 90:], torch.ones(7))
@@ -52,7 +52,7 @@ def test_logits_that_are_a_slice_of_a_wider_tensor():
     assert torch.equal(sliced[1], whole[1])
 
 
-def test_misuse_is_named():
+def test_misuse_is_named() -> None:
     student, teacher = logit_pair(4, 10)
     with pytest.raises(ValueError, match="unknown divergence 'kl'"):
         token_divergence(student, DenseLogits(teacher), divergence="kl")
@@ -77,7 +77,7 @@ def test_misuse_is_named():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_graph_may_be_used_again(dtype):
+def test_a_graph_may_be_used_again(dtype: torch.dtype) -> None:
     student, teacher = logit_pair(5, 30, dtype=dtype)
     leaf = student.requires_grad_()
     value = token_divergence(leaf, DenseLogits(teacher), divergence="js_divergence")
@@ -110,7 +110,9 @@ def extra_bytes(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_01_no_accumulator_of_the_size_of_the_logits(name, support, dtype, one_thread):
+def test_defect_01_no_accumulator_of_the_size_of_the_logits(
+    name: str, support: str, dtype: torch.dtype, one_thread: None
+) -> None:
     # Liger-Kernel's JSD kept its loss as [N, V] in a kernel whose point was to hold no logits.
     few, many = (extra_bytes(name, support, tokens, 32_768, dtype) for tokens in (16, 32))
     # Where the teacher's tail begins is found with 256 sums per token, and those up to each.
@@ -118,7 +120,9 @@ def test_defect_01_no_accumulator_of_the_size_of_the_logits(name, support, dtype
     assert many - few < 0.02 * 16 * 32_768 * 4 + bins
 
 
-def test_defect_01_nothing_grows_where_the_gradient_takes_the_place_of_the_logits(one_thread):
+def test_defect_01_nothing_grows_where_the_gradient_takes_the_place_of_the_logits(
+    one_thread: None,
+) -> None:
     def extra(name: str, tokens: int) -> int:
         student, teacher = (logits.repeat(tokens, 1) for logits in logit_pair(1, 30_000))
         leaf, weights = student.requires_grad_(), torch.linspace(0.5, 1.0, tokens)
@@ -137,7 +141,9 @@ def test_defect_01_nothing_grows_where_the_gradient_takes_the_place_of_the_logit
 
 
 @pytest.mark.parametrize(("name", "support"), PAIRWISE)
-def test_defect_11_scratch_does_not_grow_with_the_vocabulary(name, support, one_thread):
+def test_defect_11_scratch_does_not_grow_with_the_vocabulary(
+    name: str, support: str, one_thread: None
+) -> None:
     # Liger-Kernel ran blocks of 65,536 columns with the warps meant for few; Fast-LLM held more
     # than fits for two softmaxes. Here a block is a megabyte per buffer, whatever the vocabulary.
     narrow, wide = (

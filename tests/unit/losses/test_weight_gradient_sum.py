@@ -1,6 +1,8 @@
 """A weight whose gradients are added up in a buffer of their own, as Megatron's main_grad: what is
 in the buffer, what autograd still brings, and what is refused."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,12 @@ def summed(
     hidden = problem.hidden_NH.detach().requires_grad_()
     weight = problem.weight_GH.detach().requires_grad_()
     total, _ = objective(
-        problem, hidden, weight, chunk_tokens=chunk_tokens, shard=shard, weight_gradient_sum=buffer
+        problem,
+        hidden,
+        weight,
+        chunk_tokens=chunk_tokens,
+        shard=shard,
+        weight_gradient_sum=buffer,
     )
     total.backward()
     assert hidden.grad is not None
@@ -40,7 +47,9 @@ def buffer_of(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         (torch.float64, torch.float64, 1e-13, 1024),
     ],
 )
-def test_the_gradient_is_added_to_the_buffer(dtype, wide, tolerance, chunk_tokens):
+def test_the_gradient_is_added_to_the_buffer(
+    dtype: torch.dtype, wide: torch.dtype, tolerance: float, chunk_tokens: int
+) -> None:
     problem = Problem.random(dtype=dtype)
     buffer = buffer_of(problem.weight_GH, wide)
     hidden, weight = summed(problem, buffer, chunk_tokens=chunk_tokens)
@@ -54,7 +63,7 @@ def test_the_gradient_is_added_to_the_buffer(dtype, wide, tolerance, chunk_token
     assert torch.equal(hidden, run(problem, chunk_tokens=chunk_tokens)[2])
 
 
-def test_bf16_gradients_are_not_rounded_to_bf16_where_they_are_added_up():
+def test_bf16_gradients_are_not_rounded_to_bf16_where_they_are_added_up() -> None:
     problem = Problem.random(100, 4, 16, dtype=torch.bfloat16)
     buffer = torch.zeros(16, 4)
     summed(problem, buffer, chunk_tokens=1)
@@ -63,7 +72,7 @@ def test_bf16_gradients_are_not_rounded_to_bf16_where_they_are_added_up():
     assert not torch.equal(buffer, own.float())
 
 
-def test_micro_batches_add_up():
+def test_micro_batches_add_up() -> None:
     problems = [Problem.random(seed=seed) for seed in range(3)]
     weight = problems[0].weight_GH
     buffer = torch.zeros_like(weight)
@@ -75,7 +84,7 @@ def test_micro_batches_add_up():
     torch.testing.assert_close(buffer, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
-def test_padded_columns_keep_their_values():
+def test_padded_columns_keep_their_values() -> None:
     problem = Problem.random(vocab=203)
     buffer = buffer_of(problem.weight_GH)
     summed(problem, buffer, shard=VocabShard(190, 0, 203))
@@ -84,7 +93,7 @@ def test_padded_columns_keep_their_values():
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-def test_no_token_adds_nothing(tokens):
+def test_no_token_adds_nothing(tokens: int) -> None:
     problem = Problem.random(tokens).with_weights(torch.zeros(tokens), torch.zeros(tokens))
     buffer = buffer_of(problem.weight_GH)
     hidden, weight = summed(problem, buffer)
@@ -93,7 +102,7 @@ def test_no_token_adds_nothing(tokens):
     assert torch.equal(buffer, buffer_of(problem.weight_GH))
 
 
-def test_a_weight_that_other_layers_share_still_gets_their_gradient():
+def test_a_weight_that_other_layers_share_still_gets_their_gradient() -> None:
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()
     buffer = torch.zeros_like(weight)
@@ -104,14 +113,18 @@ def test_a_weight_that_other_layers_share_still_gets_their_gradient():
     torch.testing.assert_close(buffer, run(problem)[3], rtol=0, atol=1e-6)
 
 
-def test_the_bias_is_autograds_as_before():
+def test_the_bias_is_autograds_as_before() -> None:
     problem = Problem.random()
     biases, gradients = [], []
     for buffer in (None, torch.zeros_like(problem.weight_GH)):
         bias = torch.zeros(problem.weight_GH.shape[0], requires_grad=True)
         weight = problem.weight_GH.detach().requires_grad_()
         total, _ = objective(
-            problem, problem.hidden_NH, weight, student_bias=bias, weight_gradient_sum=buffer
+            problem,
+            problem.hidden_NH,
+            weight,
+            student_bias=bias,
+            weight_gradient_sum=buffer,
         )
         total.backward()
         biases.append(bias.grad)
@@ -123,7 +136,7 @@ def test_the_bias_is_autograds_as_before():
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-def test_without_a_gradient_the_buffer_is_left_alone(needs_gradient):
+def test_without_a_gradient_the_buffer_is_left_alone(needs_gradient: bool) -> None:
     problem = Problem.random()
     hidden = problem.hidden_NH.detach().requires_grad_()
     weight = problem.weight_GH.detach().requires_grad_(needs_gradient)
@@ -138,7 +151,7 @@ def test_without_a_gradient_the_buffer_is_left_alone(needs_gradient):
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.001, torch.nan])
-def test_a_factor_that_the_buffer_does_not_know_is_refused(factor):
+def test_a_factor_that_the_buffer_does_not_know_is_refused(factor: float) -> None:
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()
     buffer = torch.zeros_like(weight)
@@ -148,7 +161,7 @@ def test_a_factor_that_the_buffer_does_not_know_is_refused(factor):
 
 
 @pytest.mark.parametrize("positions", [3, 2**20 - 1, 49_152])
-def test_a_factor_and_its_inverse_are_one(positions):
+def test_a_factor_and_its_inverse_are_one(positions: int) -> None:
     problem = Problem.random()
     weight = problem.weight_GH.detach().requires_grad_()
     buffer = torch.zeros_like(weight)
@@ -167,7 +180,9 @@ def test_a_factor_and_its_inverse_are_one(positions):
         (torch.float32, torch.zeros(203, 12, requires_grad=True), "requires a gradient"),
     ],
 )
-def test_a_buffer_that_does_not_fit_is_refused(dtype, buffer, words):
+def test_a_buffer_that_does_not_fit_is_refused(
+    dtype: torch.dtype, buffer: Tensor, words: str
+) -> None:
     problem = Problem.random(dtype=dtype)
     with pytest.raises(ValueError, match=f"weight_gradient_sum .*{words}"):
         objective(

@@ -11,7 +11,7 @@ from tests.support.divergence_runs import term_of, value_of
 from tests.support.objective_runs import objective
 
 
-def test_weights_are_the_mask_over_the_global_count():
+def test_weights_are_the_mask_over_the_global_count() -> None:
     mask = torch.tensor([True, False, True])
     weights = token_weights(mask, 8)
     assert weights.dtype is torch.float32
@@ -19,11 +19,11 @@ def test_weights_are_the_mask_over_the_global_count():
     assert token_weights(torch.tensor([0.25, 1.0]), 1.25).tolist() == pytest.approx([0.2, 0.8])
 
 
-def test_nothing_counts_anywhere():
+def test_nothing_counts_anywhere() -> None:
     assert token_weights(torch.tensor([False, False]), 0).tolist() == [0.0, 0.0]
 
 
-def test_negative_counts_are_refused():
+def test_negative_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="global token count is -1"):
         token_weights(torch.tensor([True]), -1)
 
@@ -32,7 +32,7 @@ def test_negative_counts_are_refused():
     ("name", "support"),
     [("forward_kl", "dense"), ("js_divergence", "tail"), ("adaptive_kl", "renormalized")],
 )
-def test_defect_09_the_mean_is_taken_once_however_a_batch_is_split(name, support):
+def test_defect_09_the_mean_is_taken_once_however_a_batch_is_split(name: str, support: str) -> None:
     # Torchtune normalised by the tokens of a micro-batch, and then again by those of the batch.
     problem = Problem.random(13, 6, 50)
     mask = problem.kd_weights_N != 0

@@ -1,5 +1,7 @@
 """Every attention kernel against a masked softmax in float64, with gradients."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -120,23 +122,25 @@ def random_case(seed: int, *, softcap: bool) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_tiles_are_the_definition(seed):
+def test_tiles_are_the_definition(seed: int) -> None:
     assert_is_definition(tiles.attend, random_case(seed, softcap=False))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_blocks_are_the_definition(seed):
+def test_blocks_are_the_definition(seed: int) -> None:
     attend = partial(blocked.attend, block_bytes=2**26 if seed % 4 == 0 else 3000)
     assert_is_definition(attend, random_case(seed, softcap=seed % 3 > 0))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_packed_documents_are_what_the_flash_kernel_expects(monkeypatch, seed):
+def test_packed_documents_are_what_the_flash_kernel_expects(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     monkeypatch.setattr(torch_varlen, "varlen_attn", documented_varlen_attn)
     assert_is_definition(varlen.attend, random_case(seed, softcap=False))
 
 
-def test_a_flash_kernel_that_takes_groups_unasked_is_used(monkeypatch):
+def test_a_flash_kernel_that_takes_groups_unasked_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_torch_2_11(*arguments: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
         return documented_varlen_attn(
             *arguments, scale=scale, window_size=window_size, enable_gqa=True
@@ -161,7 +165,7 @@ def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5))]
 )
-def test_flex_masks_and_caps_are_the_definition(seed):
+def test_flex_masks_and_caps_are_the_definition(seed: int) -> None:
     attend = partial(flex.attend_with, flex_attention.flex_attention)
     assert_is_definition(attend, random_case(seed, softcap=True))
 
@@ -173,7 +177,9 @@ BLOCKS = ((0, 130, 512), (0, 300, 512))
 @pytest.mark.usefixtures("backward_on_cpu")
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("rank", [None, 1])
-def test_the_compiled_graphs_of_flex_have_the_gradients(window, rank):
+def test_the_compiled_graphs_of_flex_have_the_gradients(
+    window: int | None, rank: int | None
+) -> None:
     # The graphs that torch compiles into kernels, of the forward and of the backward pass.
     kernel = torch.compile(flex_attention.flex_attention, backend="aot_eager", fullgraph=True)
     case = Case(BLOCKS, window, softcap=2.0, rank=rank or 0, size=1 if rank is None else 2)
@@ -181,7 +187,7 @@ def test_the_compiled_graphs_of_flex_have_the_gradients(window, rank):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_blocks_of_the_flex_backward_have_the_gradients(seed):
+def test_the_blocks_of_the_flex_backward_have_the_gradients(seed: int) -> None:
     """The compiled kernel goes through these lists, which the dense backward does not read."""
     case = replace(random_case(seed, softcap=True), bounds=BLOCKS, window=(None, 200)[seed % 2])
     *inputs, gradient = case.tensors(torch.float64)
@@ -194,7 +200,7 @@ def test_the_blocks_of_the_flex_backward_have_the_gradients(seed):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("window", [None, 200])
-def test_the_compiled_flex_kernel_reads_the_lists_of_blocks(window):
+def test_the_compiled_flex_kernel_reads_the_lists_of_blocks(window: int | None) -> None:
     case = Case(BLOCKS, window, softcap=2.0, head_size=32)
     *inputs, _ = case.tensors(torch.float32)
     with torch.no_grad():
@@ -203,7 +209,7 @@ def test_the_compiled_flex_kernel_reads_the_lists_of_blocks(window):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_flex_blocks_cover_every_visible_key_and_few_others(seed):
+def test_flex_blocks_cover_every_visible_key_and_few_others(seed: int) -> None:
     case = random_case(seed, softcap=False)
     index_s = zigzag_index(case.bounds[0][-1], rank=case.rank, size=case.size)
     visible = visible_keys(case.document_ids, index_s, case.window)
@@ -217,7 +223,7 @@ def test_flex_blocks_cover_every_visible_key_and_few_others(seed):
         assert torch.equal(blocks.bool(), needed)
 
 
-def test_flex_applies_no_mask_where_a_block_is_seen_whole():
+def test_flex_applies_no_mask_where_a_block_is_seen_whole() -> None:
     case = Case(((0, 640),), window=400)
     mask = flex.block_mask(case.segments, case.window, torch.device("cpu"))
     counts, numbers = mask.full_kv_num_blocks, mask.full_kv_indices
@@ -234,7 +240,7 @@ LONG = Case(((0, 130, 700), (0, 300, 700)), window=100, head_size=16)
 
 
 @pytest.mark.parametrize("case", [LONG, Case(((0, 640),), rank=1, size=4, head_size=16)])
-def test_fp32_is_as_near_as_its_rounding(case):
+def test_fp32_is_as_near_as_its_rounding(case: Case) -> None:
     for ours, exact in zip(
         found(tiles.attend, case, torch.float32), case.definition(torch.float32), strict=True
     ):
@@ -243,7 +249,7 @@ def test_fp32_is_as_near_as_its_rounding(case):
 
 
 @pytest.mark.parametrize("attend", [tiles.attend, blocked.attend], ids=["tiles", "blocked"])
-def test_half_precision_rounds_results_only(attend):
+def test_half_precision_rounds_results_only(attend: Attend) -> None:
     for ours, exact in zip(
         found(attend, LONG, torch.bfloat16), LONG.definition(torch.bfloat16), strict=True
     ):
@@ -252,7 +258,7 @@ def test_half_precision_rounds_results_only(attend):
         assert error < 2**-7
 
 
-def test_dropout_is_drawn_again_in_backward():
+def test_dropout_is_drawn_again_in_backward() -> None:
     case = Case(((0, 5, 16),), groups=1)
     rule = AttentionRule(SCALE, dropout=0.4)
 
@@ -270,7 +276,7 @@ def test_dropout_is_drawn_again_in_backward():
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_dropout_keeps_the_mean():
+def test_dropout_keeps_the_mean() -> None:
     case = Case(((0, 64),), groups=1, repeats=1)
     *inputs, _ = case.tensors(torch.float64)
     rule = AttentionRule(SCALE, dropout=0.25)
@@ -293,7 +299,7 @@ class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_larger_than_a_block_of_scores():
+def test_no_tensor_is_larger_than_a_block_of_scores() -> None:
     case = Case(((0, 64), (0, 64)), softcap=2.0)
     budget = 4 * 2 * 4 * 64 * 4  # four queries of two samples and four heads
     with _Sizes() as sizes:
@@ -316,7 +322,9 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("inputs", CHOICES, ids=str)
-def test_the_kernel_follows_from_device_dtype_and_scores(inputs):
+def test_the_kernel_follows_from_device_dtype_and_scores(
+    inputs: tuple[str, torch.dtype, float | None, float],
+) -> None:
     device, dtype, softcap, dropout = inputs
     query = _Described(torch.device(device), dtype, (8, 1, 4, 64))
     rule = AttentionRule(SCALE, softcap=softcap, dropout=dropout)
@@ -333,12 +341,12 @@ class _Described:
 
 
 @pytest.mark.parametrize("size", [20, 264])
-def test_head_sizes_that_the_flash_kernel_refuses_are_blocked(size):
+def test_head_sizes_that_the_flash_kernel_refuses_are_blocked(size: int) -> None:
     query = _Described(torch.device("cuda"), torch.bfloat16, (8, 1, 4, size))
     assert kernel_for(query, AttentionRule(SCALE)).name == "blocked"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("size", "name"), [(8, "blocked"), (16, "flex")])
-def test_soft_caps_of_heads_too_small_for_flexattention_are_blocked(size, name):
+def test_soft_caps_of_heads_too_small_for_flexattention_are_blocked(size: int, name: str) -> None:
     query = _Described(torch.device("cuda"), torch.bfloat16, (8, 1, 4, size))
     assert kernel_for(query, AttentionRule(SCALE, softcap=2.0)).name == name  # type: ignore[arg-type]

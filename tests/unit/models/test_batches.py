@@ -1,5 +1,7 @@
 """Batches of rows: the bounds on the positions of a pass and on the memory of caches."""
 
+from __future__ import annotations
+
 from operator import add
 
 from hypothesis import given
@@ -13,9 +15,15 @@ sizes_of_rows = st.lists(
 
 
 @given(sizes_of_rows, st.integers(1, 40), st.integers(1, 60))
-def test_a_batch_of_several_rows_is_within_every_bound(sizes, positions, cache_bytes):
+def test_a_batch_of_several_rows_is_within_every_bound(
+    sizes: list[RowSize], positions: int, cache_bytes: int
+) -> None:
     batches = batches_of(
-        sizes, range(len(sizes)), row_bytes=add, cache_bytes=cache_bytes, positions=positions
+        sizes,
+        range(len(sizes)),
+        row_bytes=add,
+        cache_bytes=cache_bytes,
+        positions=positions,
     )
     assert [row for batch in batches for row in batch] == list(range(len(sizes)))
     for batch in batches:
@@ -27,7 +35,7 @@ def test_a_batch_of_several_rows_is_within_every_bound(sizes, positions, cache_b
             assert len(own) * capacity <= cache_bytes
 
 
-def test_ranks_in_step_bound_the_positions_of_copies_too():
+def test_ranks_in_step_bound_the_positions_of_copies_too() -> None:
     sizes = [RowSize(2, 5, 20) for _ in range(4)]
     plan = plan_batches(
         sizes,

@@ -1,5 +1,7 @@
 """The law of drawn tokens: noise, cuts, ties and padding, against plain float64 references."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -15,6 +17,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.models.generation import Sampling
 from megatron_distill.models.generation.draw import draw, draw_keys, gumbel_noise, row_key
 from megatron_distill.ops import VocabShard
+from tests.distributed.pool import Pool
 
 DRAWS = 20_000
 # Of chi-square with 49 degrees of freedom, at p = .001.
@@ -77,7 +80,7 @@ def draws(logits: Tensor, sampling: Sampling, count: int = DRAWS, vocabulary: in
     ],
     ids=str,
 )
-def test_draws_follow_the_softmax(cut):
+def test_draws_follow_the_softmax(cut: dict[str, Any]) -> None:
     sampling = Sampling(**{"temperature": 1.0, **cut})
     expected = reference_softmax(head(), sampling) * DRAWS
     counts = np.bincount(draws(head(), sampling).numpy(), minlength=50)
@@ -97,7 +100,9 @@ def test_draws_follow_the_softmax(cut):
     st.sampled_from([1e-6, 0.3, 0.5, 0.77, 0.999]),
 )
 @settings(max_examples=60, deadline=None)
-def test_cuts_with_ties_are_those_of_a_sorted_list(values, top_k, top_p):
+def test_cuts_with_ties_are_those_of_a_sorted_list(
+    values: list[float], top_k: int, top_p: float
+) -> None:
     """The set of ids that are ever drawn, seen through a law: an excluded id has no chance."""
     from megatron_distill.models.generation.draw import _cut
 
@@ -113,12 +118,12 @@ def test_cuts_with_ties_are_those_of_a_sorted_list(values, top_k, top_p):
             assert (inside == (expected > 0)).all()
 
 
-def test_greedy_takes_the_lowest_id_among_equals_and_no_padding():
+def test_greedy_takes_the_lowest_id_among_equals_and_no_padding() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 9.0])
     assert set(draws(logits, Sampling(), count=16, vocabulary=4).tolist()) == {1}
 
 
-def test_noise_is_a_function_of_its_key_alone():
+def test_noise_is_a_function_of_its_key_alone() -> None:
     keys = draw_keys(torch.tensor([row_key(1, 2), row_key(1, 3), row_key(2, 2)]), torch.arange(3))
     whole = gumbel_noise(keys, start=0, count=1000)
     torch.testing.assert_close(gumbel_noise(keys[1:], start=300, count=50), whole[1:, 300:350])
@@ -130,7 +135,7 @@ def test_noise_is_a_function_of_its_key_alone():
     assert abs(float(torch.corrcoef(many)[0, 1])) < 0.01
 
 
-def test_the_hash_does_not_change():
+def test_the_hash_does_not_change() -> None:
     """A seed gives the same text in later releases."""
     assert row_key(0, 0) == 5197578548964807871
     keys = draw_keys(torch.tensor([row_key(1234, 5)]), torch.tensor([17]))
@@ -164,7 +169,7 @@ def _sharded(rank: int, world: int, cut: dict[str, Any], padded: int) -> tuple[l
     ],
     ids=str,
 )
-def test_shards_draw_as_one(pool, cut):
+def test_shards_draw_as_one(pool: Pool, cut: dict[str, Any]) -> None:
     ((expected, _),) = pool.run(1, _sharded, cut, 50)
     for padded in (52, 104):  # the second rank's shard is part of the vocabulary, or none of it
         for ids, _ in pool.run(2, _sharded, cut, padded):
@@ -181,6 +186,6 @@ def test_shards_draw_as_one(pool, cut):
         ({"min_p": 1.5}, "min_p=1.5: must be from 0 to 1"),
     ],
 )
-def test_values_out_of_range_are_refused(values, text):
+def test_values_out_of_range_are_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Sampling(**values)

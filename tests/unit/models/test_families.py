@@ -1,5 +1,7 @@
 """Families of rows: the largest saving, whole rows, and equal work of the ranks."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -25,7 +27,7 @@ def _most_saved(rows: Rows, copies: int, members: Sequence[int], depth: int) -> 
 
 
 @given(rows_of_ids, st.integers(1, 3))
-def test_every_row_is_in_one_family_and_no_division_saves_more(rows, copies):
+def test_every_row_is_in_one_family_and_no_division_saves_more(rows: Rows, copies: int) -> None:
     found = families_of(rows, copies=copies)
     assert sorted(row for one in found for row in one.rows) == list(range(len(rows)))
     for one in found:
@@ -36,13 +38,13 @@ def test_every_row_is_in_one_family_and_no_division_saves_more(rows, copies):
     assert saved == max(0, _most_saved(rows, copies, range(len(rows)), 0))
 
 
-def test_a_short_beginning_of_long_rows_is_not_shared():
+def test_a_short_beginning_of_long_rows_is_not_shared() -> None:
     rows = [(1, *[row] * 30) for row in range(8)]
     assert families_of(rows)[0].prefix == ()
 
 
 @given(rows_of_ids, st.integers(2, 4))
-def test_ranks_share_all_rows_and_whole_families(rows, ranks):
+def test_ranks_share_all_rows_and_whole_families(rows: Rows, ranks: int) -> None:
     found = families_of(rows)
     lengths = [len(row) for row in rows]
     dealt = deal(found, lengths, ranks)
@@ -52,7 +54,7 @@ def test_ranks_share_all_rows_and_whole_families(rows, ranks):
         assert len({one.prefix for one in own}) == len(own)
 
 
-def test_subjects_stay_whole_where_each_rank_has_some_and_a_single_one_is_divided():
+def test_subjects_stay_whole_where_each_rank_has_some_and_a_single_one_is_divided() -> None:
     rows = [(subject, 7, 7, 7, 7, question) for subject in range(12) for question in range(20)]
     found = families_of(rows)
     assert [len(one.rows) for one in found] == [20] * 12

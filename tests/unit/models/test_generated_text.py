@@ -1,5 +1,7 @@
 """Text of ids that arrive one by one: whole characters and stop strings; rows into batches."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from operator import add
 
@@ -38,7 +40,7 @@ def pieces(stream: TextStream, ids: bytes) -> list[str]:
 
 
 @given(st.text(max_size=12))
-def test_streamed_pieces_join_to_the_text_and_split_no_character(text):
+def test_streamed_pieces_join_to_the_text_and_split_no_character(text: str) -> None:
     found = pieces(TextStream(by_bytes), text.encode("utf-8", "replace"))
     assert "".join(found) == text.encode("utf-8", "replace").decode()
     if "\N{REPLACEMENT CHARACTER}" not in text:
@@ -46,7 +48,9 @@ def test_streamed_pieces_join_to_the_text_and_split_no_character(text):
 
 
 @given(st.text("ab\u00e9 ", max_size=20), st.lists(st.text("ab\u00e9", min_size=1, max_size=3)))
-def test_a_stop_string_over_several_ids_ends_the_text_before_it(text, strings):
+def test_a_stop_string_over_several_ids_ends_the_text_before_it(
+    text: str, strings: list[str]
+) -> None:
     stream = TextStream(by_bytes, tuple(strings))
     found = pieces(stream, text.encode())
     # The first that is complete; of those that are complete with one character, the longest.
@@ -57,17 +61,17 @@ def test_a_stop_string_over_several_ids_ends_the_text_before_it(text, strings):
     assert stream.is_stopped == bool(ends)
 
 
-def test_text_that_may_become_a_stop_string_waits():
+def test_text_that_may_become_a_stop_string_waits() -> None:
     stream = TextStream(by_bytes, ("\n\nQ",))
     assert pieces(stream, b"a\n\nb\n\nQ") == ["a", "", "", "\n\nb", "", "", "", ""]
 
 
-def test_the_first_space_is_kept_after_a_prompt():
+def test_the_first_space_is_kept_after_a_prompt() -> None:
     stream = TextStream(without_first_space, context=b"ab")
     assert "".join(pieces(stream, b" c d")) == " c d"
 
 
-def test_an_unfinished_character_is_in_the_text_at_its_end():
+def test_an_unfinished_character_is_in_the_text_at_its_end() -> None:
     assert pieces(TextStream(by_bytes), b"a\xc3") == ["a", "", "\N{REPLACEMENT CHARACTER}"]
 
 
@@ -75,7 +79,9 @@ sizes_of_rows = st.lists(st.builds(RowSize, st.integers(1, 90), st.integers(0, 4
 
 
 @given(sizes_of_rows, st.integers(1, 400), st.integers(1, 200))
-def test_a_batch_fits_the_cache_and_all_rows_are_in_one(sizes, memory, positions):
+def test_a_batch_fits_the_cache_and_all_rows_are_in_one(
+    sizes: list[RowSize], memory: int, positions: int
+) -> None:
     batches = batches_of(
         sizes, range(len(sizes)), row_bytes=add, cache_bytes=memory, positions=positions
     )
@@ -89,7 +95,7 @@ def test_a_batch_fits_the_cache_and_all_rows_are_in_one(sizes, memory, positions
 
 @pytest.mark.parametrize("in_step", [False, True])
 @given(sizes_of_rows)
-def test_data_ranks_share_the_rows(in_step, sizes):
+def test_data_ranks_share_the_rows(in_step: bool, sizes: list[RowSize]) -> None:
     plans = [
         plan_batches(
             sizes, rank=rank, ranks=3, groups=2, in_step=in_step, row_bytes=add, cache_bytes=200

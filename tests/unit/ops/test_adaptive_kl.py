@@ -19,7 +19,7 @@ def blocks_of(logits: Tensor, order: Tensor) -> list[TeacherBlock]:
 
 @pytest.mark.parametrize("values", [3, 10**6])
 @pytest.mark.parametrize("head_mass", [0.1, 0.5, 0.9])
-def test_bins_find_the_tail_that_a_sort_finds(values, head_mass):
+def test_bins_find_the_tail_that_a_sort_finds(values: int, head_mass: float) -> None:
     generator = torch.Generator().manual_seed(values)
     logits = torch.randint(values, (TOKENS, VOCAB), generator=generator) / values * 8 - 4
     (block,) = blocks_of(logits, torch.arange(VOCAB))
@@ -32,7 +32,7 @@ def test_bins_find_the_tail_that_a_sort_finds(values, head_mass):
     assert torch.equal(boundary.is_tail(block), expected)
 
 
-def test_the_boundary_does_not_depend_on_the_order_of_additions():
+def test_the_boundary_does_not_depend_on_the_order_of_additions() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(TOKENS, VOCAB, generator=generator) * 3
     (plain,) = blocks_of(logits, torch.arange(VOCAB))

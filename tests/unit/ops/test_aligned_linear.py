@@ -1,5 +1,7 @@
 """Losses between tokenizers from hidden states: sums, memory, and the agreement with logits."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -81,7 +83,9 @@ def from_logits(problem: AlignedProblem, student: HiddenState, work: AlignedLine
 
 @pytest.mark.parametrize("tile_tokens", [1, 6, 100])
 @pytest.mark.parametrize("rule", [(None, 1.0), (3.0, 0.5)], ids=["plain", "capped"])
-def test_total_and_gradients_equal_those_from_logits(tile_tokens, rule):
+def test_total_and_gradients_equal_those_from_logits(
+    tile_tokens: int, rule: tuple[float | None, float]
+) -> None:
     problem = AlignedProblem.random(dtype=torch.float64)
     work = work_for(problem, tile_tokens)
     leaves = [problem.hidden, problem.weight, torch.randn(len(problem.weight)).double()]
@@ -97,7 +101,7 @@ def test_total_and_gradients_equal_those_from_logits(tile_tokens, rule):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
 
 
-def test_sums_are_split_by_part():
+def test_sums_are_split_by_part() -> None:
     problem = AlignedProblem.random()
     work = work_for(problem)
     student = HiddenState(problem.hidden, problem.weight)
@@ -118,7 +122,7 @@ def test_sums_are_split_by_part():
     torch.testing.assert_close(aligned_linear(student, alone)[1][1:], by_part[1:, 2])
 
 
-def test_weight_gradient_is_added_to_a_given_sum():
+def test_weight_gradient_is_added_to_a_given_sum() -> None:
     problem = AlignedProblem.random()
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
     total, _ = aligned_linear(HiddenState(hidden, weight), work_for(problem))
@@ -135,7 +139,7 @@ def test_weight_gradient_is_added_to_a_given_sum():
         (total * 2).backward()
 
 
-def test_rows_without_weight_may_hold_anything():
+def test_rows_without_weight_may_hold_anything() -> None:
     """Rows in no chunk without a label, and chunks of weight zero."""
     problem = AlignedProblem.random()
     work = work_for(problem)
@@ -156,7 +160,7 @@ def test_rows_without_weight_may_hold_anything():
     assert not results[1][1][idle].any()
 
 
-def test_memory_depends_on_the_tile_not_on_the_number_of_chunks():
+def test_memory_depends_on_the_tile_not_on_the_number_of_chunks() -> None:
     peaks = []
     for chunks in (10, 40):
         problem = AlignedProblem.random(chunks, sizes=(800, 600), common_tokens=400)
@@ -173,7 +177,7 @@ def test_memory_depends_on_the_tile_not_on_the_number_of_chunks():
     assert peaks[1] < 1.25 * peaks[0]
 
 
-def test_gradient_in_bf16_is_that_of_its_logits():
+def test_gradient_in_bf16_is_that_of_its_logits() -> None:
     problem = AlignedProblem.random(dtype=torch.bfloat16)
     found, exact = [], []
     for results, dtype in ((found, torch.bfloat16), (exact, torch.float64)):

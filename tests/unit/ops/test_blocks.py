@@ -10,7 +10,7 @@ from megatron_distill.ops.workspace import Scratch, accumulation_dtype, allocate
 CPU = torch.device("cpu")
 
 
-def test_blocks_cover_every_row_once():
+def test_blocks_cover_every_row_once() -> None:
     for rows, columns in product((0, 1, 7, 1000), (1, 500, 151_936, 5_000_000)):
         blocks = list(row_blocks(rows, columns, CPU))
         covered = [row for block in blocks for row in range(block.start, block.stop)]
@@ -21,7 +21,7 @@ def test_blocks_cover_every_row_once():
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
-def test_cores_have_as_many_rows_of_a_block(cores, monkeypatch):
+def test_cores_have_as_many_rows_of_a_block(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (1, 500, 32_768, 100_352, 128_256, 151_936, 262_144, 5_000_000):
         monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
         first = next(iter(row_blocks(2**20 * cores, columns, CPU)))
@@ -32,7 +32,9 @@ def test_cores_have_as_many_rows_of_a_block(cores, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(3, 5), (0, 5), (4, 0), (300, 9001)])
-def test_buffers_have_the_shape_and_the_alignment_of_torch(shape, dtype):
+def test_buffers_have_the_shape_and_the_alignment_of_torch(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     matrix = allocate(*shape, dtype, CPU).zero_()
     assert (matrix.shape, matrix.dtype) == (shape, dtype)
     assert matrix.is_contiguous()
@@ -40,7 +42,7 @@ def test_buffers_have_the_shape_and_the_alignment_of_torch(shape, dtype):
     assert matrix.numel() == 0 or matrix.data_ptr() % 64 == 0
 
 
-def test_scratch_is_allocated_once_per_name():
+def test_scratch_is_allocated_once_per_name() -> None:
     scratch = Scratch(10, 4, torch.float32, CPU)
     first = scratch.take("a", 10)
     assert scratch.take("a", 3).data_ptr() == first.data_ptr()
@@ -48,13 +50,13 @@ def test_scratch_is_allocated_once_per_name():
     assert scratch.take("b", 10).data_ptr() != first.data_ptr()
 
 
-def test_statistics_are_never_coarser_than_fp32():
+def test_statistics_are_never_coarser_than_fp32() -> None:
     assert accumulation_dtype(torch.bfloat16) is torch.float32
     assert accumulation_dtype(torch.float32) is torch.float32
     assert accumulation_dtype(torch.float64) is torch.float64
 
 
-def test_defect_11_blocks_hold_a_bounded_number_of_logits(one_thread):
+def test_defect_11_blocks_hold_a_bounded_number_of_logits(one_thread: None) -> None:
     for vocab in (32_000, 128_256, 151_936, 262_144):
         for device, elements in (("cpu", 2**18), ("cuda", 2**25)):
             blocks = list(row_blocks(8192, vocab, torch.device(device)))

@@ -1,6 +1,8 @@
 """The divergence table: every slope is dl/dq up to the row's constant, equal models give exactly
 nothing, both anchors agree, unknown names are refused."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def classes(student: Tensor, teacher: Tensor, near_equal: Tensor | bool = True) 
 
 
 @pytest.mark.parametrize("name", NONLINEAR)
-def test_anchors_differ_by_a_constant_of_the_row(name):
+def test_anchors_differ_by_a_constant_of_the_row(name: str) -> None:
     student, teacher = distributions()
     row = divergence_named(name, **PARAMETERS.get(name, {}))
     near, far = (
@@ -47,7 +49,7 @@ def test_anchors_differ_by_a_constant_of_the_row(name):
     torch.testing.assert_close(difference, difference[:1, :1].expand_as(difference))
 
 
-def test_names_are_those_of_the_table():
+def test_names_are_those_of_the_table() -> None:
     for name in DIVERGENCES:
         assert divergence_named(name).name == name
     assert divergence_named("js_divergence", beta=0.25).name == "js_divergence_beta0.25"

@@ -58,7 +58,7 @@ def trace_of(
     )
 
 
-def test_peak_memory_is_two_chunks_of_logits_and_does_not_grow_with_tokens():
+def test_peak_memory_is_two_chunks_of_logits_and_does_not_grow_with_tokens() -> None:
     peaks = [
         trace_of(Problem.random(tokens, HIDDEN, VOCAB), CHUNK).peak_bytes
         for tokens in (TOKENS, 2 * TOKENS)
@@ -71,7 +71,7 @@ def test_peak_memory_is_two_chunks_of_logits_and_does_not_grow_with_tokens():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_defect_01_no_accumulator_in_the_fused_objective(name, one_thread):
+def test_defect_01_no_accumulator_in_the_fused_objective(name: str, one_thread: None) -> None:
     def peak(support: str, tokens: int) -> int:
         problem = Problem.random(tokens, 8, 2048)
         problem = problem.with_weights(torch.ones(tokens), torch.ones(tokens))
@@ -85,9 +85,12 @@ def test_defect_01_no_accumulator_in_the_fused_objective(name, one_thread):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_buffer"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
+    ("dtype", "has_buffer"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)],
 )
-def test_peak_memory_does_not_grow_with_the_vocabulary(dtype, has_buffer, monkeypatch):
+def test_peak_memory_does_not_grow_with_the_vocabulary(
+    dtype: torch.dtype, has_buffer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "_CPU_CHUNK", CHUNK * VOCAB)
     monkeypatch.setattr(blocks, "_CPU_ELEMENTS", VOCAB)
     monkeypatch.setattr(weight_gradient, "_PRODUCT_ELEMENTS", VOCAB)
@@ -105,7 +108,7 @@ def test_peak_memory_does_not_grow_with_the_vocabulary(dtype, has_buffer, monkey
     assert all(abs(bytes_ - logits - product) < 0.1 * logits for bytes_ in working)
 
 
-def test_peak_memory_of_a_large_chunk_is_its_logits():
+def test_peak_memory_of_a_large_chunk_is_its_logits() -> None:
     # Where a chunk exceeds the cache, scratch is a fraction of it.
     peak = trace_of(Problem.random(256, HIDDEN, 40_000), 256).peak_bytes
     assert peak < 1.25 * 2 * 4 * 256 * 40_000
@@ -123,7 +126,7 @@ def dtypes_of(trace: Trace) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_defect_10_products_run_in_the_dtype_of_their_inputs(dtype):
+def test_defect_10_products_run_in_the_dtype_of_their_inputs(dtype: torch.dtype) -> None:
     # NeMo-RL's path from hidden states ran the products of backward in fp32.
     problem = Problem.random(24, HIDDEN, 64, dtype=dtype)
     for name, support in KINDS if dtype is torch.bfloat16 else KINDS[:1]:
@@ -139,7 +142,7 @@ def test_defect_10_products_run_in_the_dtype_of_their_inputs(dtype):
         assert dtypes_of(trace) == {dtype}
 
 
-def test_student_and_teacher_products_keep_their_own_dtype():
+def test_student_and_teacher_products_keep_their_own_dtype() -> None:
     problem = Problem.random(32, HIDDEN, 64, teacher_dtype=torch.bfloat16)
     dtypes = [operands[0].dtype for operands in trace_of(problem, 32).products]
     assert sorted(map(str, dtypes)) == ["torch.bfloat16"] + ["torch.float32"] * 3
@@ -149,12 +152,14 @@ def test_student_and_teacher_products_keep_their_own_dtype():
     ("hidden", "weight", "products"),
     [(True, True, 4), (True, False, 3), (False, True, 3), (False, False, 2)],
 )
-def test_only_gradients_that_are_wanted_are_computed(hidden, weight, products):
+def test_only_gradients_that_are_wanted_are_computed(
+    hidden: bool, weight: bool, products: int
+) -> None:
     trace = trace_of(Problem.random(32, HIDDEN, 64), 32, hidden=hidden, weight=weight)
     assert len(trace.products) == products
 
 
-def test_without_autograd_no_gradient_is_computed():
+def test_without_autograd_no_gradient_is_computed() -> None:
     run = step(Problem.random(32, HIDDEN, 64), 16)
     with torch.no_grad(), Trace() as trace:
         total = run()
@@ -162,7 +167,7 @@ def test_without_autograd_no_gradient_is_computed():
     assert len(trace.products) == 2 * 2
 
 
-def test_backward_computes_no_product():
+def test_backward_computes_no_product() -> None:
     problem = Problem.random(32, HIDDEN, 64)
     head = problem.weight_GH.requires_grad_()
     total, _ = objective(problem, problem.hidden_NH, head, chunk_tokens=16)
@@ -170,7 +175,7 @@ def test_backward_computes_no_product():
     assert head.grad is not None
 
 
-def test_masked_tokens_are_left_out_of_every_product():
+def test_masked_tokens_are_left_out_of_every_product() -> None:
     problem = Problem.random(40, HIDDEN, 64)
     used = int(((problem.ce_weights_N != 0) | (problem.kd_weights_N != 0)).sum())
     assert 0 < used < 40
@@ -180,7 +185,7 @@ def test_masked_tokens_are_left_out_of_every_product():
         assert 40 not in (*left.shape, *right.shape)
 
 
-def test_defect_02_chunks_are_of_tokens_of_one_size_and_never_larger_than_asked():
+def test_defect_02_chunks_are_of_tokens_of_one_size_and_never_larger_than_asked() -> None:
     # TRL's chunked JSD cut the batch axis of [b, s, H]: with b = 1 nothing was chunked.
     problem = Problem.random(40, HIDDEN, 64)
     problem = problem.with_weights(torch.ones(40), torch.ones(40))

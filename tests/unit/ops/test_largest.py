@@ -1,6 +1,8 @@
 """The selection of a top-k on one shard: ties, few distinct values, columns beyond the last
 segment, rows that leave nothing out, and its speed's detour."""
 
+from __future__ import annotations
+
 from itertools import product
 
 import pytest
@@ -32,7 +34,7 @@ def drawn(rows: int, width: int, *, distinct: int = 10**9, seed: int = 0) -> Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_order_is_by_value_and_lowest_column(dtype):
+def test_order_is_by_value_and_lowest_column(dtype: torch.dtype) -> None:
     for width, k in product((64, 1000, 6400, 6401, 20_031), (1, 20)):
         assert_chosen(drawn(9, width).to(dtype), k)
 
@@ -41,21 +43,21 @@ def test_order_is_by_value_and_lowest_column(dtype):
 @given(
     st.integers(1, 12), st.integers(0, 80), st.sampled_from([1, 3, 50]), st.integers(0, 2**31 - 1)
 )
-def test_ties_go_to_the_lowest_column(k, more, distinct, seed):
+def test_ties_go_to_the_lowest_column(k: int, more: int, distinct: int, seed: int) -> None:
     assert_chosen(drawn(5, 64 * 3 * k + more, distinct=distinct, seed=seed), k)
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 5000), (0, 0)])
-def test_nothing_to_choose_from(shape):
+def test_nothing_to_choose_from(shape: tuple[int, int]) -> None:
     values, columns = largest(torch.empty(shape), min(4, shape[1]))
     assert values.shape == columns.shape == (shape[0], min(4, shape[1]))
 
 
-def test_rows_of_a_wider_matrix():
+def test_rows_of_a_wider_matrix() -> None:
     assert_chosen(drawn(6, 9000)[:, 100:7000], 7)
 
 
-def test_neighbours_and_equal_rows_and_forbidden_columns():
+def test_neighbours_and_equal_rows_and_forbidden_columns() -> None:
     logits = drawn(4, 8192)
     logits[0] = 1.0
     logits[1, 3:60] += 1e6
@@ -68,7 +70,7 @@ def test_neighbours_and_equal_rows_and_forbidden_columns():
     assert_chosen(logits, 16)
 
 
-def test_few_columns_are_looked_at_twice(monkeypatch):
+def test_few_columns_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         selection, "_largest_of_all", lambda *_: pytest.fail("went through all columns")
     )
@@ -80,7 +82,7 @@ def test_few_columns_are_looked_at_twice(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("column", [77, 8195])  # the latter beyond the last whole segment
 @pytest.mark.parametrize("seed", range(2))
-def test_nan_is_never_left_out(dtype, column, seed):
+def test_nan_is_never_left_out(dtype: torch.dtype, column: int, seed: int) -> None:
     logits = drawn(3, 8199, seed=seed).to(dtype)
     logits[1, column] = torch.nan
     values, columns = largest(logits, 16)
@@ -96,7 +98,9 @@ def test_nan_is_never_left_out(dtype, column, seed):
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     st.integers(0, 2**31 - 1),
 )
-def test_descending_is_a_stable_sort(columns, distinct, dtype, seed):
+def test_descending_is_a_stable_sort(
+    columns: int, distinct: int, dtype: torch.dtype, seed: int
+) -> None:
     values = drawn(4, columns, distinct=distinct, seed=seed).to(dtype)
     values[1] *= 1e-42  # of fp32, numbers below the smallest normal one
     values[2] = torch.where(values[2] > 0, 0.0, -0.0)

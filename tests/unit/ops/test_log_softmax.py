@@ -7,7 +7,7 @@ from megatron_distill.ops import VocabShard, vocab_parallel_log_softmax
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_value_and_gradient_equal_torch_on_the_real_columns(dtype):
+def test_value_and_gradient_equal_torch_on_the_real_columns(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = (torch.randn(6, 40, generator=generator, dtype=torch.float64) * 4).to(dtype)
     logits[:, 33:] = 1e4  # padding that would take all the probability
@@ -28,7 +28,7 @@ def test_value_and_gradient_equal_torch_on_the_real_columns(dtype):
     assert torch.equal(leaf.detach(), before)
 
 
-def test_no_tokens_and_wrong_width():
+def test_no_tokens_and_wrong_width() -> None:
     assert vocab_parallel_log_softmax(torch.zeros(0, 4), VocabShard(3, 0, 4)).shape == (0, 4)
     with pytest.raises(ValueError, match="the shard has 5 columns"):
         vocab_parallel_log_softmax(torch.zeros(2, 4), VocabShard(5, 0, 5))

@@ -1,14 +1,20 @@
 """Weights of the gradient identity: what each temperature, label, blend and kept id gets; NaN in
 unused rows stays there."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import torch
 
-from megatron_distill.ops.softmax_gradient import SoftmaxWeights, TailWeight, scale_softmax_
+from megatron_distill.ops.softmax_gradient import (
+    SoftmaxWeights,
+    TailWeight,
+    scale_softmax_,
+)
 
 
-def test_tail_weights_of_any_size_leave_no_residue_on_top_k_ids():
+def test_tail_weights_of_any_size_leave_no_residue_on_top_k_ids() -> None:
     softmax = torch.randn(3, 7, generator=torch.Generator().manual_seed(6)).softmax(1)
     columns, topk_mask = torch.tensor([[4, 0], [1, 0], [6, 2]]), torch.tensor([True, False])
     topk_mask = topk_mask.expand(3, 2).clone()

@@ -50,7 +50,7 @@ def split_statistics(
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), temperature=st.sampled_from([0.5, 1.0, 2.0, 4.0]))
-def test_merge_of_any_split_equals_the_whole(data, temperature):
+def test_merge_of_any_split_equals_the_whole(data: st.DataObject, temperature: float) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     tokens, vocab = 5, data.draw(st.integers(1, 300))
     inner = data.draw(st.lists(st.integers(0, vocab + 20), max_size=3))
@@ -77,7 +77,7 @@ def test_merge_of_any_split_equals_the_whole(data, temperature):
     torch.testing.assert_close(mass, torch.ones_like(mass), rtol=1e-7, atol=0)
 
 
-def test_divergence_does_not_suffer_from_large_common_offsets():
+def test_divergence_does_not_suffer_from_large_common_offsets() -> None:
     student, teacher = torch.randn(2, 4, 500, generator=torch.Generator().manual_seed(1))
     offset = torch.tensor([[0.0], [64.0], [-1024.0], [4096.0]])
     student, teacher = student + offset, teacher + offset
@@ -85,13 +85,16 @@ def test_divergence_does_not_suffer_from_large_common_offsets():
         student, teacher, torch.zeros(4, dtype=torch.long), [0, 100, 500], 1.0
     )
     torch.testing.assert_close(
-        merged.forward_kl(1.0), forward_kl(student, teacher), rtol=1e-6, atol=0
+        merged.forward_kl(1.0),
+        forward_kl(student, teacher),
+        rtol=1e-6,
+        atol=0,
     )
 
 
 @pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
 @pytest.mark.parametrize("values", [2, 10**6])
-def test_top_is_the_lowest_column_of_the_largest_value(vocab, values):
+def test_top_is_the_lowest_column_of_the_largest_value(vocab: int, values: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randint(values, (50, vocab), generator=generator).float()
     value, column = row_top(logits)
@@ -102,7 +105,7 @@ def test_top_is_the_lowest_column_of_the_largest_value(vocab, values):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("columns", [0, 1, 255, 256, 5000, 151_936])
-def test_sums_lose_less_than_their_last_rounding_in_fp32(columns, dtype):
+def test_sums_lose_less_than_their_last_rounding_in_fp32(columns: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(columns)
     values = torch.rand(7, columns + 3, generator=generator).to(dtype)[:, :columns]
     expected = values.double().sum(1)

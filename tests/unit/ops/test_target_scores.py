@@ -18,7 +18,7 @@ def _state(rows: int, *, softcap: float | None = None, dtype=torch.float32) -> H
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 100])
-def test_scores_are_those_of_the_real_columns(softcap, chunk_tokens):
+def test_scores_are_those_of_the_real_columns(softcap: float | None, chunk_tokens: int) -> None:
     state = _state(5, softcap=softcap)
     rows, ids = torch.tensor([0, 0, 1, 3, 4, 4]), torch.tensor([3, 20, 0, 7, 7, 23])
     found = target_scores(
@@ -33,7 +33,7 @@ def test_scores_are_those_of_the_real_columns(softcap, chunk_tokens):
     assert found.is_greedy.tolist() == [*(logits.argmax(1)[rows[:5]] == ids[:5]).tolist(), False]
 
 
-def test_the_lowest_of_equal_ids_is_greedy():
+def test_the_lowest_of_equal_ids_is_greedy() -> None:
     weight = torch.zeros(6, 2)
     weight[[2, 4]] = 1.0
     state = HiddenState(torch.ones(1, 2), weight)
@@ -45,7 +45,7 @@ def test_the_lowest_of_equal_ids_is_greedy():
     assert found.is_greedy.tolist() == [True, False]
 
 
-def test_no_row_and_a_row_that_is_not_finite():
+def test_no_row_and_a_row_that_is_not_finite() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     empty = HiddenState(torch.zeros(0, 2), torch.ones(4, 2))
     found = target_scores(empty, VocabShard(4, 0, 4), None, rows=nothing, ids=nothing)

@@ -10,7 +10,9 @@ from megatron_distill.ops import VocabShard
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 300), world=st.integers(1, 8), extra=st.integers(0, 40))
-def test_every_real_id_is_owned_once_and_padding_by_no_rank(size, world, extra):
+def test_every_real_id_is_owned_once_and_padding_by_no_rank(
+    size: int, world: int, extra: int
+) -> None:
     padded = (-(-size // world) + extra) * world
     shards = [VocabShard.for_rank(size, padded, rank, world) for rank in range(world)]
     ids = torch.arange(padded + 3)
@@ -25,7 +27,7 @@ def test_every_real_id_is_owned_once_and_padding_by_no_rank(size, world, extra):
         assert not shard.is_padding()[shard.local(owned)].any()
 
 
-def test_ids_of_other_shards_are_clamped_into_range():
+def test_ids_of_other_shards_are_clamped_into_range() -> None:
     shard = VocabShard(10, 4, 8)
     assert shard.local(torch.tensor([-100, 0, 4, 7, 9, 999])).tolist() == [0, 0, 0, 3, 3, 3]
     padded = VocabShard(10, 12, 16)
@@ -34,9 +36,13 @@ def test_ids_of_other_shards_are_clamped_into_range():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((0, 0, 4), "size is 0"), ((4, 3, 2), r"\[3, 2\)"), ((4, -1, 2), r"\[-1, 2\)")],
+    [
+        ((0, 0, 4), "size is 0"),
+        ((4, 3, 2), r"\[3, 2\)"),
+        ((4, -1, 2), r"\[-1, 2\)"),
+    ],
 )
-def test_impossible_shards_are_refused(arguments, message):
+def test_impossible_shards_are_refused(arguments: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VocabShard(*arguments)
 
@@ -49,6 +55,6 @@ def test_impossible_shards_are_refused(arguments, message):
         ((100, 104, 4, 4), "rank 4 is not one of 4"),
     ],
 )
-def test_impossible_splits_are_refused(arguments, message):
+def test_impossible_splits_are_refused(arguments: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VocabShard.for_rank(*arguments)

@@ -1,5 +1,7 @@
 """Models and runs that the tests of the planner share."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from megatron_distill.models.architecture import Architecture

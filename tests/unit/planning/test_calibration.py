@@ -1,5 +1,9 @@
 """A measurement of this machine is a device that plans, whatever its speed."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.cli import main
@@ -8,7 +12,9 @@ from tests.unit.commands.test_plan import RUN
 
 
 @pytest.mark.slow
-def test_the_measured_machine_plans_a_run(tmp_path, capsys):
+def test_the_measured_machine_plans_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, config = tmp_path / "mine.yaml", tmp_path / "run.yaml"
     assert main(["calibrate", "--output", str(file)]) == 0
     device = load_device(str(file))
@@ -21,7 +27,7 @@ def test_the_measured_machine_plans_a_run(tmp_path, capsys):
     assert "plan for 2 x " in capsys.readouterr().out
 
 
-def test_a_run_and_its_device_go_together(capsys):
+def test_a_run_and_its_device_go_together(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["calibrate", "--run", "runs/first"])
     assert end.value.code == 2

@@ -1,5 +1,9 @@
 """Devices as files: each shipped one is complete, a wrong one is an error that names the key."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.errors import ConfigError
@@ -16,12 +20,12 @@ NAMES = {
 }
 
 
-def test_the_shipped_devices_are_those_of_the_documentation():
+def test_the_shipped_devices_are_those_of_the_documentation() -> None:
     assert set(device_names()) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_device_has_its_name_and_the_peak_that_a_run_reports(name):
+def test_a_shipped_device_has_its_name_and_the_peak_that_a_run_reports(name: str) -> None:
     device = load_device(name)
     assert device.name == name
     known = peak_flops_per_second(NAMES[name], precision="bf16")
@@ -31,7 +35,7 @@ def test_a_shipped_device_has_its_name_and_the_peak_that_a_run_reports(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shares_grow_with_the_size_and_stay_below_one(name):
+def test_shares_grow_with_the_size_and_stay_below_one(name: str) -> None:
     device = load_device(name)
     for curve in (device.product_efficiency, device.memory_efficiency):
         sizes, shares = zip(*curve, strict=True)
@@ -40,14 +44,14 @@ def test_shares_grow_with_the_size_and_stay_below_one(name):
         assert 0 < shares[0] <= shares[-1] <= 1
 
 
-def test_a_share_is_linear_in_the_logarithm_of_the_size():
+def test_a_share_is_linear_in_the_logarithm_of_the_size() -> None:
     curve = ((1.0, 0.2), (100.0, 0.6))
     assert share(curve, 0.5) == 0.2
     assert share(curve, 10.0) == pytest.approx(0.4)
     assert share(curve, 1e6) == 0.6
 
 
-def test_a_device_survives_its_file(tmp_path):
+def test_a_device_survives_its_file(tmp_path: Path) -> None:
     device = load_device("h200").model_copy(update={"factors": {"loss": 1.25}})
     write_device(device, tmp_path / "mine.yaml")
     assert load_device(str(tmp_path / "mine.yaml")) == device
@@ -62,7 +66,9 @@ def test_a_device_survives_its_file(tmp_path):
         ("[", "not valid YAML"),
     ],
 )
-def test_a_wrong_file_is_an_error_that_names_file_and_key(tmp_path, change, message):
+def test_a_wrong_file_is_an_error_that_names_file_and_key(
+    tmp_path: Path, change: str, message: str
+) -> None:
     path = tmp_path / "mine.yaml"
     write_device(load_device("h200"), path)
     path.write_text(f"{path.read_text()}{change}\n")
@@ -71,12 +77,12 @@ def test_a_wrong_file_is_an_error_that_names_file_and_key(tmp_path, change, mess
     assert message in str(error.value)
 
 
-def test_an_unknown_device_is_an_error_with_the_known_ones():
+def test_an_unknown_device_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="a100-40gb, a100-80gb, b200, .*calibrate"):
         load_device("h100-96gb")
 
 
-def test_ranks_of_a_cpu_share_its_cores():
+def test_ranks_of_a_cpu_share_its_cores() -> None:
     fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 8}
     machine = Device.model_validate(fields | {"thread_efficiency": 0.75})
     four, sixteen = machine.shared_by(4), machine.shared_by(16)

@@ -1,5 +1,7 @@
 """Parts of a rank's memory that no recorded step shows, and several teachers."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from tests.unit.planning.shapes import llama, run_of
 DEVICE = load_device("h100-80gb")
 
 
-def test_the_forward_pass_of_a_wide_teacher_is_in_the_peak():
+def test_the_forward_pass_of_a_wide_teacher_is_in_the_peak() -> None:
     student = llama(2, 256, 512, 4, 4, vocab_size=4096)
     teacher = llama(8, 8192, 28_672, 64, 8, vocab_size=4096)
     run, layout = run_of(student, teacher=teacher), Layout()
@@ -31,7 +33,7 @@ def test_the_forward_pass_of_a_wide_teacher_is_in_the_peak():
     assert need.activations == without.activations
 
 
-def test_tensor_ranks_divide_a_forward_pass_but_for_the_input_of_a_layer():
+def test_tensor_ranks_divide_a_forward_pass_but_for_the_input_of_a_layer() -> None:
     shape = llama(8, 1024, 4096, 16, 16)
     one, two, split = (
         forward_bytes(shape, layout, 2, is_fused=True)
@@ -60,7 +62,9 @@ def choice_of(teacher_layers: tuple[int, ...], micro_batch_size: int) -> Choice:
 
 
 @pytest.mark.parametrize(("size", "math", "code"), [(1, 0.75, 0.25), (2, 0.9375, 0.4375)])
-def test_several_teachers_add_their_weights_and_the_time_of_what_they_run_on(size, math, code):
+def test_several_teachers_add_their_weights_and_the_time_of_what_they_run_on(
+    size: int, math: float, code: float
+) -> None:
     numbers = stage_numbers(SMALL, TWO, (2, 2))
     both = taught(SharedTeacher("math", MATH, 0.75), SharedTeacher("code", CODE, 0.25))
     runs = (run_of(SMALL, teacher=MATH), run_of(SMALL, teacher=CODE), both)
@@ -76,7 +80,7 @@ def test_several_teachers_add_their_weights_and_the_time_of_what_they_run_on(siz
     assert min(heads[:2]) < heads[2] < sum(heads[:2])
 
 
-def test_replicas_that_run_teachers_together_run_them_where_one_needs_them():
+def test_replicas_that_run_teachers_together_run_them_where_one_needs_them() -> None:
     shares = SharedTeacher("math", MATH, 0.5), SharedTeacher("code", CODE, 0.5)
     alone, joint = (
         teacher_seconds(taught(*shares, shards_teacher=sharded), choice_of((4, 4), 1), DEVICE)[0]
@@ -86,7 +90,7 @@ def test_replicas_that_run_teachers_together_run_them_where_one_needs_them():
     assert joint == pytest.approx(1.5 * alone)
 
 
-def test_a_mean_of_teachers_has_the_logits_of_all():
+def test_a_mean_of_teachers_has_the_logits_of_all() -> None:
     shares = SharedTeacher("math", MATH, 1.0), SharedTeacher("code", CODE, 1.0)
     numbers = stage_numbers(SMALL, TWO, (2, 2))
     one, mean = (

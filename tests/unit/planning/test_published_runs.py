@@ -5,6 +5,8 @@ and 5: four models, each with full recomputation, and with sequence parallelism 
 recomputation of attention. Attention still wrote its scores. Sequences have 2,048 tokens.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import pytest
@@ -82,13 +84,13 @@ def predicted(one: Published, *, full: bool) -> StepTime:
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("full", [True, False])
-def test_the_batch_time_is_within_ten_per_cent(name, full):
+def test_the_batch_time_is_within_ten_per_cent(name: str, full: bool) -> None:
     one = RUNS[name]
     measured = one.full if full else one.selective
     assert predicted(one, full=full).total == pytest.approx(measured, rel=0.10)
 
 
-def test_the_mean_error_is_below_five_per_cent():
+def test_the_mean_error_is_below_five_per_cent() -> None:
     errors = [
         abs(predicted(one, full=full).total / (one.full if full else one.selective) - 1)
         for one in RUNS.values()
@@ -97,7 +99,7 @@ def test_the_mean_error_is_below_five_per_cent():
     assert sum(errors) / len(errors) < 0.05
 
 
-def test_the_gain_of_selective_recomputation_is_the_published_one():
+def test_the_gain_of_selective_recomputation_is_the_published_one() -> None:
     for one in RUNS.values():
         gain = predicted(one, full=True).total / predicted(one, full=False).total
         assert gain == pytest.approx(one.full / one.selective, rel=0.06)

@@ -1,5 +1,7 @@
 """Memory of the recorded steps of every layout against the planner, without building a model."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 
@@ -23,7 +25,7 @@ def ranks_of(case: Case) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_states_are_exact_on_every_stage(name):
+def test_states_are_exact_on_every_stage(name: str) -> None:
     case = CASES[name]
     for measured, (lasting, _) in zip(ranks_of(case), planned_peaks(case, CPU), strict=True):
         there = sum(measured["persistent"].values())
@@ -33,7 +35,7 @@ def test_states_are_exact_on_every_stage(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_highest_peak_is_within_ten_per_cent_and_hardly_below(name):
+def test_the_highest_peak_is_within_ten_per_cent_and_hardly_below(name: str) -> None:
     case = CASES[name]
     peaks = [rank["peak"]["tensors"] for rank in ranks_of(case)]
     planned = [peak for _, peak in planned_peaks(case, CPU)]

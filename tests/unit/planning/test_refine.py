@@ -1,5 +1,7 @@
 """A run's log as a correction of a device: afterwards its phases are predicted as measured."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
@@ -46,7 +48,7 @@ def log(path: Path, steps: int, **changes: float) -> Path:
     return path
 
 
-def test_the_refined_device_predicts_the_measured_phases(tmp_path):
+def test_the_refined_device_predicts_the_measured_phases(tmp_path: Path) -> None:
     measured = read_steps(log(tmp_path / "metrics.jsonl", 9))
     assert measured.count == 6
     device = refined(DEVICE, RUN, CHOICE, measured, shared_by=64)
@@ -60,10 +62,10 @@ def test_the_refined_device_predicts_the_measured_phases(tmp_path):
     assert now == pytest.approx(measured.step, rel=0.01)
 
 
-def test_the_log_has_the_number_of_devices(tmp_path):
+def test_the_log_has_the_number_of_devices(tmp_path: Path) -> None:
     assert read_steps(log(tmp_path / "metrics.jsonl", 9)).devices(2.0) == 64
 
 
-def test_a_log_without_steps_is_an_error_that_names_it(tmp_path):
+def test_a_log_without_steps_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="metrics.jsonl: has no step"):
         read_steps(log(tmp_path / "metrics.jsonl", 3))

@@ -4,6 +4,8 @@
 own pass, inside the student's forward step, and on ranks of its own; what a trace holds.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -54,7 +56,7 @@ def chosen(layout: Layout, ranks: int, **changes: object) -> Choice:
         (Layout(8, 16), 4096),
     ],
 )
-def test_equal_stages_take_the_time_of_the_formula(layout, ranks):
+def test_equal_stages_take_the_time_of_the_formula(layout: Layout, ranks: int) -> None:
     run = run_of(global_batch_size=32 * ranks // layout.model_ranks)
     one = planned(run, chosen(layout, ranks), EVEN)
     timeline = simulate(run, one.choice, EVEN, one.time)
@@ -63,7 +65,7 @@ def test_equal_stages_take_the_time_of_the_formula(layout, ranks):
 
 
 @pytest.mark.parametrize("virtual", [None, 2, 4])
-def test_messages_between_stages_change_it_by_less_than_five_per_cent(virtual):
+def test_messages_between_stages_change_it_by_less_than_five_per_cent(virtual: int | None) -> None:
     run = run_of()
     one = planned(run, chosen(Layout(2, 4, virtual), 64), DEVICE)
     timeline = simulate(run, one.choice, DEVICE, one.time)
@@ -85,7 +87,7 @@ def with_teacher(layout: Layout, ranks: int, **changes: object) -> Planned:
 
 
 @pytest.mark.parametrize("layout", [Layout(8), Layout(8, 4), Layout(8, 4, 2)])
-def test_a_teacher_on_shared_ranks_adds_its_pass(layout):
+def test_a_teacher_on_shared_ranks_adds_its_pass(layout: Layout) -> None:
     one = with_teacher(layout, 64)
     timeline = simulate(run_of(teacher=TEACHER), one.choice, EVEN, one.time)
     assert timeline.seconds == pytest.approx(one.time.total, rel=0.02)
@@ -94,7 +96,7 @@ def test_a_teacher_on_shared_ranks_adds_its_pass(layout):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("own", [Layout(8), Layout(8, 2)])
-def test_a_teacher_ahead_on_its_own_ranks_hides_the_shorter_side(ahead, own):
+def test_a_teacher_ahead_on_its_own_ranks_hides_the_shorter_side(ahead: int, own: Layout) -> None:
     run = run_of(teacher=TEACHER, steps_ahead=ahead)
     base = with_teacher(Layout(8), 64, place="own ranks", teacher_layout=own, teacher_ranks=128)
     one = planned(run, base.choice, EVEN)
@@ -106,7 +108,7 @@ def test_a_teacher_ahead_on_its_own_ranks_hides_the_shorter_side(ahead, own):
         assert 0.5 * one.time.total < timeline.seconds <= 1.01 * one.time.total
 
 
-def test_an_order_has_every_pass_once_and_no_backward_before_its_forward():
+def test_an_order_has_every_pass_once_and_no_backward_before_its_forward() -> None:
     for rank in range(4):
         for order in (one_forward_one_backward(rank, 4, 8), interleaved_order(rank, 4, 3, 8)):
             assert len(set(order)) == len(order) == 2 * 8 * (3 if len(order) > 16 else 1)
@@ -115,14 +117,14 @@ def test_an_order_has_every_pass_once_and_no_backward_before_its_forward():
                     assert ("forward", micro_batch, chunk) in order[:index]
 
 
-def test_lanes_that_wait_for_each_other_are_an_error():
+def test_lanes_that_wait_for_each_other_are_an_error() -> None:
     first, second = Operation("forward", 0, 0, 0), Operation("forward", 0, 0, 1)
     lanes = [[Task(first, 1.0, ((second, 0.0),))], [Task(second, 1.0, ((first, 0.0),))]]
     with pytest.raises(ValueError, match="wait for one another"):
         walk(lanes)
 
 
-def test_a_trace_has_a_thread_per_stage_and_all_operations_in_microseconds():
+def test_a_trace_has_a_thread_per_stage_and_all_operations_in_microseconds() -> None:
     one = planned(run_of(), chosen(Layout(8, 4), 64), EVEN)
     timeline = simulate(run_of(), one.choice, EVEN, one.time)
     events = chrome_trace(timeline)["traceEvents"]
@@ -135,7 +137,7 @@ def test_a_trace_has_a_thread_per_stage_and_all_operations_in_microseconds():
     )
 
 
-def test_the_first_stage_waits_for_its_share_of_the_bubble():
+def test_the_first_stage_waits_for_its_share_of_the_bubble() -> None:
     run = run_of()
     one = planned(run, replace(chosen(Layout(8, 4), 64), layers=(8, 8, 8, 8)), EVEN)
     timeline = simulate(run, one.choice, EVEN, one.time)
@@ -145,7 +147,7 @@ def test_the_first_stage_waits_for_its_share_of_the_bubble():
     assert timeline.idle_share(0) == pytest.approx(expected, rel=1e-3)
 
 
-def test_stages_on_several_nodes_send_over_the_network():
+def test_stages_on_several_nodes_send_over_the_network() -> None:
     inside, between = (
         student_stages(run_of(), chosen(Layout(1, 2), ranks), DEVICE)[0].message
         for ranks in (8, 16)

@@ -1,5 +1,7 @@
 """The search over layouts: what fits, what is fastest, and why popular layouts are missing."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from itertools import pairwise
 
@@ -41,7 +43,7 @@ def ranking(shared: Search) -> Ranking:
     return shared.ranking(shown=3)
 
 
-def test_what_is_ranked_fits_runs_and_is_sorted(shared, ranking):
+def test_what_is_ranked_fits_runs_and_is_sorted(shared: Search, ranking: Ranking) -> None:
     assert len(ranking.fitting) > 10
     for one in ranking.fitting:
         choice = one.choice
@@ -54,7 +56,7 @@ def test_what_is_ranked_fits_runs_and_is_sorted(shared, ranking):
         assert fast.time.total <= slow.time.total
 
 
-def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking):
+def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking: Ranking) -> None:
     reasons = {one.name: one.reason for one in ranking.missing}
     assert reasons["TP1 PP1"].startswith("needs ")
     assert "teacher" in reasons["TP1 PP1"]
@@ -65,7 +67,7 @@ def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking):
         assert (tensor, pipeline) in shown or reasons[name]
 
 
-def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation():
+def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation() -> None:
     small = DEVICE.model_copy(update={"memory_gib": 40.0})
     large, less = (
         search(16, "none", device=device).ranking(shown=1).fitting for device in (DEVICE, small)
@@ -74,7 +76,7 @@ def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation():
     assert less[0].time.total >= large[0].time.total
 
 
-def test_nothing_fits_where_the_states_alone_are_too_large():
+def test_nothing_fits_where_the_states_alone_are_too_large() -> None:
     tiny = DEVICE.model_copy(update={"memory_gib": 3.0})
     place: TeacherPlace = "shared"
     one = search(8, place, device=tiny)
@@ -87,7 +89,7 @@ def test_nothing_fits_where_the_states_alone_are_too_large():
     assert "needs " in text
 
 
-def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student():
+def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student() -> None:
     best = search(16, "own ranks", global_batch_size=32).ranking(shown=1).fitting
     assert best
     for one in best:
@@ -97,7 +99,9 @@ def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student():
 
 
 @pytest.mark.parametrize(("tensor", "divides"), [(2, True), (4, False)])
-def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(tensor, *, divides):
+def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(
+    tensor: int, *, divides: bool
+) -> None:
     # A node of six: the student has tensor ranks for all of it.
     node = DEVICE.node.model_copy(update={"devices": 6})
     six, wanted = DEVICE.model_copy(update={"node": node}), {"student": 6, "teacher": tensor}
@@ -115,7 +119,7 @@ def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(tenso
     assert bool(found[True].fitting) == divides
 
 
-def test_the_nearest_layouts_keep_what_can_stay(ranking):
+def test_the_nearest_layouts_keep_what_can_stay(ranking: Ranking) -> None:
     found = ranking.fitting
     wanted = max(found, key=lambda one: one.choice.layout.tensor).choice
     ways = nearest(found, wanted, count=3)
@@ -126,7 +130,7 @@ def test_the_nearest_layouts_keep_what_can_stay(ranking):
     assert f"parallel.tensor={wanted.layout.tensor}" in settings(wanted)
 
 
-def test_the_keys_of_a_layout_take_back_another_recomputation(ranking):
+def test_the_keys_of_a_layout_take_back_another_recomputation(ranking: Ranking) -> None:
     none = next(one.choice for one in ranking.fitting if one.choice.recompute == "none")
     selective = replace(none, recompute="selective", modules=("mlp",))
     full = replace(none, recompute="full", recomputed_layers=2)
@@ -136,7 +140,7 @@ def test_the_keys_of_a_layout_take_back_another_recomputation(ranking):
     assert changed_settings(none, full) == ["train.recompute=none", "train.recompute_layers=null"]
 
 
-def test_a_report_has_every_table_and_the_break_even(shared, ranking):
+def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ranking) -> None:
     text = plan_report(
         shared.run,
         DEVICE,
@@ -154,7 +158,7 @@ def test_a_report_has_every_table_and_the_break_even(shared, ranking):
     assert max(map(len, text.splitlines())) < 400
 
 
-def test_recomputation_and_smaller_micro_batches_need_less():
+def test_recomputation_and_smaller_micro_batches_need_less() -> None:
     found = {}
     one = search(64, "none")
     for choice in one._choices(64, "none"):

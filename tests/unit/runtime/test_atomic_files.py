@@ -1,5 +1,7 @@
 """Files and folders that are written aside, and a file that is flushed while it is written."""
 
+from __future__ import annotations
+
 import errno
 import io
 import os
@@ -16,7 +18,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_is_replaced_whole(tmp_path):
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content in (b"first", b"second and longer"):
         replace_file(path, content)
@@ -24,7 +26,9 @@ def test_a_file_is_replaced_whole(tmp_path):
         assert names(tmp_path) == ["a.json"]
 
 
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.json"
     replace_file(path, b"first")
 
@@ -37,7 +41,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     assert path.read_bytes() == b"first"
 
 
-def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
+def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "a"
     with whole_folder(folder) as partial:
         (partial / "file").write_text("x")
@@ -47,7 +51,7 @@ def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
     assert (folder / "file").read_text() == "x"
 
 
-def test_a_failure_leaves_nothing(tmp_path):
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
         with whole_folder(tmp_path / "a") as partial:
             (partial / "file").write_text("x")
@@ -60,8 +64,8 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize(("replaces", "content"), [(False, "other"), (True, "ours")])
 def test_a_folder_that_came_meanwhile_stays_unless_it_is_to_be_replaced(
-    replaces, content, tmp_path
-):
+    replaces: bool, content: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "a"
     with whole_folder(folder, replaces=replaces) as partial:
         (partial / "file").write_text("ours")
@@ -71,7 +75,7 @@ def test_a_folder_that_came_meanwhile_stays_unless_it_is_to_be_replaced(
     assert names(tmp_path) == ["a"]
 
 
-def test_a_folder_that_is_in_the_way_and_not_whole_is_an_error(tmp_path):
+def test_a_folder_that_is_in_the_way_and_not_whole_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     (folder / "other").mkdir(parents=True)
     with (
@@ -82,7 +86,7 @@ def test_a_folder_that_is_in_the_way_and_not_whole_is_an_error(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_only_leftovers_of_a_dead_process_of_this_machine_are_removed(tmp_path):
+def test_only_leftovers_of_a_dead_process_of_this_machine_are_removed(tmp_path: Path) -> None:
     host = socket.gethostname()
     dead, alive = f"a.partial-{host}-99999999", f"a.partial-{host}-{os.getppid()}"
     elsewhere, other = "a.partial-another.machine-99999999", f"b.partial-{host}-99999999"
@@ -93,7 +97,7 @@ def test_only_leftovers_of_a_dead_process_of_this_machine_are_removed(tmp_path):
     assert names(tmp_path) == sorted(["a", alive, elsewhere, other])
 
 
-def test_the_temporary_folder_may_lie_elsewhere(tmp_path):
+def test_the_temporary_folder_may_lie_elsewhere(tmp_path: Path) -> None:
     working = tmp_path / "working"
     with whole_folder(tmp_path / "a", beside=working) as partial:
         assert partial.parent == working
@@ -101,7 +105,9 @@ def test_the_temporary_folder_may_lie_elsewhere(tmp_path):
     assert names(working) == []
 
 
-def test_content_written_in_many_parts_is_in_the_file(tmp_path, monkeypatch):
+def test_content_written_in_many_parts_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(atomic_files, "_FLUSH_BYTES", 1000)
     flushes: list[int] = []
     real = os.fdatasync
@@ -115,7 +121,9 @@ def test_content_written_in_many_parts_is_in_the_file(tmp_path, monkeypatch):
     assert raw.closed
 
 
-def test_a_failed_flush_is_raised_at_the_next_write_or_the_end(tmp_path, monkeypatch):
+def test_a_failed_flush_is_raised_at_the_next_write_or_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(atomic_files, "_FLUSH_BYTES", 10)
 
     def full(_: int) -> None:

@@ -22,7 +22,7 @@ def batch_of(rows: int, length: int) -> Batch:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shards_cover_the_sequence_and_share_the_causal_triangle(size):
+def test_shards_cover_the_sequence_and_share_the_causal_triangle(size: int) -> None:
     length = 24
     shards = [zigzag_index(length, rank=rank, size=size) for rank in range(size)]
     assert torch.cat(shards).sort().values.tolist() == list(range(length))
@@ -31,13 +31,13 @@ def test_shards_cover_the_sequence_and_share_the_causal_triangle(size):
     assert len(work) == 1, "some ranks attend to more pairs than others"
 
 
-def test_two_ranks_by_hand():
+def test_two_ranks_by_hand() -> None:
     assert zigzag_index(8, rank=0, size=2).tolist() == [0, 1, 6, 7]
     assert zigzag_index(8, rank=1, size=2).tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_trained_rows_are_the_places_that_a_mask_trains(size):
+def test_trained_rows_are_the_places_that_a_mask_trains(size: int) -> None:
     for rank in range(size):
         batch = batch_of(3, 16).context_shard(rank, size).with_trained_rows()
         assert batch.trained_rows_n is not None
@@ -47,7 +47,7 @@ def test_trained_rows_are_the_places_that_a_mask_trains(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_field_goes_with_its_position(size):
+def test_every_field_goes_with_its_position(size: int) -> None:
     whole = batch_of(2, 16)
     for rank in range(size):
         shard = whole.context_shard(rank, size)
@@ -60,24 +60,24 @@ def test_every_field_goes_with_its_position(size):
         assert shard.isolate_documents
 
 
-def test_a_shard_cannot_be_sharded_again():
+def test_a_shard_cannot_be_sharded_again() -> None:
     with pytest.raises(AssertionError, match="sharded already"):
         batch_of(1, 16).context_shard(0, 2).context_shard(0, 2)
 
 
-def test_a_length_that_does_not_divide_is_refused():
+def test_a_length_that_does_not_divide_is_refused() -> None:
     with pytest.raises(AssertionError):
         zigzag_index(18, rank=0, size=2)
 
 
-def test_moving_to_a_device_moves_every_tensor():
+def test_moving_to_a_device_moves_every_tensor() -> None:
     moved = batch_of(1, 4).to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 8
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_a_copy_on_a_device_is_read_on_the_host():
+def test_a_copy_on_a_device_is_read_on_the_host() -> None:
     batch = batch_of(2, 16).with_trained_rows()
     assert batch.on_host is batch
     assert batch.to("meta").on_host is batch

@@ -1,13 +1,16 @@
 """Signs of life of one rank, as another one counts them."""
 
+from __future__ import annotations
+
 import time
 
+import pytest
 import torch.distributed as dist
 
 from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, living, take_leave
 
 
-def test_looks_without_a_new_sign_are_counted_from_the_first_sign_to_the_leave():
+def test_looks_without_a_new_sign_are_counted_from_the_first_sign_to_the_leave() -> None:
     store = dist.HashStore()
     signs = SignsOfOne(store, 3)
     assert [signs.silent_looks() for _ in range(2)] == [0, 0]  # it has not begun
@@ -19,7 +22,7 @@ def test_looks_without_a_new_sign_are_counted_from_the_first_sign_to_the_leave()
     assert [signs.silent_looks() for _ in range(2)] == [0, 0]
 
 
-def test_ranks_that_give_a_sign_are_told_from_a_lost_one(monkeypatch):
+def test_ranks_that_give_a_sign_are_told_from_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     for rank in range(4):
         give_sign(store, rank)

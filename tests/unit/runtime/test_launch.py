@@ -1,5 +1,7 @@
 """Joining the world on GPUs: which device, in which order, and with which variables."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,7 +47,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     return done
 
 
-def test_the_device_is_set_before_anything_that_starts_cuda(gpus, monkeypatch):
+def test_the_device_is_set_before_anything_that_starts_cuda(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
     with joined_world(
@@ -60,14 +64,16 @@ def test_the_device_is_set_before_anything_that_starts_cuda(gpus, monkeypatch):
     assert gpus[3]["device_id"] == own
 
 
-def test_gloo_on_gpus_is_not_bound_to_one(gpus):
+def test_gloo_on_gpus_is_not_bound_to_one(gpus: list[Any]) -> None:
     with joined_world(device="cuda", backend="gloo", threads=None, timeout_seconds=TIMEOUT):
         pass
     assert gpus[-1]["device_id"] is None
 
 
 @pytest.mark.parametrize(("capability", "queues"), [(8, "1"), (9, "1"), (10, None), (None, None)])
-def test_kernels_share_a_queue_before_blackwell(gpus, monkeypatch, capability, queues):
+def test_kernels_share_a_queue_before_blackwell(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, capability: int | None, queues: str | None
+) -> None:
     monkeypatch.setattr(launch, "_compute_capability", lambda: capability)
     limit_queues()
     assert os.environ.get(QUEUES) == queues
@@ -77,7 +83,9 @@ def test_kernels_share_a_queue_before_blackwell(gpus, monkeypatch, capability, q
 
 
 @pytest.mark.parametrize("splits_layers", [False, True])
-def test_messages_beside_collectives_have_queues_of_their_own(gpus, monkeypatch, splits_layers):
+def test_messages_beside_collectives_have_queues_of_their_own(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, splits_layers: bool
+) -> None:
     monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
     monkeypatch.setattr(launch, "_bridge", lambda *_: None)
     store = dist.HashStore()
@@ -93,12 +101,12 @@ def test_messages_beside_collectives_have_queues_of_their_own(gpus, monkeypatch,
         assert os.environ[QUEUES] == "32"
 
 
-def test_without_the_drivers_library_no_capability_is_known():
+def test_without_the_drivers_library_no_capability_is_known() -> None:
     if torch.version.cuda is None:
         assert launch._compute_capability() is None
 
 
-def test_a_rank_may_see_its_own_gpu_alone(gpus, monkeypatch):
+def test_a_rank_may_see_its_own_gpu_alone(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(ConfigError, match="local rank 3 has no GPU of its own: torch sees 1"):
@@ -107,7 +115,9 @@ def test_a_rank_may_see_its_own_gpu_alone(gpus, monkeypatch):
     assert select_device(device="cuda", backend="auto").torch_device == torch.device("cuda", 0)
 
 
-def test_two_ranks_of_a_machine_with_one_gpu_are_refused(gpus, monkeypatch):
+def test_two_ranks_of_a_machine_with_one_gpu_are_refused(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     store = dist.HashStore()
     first = Launch(0, 2, store)
@@ -119,5 +129,5 @@ def test_two_ranks_of_a_machine_with_one_gpu_are_refused(gpus, monkeypatch):
         claim_device(select_device(device="cuda", backend="auto"), replace(first, rank=1))
 
 
-def test_a_world_is_joined_with_the_settings_of_a_run():
+def test_a_world_is_joined_with_the_settings_of_a_run() -> None:
     signature(joined_world).bind(**RuntimeConfig().of_world())

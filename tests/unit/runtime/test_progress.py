@@ -1,5 +1,7 @@
 """The reporter of progress."""
 
+from __future__ import annotations
+
 import io
 import re
 
@@ -29,7 +31,7 @@ def play(reporter: ProgressReporter, clock: Clock, last: int, seconds: float) ->
     reporter.close()
 
 
-def test_without_an_interval_a_line_comes_every_thirty_seconds():
+def test_without_an_interval_a_line_comes_every_thirty_seconds() -> None:
     lines: list[str] = []
     clock = Clock()
     reporter = ProgressReporter(
@@ -43,7 +45,9 @@ def test_without_an_interval_a_line_comes_every_thirty_seconds():
     ("columns", "shown", "left_out"),
     [(80, "14.8k tok/s  1.23 GB", "only in lines"), (50, "14.8k tok/s", "1.23 GB")],
 )
-def test_a_bar_has_the_figures_that_fit_its_terminal(columns, shown, left_out, monkeypatch):
+def test_a_bar_has_the_figures_that_fit_its_terminal(
+    columns: int, shown: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     terminal, clock = Terminal(), Clock()
     play(ProgressReporter(terminal, label="step", total=9, clock=clock), clock, 8, 2.0)
@@ -57,7 +61,7 @@ def test_a_bar_has_the_figures_that_fit_its_terminal(columns, shown, left_out, m
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
-def test_a_resumed_job_takes_its_pace_from_its_own_counts():
+def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
     stream, clock = io.StringIO(), Clock()
     reporter = ProgressReporter(stream, label="step", total=110, done=100, every=1, clock=clock)
     for step in range(101, 104):
@@ -70,5 +74,5 @@ def test_a_resumed_job_takes_its_pace_from_its_own_counts():
     ("value", "text"),
     [(4.0, "4.000"), (0.0001234, "0.0001234"), (1.2e-7, "1.200e-07"), (float("nan"), "nan")],
 )
-def test_a_small_loss_keeps_its_digits(value, text):
+def test_a_small_loss_keeps_its_digits(value: float, text: str) -> None:
     assert significant(value) == text

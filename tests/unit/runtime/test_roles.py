@@ -1,5 +1,7 @@
 """Roles of a launch, and its ranks' comparison before they start."""
 
+from __future__ import annotations
+
 import pytest
 import torch.distributed as dist
 
@@ -10,7 +12,7 @@ from megatron_distill.runtime.roles import Roles
 from tests.support.sample_configs import TAUGHT, load_tree
 
 
-def test_the_last_ranks_are_the_teacher():
+def test_the_last_ranks_are_the_teacher() -> None:
     roles = Roles(6, (("teacher", 2),))
     assert [roles.name(rank) for rank in (0, 3, 4, 5)] == [
         "student.0", "student.3", "teacher.0", "teacher.1",
@@ -19,7 +21,7 @@ def test_the_last_ranks_are_the_teacher():
     assert roles.names([1, 5]) == "student.1, teacher.1"
 
 
-def test_each_of_several_teachers_has_ranks_of_its_own():
+def test_each_of_several_teachers_has_ranks_of_its_own() -> None:
     roles = Roles(6, (("teachers.code", 1), ("teachers.math", 2)))
     assert (
         roles.names(range(2, 6)) == "student.2, teachers.code.0, teachers.math.0, teachers.math.1"
@@ -28,14 +30,14 @@ def test_each_of_several_teachers_has_ranks_of_its_own():
     assert roles.of(4) == roles.teacher("teachers.math")
 
 
-def test_without_a_teacher_ranks_have_numbers():
+def test_without_a_teacher_ranks_have_numbers() -> None:
     roles = Roles(20)
     assert roles.of(19) == roles.student
     assert roles.names([1]) == "rank 1"
     assert roles.names(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
-def test_a_rank_with_another_configuration_is_named(tmp_path):
+def test_a_rank_with_another_configuration_is_named(tmp_path) -> None:
     store = dist.HashStore()
     first, second = (Launch(rank, 2, store, (("teacher", 1),)) for rank in (0, 1))
     require_same_start(first, load_tree(tmp_path, TAUGHT))

@@ -1,5 +1,7 @@
 """Documents as lengths: bounds from ids, the pieces of a context rank, the keys of each query."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -9,14 +11,14 @@ from megatron_distill.runtime.segments import Segments, in_sequence_order
 BOUNDS = ((0, 5, 20, 32), (0, 1, 28, 32))
 
 
-def test_a_document_ends_where_the_id_changes():
+def test_a_document_ends_where_the_id_changes() -> None:
     ids = torch.tensor([[0, 0, 1, 2, 2, 2, -1, -1], [0] * 8])
     assert Segments.of_documents(ids).bounds == ((0, 2, 3, 6, 8), (0, 8))
     assert Segments.whole(2, 8).bounds == ((0, 8), (0, 8))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gathered_pieces_are_put_in_the_order_of_the_sequence(size):
+def test_gathered_pieces_are_put_in_the_order_of_the_sequence(size: int) -> None:
     length = 24
     ranks = torch.cat([zigzag_index(length, rank=rank, size=size) for rank in range(size)])
     assert in_sequence_order(ranks, size=size).tolist() == list(range(length))
@@ -24,7 +26,7 @@ def test_gathered_pieces_are_put_in_the_order_of_the_sequence(size):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 6])
-def test_every_query_sees_its_document_up_to_itself(size, window):
+def test_every_query_sees_its_document_up_to_itself(size: int, window: int | None) -> None:
     for rank in range(size):
         segments = Segments(BOUNDS).sharded(rank, size)
         index = zigzag_index(32, rank=rank, size=size).tolist()
@@ -43,7 +45,7 @@ def test_every_query_sees_its_document_up_to_itself(size, window):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_segments_cover_the_queries_of_a_rank_once(size):
+def test_segments_cover_the_queries_of_a_rank_once(size: int) -> None:
     for rank in range(size):
         segments = Segments(BOUNDS).sharded(rank, size)
         for sample in range(2):
@@ -56,7 +58,7 @@ def test_segments_cover_the_queries_of_a_rank_once(size):
             assert rows == list(range(32 // size))
 
 
-def test_packed_lengths_by_hand():
+def test_packed_lengths_by_hand() -> None:
     head, tail = Segments(BOUNDS).sharded(0, 2).to("cpu").packed
     assert (head.piece.start, head.piece.stop, tail.piece.start, tail.piece.stop) == (0, 8, 24, 32)
     assert head.first_keys == (0, 0)
@@ -70,7 +72,7 @@ def test_packed_lengths_by_hand():
     assert len(Segments(BOUNDS).sharded(1, 2).to("cpu").packed) == 1  # its pieces are adjacent
 
 
-def test_a_layer_asks_once_for_what_its_kernel_derives():
+def test_a_layer_asks_once_for_what_its_kernel_derives() -> None:
     segments, made = Segments(BOUNDS), []
     for _ in range(2):
         assert segments.derived("key", lambda: made.append(1) or len(made)) == 1

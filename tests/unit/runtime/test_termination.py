@@ -1,5 +1,7 @@
 """What a termination signal does to work in progress, whatever the work makes of it."""
 
+from __future__ import annotations
+
 import os
 import signal
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ def interrupt(number: signal.Signals = signal.SIGINT) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_interrupts_and_the_second_is_ignored(number):
+def test_the_first_signal_interrupts_and_the_second_is_ignored(number: signal.Signals) -> None:
     def work() -> None:
         with interruption:
             try:
@@ -37,7 +39,7 @@ def test_the_first_signal_interrupts_and_the_second_is_ignored(number):
     assert interruption.status == 128 + number
 
 
-def test_an_error_after_a_swallowed_interruption_is_the_interruption():
+def test_an_error_after_a_swallowed_interruption_is_the_interruption() -> None:
     """As where torch hands it to the other ranks, and these have left by then."""
 
     def work() -> None:
@@ -53,14 +55,14 @@ def test_an_error_after_a_swallowed_interruption_is_the_interruption():
     assert interruption.status == 130
 
 
-def test_without_a_signal_an_error_is_itself_and_the_handlers_come_back():
+def test_without_a_signal_an_error_is_itself_and_the_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(RuntimeError, match="broken"), Interruption():
         raise RuntimeError("broken")
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_request_is_remembered_and_the_work_goes_on():
+def test_a_request_is_remembered_and_the_work_goes_on() -> None:
     with TerminationRequest() as termination:
         assert not termination.received
         interrupt(signal.SIGTERM)
@@ -68,7 +70,7 @@ def test_a_request_is_remembered_and_the_work_goes_on():
     assert termination.signal_number == signal.SIGTERM
 
 
-def test_an_interruption_is_known_from_its_signal_on():
+def test_an_interruption_is_known_from_its_signal_on() -> None:
     before = was_interrupted()
     with suppress(KeyboardInterrupt), Interruption():
         interrupt()

@@ -100,7 +100,7 @@ def assert_gone(ranks: list[psutil.Process]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_every_rank_save_and_leave(tmp_path, number):
+def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) -> None:
     parent = start(tmp_path, "listen")
     ranks = rank_processes(tmp_path)
     # As a terminal does: to the whole group of the foreground.
@@ -113,7 +113,7 @@ def test_a_signal_lets_every_rank_save_and_leave(tmp_path, number):
     assert_gone(ranks)
 
 
-def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path):
+def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
     parent = start(tmp_path, "ignoring")
     ranks = rank_processes(tmp_path)
     parent.send_signal(signal.SIGINT)
@@ -124,7 +124,7 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path):
     assert_gone(ranks)
 
 
-def test_several_signals_of_a_scheduler_are_one_request(tmp_path):
+def test_several_signals_of_a_scheduler_are_one_request(tmp_path: Path) -> None:
     parent = start(tmp_path, "listen", parent=SCHEDULED)
     ranks = rank_processes(tmp_path)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
@@ -137,7 +137,7 @@ def test_several_signals_of_a_scheduler_are_one_request(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path):
+def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
     parent = start(tmp_path, "ignoring", grace_seconds=0.5)
     ranks = rank_processes(tmp_path)
     parent.send_signal(signal.SIGTERM)
@@ -147,7 +147,7 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path):
+def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path: Path) -> None:
     parent = start(tmp_path, "abandon")
     ranks = rank_processes(tmp_path)
     printed, _ = parent.communicate(timeout=PATIENCE)
@@ -155,7 +155,7 @@ def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path):
     assert_gone(ranks)
 
 
-def test_the_childs_status_environment_and_handlers_come_back():
+def test_the_childs_status_environment_and_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     program = "import os, sys; sys.exit(int(os.environ['STATUS']))"
     outcome = run_child([sys.executable, "-c", program], environment={**os.environ, "STATUS": "3"})
@@ -163,7 +163,7 @@ def test_the_childs_status_environment_and_handlers_come_back():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_the_command_is_torchrun_by_this_python_with_a_port_of_its_own():
+def test_the_command_is_torchrun_by_this_python_with_a_port_of_its_own() -> None:
     command = torchrun_command("launch/x.py", ["--config", "a b.yaml"], processes=4)
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert "--standalone" in command
@@ -171,6 +171,8 @@ def test_the_command_is_torchrun_by_this_python_with_a_port_of_its_own():
 
 
 @pytest.mark.parametrize(("cores", "processes", "threads"), [(2, 4, 1), (16, 4, 4), (7, 2, 3)])
-def test_threads_use_each_core_once(cores, processes, threads, monkeypatch):
+def test_threads_use_each_core_once(
+    cores: int, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron_distill.runtime.torchrun.available_cores", lambda: cores)
     assert threads_per_process(processes) == threads

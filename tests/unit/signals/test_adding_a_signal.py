@@ -1,5 +1,7 @@
 """The kind of signal of docs/extending/adding_a_signal.md, in both losses and on shards."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
 from megatron_distill.ops import VocabShard
+from tests.distributed.pool import Pool
 
 PAGE = Path(__file__).parents[3] / "docs" / "extending" / "adding_a_signal.md"
 TOKENS, VOCAB = 6, 48
@@ -39,7 +42,7 @@ def definition(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
     return -chosen.logsumexp(1)
 
 
-def test_value_and_gradient_are_those_of_the_definition():
+def test_value_and_gradient_are_those_of_the_definition() -> None:
     ids, counted = accepted_ids()
     signal = page_names()["Accepted"](ids, counted)
     logits = torch.randn(TOKENS, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
@@ -55,7 +58,7 @@ def test_value_and_gradient_are_those_of_the_definition():
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_a_term_that_it_is_not_defined_for_is_named():
+def test_a_term_that_it_is_not_defined_for_is_named() -> None:
     signal = page_names()["Accepted"](*accepted_ids())
     with pytest.raises(ValueError, match="reverse_kl is not defined on accepted ids"):
         token_divergence(torch.zeros(TOKENS, VOCAB), signal, divergence="reverse_kl")
@@ -91,6 +94,6 @@ def on_shards(rank: int, world: int) -> tuple[float, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_objective_on_shards_is_that_of_the_definition(pool, world):
+def test_the_objective_on_shards_is_that_of_the_definition(pool: Pool, world: int) -> None:
     for total, expected in pool.run(world, on_shards):
         assert total == pytest.approx(float(expected), rel=1e-9)

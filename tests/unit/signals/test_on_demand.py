@@ -1,5 +1,7 @@
 """Signals that are computed when they are asked for."""
 
+from __future__ import annotations
+
 import weakref
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from megatron_distill.signals import DenseLogits, OnDemand
 
 
-def test_one_signal_is_held_at_a_time():
+def test_one_signal_is_held_at_a_time() -> None:
     alive: list[weakref.ref[DenseLogits]] = []
 
     def compute(number: int) -> DenseLogits:
@@ -25,7 +27,7 @@ def test_one_signal_is_held_at_a_time():
     assert len(alive) == 4
 
 
-def test_a_list_holds_all_of_them():
+def test_a_list_holds_all_of_them() -> None:
     computed: list[int] = []
 
     def compute(number: int) -> int:

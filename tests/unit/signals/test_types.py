@@ -8,7 +8,7 @@ import torch
 from megatron_distill.signals import DenseLogits, HiddenState
 
 
-def test_well_formed_signals_are_frozen():
+def test_well_formed_signals_are_frozen() -> None:
     signal = HiddenState(torch.zeros(2, 3), torch.zeros(5, 3), 30.0, 0.5)
     assert (signal.logit_softcap, signal.logit_scale) == (30.0, 0.5)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -24,7 +24,7 @@ def test_well_formed_signals_are_frozen():
         (torch.zeros(2, 3, dtype=torch.long), "DenseLogits.logits is torch.int64"),
     ],
 )
-def test_logits_are_a_floating_point_matrix(logits, message):
+def test_logits_are_a_floating_point_matrix(logits: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DenseLogits(logits)
 
@@ -41,6 +41,8 @@ def test_logits_are_a_floating_point_matrix(logits, message):
         (torch.zeros(2, 3), torch.zeros(5, 3), {"logit_scale": float("nan")}, "scale is nan"),
     ],
 )
-def test_hidden_states_and_heads_belong_together(hidden, weight, factors, message):
+def test_hidden_states_and_heads_belong_together(
+    hidden: torch.Tensor, weight: torch.Tensor, factors: dict[str, float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         HiddenState(hidden, weight, **factors)

@@ -1,5 +1,7 @@
 """Codecs and layout: what comes back is what went in, to the bit or within a bound."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +42,7 @@ def equal(one: SampleRecord, other: SampleRecord) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
-def test_ids_of_every_vocabulary_come_back(vocab_size):
+def test_ids_of_every_vocabulary_come_back(vocab_size: int) -> None:
     planes = id_planes(vocab_size)
     assert planes == PLANES[vocab_size]
     edges = [0, 1, 65_535, 65_536, 131_071, 131_072, vocab_size - 1]
@@ -56,7 +58,7 @@ def test_ids_of_every_vocabulary_come_back(vocab_size):
     ("vocab_size", "codec"),
     [(32_000, "u8"), (65_537, "f16"), (131_073, "f32"), (131_073, "u8"), (262_144, "f32")],
 )
-def test_a_record_comes_back(vocab_size, codec):
+def test_a_record_comes_back(vocab_size: int, codec: str) -> None:
     wanted = settings(vocab_size=vocab_size, codec=codec, k=13)
     record = made_up(5, wanted)
     found = unpack(pack(record, wanted, UID))
@@ -74,7 +76,7 @@ def test_a_record_comes_back(vocab_size, codec):
 
 
 @pytest.mark.parametrize("codec", ["f16", "u8"])
-def test_decoded_probabilities_and_tail_sum_to_one(codec):
+def test_decoded_probabilities_and_tail_sum_to_one(codec: str) -> None:
     wanted = settings(codec=codec, k=64, sequence_length=500)
     entries = unpack(pack(made_up(1, wanted), wanted, UID)).entries
     mass = np.exp(entries.log_probs_SK, dtype=np.float64).sum(1)
@@ -83,7 +85,7 @@ def test_decoded_probabilities_and_tail_sum_to_one(codec):
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_a_codec_keeps_within_its_bound(codec):
+def test_a_codec_keeps_within_its_bound(codec: str) -> None:
     rng = np.random.default_rng(0)
     values = power_law(rng, 2000, 64)
     ids = np.tile(np.arange(64, dtype=np.int32), (2000, 1))
@@ -96,7 +98,7 @@ def test_a_codec_keeps_within_its_bound(codec):
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_extreme_rows(codec):
+def test_extreme_rows(codec: str) -> None:
     wanted = settings(codec=codec, k=3, sequence_length=4)
     values = np.array(
         [[0.0, -200.0, -1e5], [-1.0986123] * 3, [-1e-7, -17, -88], [-11.7, -11.7, -11.7]],
@@ -123,7 +125,7 @@ def ragged(record: SampleRecord, mass: float) -> SampleRecord:
 
 
 @pytest.mark.parametrize(("codec", "k"), [("f32", 20), ("f16", 300), ("u8", 20), ("u8", 300)])
-def test_rows_of_unequal_length_come_back(codec, k):
+def test_rows_of_unequal_length_come_back(codec: str, k: int) -> None:
     wanted = settings(codec=codec, k=k, top_p=0.9, sequence_length=200)
     record = ragged(made_up(2, wanted), 0.9)
     packed = pack(record, wanted, UID)
@@ -139,7 +141,7 @@ def test_rows_of_unequal_length_come_back(codec, k):
     assert np.abs(error).max() < 0.02
 
 
-def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it():
+def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it() -> None:
     wanted = settings(codec="f32", k=30, sequence_length=100)
     whole, cut = made_up(4, wanted).entries, ragged(made_up(4, wanted), 0.8).entries
     p = np.exp(whole.log_probs_SK, dtype=np.float64)
@@ -153,7 +155,9 @@ def test_a_cut_by_mass_keeps_the_shortest_head_that_reaches_it():
 @pytest.mark.parametrize(
     ("codec", "top_p"), [("f32", None), ("f32", 0.9), ("f16", None), ("u8", 0.9)]
 )
-def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(codec, top_p):
+def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(
+    codec: str, top_p: float | None
+) -> None:
     wanted = settings(codec=codec, k=40, top_p=top_p, sequence_length=100)
     record = made_up(6, wanted) if top_p is None else ragged(made_up(6, wanted), 0.9)
     packed = pack(record, wanted, UID)
@@ -172,7 +176,7 @@ def test_a_smaller_k_is_a_prefix_and_the_tail_gets_the_rest(codec, top_p):
     assert unpack(packed, 40).entries.log_probs_SK.tobytes() == whole.log_probs_SK.tobytes()
 
 
-def test_a_prefix_keeps_a_tiny_dropped_mass():
+def test_a_prefix_keeps_a_tiny_dropped_mass() -> None:
     wanted = settings(codec="f32", k=4, sequence_length=2)
     values = np.array([[0.0, -100.0, -200.0, -1e4]] * 2, np.float32)
     entries = TopKEntries(
@@ -188,7 +192,7 @@ def test_a_prefix_keeps_a_tiny_dropped_mass():
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_decoded_records_can_be_stored_again(codec):
+def test_decoded_records_can_be_stored_again(codec: str) -> None:
     wanted = settings(codec=codec, k=20, sequence_length=50)
     once = unpack(pack(made_up(8, wanted), wanted, UID))
     twice = unpack(pack(once, wanted, UID))
@@ -197,7 +201,7 @@ def test_decoded_records_can_be_stored_again(codec):
 
 
 @pytest.mark.parametrize("sample_id", [2, 5])
-def test_a_record_with_a_student_s_tokens_comes_back(sample_id):
+def test_a_record_with_a_student_s_tokens_comes_back(sample_id: int) -> None:
     wanted = settings(codec="f32", student_length=23)
     student = student_tokens(sample_id, wanted)
     record = replace(made_up(sample_id, wanted), student=student)
@@ -219,7 +223,7 @@ def test_a_record_with_a_student_s_tokens_comes_back(sample_id):
             require_record(content, settings=settings_)
 
 
-def test_chunks_out_of_order_are_refused():
+def test_chunks_out_of_order_are_refused() -> None:
     wanted = settings(student_length=23)
     student = student_tokens(1, wanted)
     turned = replace(student, chunks_W1=student.chunks_W1[::-1].copy())

@@ -1,5 +1,7 @@
 """Reading believes nothing: every damage is a StoreError that names the shard and the sample."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
@@ -42,7 +44,7 @@ def repair(folder: Path) -> str:
     return f"run `python tools/teacher_store.py repair {folder}`, then the capture again"
 
 
-def test_300_flipped_bits_of_a_record_are_all_found():
+def test_300_flipped_bits_of_a_record_are_all_found() -> None:
     packed = pack(made_up(1, settings()), settings(), UID)
     rng = np.random.default_rng(0)
     for bit in rng.choice(8 * len(packed), 300, replace=False).tolist():
@@ -53,13 +55,13 @@ def test_300_flipped_bits_of_a_record_are_all_found():
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 127, 128, 129, 400, -9, -8, -1])
-def test_a_record_that_is_cut_off_is_found(length):
+def test_a_record_that_is_cut_off_is_found(length: int) -> None:
     packed = pack(made_up(1, settings()), settings(), UID)
     with pytest.raises(StoreError, match="damaged|cut off"):
         unpack(packed[:length])
 
 
-def test_300_flipped_bits_of_a_shard_are_all_found_or_harmless(store):
+def test_300_flipped_bits_of_a_shard_are_all_found_or_harmless(store: Path) -> None:
     path, intact = store / SHARD, read_all(store)
     original = path.read_bytes()
     # Where the file is not the container's padding.
@@ -82,7 +84,7 @@ def test_300_flipped_bits_of_a_shard_are_all_found_or_harmless(store):
 
 
 @pytest.mark.slow
-def test_300_flipped_bits_anywhere_are_all_found_by_verify(store):
+def test_300_flipped_bits_anywhere_are_all_found_by_verify(store: Path) -> None:
     original = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
     names = sorted(original)
     rng = np.random.default_rng(2)
@@ -100,7 +102,7 @@ def test_300_flipped_bits_anywhere_are_all_found_by_verify(store):
     assert verify(store).problems == ()
 
 
-def test_a_shard_cut_off_at_any_length_is_found(store):
+def test_a_shard_cut_off_at_any_length_is_found(store: Path) -> None:
     path = store / SHARD
     original = path.read_bytes()
     for length in (0, 1, 100, 5000, 65_535, 65_536, 65_600, 131_000, len(original) - 1):
@@ -112,12 +114,12 @@ def test_a_shard_cut_off_at_any_length_is_found(store):
             assert f"{path}: cut off, not closed" in refusal(store)
 
 
-def test_a_missing_shard_is_named(store):
+def test_a_missing_shard_is_named(store: Path) -> None:
     (store / SHARD).unlink()
     assert refusal(store) == f"{store / SHARD}: missing (sample 4); {repair(store)}"
 
 
-def test_swapped_shards_are_found(store):
+def test_swapped_shards_are_found(store: Path) -> None:
     first, second = store / "shards/logits-000000.array_record", store / SHARD
     kept = first.read_bytes()
     first.write_bytes(second.read_bytes())
@@ -125,7 +127,7 @@ def test_swapped_shards_are_found(store):
     assert f"{first}: sample 0: contains sample 4: shards or records are swapped" in refusal(store)
 
 
-def test_a_duplicated_shard_is_found(store):
+def test_a_duplicated_shard_is_found(store: Path) -> None:
     second = store / SHARD
     shutil.copyfile(store / "shards/logits-000000.array_record", second)
     assert f"{second}: sample 4: contains sample 0" in refusal(store)
@@ -135,7 +137,7 @@ def test_a_duplicated_shard_is_found(store):
 
 
 @pytest.mark.parametrize("name", [SHARD, "shards/logits-000001.json", "manifest.json", "plan.json"])
-def test_a_file_of_another_store_is_found(tmp_path, store, name):
+def test_a_file_of_another_store_is_found(tmp_path: Path, store: Path, name: str) -> None:
     write_store(tmp_path / "other", settings(), teacher="sha256:dd")
     shutil.copyfile(tmp_path / "other" / name, store / name)
     if name == SHARD:
@@ -177,24 +179,24 @@ def with_token(content: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_a_record_of_another_version_is_found(store):
+def test_a_record_of_another_version_is_found(store: Path) -> None:
     path = rewrite_record(store, with_version)
     assert f"{path}: sample 5: version 3 of the record format" in refusal(store)
 
 
-def test_tokens_that_do_not_match_their_digest_are_found(store):
+def test_tokens_that_do_not_match_their_digest_are_found(store: Path) -> None:
     path = rewrite_record(store, with_token)
     assert f"{path}: sample 5: damaged: the tokens do not match" in refusal(store)
 
 
-def test_a_record_of_other_settings_is_found(store):
+def test_a_record_of_other_settings_is_found(store: Path) -> None:
     uid = begin(store, settings()).plan.uid
     other = settings(k=7)
     path = rewrite_record(store, lambda _: pack(made_up(5, other), other, uid))
     assert f"{path}: sample 5: damaged: the header does not match the plan" in refusal(store)
 
 
-def test_a_shard_with_too_few_records_is_found(store):
+def test_a_shard_with_too_few_records_is_found(store: Path) -> None:
     path = store / SHARD
     writer = RecordFileWriter(path, named=path)
     writer.write(b"x")
@@ -203,7 +205,7 @@ def test_a_shard_with_too_few_records_is_found(store):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
-def test_a_file_of_another_version_is_refused(store, name):
+def test_a_file_of_another_version_is_refused(store: Path, name: str) -> None:
     value = json.loads((store / name).read_text())
     value["version"] = 2
     del value["seal"]
@@ -212,7 +214,7 @@ def test_a_file_of_another_version_is_refused(store, name):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
-def test_an_edited_or_broken_file_is_refused(store, name):
+def test_an_edited_or_broken_file_is_refused(store: Path, name: str) -> None:
     path = store / name
     text = path.read_text()
     path.write_text(text.replace('"k": 8', '"k": 9'))
@@ -225,7 +227,7 @@ def test_an_edited_or_broken_file_is_refused(store, name):
     assert f"{path}: damaged" in refusal(store)
 
 
-def test_a_sealed_plan_of_wrong_values_is_refused(store):
+def test_a_sealed_plan_of_wrong_values_is_refused(store: Path) -> None:
     path = store / "plan.json"
     whole = json.loads(path.read_text())
     del whole["seal"]
@@ -264,7 +266,9 @@ def test_a_sealed_plan_of_wrong_values_is_refused(store):
         ({"sequence_length": 8}, "its sequence_length is 16, this run's 8; set the sequence"),
     ],
 )
-def test_a_store_of_another_identity_is_refused(store, expected, text):
+def test_a_store_of_another_identity_is_refused(
+    store: Path, expected: dict[str, object], text: str
+) -> None:
     with pytest.raises(StoreError) as caught:
         StoreReader.open(store, **expected)  # type: ignore[arg-type]
     assert str(caught.value).startswith(f"{store}: {text}")
@@ -274,7 +278,7 @@ def test_a_store_of_another_identity_is_refused(store, expected, text):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "of another shard", "resealed"])
-def test_a_damaged_sidecar_is_found_when_a_store_is_opened(store, damage):
+def test_a_damaged_sidecar_is_found_when_a_store_is_opened(store: Path, damage: str) -> None:
     path = store / "shards/logits-000002.json"
     content = path.read_bytes()
     value = json.loads(content)
@@ -297,14 +301,14 @@ def test_a_damaged_sidecar_is_found_when_a_store_is_opened(store, damage):
     assert read_all(store)
 
 
-def test_other_folders_are_refused(tmp_path):
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"not a teacher store \(no plan\.json\)"):
         StoreReader.open(tmp_path)
     with pytest.raises(StoreError, match="no teacher store found"):
         StoreSet.open([f"{tmp_path}/*"])
 
 
-def test_capabilities_are_asked_for_beforehand(store):
+def test_capabilities_are_asked_for_beforehand(store: Path) -> None:
     with StoreReader.open(store) as reader:
         reader.require(support="tail", k=8, temperatures=[1.0])
         reader.require(support="renormalized", k=3, temperatures=[2.0])
@@ -316,7 +320,7 @@ def test_capabilities_are_asked_for_beforehand(store):
             reader.require(support="tail", temperatures=[2.0])
 
 
-def test_a_forked_child_opens_files_anew(store):
+def test_a_forked_child_opens_files_anew(store: Path) -> None:
     with StoreReader.open(store) as reader:
         expected = reader.packed(3)
         child = os.fork()
@@ -326,7 +330,7 @@ def test_a_forked_child_opens_files_anew(store):
         assert reader.packed(3) == expected
 
 
-def test_several_stores_are_read_as_one(tmp_path):
+def test_several_stores_are_read_as_one(tmp_path: Path) -> None:
     wanted = settings(codec="f32")
     for name, samples in (("b", 3), ("a", 5)):
         writer = begin(tmp_path / name, wanted, samples=samples, dataset=f"sha256:{name}")

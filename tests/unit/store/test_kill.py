@@ -1,5 +1,7 @@
 """A writer that is killed or out of disk leaves whole shards, and the next one writes the rest."""
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import signal
@@ -78,7 +80,9 @@ def resume(folder: Path, wanted: CaptureSettings, **sizes: int) -> None:
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_writer_killed_at_any_step_is_resumed_to_the_same_bytes(tmp_path, server, stride):
+def test_a_writer_killed_at_any_step_is_resumed_to_the_same_bytes(
+    tmp_path: Path, server: ForkServerContext, stride: int
+) -> None:
     write_store(tmp_path / "undisturbed", settings(), **SAMPLES)
     expected = contents(tmp_path / "undisturbed")
     counted = server.Value("i", 0)
@@ -111,7 +115,9 @@ def write_some(folder: Path, shards: list[int]) -> None:
     begin(folder, settings(), samples=16, per_shard=2).holes()
 
 
-def test_processes_that_start_together_write_one_store(tmp_path, server):
+def test_processes_that_start_together_write_one_store(
+    tmp_path: Path, server: ForkServerContext
+) -> None:
     write_store(tmp_path / "one", settings(), samples=16, per_shard=2)
     for trial in range(2):
         folder = tmp_path / f"together{trial}"
@@ -134,7 +140,9 @@ def big() -> CaptureSettings:
     return settings(k=64, sequence_length=1024)
 
 
-def test_a_disk_that_fills_up_costs_no_committed_shard(tmp_path, small_disk):
+def test_a_disk_that_fills_up_costs_no_committed_shard(
+    tmp_path: Path, small_disk: Callable[[str], Path]
+) -> None:
     wanted = big()
     write_store(tmp_path / "undisturbed", wanted, samples=6, per_shard=2)
     expected = contents(tmp_path / "undisturbed")
@@ -161,7 +169,7 @@ def test_a_disk_that_fills_up_costs_no_committed_shard(tmp_path, small_disk):
 
 
 @pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace", "os.write"])
-def test_an_error_of_the_disk_at_a_later_step_is_reported(tmp_path, step):
+def test_an_error_of_the_disk_at_a_later_step_is_reported(tmp_path: Path, step: str) -> None:
     writer = begin(tmp_path, settings())
     full = OSError(28, "No space left on device")
     with (

@@ -1,5 +1,7 @@
 """Every kind of entries: a blank record fits the plan, survives packing, and gives a signal."""
 
+from __future__ import annotations
+
 from typing import get_args
 
 import numpy as np
@@ -22,7 +24,7 @@ def blank(wanted: CaptureSettings) -> SampleRecord:
 
 @pytest.mark.parametrize("k", [1, 300])
 @pytest.mark.parametrize("mode", KINDS)
-def test_a_blank_record_fits_the_plan_and_comes_back_from_its_bytes(mode, k):
+def test_a_blank_record_fits_the_plan_and_comes_back_from_its_bytes(mode: str, k: int) -> None:
     seed = 1 if KINDS[mode].needs_seed else None
     wanted = settings(mode=mode, k=k, sequence_length=17, sampling_seed=seed, codec="f32")
     record = blank(wanted)
@@ -40,7 +42,7 @@ def test_a_blank_record_fits_the_plan_and_comes_back_from_its_bytes(mode, k):
 
 
 @pytest.mark.parametrize("mode", KINDS)
-def test_counts_and_repetitions_follow_the_ids_that_are_used(mode):
+def test_counts_and_repetitions_follow_the_ids_that_are_used(mode: str) -> None:
     seed = 1 if KINDS[mode].needs_seed else None
     wanted = settings(mode=mode, k=3, sampling_seed=seed)
     record = blank(wanted)
@@ -53,5 +55,5 @@ def test_counts_and_repetitions_follow_the_ids_that_are_used(mode):
     assert totals.positions < len(counts) == len(ids)
 
 
-def test_the_schema_has_the_modes_of_the_table():
+def test_the_schema_has_the_modes_of_the_table() -> None:
     assert get_args(StoreConfig.model_fields["mode"].annotation) == tuple(KINDS)

@@ -1,5 +1,7 @@
 """The bytes are those that docs/internals/store_format.md describes, read here number by number."""
 
+from __future__ import annotations
+
 import hashlib
 import re
 import struct
@@ -44,7 +46,7 @@ def header_of_the_document() -> list[tuple[int, int, str]]:
     return [(int(offset), int(size), kind) for offset, size, kind in rows]
 
 
-def test_the_header_of_the_document_is_without_gaps():
+def test_the_header_of_the_document_is_without_gaps() -> None:
     rows = header_of_the_document()
     assert len(rows) == 21
     ends = [offset + size for offset, size, _ in rows]
@@ -89,7 +91,7 @@ def read_top_k(packed: bytes, codec: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
 @pytest.mark.parametrize("top_p", [None, 0.8])
-def test_a_record_reads_as_documented(codec, top_p):
+def test_a_record_reads_as_documented(codec: str, top_p: float | None) -> None:
     wanted = settings(codec=codec, top_p=top_p, k=9, sequence_length=21)
     record = made_up(77, wanted) if top_p is None else cut_to_mass(made_up(77, wanted), top_p)
     packed = pack(record, wanted, UID)
@@ -126,7 +128,7 @@ def require_header(packed: bytes, record: SampleRecord, codec: str, *, ragged: b
     assert plain.at(124, "u32") == zlib.crc32(packed[:124])
 
 
-def test_a_student_s_tokens_read_as_documented():
+def test_a_student_s_tokens_read_as_documented() -> None:
     wanted = settings(k=9, sequence_length=21, student_length=30)
     student = student_tokens(77, wanted)
     packed = pack(replace(made_up(77, wanted), student=student), wanted, UID)
@@ -148,7 +150,7 @@ def test_a_student_s_tokens_read_as_documented():
     assert packed[92:124] == bytes(32)
 
 
-def test_draws_read_as_documented():
+def test_draws_read_as_documented() -> None:
     wanted = settings(mode="sampled", k=9, sampling_seed=0, sequence_length=21, codec="f32")
     record = made_up(4, wanted)
     packed = pack(record, wanted, UID)
@@ -167,7 +169,7 @@ def test_draws_read_as_documented():
     assert plain.take("u16", entries) == (record.entries.ids_SM[drawn] & 0xFFFF).tolist()
 
 
-def test_temperatures_follow_the_tail():
+def test_temperatures_follow_the_tail() -> None:
     wanted = settings(codec="f16", temperatures=(0.5, 2.0), k=4, sequence_length=5)
     record = made_up(0, replace(wanted, temperatures=()))
     sums = np.arange(10, dtype=np.float32).reshape(2, 5)

@@ -1,5 +1,7 @@
 """MaxText's saved logits become a store that knows what it lacks."""
 
+from __future__ import annotations
+
 import pickle
 from pathlib import Path
 from unittest.mock import patch
@@ -40,7 +42,7 @@ def saved(tmp_path: Path, counts: tuple[int, ...] = (2, 3)) -> list[Path]:
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_the_wire_format_is_read(is_packed):
+def test_the_wire_format_is_read(is_packed: bool) -> None:
     integers = [0, 1, 127, 128, 16_383, 16_384, 262_143, (1 << 63) - 1, -1, -(1 << 63)]
     floats = [0.0, -1.5, 3.25, float(np.float32(1e-30))]
     found = read_example(
@@ -54,7 +56,7 @@ def test_the_wire_format_is_read(is_packed):
     assert len(found.get("none", [])) == 0
 
 
-def test_a_message_that_breaks_off_anywhere_is_refused_or_shorter():
+def test_a_message_that_breaks_off_anywhere_is_refused_or_shorter() -> None:
     content = example(sequence(0))
     whole = read_example(content)
     for length in range(len(content)):
@@ -63,7 +65,7 @@ def test_a_message_that_breaks_off_anywhere_is_refused_or_shorter():
     assert set(whole) == set(sequence(0))
 
 
-def test_bytes_at_random_never_fail_otherwise():
+def test_bytes_at_random_never_fail_otherwise() -> None:
     rng = np.random.default_rng(0)
     content = example(sequence(0))
     refused = 0
@@ -78,7 +80,7 @@ def test_bytes_at_random_never_fail_otherwise():
     assert refused > 30
 
 
-def test_sequences_become_samples(tmp_path):
+def test_sequences_become_samples(tmp_path: Path) -> None:
     manifest = convert(tmp_path / "store", saved(tmp_path))
     assert verify(tmp_path / "store").problems == ()
     assert (manifest.plan.samples, manifest.plan.settings.sequence_length) == (5, 11)
@@ -99,7 +101,7 @@ def test_sequences_become_samples(tmp_path):
             np.testing.assert_allclose(np.exp(part.log_probs_SK).sum(1), 1.0, rtol=1e-5)
 
 
-def test_the_store_names_its_missing_fields(tmp_path):
+def test_the_store_names_its_missing_fields(tmp_path: Path) -> None:
     convert(tmp_path / "store", saved(tmp_path))
     with StoreReader.open(tmp_path / "store") as reader:
         assert reader.settings.lacks == ("log_tail", "log_sum_exp", "entropy", "label_log_prob")
@@ -120,7 +122,9 @@ def test_the_store_names_its_missing_fields(tmp_path):
         (("inputs_segmentation", "targets_segmentation", "inputs_position"), [0] * 12),
     ],
 )
-def test_without_segments_documents_come_from_positions_or_are_one(tmp_path, dropped, documents):
+def test_without_segments_documents_come_from_positions_or_are_one(
+    tmp_path: Path, dropped: tuple[str, ...], documents: list[int]
+) -> None:
     features = {name: values for name, values in sequence(0).items() if name not in dropped}
     file = write(tmp_path / "a.array_record", [example(features)])
     convert(tmp_path / "store", [file])
@@ -129,7 +133,7 @@ def test_without_segments_documents_come_from_positions_or_are_one(tmp_path, dro
     assert (record.flags_S1 == 3).all()
 
 
-def test_unsorted_logits_are_put_in_order(tmp_path):
+def test_unsorted_logits_are_put_in_order(tmp_path: Path) -> None:
     features = sequence(0, length=3, k=4) | {
         "top_k_logits": [1.0, 3.0, 3.0, 2.0] * 3,
         "top_k_indices": [7, 9, 8, 1] * 3,
@@ -160,7 +164,7 @@ def refused() -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("text", list(refused()))
-def test_files_of_another_version_are_refused(tmp_path, text):
+def test_files_of_another_version_are_refused(tmp_path: Path, text: str) -> None:
     file = write(tmp_path / "a.array_record", refused()[text])
     with pytest.raises(StoreError) as caught:
         convert(tmp_path / "store", [file])
@@ -168,7 +172,7 @@ def test_files_of_another_version_are_refused(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_files_and_damaged_ones_are_named(tmp_path):
+def test_missing_files_and_damaged_ones_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"absent\.array_record: missing"):
         convert(tmp_path / "store", [tmp_path / "absent.array_record"])
     (tmp_path / "cut.array_record").write_bytes(saved(tmp_path)[0].read_bytes()[:70_000])
@@ -176,7 +180,7 @@ def test_missing_files_and_damaged_ones_are_named(tmp_path):
         convert(tmp_path / "store", [tmp_path / "cut.array_record"])
 
 
-def test_an_interrupted_conversion_is_gone_on_with(tmp_path):
+def test_an_interrupted_conversion_is_gone_on_with(tmp_path: Path) -> None:
     files = saved(tmp_path)
     convert(tmp_path / "one", files)
     results = [np.zeros(12, np.uint8)] * 3 + [KeyboardInterrupt]

@@ -1,5 +1,7 @@
 """What losses get from a store: the teacher's own distribution, at every captured temperature."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +43,7 @@ def captured(capture: CaptureSettings, sample_id: int = 0) -> tuple[SampleRecord
 
 @pytest.mark.parametrize(("codec", "k"), [("f32", 40), ("f32", 7), ("f16", 40), ("u8", 7)])
 @pytest.mark.parametrize("temperature", [1.0, *TEMPERATURES])
-def test_a_temperature_is_that_of_the_whole_softmax(codec, k, temperature):
+def test_a_temperature_is_that_of_the_whole_softmax(codec: str, k: int, temperature: float) -> None:
     record, logits = captured(wanted(codec))
     signal = top_k_signal([unpack(pack(record, wanted(codec), UID), k)], temperature=temperature)
     exact = vocab_parallel_topk(torch.from_numpy(logits).double(), k, temperature=temperature)
@@ -55,7 +57,7 @@ def test_a_temperature_is_that_of_the_whole_softmax(codec, k, temperature):
     torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-4)
 
 
-def test_scalars_are_the_teachers():
+def test_scalars_are_the_teachers() -> None:
     record, logits = captured(wanted("f32"))
     found = unpack(pack(record, wanted("f32"), UID))
     dense = torch.from_numpy(logits).double().log_softmax(1)
@@ -71,7 +73,7 @@ def test_scalars_are_the_teachers():
 
 
 @pytest.mark.parametrize("codec", ["f32", "u8"])
-def test_rows_of_unequal_length_know_their_temperatures(codec):
+def test_rows_of_unequal_length_know_their_temperatures(codec: str) -> None:
     capture = replace(wanted(codec), top_p=0.7)
     record = cut_to_mass(captured(capture)[0], 0.7)
     found = unpack(pack(record, capture, UID), 12)
@@ -83,7 +85,7 @@ def test_rows_of_unequal_length_know_their_temperatures(codec):
         assert (kept.sum(1).numpy() == found.entries.n_kept_S).all()
 
 
-def test_other_temperatures_need_the_renormalised_support():
+def test_other_temperatures_need_the_renormalised_support() -> None:
     record, logits = captured(wanted())
     with pytest.raises(StoreError, match="sample 0: not captured at temperature 3;"):
         top_k_signal([record], temperature=3.0)
@@ -94,7 +96,7 @@ def test_other_temperatures_need_the_renormalised_support():
     torch.testing.assert_close(signal.log_probs[:60].double(), exact, rtol=0, atol=1e-6)
 
 
-def test_without_a_tail_only_the_renormalised_support_is_served():
+def test_without_a_tail_only_the_renormalised_support_is_served() -> None:
     record, _ = captured(wanted())
     kept = replace(record, entries=replace(record.entries, log_tail_S=None))
     for support in ("tail", "raw"):
@@ -111,7 +113,7 @@ def rows(count: int = 3, vocab_size: int = 40) -> torch.Tensor:
     return (2 * torch.randn(count, vocab_size, generator=generator)).log_softmax(1)
 
 
-def test_draws_are_without_bias():
+def test_draws_are_without_bias() -> None:
     log_probs, total, repeats, draws = rows(), torch.zeros(3, 40, dtype=torch.float64), 1000, 40
     for sample_id in range(repeats):
         ids, counts = draw_ids(log_probs, draws, seed=1, sample_id=sample_id)
@@ -122,7 +124,7 @@ def test_draws_are_without_bias():
     assert 0.8 < deviation.std() < 1.2
 
 
-def test_draws_depend_on_seed_sample_and_position_alone():
+def test_draws_depend_on_seed_sample_and_position_alone() -> None:
     log_probs = rows(5)
     ids, counts = draw_ids(log_probs, 7, seed=3, sample_id=11)
     again = draw_ids(log_probs, 7, seed=3, sample_id=11)
@@ -138,7 +140,7 @@ def test_draws_depend_on_seed_sample_and_position_alone():
     assert (ids[~drawn] == 0).all()
 
 
-def test_uniform_numbers_are_those_of_the_generators_definition():
+def test_uniform_numbers_are_those_of_the_generators_definition() -> None:
     found = uniforms(seed=5, sample_id=1 << 40, first=2, positions=2, draws=5)
     assert found.shape == (2, 5)
     # Written down from the first run: another release of numpy must give the same.
@@ -148,7 +150,7 @@ def test_uniform_numbers_are_those_of_the_generators_definition():
 RECORDED = [405865055, 860246326, 4079608137]
 
 
-def test_ids_without_mass_are_not_drawn_and_a_sure_one_always_is():
+def test_ids_without_mass_are_not_drawn_and_a_sure_one_always_is() -> None:
     log_probs = torch.full((2, 6), -torch.inf)
     log_probs[0, 4] = 0.0
     log_probs[1, 1] = log_probs[1, 5] = np.log(0.5)

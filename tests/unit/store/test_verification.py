@@ -1,5 +1,7 @@
 """Verification finds damage that reading one sample cannot, and repair makes refillable holes."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -40,7 +42,9 @@ def bad(kind: str, record: SampleRecord) -> SampleRecord:
         ("rising", "log-probabilities increase at position 7"),
     ],
 )
-def test_wrong_values_in_an_intact_record_are_found(tmp_path, kind, reported):
+def test_wrong_values_in_an_intact_record_are_found(
+    tmp_path: Path, kind: str, reported: str
+) -> None:
     # A writer that checks nothing, as one of another program might.
     with (
         patch.object(writer, "value_problems", return_value=[]),
@@ -59,7 +63,7 @@ def test_wrong_values_in_an_intact_record_are_found(tmp_path, kind, reported):
     assert report.bad_shards == (0,)
 
 
-def test_nothing_is_wrong_with_a_good_store(store):
+def test_nothing_is_wrong_with_a_good_store(store: Path) -> None:
     seen: list[tuple[int, int]] = []
     report = verify(store, progress=lambda done, shards: seen.append((done, shards)))
     assert (report.problems, report.missing, report.samples) == ((), (), 10)
@@ -69,7 +73,7 @@ def test_nothing_is_wrong_with_a_good_store(store):
     assert contents(store) == before
 
 
-def test_an_incomplete_store_names_its_missing_shards(tmp_path):
+def test_an_incomplete_store_names_its_missing_shards(tmp_path: Path) -> None:
     fill(begin(tmp_path, settings()), [1])
     report = verify(tmp_path)
     assert report.missing == (0, 2)
@@ -78,7 +82,7 @@ def test_an_incomplete_store_names_its_missing_shards(tmp_path):
     assert "incomplete, 1 of 3 shards and no" in report.problems[0].text
 
 
-def test_one_damaged_record_does_not_hide_its_neighbours(store):
+def test_one_damaged_record_does_not_hide_its_neighbours(store: Path) -> None:
     path = store / "shards/logits-000001.array_record"
     content = bytearray(path.read_bytes())
     record = StoreReader.open(store).packed(6)
@@ -90,7 +94,7 @@ def test_one_damaged_record_does_not_hide_its_neighbours(store):
     assert report.bad_shards == (1,)
 
 
-def test_bad_shards_are_moved_away_and_refilled(store):
+def test_bad_shards_are_moved_away_and_refilled(store: Path) -> None:
     intact = contents(store)
     shards = store / "shards"
     content = bytearray((shards / "logits-000000.array_record").read_bytes())
@@ -119,7 +123,7 @@ def test_bad_shards_are_moved_away_and_refilled(store):
     assert "logits-000000.array_record.2" in names, "nothing in quarantine is overwritten"
 
 
-def test_a_missing_shard_and_a_missing_sidecar_become_holes(store):
+def test_a_missing_shard_and_a_missing_sidecar_become_holes(store: Path) -> None:
     (store / "shards/logits-000000.array_record").unlink()
     (store / "shards/logits-000001.json").unlink()
     report = verify(store)
@@ -129,7 +133,7 @@ def test_a_missing_shard_and_a_missing_sidecar_become_holes(store):
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_manifest_is_made_anew_from_good_shards(store, damage):
+def test_a_manifest_is_made_anew_from_good_shards(store: Path, damage: str) -> None:
     path = store / "manifest.json"
     intact = path.read_bytes()
     if damage == "cut":
@@ -144,7 +148,7 @@ def test_a_manifest_is_made_anew_from_good_shards(store, damage):
     assert path.read_bytes() == intact
 
 
-def test_an_interrupted_repair_is_done_by_the_next(store):
+def test_an_interrupted_repair_is_done_by_the_next(store: Path) -> None:
     (store / "shards/logits-000001.json").write_text("{}")
     report = verify(store)
     moves = 0

@@ -1,8 +1,11 @@
 """Writing: whole shards or none, the same bytes every time, and only what was planned."""
 
+from __future__ import annotations
+
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +27,7 @@ from tests.unit.store.test_codecs import equal
 
 
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
-def test_every_sample_comes_back_by_its_id(tmp_path, mode):
+def test_every_sample_comes_back_by_its_id(tmp_path: Path, mode: str) -> None:
     seed = 3 if mode == "sampled" else None
     wanted = settings(codec="f32", mode=mode, sampling_seed=seed)
     write_store(tmp_path / "store", wanted)
@@ -38,7 +41,7 @@ def test_every_sample_comes_back_by_its_id(tmp_path, mode):
 
 
 @pytest.mark.parametrize("codec", ["f32", "f16", "u8"])
-def test_the_same_input_gives_the_same_files(tmp_path, codec):
+def test_the_same_input_gives_the_same_files(tmp_path: Path, codec: str) -> None:
     wanted = settings(codec=codec)
     write_store(tmp_path / "one", wanted)
     writer = begin(tmp_path / "two", wanted)
@@ -49,7 +52,7 @@ def test_the_same_input_gives_the_same_files(tmp_path, codec):
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_json_files_have_one_form(tmp_path):
+def test_json_files_have_one_form(tmp_path: Path) -> None:
     write_store(tmp_path, settings())
     for name in ("plan.json", "manifest.json", "shards/logits-000001.json"):
         text = (tmp_path / name).read_text("ascii")
@@ -61,7 +64,7 @@ def test_json_files_have_one_form(tmp_path):
     assert manifest["tokens"] == 160
 
 
-def test_holes_are_uncommitted_shards(tmp_path):
+def test_holes_are_uncommitted_shards(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     assert writer.holes() == [0, 1, 2]
     fill(writer, [1])
@@ -86,7 +89,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("text", CHANGES)
-def test_another_plan_is_refused_with_its_differences(tmp_path, text):
+def test_another_plan_is_refused_with_its_differences(tmp_path: Path, text: str) -> None:
     fill(begin(tmp_path, settings()), [0])
     before = contents(tmp_path)
     changes = dict(CHANGES[text])
@@ -98,14 +101,14 @@ def test_another_plan_is_refused_with_its_differences(tmp_path, text):
     assert contents(tmp_path) == before
 
 
-def test_settings_of_an_identity_are_compared_one_by_one(tmp_path):
+def test_settings_of_an_identity_are_compared_one_by_one(tmp_path: Path) -> None:
     begin(tmp_path, settings())
     other = replace(IDENTITY, settings={"name": "made up", "precision": "bf16"})
     with pytest.raises(StoreError, match=r"\(precision is None in the store, not 'bf16'"):
         StoreWriter(tmp_path, settings=settings(), identity=other, samples=10, samples_per_shard=4)
 
 
-def test_an_error_inside_a_shard_leaves_nothing(tmp_path):
+def test_an_error_inside_a_shard_leaves_nothing(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     before = contents(tmp_path)
 
@@ -158,7 +161,7 @@ def wrong_records() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("text", list(wrong_records()))
-def test_values_that_no_teacher_can_produce_are_refused(tmp_path, text):
+def test_values_that_no_teacher_can_produce_are_refused(tmp_path: Path, text: str) -> None:
     writer = begin(tmp_path, settings())
     with pytest.raises(StoreError) as caught, writer.shard(0) as shard:
         shard.add(wrong_records()[text])
@@ -182,18 +185,18 @@ def test_values_that_no_teacher_can_produce_are_refused(tmp_path, text):
         ({"sequence_length": 0}, "sequence_length is 0"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes, text):
+def test_settings_out_of_range_are_refused(changes: dict[str, object], text: str) -> None:
     with pytest.raises(StoreError) as caught:
         settings(**changes)
     assert text in str(caught.value)
 
 
-def test_a_store_of_nothing_is_refused(tmp_path):
+def test_a_store_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="samples is 0"):
         begin(tmp_path, settings(), samples=0)
 
 
-def test_stale_temporary_files_are_removed_and_those_in_use_are_not(tmp_path):
+def test_stale_temporary_files_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     target = tmp_path / "shards" / "logits-000001.array_record"
     with partial_file(target) as (partial, _):
@@ -208,13 +211,13 @@ def test_stale_temporary_files_are_removed_and_those_in_use_are_not(tmp_path):
     assert partial_files(target.parent) == [elsewhere]
 
 
-def test_a_path_that_cannot_be_a_folder_is_named(tmp_path):
+def test_a_path_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match=r"cannot write .*/file: .*name another folder"):
         begin(tmp_path / "file", settings())
 
 
-def test_a_machine_without_the_container_learns_what_to_install(tmp_path):
+def test_a_machine_without_the_container_learns_what_to_install(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     with (
         patch.dict(sys.modules, {"array_record.python": None}),

@@ -1,5 +1,7 @@
 """A corpus tokenised once: the pair holds every document, whole or not at all."""
 
+from __future__ import annotations
+
 import gzip
 import json
 import subprocess
@@ -40,7 +42,7 @@ def read(prefix: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["files", "lines", "jsonl", "gzip"])
-def test_the_pair_holds_every_document_in_order(tmp_path, kind):
+def test_the_pair_holds_every_document_in_order(tmp_path: Path, kind: str) -> None:
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(TEXTS))
     packed = tmp_path / "packed.jsonl.gz"
@@ -59,14 +61,16 @@ def test_the_pair_holds_every_document_in_order(tmp_path, kind):
     assert (tmp_path / "new" / "pair.bin").stat().st_size == 2 * tokens, "two bytes per token"
 
 
-def test_a_long_file_read_in_pieces_is_one_document(tmp_path, monkeypatch):
+def test_a_long_file_read_in_pieces_is_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 64)
     texts = ["".join(f"{name}{index:02}\n" for index in range(90)) for name in "abc"]
     write(SourceSpec("text", (f"{write_files(tmp_path / 'l', texts)}/*.txt",)), tmp_path / "pair")
     assert read(tmp_path / "pair") == texts
 
 
-def test_a_run_reads_the_written_corpus(tmp_path):
+def test_a_run_reads_the_written_corpus(tmp_path: Path) -> None:
     write(SourceSpec("jsonl", (str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),)), tmp_path / "pair")
     source = open_training(
         [SourceSpec("megatron", (str(tmp_path / "pair"),))],
@@ -83,7 +87,7 @@ def test_a_run_reads_the_written_corpus(tmp_path):
         assert len(found) == 17
 
 
-def test_a_failure_leaves_no_file(tmp_path):
+def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"text": "good"}) + "\n{broken\n")
     spec = SourceSpec("jsonl", (str(bad),))
@@ -108,7 +112,7 @@ def test_a_failure_leaves_no_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_named(tmp_path):
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
     spec = SourceSpec("jsonl", (str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),))
     with pytest.raises(DataError, match=r"/dev/full/pair\.bin\.partial: cannot be written"):
         write(spec, Path("/dev/full/pair"))

@@ -1,5 +1,7 @@
 """The tool's screens and exit status, from tokenizers on disk."""
 
+from __future__ import annotations
+
 import json
 import runpy
 import sys
@@ -57,7 +59,7 @@ def built(tmp_path: Path, call: Call, pair: list[object]) -> Path:
     return path
 
 
-def test_build_prints_coverage(tmp_path, call, pair):
+def test_build_prints_coverage(tmp_path: Path, call: Call, pair: list[object]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("201ab20")
     output = tmp_path / "map.safetensors"
@@ -83,7 +85,7 @@ def test_build_prints_coverage(tmp_path, call, pair):
     assert "pairs of special tokens 2 2" in " ".join(call("build", *again)[1].split())
 
 
-def test_inspect_prints_rows(call, pair, built):
+def test_inspect_prints_rows(call: Call, pair: list[object], built: Path) -> None:
     status, out, _ = call("inspect", built, "--ids", "257", "258")
     assert status == 0
     assert [line.split() for line in out.splitlines()] == [
@@ -102,7 +104,9 @@ def test_inspect_prints_rows(call, pair, built):
     assert "no single token of" in err
 
 
-def test_verify_fails_for_a_file_that_is_not_the_map(call, pair, built):
+def test_verify_fails_for_a_file_that_is_not_the_map(
+    call: Call, pair: list[object], built: Path
+) -> None:
     status, out, err = call("verify", built, *pair)
     assert (status, err) == (0, "")
     assert "257 exact pairs, 0 holes" in out

@@ -1,5 +1,7 @@
 """The objective on chunks: context ranks share the rows, and each chunk and label counts once."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -93,7 +95,7 @@ def loss_of(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_ranks_add_up_to_the_loss_of_one_rank(size):
+def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
     batch, step = two_sided_batch()
     torch.manual_seed(1)
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
@@ -114,14 +116,17 @@ def test_context_ranks_add_up_to_the_loss_of_one_rank(size):
     assert min(float(report[name]) for name in names) > 0
 
 
-def test_rows_without_a_chunk_or_label_change_nothing():
+def test_rows_without_a_chunk_or_label_change_nothing() -> None:
     batch, step = two_sided_batch()
     torch.manual_seed(1)
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
     leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     expected, _ = loss_of(batch, step, 0, 1, leaves)
     assert batch.teacher is not None
-    for hidden, used in ((leaves[0], batch.ce_mask_bs), (leaves[2], batch.teacher.kd_mask_bs)):
+    for hidden, used in (
+        (leaves[0], batch.ce_mask_bs),
+        (leaves[2], batch.teacher.kd_mask_bs),
+    ):
         assert not used.all()
         hidden[~used] = torch.nan
     changed, _ = loss_of(batch, step, 0, 1, leaves)
@@ -129,7 +134,7 @@ def test_rows_without_a_chunk_or_label_change_nothing():
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_loss_and_gradients_are_those_of_whole_logits(weighted):
+def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
     batch, step = two_sided_batch(weighted=weighted)
     torch.manual_seed(1)
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
@@ -173,7 +178,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(weighted):
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
 
 
-def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone():
+def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     batch, step = two_sided_batch()
     batch = replace(batch, teacher_numbers=(1, 0))
     torch.manual_seed(1)

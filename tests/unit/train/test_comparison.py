@@ -1,11 +1,13 @@
 """Expected tokens of drafted blocks, against a loop over positions."""
 
+from __future__ import annotations
+
 import torch
 
 from megatron_distill.train.comparison import LONGEST_DRAFT, block_sums
 
 
-def test_blocks_stay_within_documents_and_trained_labels():
+def test_blocks_stay_within_documents_and_trained_labels() -> None:
     generator = torch.Generator().manual_seed(3)
     least = torch.rand(2, 12, generator=generator, dtype=torch.float64)
     most = least + (1 - least) / 2

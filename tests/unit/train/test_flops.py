@@ -36,7 +36,7 @@ MIXTURE = Architecture(
 )
 
 
-def test_a_dense_model_costs_as_counted_by_hand():
+def test_a_dense_model_costs_as_counted_by_hand() -> None:
     # Per layer: query 8x12, key and value 8x6 each, output 12x8, three matrices of 8x20: 768
     # weights. A token of a 5-token sequence attends to 3 positions on average, at 12 products for
     # the scores and 12 for the sum: 72. The head has 8x50.
@@ -51,7 +51,7 @@ def test_a_dense_model_costs_as_counted_by_hand():
 
 
 @pytest.mark.parametrize(("window", "pairs"), [(1, 5), (2, 9), (4, 14), (5, 15), (9, 15)])
-def test_a_window_costs_the_pairs_that_it_leaves(window, pairs):
+def test_a_window_costs_the_pairs_that_it_leaves(window: int, pairs: int) -> None:
     # Of 5 tokens, token i sees min(i + 1, window) positions; 24 products of 12 and 12 each.
     sliding = dataclasses.replace(STUDENT, sliding_window=window, sliding_layers=(1,))
     without = forward_flops_per_token(STUDENT, sequence_length=5)
@@ -59,14 +59,14 @@ def test_a_window_costs_the_pairs_that_it_leaves(window, pairs):
     assert without - found == pytest.approx(2 * 24 * (15 - pairs) / 5)
 
 
-def test_causal_attention_costs_the_lower_triangle():
+def test_causal_attention_costs_the_lower_triangle() -> None:
     whole = forward_flops_per_token(STUDENT, sequence_length=9, attended_positions=9)
     causal = forward_flops_per_token(STUDENT, sequence_length=9)
     pairs_saved = (81 - 45) / 9
     assert whole - causal == 2 * 2 * 2 * 12 * pairs_saved
 
 
-def test_a_mixture_pays_for_the_experts_a_token_visits():
+def test_a_mixture_pays_for_the_experts_a_token_visits() -> None:
     dense = forward_flops_per_token(STUDENT, sequence_length=4)
     moe = MixtureOfExperts(num_experts=16, top_k=2, ffn_hidden_size=20)
     shape = dataclasses.replace(STUDENT, moe=moe)
@@ -79,7 +79,7 @@ def test_a_mixture_pays_for_the_experts_a_token_visits():
     assert some - dense == 2 * 3 * 8 * 20 + 2 * 8 * 16 + 2 * 3 * 8 * 7 + 2 * 8
 
 
-def test_the_student_goes_forward_and_back_and_the_teacher_only_forward():
+def test_the_student_goes_forward_and_back_and_the_teacher_only_forward() -> None:
     student = forward_flops_per_token(STUDENT, sequence_length=4)
     teacher = forward_flops_per_token(MIXTURE, sequence_length=4)
     both = step_flops_per_token(STUDENT, MIXTURE, sequence_length=4)
@@ -111,21 +111,21 @@ PEAKS = {
 }
 
 
-def test_a_device_is_known_by_its_name():
+def test_a_device_is_known_by_its_name() -> None:
     for tflops, names in PEAKS.items():
         for name in names:
             assert peak_flops_per_second(name, precision="bf16") == tflops * 1e12, name
 
 
 @pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA A1000", "cpu", "NVIDIA H2000", ""])
-def test_an_unknown_device_has_no_peak_and_no_utilisation(name):
+def test_an_unknown_device_has_no_peak_and_no_utilisation(name: str) -> None:
     assert peak_flops_per_second(name, precision="bf16") is None
     assert (
         mfu(1e9, tokens_per_second=1e3, num_devices=1, device_name=name, precision="bf16") is None
     )
 
 
-def test_utilisation_is_the_share_of_all_devices():
+def test_utilisation_is_the_share_of_all_devices() -> None:
     used = mfu(
         1e9,
         tokens_per_second=989.4e3 / 2,

@@ -1,5 +1,7 @@
 """Collections happen after the same steps on all ranks, and never between."""
 
+from __future__ import annotations
+
 import gc
 import weakref
 
@@ -13,7 +15,7 @@ class Cycle:
         self.itself = self
 
 
-def test_cycles_are_freed_after_every_nth_step_only():
+def test_cycles_are_freed_after_every_nth_step_only() -> None:
     assert gc.isenabled()
     gc.freeze()  # a collection need not scan what the tests before this one have left
     with StepGarbage(interval=3) as garbage:

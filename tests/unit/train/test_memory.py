@@ -13,7 +13,7 @@ SIZE = 200_000_000
 
 
 @pytest.mark.slow
-def test_the_peak_rises_by_the_touched_memory_and_stays_after_it_is_freed():
+def test_the_peak_rises_by_the_touched_memory_and_stays_after_it_is_freed() -> None:
     program = (
         "import torch, sys; from megatron_distill.train.throughput import peak_memory_bytes\n"
         "before = peak_memory_bytes(torch.device('cpu'))\n"
@@ -29,7 +29,7 @@ def test_the_peak_rises_by_the_touched_memory_and_stays_after_it_is_freed():
     assert after > before + 0.9 * SIZE
 
 
-def test_both_ways_of_asking_a_cpu_agree(monkeypatch, tmp_path):
+def test_both_ways_of_asking_a_cpu_agree(monkeypatch, tmp_path) -> None:
     from_kernel = memory.peak_memory_bytes(CPU)
     monkeypatch.setattr(memory, "_PROCESS_STATUS", tmp_path / "missing")
     from_usage = memory.peak_memory_bytes(CPU)
@@ -37,7 +37,7 @@ def test_both_ways_of_asking_a_cpu_agree(monkeypatch, tmp_path):
     assert 0.9 * from_kernel <= from_usage < 100 * from_kernel
 
 
-def test_the_memory_of_a_block_that_is_left_out_does_not_count():
+def test_the_memory_of_a_block_that_is_left_out_does_not_count() -> None:
     peak = memory.PeakMemory(CPU)
     with peak.left_out():
         pass  # the peak of the tests before

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "metrics.jsonl"
 
 
-def test_a_record_is_in_the_file_before_the_log_is_closed(path):
+def test_a_record_is_in_the_file_before_the_log_is_closed(path: Path) -> None:
     sink = JsonLinesSink(path, resume_step=0)
     sink.write(step_record(1, kd_loss=0.1))
     assert read(path) == [{"step": 1, "tokens": 100, "ce_loss": 4.875, "kd_loss": 0.1}]
@@ -39,7 +39,9 @@ def test_a_record_is_in_the_file_before_the_log_is_closed(path):
 
 
 @pytest.mark.parametrize("resume_step", [0, 1, 4, 6, 7])
-def test_resuming_a_killed_run_leaves_the_file_of_an_uninterrupted_one(path, tmp_path, resume_step):
+def test_resuming_a_killed_run_leaves_the_file_of_an_uninterrupted_one(
+    path: Path, tmp_path: Path, resume_step: int
+) -> None:
     write_run(path, range(1, 8), resume_step=0)
     write_run(path, range(resume_step + 1, 13), resume_step=resume_step)
     whole = tmp_path / "whole.jsonl"
@@ -48,7 +50,7 @@ def test_resuming_a_killed_run_leaves_the_file_of_an_uninterrupted_one(path, tmp
 
 
 @pytest.mark.parametrize("torn", ['{"step": 4, "ce_lo', "{", '{"step": 3}', '{"step": 9, "a": 1}'])
-def test_a_torn_last_line_is_dropped_whatever_step_it_names(path, torn):
+def test_a_torn_last_line_is_dropped_whatever_step_it_names(path: Path, torn: str) -> None:
     write_run(path, range(1, 4), resume_step=0)
     before = path.read_bytes()
     with path.open("a") as file:
@@ -60,7 +62,9 @@ def test_a_torn_last_line_is_dropped_whatever_step_it_names(path, torn):
 @pytest.mark.parametrize(
     "damage", [b"\x00\x00\x00", b"not json", b"[1, 2]", b'{"tokens": 3}', b"", b"\xff\xfe{}"]
 )
-def test_a_damaged_line_is_dropped_and_reported(path, damage, caplog, monkeypatch):
+def test_a_damaged_line_is_dropped_and_reported(
+    path: Path, damage: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
     write_run(path, range(1, 4), resume_step=0)
     before = path.read_bytes()
@@ -71,7 +75,7 @@ def test_a_damaged_line_is_dropped_and_reported(path, damage, caplog, monkeypatc
     assert f"{path}: dropped lines that are no records: [2]" in caplog.text
 
 
-def test_a_whole_file_is_not_rewritten(path):
+def test_a_whole_file_is_not_rewritten(path: Path) -> None:
     write_run(path, range(1, 4), resume_step=0)
     before = path.stat().st_ino
     JsonLinesSink(path, resume_step=3).close()
@@ -81,7 +85,7 @@ def test_a_whole_file_is_not_rewritten(path):
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_non_finite_values_are_null_and_named():
+def test_non_finite_values_are_null_and_named() -> None:
     record = step_record(
         3,
         kd_loss=float("nan"),
@@ -108,23 +112,23 @@ def test_non_finite_values_are_null_and_named():
     }
 
 
-def test_a_finite_record_has_no_entry_about_finiteness():
+def test_a_finite_record_has_no_entry_about_finiteness() -> None:
     assert json.loads(to_json(step_record(1))) == step_record(1)
 
 
-def test_floats_are_written_without_loss():
+def test_floats_are_written_without_loss() -> None:
     value = 0.1 + 0.2
     assert json.loads(to_json({"step": 1, "ce_loss": value}))["ce_loss"] == value
 
 
-def test_scalars_are_the_numbers_under_the_name_of_their_part():
+def test_scalars_are_the_numbers_under_the_name_of_their_part() -> None:
     record = step_record(2, skipped=True, note="x", missing=None)
     assert dict(flat_scalars(record)) == {"train/tokens": 200.0, "train/ce_loss": 4.75}
     validation = {"step": 2, "validation": {"ce_loss": 4.5, "samples": 8}}
     assert dict(flat_scalars(validation)) == {"validation/ce_loss": 4.5, "validation/samples": 8.0}
 
 
-def test_a_record_inside_a_record_is_flattened_under_its_whole_path():
+def test_a_record_inside_a_record_is_flattened_under_its_whole_path() -> None:
     sources = {"wiki": {"ce_loss": 2.5, "ce_tokens": 7}, "code": {"ce_tokens": 0}}
     step = {"step": 1, "ce_loss": 2.5, "sources": sources}
     assert dict(flat_scalars(step)) == {
@@ -157,7 +161,7 @@ class Recorder:
             raise OSError("gone")
 
 
-def test_every_sink_gets_every_record_and_is_closed_once_even_if_one_fails():
+def test_every_sink_gets_every_record_and_is_closed_once_even_if_one_fails() -> None:
     sinks = [Recorder(), Recorder(fails=True), Recorder()]
     log = MetricsLog(sinks)
     log.write(step_record(1))
@@ -168,20 +172,22 @@ def test_every_sink_gets_every_record_and_is_closed_once_even_if_one_fails():
     assert [sink.closed for sink in sinks] == [1, 1, 1]
 
 
-def test_a_log_without_sinks_takes_records_and_writes_nothing(tmp_path, monkeypatch):
+def test_a_log_without_sinks_takes_records_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with MetricsLog() as log:
         log.write(step_record(1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_that_is_no_folder_is_a_config_error(tmp_path):
+def test_an_output_that_is_no_folder_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"output: cannot write .*run/metrics\.jsonl"):
         JsonLinesSink(tmp_path / "run" / "metrics.jsonl", resume_step=0)
 
 
-def test_a_full_disk_is_a_config_error():
+def test_a_full_disk_is_a_config_error() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")

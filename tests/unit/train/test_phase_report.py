@@ -1,5 +1,7 @@
 """The log lines with the phases of all ranks."""
 
+from __future__ import annotations
+
 from megatron_distill.train.phase_report import RankPhases, straggler_text, timers_text
 from megatron_distill.train.phase_timers import (
     BACKWARD,
@@ -17,7 +19,7 @@ def rank(stage: int = 0, **milliseconds: float) -> RankPhases:
     return RankPhases(stage, {**dict.fromkeys(PHASES, 0.0), **milliseconds})
 
 
-def test_the_slowest_rank_of_a_phase_is_named_with_its_host():
+def test_the_slowest_rank_of_a_phase_is_named_with_its_host() -> None:
     usual = {FORWARD: 100.0, BACKWARD: 200.0, COMMUNICATION: 60.0}
     ranks = [rank(**usual) for _ in range(6)]
     ranks[3] = rank(**usual | {FORWARD: 150.0, COMMUNICATION: 0.0})
@@ -28,14 +30,14 @@ def test_the_slowest_rank_of_a_phase_is_named_with_its_host():
     )
 
 
-def test_of_two_ranks_the_slower_one_is_compared_with_the_faster():
+def test_of_two_ranks_the_slower_one_is_compared_with_the_faster() -> None:
     ranks = [rank(**{FORWARD: 100.0}), rank(**{FORWARD: 300.0})]
     assert straggler_text(ranks, HOSTS, 1) == (
         "slowest ranks, of 1 step: forward rank 1 on node0 300.0 ms (3.00x the median)"
     )
 
 
-def test_a_stage_with_more_work_is_no_straggler():
+def test_a_stage_with_more_work_is_no_straggler() -> None:
     ranks = [rank(stage, **{FORWARD: 100.0, LOSS: 80.0 * stage}) for stage in (0, 0, 0, 1, 1, 1)]
     none_slower = "no rank is slower than its peers by 1 % of a step, mean of 2 steps"
     assert straggler_text(ranks, HOSTS, 2) == none_slower
@@ -47,7 +49,7 @@ def test_a_stage_with_more_work_is_no_straggler():
     )
 
 
-def test_a_phase_that_only_one_rank_has_is_named_without_a_ratio():
+def test_a_phase_that_only_one_rank_has_is_named_without_a_ratio() -> None:
     ranks = [rank(**{FORWARD: 100.0}) for _ in range(3)]
     ranks[1] = rank(**{FORWARD: 100.0, TEACHER: 40.0})
     assert straggler_text(ranks, HOSTS, 2) == (
@@ -55,7 +57,7 @@ def test_a_phase_that_only_one_rank_has_is_named_without_a_ratio():
     )
 
 
-def test_the_line_of_all_ranks_leaves_out_phases_without_time():
+def test_the_line_of_all_ranks_leaves_out_phases_without_time() -> None:
     ranks = [rank(**{FORWARD: 100.0 + number, LOSS: 5.25 * number}) for number in range(3)]
     assert timers_text(ranks, 5) == (
         "(min, max) ms over 3 ranks, mean of 5 steps: forward (100.0, 102.0), loss (0.0, 10.5)"

@@ -82,7 +82,7 @@ def timers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> P
     return PhaseTimers(torch.device(request.param))
 
 
-def test_phases_exclude_the_phases_within_them_and_add_up_to_the_step(timers):
+def test_phases_exclude_the_phases_within_them_and_add_up_to_the_step(timers: PhaseTimers) -> None:
     for _ in range(2):
         timers.start_step()
         run_step(timers)
@@ -91,7 +91,9 @@ def test_phases_exclude_the_phases_within_them_and_add_up_to_the_step(timers):
         run_step(timers)  # a validation between two steps: not measured
 
 
-def test_on_cuda_events_are_reused_and_only_the_last_is_waited_for(monkeypatch):
+def test_on_cuda_events_are_reused_and_only_the_last_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
     monkeypatch.setattr(DeviceEvent, "waits", 0)
     monkeypatch.setattr(DeviceEvent, "made", 0)
@@ -104,7 +106,7 @@ def test_on_cuda_events_are_reused_and_only_the_last_is_waited_for(monkeypatch):
     assert (DeviceEvent.waits, DeviceEvent.made) == (3, sum(EXPECTED.values()) + 1)
 
 
-def test_a_step_that_an_error_left_is_forgotten(timers):
+def test_a_step_that_an_error_left_is_forgotten(timers: PhaseTimers) -> None:
     timers.start_step()
     with pytest.raises(ValueError, match="in a phase"), timers.phase(FORWARD):
         raise ValueError("in a phase")
@@ -113,7 +115,7 @@ def test_a_step_that_an_error_left_is_forgotten(timers):
     assert timers.end_step() == EXPECTED
 
 
-def test_signals_count_when_they_are_computed(timers):
+def test_signals_count_when_they_are_computed(timers: PhaseTimers) -> None:
     signals = timers.of_teacher(OnDemand(3, lambda _: None))
     timers.start_step()
     assert [signals[number] for number in (0, 0, 1)] == [None] * 3

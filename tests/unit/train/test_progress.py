@@ -35,7 +35,7 @@ def play(stream: io.StringIO, *, total: int, start: int, last: int, interval: in
     display.close()
 
 
-def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters():
+def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> None:
     stream = io.StringIO()
     play(stream, total=10, start=0, last=10, interval=4)
     lines = stream.getvalue().splitlines()
@@ -56,7 +56,7 @@ def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters():
     assert "\r" not in stream.getvalue()
 
 
-def test_a_run_that_was_finished_before_is_reported():
+def test_a_run_that_was_finished_before_is_reported() -> None:
     stream = io.StringIO()
     play(stream, total=10, start=10, last=10)
     assert stream.getvalue() == "no step was needed: 10 of 10 steps were done before\n"
@@ -82,7 +82,12 @@ def test_a_run_that_was_finished_before_is_reported():
             {
                 "features_loss": 0.25,
                 "total_loss": 7.0,
-                "balance": {"alpha": 0.5, "ce_weight": 0.25, "kd_scale": 8.0, "feature_scale": 4.0},
+                "balance": {
+                    "alpha": 0.5,
+                    "ce_weight": 0.25,
+                    "kd_scale": 8.0,
+                    "feature_scale": 4.0,
+                },
             },
             1.0,
             "total_loss 7.000 = ce 0.25*4.000 + kd 4*0.5000 + features 16*0.2500",
@@ -91,7 +96,9 @@ def test_a_run_that_was_finished_before_is_reported():
         ({"kd_loss": 0.0, "total_loss": 2.0}, 0.5, "total_loss 2.000 = ce 0.5*4.000"),
     ],
 )
-def test_the_total_is_the_sum_of_its_weighted_parts(values, ce_weight, text):
+def test_the_total_is_the_sum_of_its_weighted_parts(
+    values: dict[str, object], ce_weight: float, text: str
+) -> None:
     if "balance" in values:
         values = {**values, "total_loss": 1.0 + 2.0 + 4.0}
     assert total_texts(record(1, **values), ce_weight=ce_weight)[0] == text
@@ -120,7 +127,7 @@ SHOWN: list[tuple[dict[str, object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_what_a_record_says_is_shown(kind):
+def test_what_a_record_says_is_shown(kind: type[io.StringIO]) -> None:
     # A bar shows what fits; what is held out has lines of its own everywhere.
     for shown, texts in SHOWN[3:5] if kind is Terminal else SHOWN:
         stream = kind()

@@ -19,7 +19,7 @@ def changed(**now: Any) -> list[str]:
     return [str(change) for change in setting_changes(BEFORE, {**BEFORE, **now})]
 
 
-def test_equal_settings_have_no_changes():
+def test_equal_settings_have_no_changes() -> None:
     assert changed() == []
     # A number is the same however it is written.
     assert changed(seed=1.0) == []
@@ -37,7 +37,12 @@ def test_equal_settings_have_no_changes():
         ({"optimizer": {"beta1": 0.9}}, ["optimizer.learning_rate: 0.003 -> nothing"]),
         ({"new": {"key": True}}, ['new: nothing -> {"key": true}']),
         (
-            {"data": {"sources": [{"name": "a", "weight": 2.0}, {"name": "b"}], "paths": ["x"]}},
+            {
+                "data": {
+                    "sources": [{"name": "a", "weight": 2.0}, {"name": "b"}],
+                    "paths": ["x"],
+                }
+            },
             [
                 "data.sources.0.weight: 1.0 -> 2.0",
                 'data.sources.1: nothing -> {"name": "b"}',
@@ -50,7 +55,7 @@ def test_equal_settings_have_no_changes():
         ),
     ],
 )
-def test_each_changed_key_is_a_line(now, lines):
+def test_each_changed_key_is_a_line(now: dict[str, Any], lines: list[str]) -> None:
     assert changed(**now) == lines
 
 
@@ -58,7 +63,7 @@ def files(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.iterdir())}
 
 
-def test_a_start_that_changes_nothing_writes_nothing(tmp_path):
+def test_a_start_that_changes_nothing_writes_nothing(tmp_path: Path) -> None:
     assert keep_settings(tmp_path, "a", resumed_step=None) is None
     before = (tmp_path / "config.yaml").stat()
     assert keep_settings(tmp_path, "a", resumed_step=20) is None
@@ -67,7 +72,7 @@ def test_a_start_that_changes_nothing_writes_nothing(tmp_path):
     assert files(tmp_path) == {"config.yaml": "a"}
 
 
-def test_each_replaced_start_has_a_numbered_file(tmp_path):
+def test_each_replaced_start_has_a_numbered_file(tmp_path: Path) -> None:
     keep_settings(tmp_path, "a", resumed_step=None)
     assert keep_settings(tmp_path, "b", resumed_step=20) == tmp_path / "config.step_0000020.yaml"
     kept = keep_settings(tmp_path, "c", resumed_step=20)
@@ -81,13 +86,13 @@ def test_each_replaced_start_has_a_numbered_file(tmp_path):
     }
 
 
-def test_a_start_from_the_beginning_replaces_a_run_without_checkpoint(tmp_path):
+def test_a_start_from_the_beginning_replaces_a_run_without_checkpoint(tmp_path: Path) -> None:
     keep_settings(tmp_path, "a", resumed_step=None)
     assert keep_settings(tmp_path, "b", resumed_step=None) is None
     assert files(tmp_path) == {"config.yaml": "b"}
 
 
-def test_a_start_that_was_killed_between_two_files_is_done_again(tmp_path):
+def test_a_start_that_was_killed_between_two_files_is_done_again(tmp_path: Path) -> None:
     keep_settings(tmp_path, "a", resumed_step=None)
     # The first file was complete, the second was not.
     (tmp_path / "config.step_0000020.yaml").write_text("a")
@@ -97,7 +102,7 @@ def test_a_start_that_was_killed_between_two_files_is_done_again(tmp_path):
     assert files(tmp_path) == {"config.step_0000020.yaml": "a", "config.yaml": "half"}
 
 
-def test_a_failed_write_leaves_the_file_as_it_was(tmp_path):
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     keep_settings(tmp_path, "a", resumed_step=None)
     (tmp_path / "config.step_0000020.yaml.partial").mkdir()
     with pytest.raises(OSError, match="directory"):

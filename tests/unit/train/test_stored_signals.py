@@ -1,5 +1,9 @@
 """Records as signals of micro-batches: each position has the record of its own token."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -70,7 +74,7 @@ def assert_same(one: TopK | Sampled, other: TopK | Sampled) -> None:
         torch.testing.assert_close(value, getattr(other, name), rtol=0, atol=0)
 
 
-def test_each_term_gets_its_own_ids_and_temperature_and_shares_equal_signals():
+def test_each_term_gets_its_own_ids_and_temperature_and_shares_equal_signals() -> None:
     wanted = exact((2.0,))
     records = [record_of(number, wanted) for number in (4, 7)]
     batch = batch_of(*(sample_of(number, wanted) for number in (4, 7)))
@@ -98,7 +102,7 @@ def test_each_term_gets_its_own_ids_and_temperature_and_shares_equal_signals():
         np.testing.assert_array_equal(values, stored)
 
 
-def test_ids_of_padding_in_an_older_store_belong_to_the_tail():
+def test_ids_of_padding_in_an_older_store_belong_to_the_tail() -> None:
     wanted, real = exact(), 30
     records = [record_of(number, wanted) for number in (4, 7)]
     batch = batch_of(*(sample_of(number, wanted) for number in (4, 7)))
@@ -116,7 +120,7 @@ def test_ids_of_padding_in_an_older_store_belong_to_the_tail():
     torch.testing.assert_close(kept.log_tail.exp(), whole.log_tail.exp() + mass)
 
 
-def test_draws_of_padding_in_an_older_store_do_not_count():
+def test_draws_of_padding_in_an_older_store_do_not_count() -> None:
     wanted, real = settings(mode="sampled", sampling_seed=3, codec="f16", vocab_size=40), 30
     batch = batch_of(sample_of(5, wanted))
     found = signal_for(batch, [Term("forward_kl")], wanted, [made_up(5, wanted)], real).by_term[0]
@@ -126,7 +130,7 @@ def test_draws_of_padding_in_an_older_store_do_not_count():
     assert bool((found.target(Term("forward_kl")).counts.sum(1) <= 1 + 1e-9).all())
 
 
-def test_draws_are_handed_on_in_their_places():
+def test_draws_are_handed_on_in_their_places() -> None:
     wanted = settings(mode="sampled", sampling_seed=3, codec="f16")
     records = [made_up(number, wanted) for number in (5, 6)]
     batch = batch_of(*(sample_of(number, wanted) for number in (5, 6)))
@@ -134,7 +138,7 @@ def test_draws_are_handed_on_in_their_places():
     assert_same(found.by_term[0], sampled_signal(records))
 
 
-def test_which_records_are_needed_is_asked_on_the_host():
+def test_which_records_are_needed_is_asked_on_the_host() -> None:
     batch = batch_of(sample_of(4, settings()))
     found, expected = vars(HostBatch.of(batch.to("meta"))), vars(HostBatch.of(batch))
     assert found.keys() == expected.keys()
@@ -143,7 +147,7 @@ def test_which_records_are_needed_is_asked_on_the_host():
 
 
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
-def test_a_row_that_is_not_trained_needs_no_record(mode):
+def test_a_row_that_is_not_trained_needs_no_record(mode: str) -> None:
     drawn = {"mode": mode, "sampling_seed": 3} if mode == "sampled" else {"temperatures": (2.0,)}
     wanted = settings(codec="f32", vocab_size=40, **drawn)
     filler = untrained_sample(LENGTH, token=3, sample_id=99)
@@ -163,7 +167,7 @@ def test_a_row_that_is_not_trained_needs_no_record(mode):
 
 @pytest.mark.parametrize("place", [0, 7, 16])
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_another_token_is_found_by_the_rank_that_holds_it(place, rank):
+def test_another_token_is_found_by_the_rank_that_holds_it(place: int, rank: int | None) -> None:
     wanted = exact()
     batch = batch_of(sample_of(4, wanted))
     if rank is not None:
@@ -181,7 +185,7 @@ def test_another_token_is_found_by_the_rank_that_holds_it(place, rank):
         require_same_tokens(SampleTokens(**plain), HostBatch.of(batch), 0, "here")
 
 
-def test_another_document_is_found_where_documents_are_distinguished():
+def test_another_document_is_found_where_documents_are_distinguished() -> None:
     wanted = exact()
     plain = tokens_of(4, wanted)
     end = int(np.flatnonzero(np.diff(plain["document_ids_S1"]))[0])
@@ -193,7 +197,7 @@ def test_another_document_is_found_where_documents_are_distinguished():
         require_same_tokens(found, HostBatch.of(batch_of(sample_of(4, wanted))), 0, "here")
 
 
-def test_signals_shared_by_terms_stay_shared_on_a_device():
+def test_signals_shared_by_terms_stay_shared_on_a_device() -> None:
     kept = TopK(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), torch.zeros(3))
     signal = Recorded((kept, kept), torch.zeros(3), torch.zeros(3))
     assert on_device(signal, torch.device("cpu")) is signal
@@ -206,7 +210,7 @@ def test_signals_shared_by_terms_stay_shared_on_a_device():
     assert on_device(drawn, torch.device("meta")).by_term[0].ids.is_meta
 
 
-def test_the_path_is_not_used_up(tmp_path):
+def test_the_path_is_not_used_up(tmp_path: Path) -> None:
     """A record read again says the same: decoding does not write into the bytes."""
     wanted = settings(vocab_size=40)
     packed = pack(record_of(2, wanted), wanted, UID)

@@ -11,7 +11,10 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.train.metrics import TensorBoardSink, WandbSink
 
 SOURCES = {"wiki": {"ce_loss": 4.125}}
-VALIDATION = {"step": 2, "validation": {"ce_loss": 4.25, "top1_agreement": 0.5, "sources": SOURCES}}
+VALIDATION = {
+    "step": 2,
+    "validation": {"ce_loss": 4.25, "top1_agreement": 0.5, "sources": SOURCES},
+}
 
 
 def step_record(step: int, loss: float) -> dict[str, object]:
@@ -26,7 +29,7 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_tensorboard_holds_every_scalar_at_its_step(tmp_path):
+def test_tensorboard_holds_every_scalar_at_its_step(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, resume_step=0)
     sink.write(step_record(1, 5.0))
     sink.write(step_record(2, 4.5))
@@ -39,7 +42,9 @@ def test_tensorboard_holds_every_scalar_at_its_step(tmp_path):
     assert scalars(tmp_path, "validation/sources/wiki/ce_loss") == [(2, 4.125)]
 
 
-def test_tensorboard_shows_a_resumed_step_once(tmp_path, monkeypatch):
+def test_tensorboard_shows_a_resumed_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed = TensorBoardSink(tmp_path, resume_step=0)
     for step in range(1, 5):
         killed.write(step_record(step, 5.0))
@@ -54,7 +59,9 @@ def test_tensorboard_shows_a_resumed_step_once(tmp_path, monkeypatch):
     assert scalars(tmp_path, "train/ce_loss") == expected
 
 
-def test_a_missing_tensorboard_names_the_package_to_install(tmp_path, monkeypatch):
+def test_a_missing_tensorboard_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"logging\.tensorboard=true.*pip install tensorboard"):
         TensorBoardSink(tmp_path, resume_step=0)
@@ -97,7 +104,9 @@ def run_files(output: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_wandb_offline_writes_a_run_without_network_and_goes_on_under_its_id(tmp_path, no_network):
+def test_wandb_offline_writes_a_run_without_network_and_goes_on_under_its_id(
+    tmp_path: Path, no_network: None
+) -> None:
     sink = wandb_sink(tmp_path)
     sink.write(step_record(1, 5.0))
     sink.write(VALIDATION)
@@ -115,12 +124,14 @@ def test_wandb_offline_writes_a_run_without_network_and_goes_on_under_its_id(tmp
     assert len({file.name for file in run_files(tmp_path)}) == 2, "a new run has a new id"
 
 
-def test_wandb_online_without_a_login_is_a_config_error(tmp_path, no_network):
+def test_wandb_online_without_a_login_is_a_config_error(tmp_path: Path, no_network: None) -> None:
     with pytest.raises(ConfigError, match=r"logging\.wandb\.mode=online.*mode=offline"):
         wandb_sink(tmp_path, mode="online")
 
 
-def test_a_missing_wandb_names_the_package_to_install(tmp_path, monkeypatch):
+def test_a_missing_wandb_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"logging\.wandb.*pip install wandb"):
         wandb_sink(tmp_path)

@@ -4,6 +4,8 @@ Pairs of templates that write other headers, strip contents or not, close turns 
 different roles, move the system message, or cannot write it.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from dataclasses import replace
@@ -20,7 +22,12 @@ from megatron_distill.data.collation import micro_batch, pack_samples
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.preview import token_kinds
 from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, NO_CHUNK, Sample
-from megatron_distill.data.sources import DataOptions, TeacherReading, open_training, read_held_out
+from megatron_distill.data.sources import (
+    DataOptions,
+    TeacherReading,
+    open_training,
+    read_held_out,
+)
 from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
@@ -85,7 +92,9 @@ PAIRS = [("qwen25", "llama3"), ("qwen3", "gemma"), ("llama3", "mistral"), ("phi3
 
 
 @pytest.mark.parametrize(("style", "teacher_style"), PAIRS)
-def test_the_responses_and_their_ends_are_in_chunks_of_equal_text(tmp_path, style, teacher_style):
+def test_the_responses_and_their_ends_are_in_chunks_of_equal_text(
+    tmp_path: Path, style: str, teacher_style: str
+) -> None:
     student, teacher = chat_tokenizer(style), other_tokenizer(teacher_style)
     corpus = rows(9)
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
@@ -107,7 +116,7 @@ def test_the_responses_and_their_ends_are_in_chunks_of_equal_text(tmp_path, styl
         assert any(text.endswith(piece) and len(text) - len(piece) <= 4 for text in said), piece
 
 
-def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path):
+def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path: Path) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(3)))
     sample = source_of(spec, student, options_of(tmp_path, teacher)).next_sample()
@@ -125,7 +134,7 @@ def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path):
     assert any(re.match(r" +-  <\|begin_of_text\|>", one) for one in lines)
 
 
-def test_masks_come_from_the_student_s_rendering(tmp_path):
+def test_masks_come_from_the_student_s_rendering(tmp_path: Path) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(6)))
     alone = open_training(
@@ -153,7 +162,7 @@ def test_masks_come_from_the_student_s_rendering(tmp_path):
 
 
 @pytest.mark.parametrize("truncation", ["right", "drop", "error"])
-def test_conversations_are_whole_or_cut_behind_a_chunk(tmp_path, truncation):
+def test_conversations_are_whole_or_cut_behind_a_chunk(tmp_path: Path, truncation: str) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
     corpus = rows(12)
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
@@ -196,7 +205,7 @@ def test_conversations_are_whole_or_cut_behind_a_chunk(tmp_path, truncation):
 
 
 @pytest.mark.parametrize("truncation", ["left", "split"])
-def test_pieces_of_a_conversation_begin_behind_a_chunk(tmp_path, truncation):
+def test_pieces_of_a_conversation_begin_behind_a_chunk(tmp_path: Path, truncation: str) -> None:
     """The last chunks that fit, or all of them: each once, behind the token before it."""
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(12)))
@@ -285,7 +294,7 @@ def both_sides(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     ]
 
 
-def test_it_resumes_exactly_and_prepares_once_for_two_tokenizers(tmp_path):
+def test_it_resumes_exactly_and_prepares_once_for_two_tokenizers(tmp_path: Path) -> None:
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("llama3")
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(23)))
     options = options_of(tmp_path, teacher, packing_buffer=9)
@@ -325,7 +334,7 @@ def test_it_resumes_exactly_and_prepares_once_for_two_tokenizers(tmp_path):
     assert one.teacher is not None
 
 
-def test_moved_and_rewritten_contents_are_in_no_chunk(tmp_path):
+def test_moved_and_rewritten_contents_are_in_no_chunk(tmp_path: Path) -> None:
     # Mistral's template writes the system message into the last question, and strips responses.
     student, teacher = chat_tokenizer("qwen25"), other_tokenizer("mistral_v3")
     messages = turns("ask  ", "say one.", "why", " say two.", system="be kind")
@@ -339,7 +348,7 @@ def test_moved_and_rewritten_contents_are_in_no_chunk(tmp_path):
         assert text in texts
 
 
-def test_refusals_name_the_file_the_row_and_the_key(tmp_path):
+def test_refusals_name_the_file_the_row_and_the_key(tmp_path: Path) -> None:
     student = chat_tokenizer("qwen25")
     path = write_rows(tmp_path / "a.jsonl", rows(3))
     bare = options_of(tmp_path, other_tokenizer("plain"))

@@ -1,5 +1,7 @@
 """Laws of the packing of aligned documents: whole chunks on both sides, each label once."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -89,8 +91,8 @@ def expected(document: AlignedDocument) -> list[tuple[tuple[int, ...], tuple[int
 @settings(deadline=None, max_examples=30)
 @given(documents_of_chunks, st.integers(12, 30), st.integers(12, 30))
 def test_terms_of_one_tokenizer_train_labels_outside_of_chunks_too(
-    shapes, student_width, teacher_width
-):
+    shapes: list[Sizes], student_width: int, teacher_width: int
+) -> None:
     windows = Window(student_width, PAD), Window(teacher_width, PAD)
     aligned = cut_all(AlignedPacker[int](*windows), documents(shapes))
     all_labels = cut_all(AlignedPacker[int](*windows, distils_all=True), documents(shapes))
@@ -113,7 +115,9 @@ def test_terms_of_one_tokenizer_train_labels_outside_of_chunks_too(
 
 @settings(deadline=None, max_examples=60)
 @given(documents_of_chunks, st.integers(12, 30), st.integers(12, 30))
-def test_each_chunk_is_in_one_sample_and_whole_on_both_sides(shapes, student_width, teacher_width):
+def test_each_chunk_is_in_one_sample_and_whole_on_both_sides(
+    shapes: list[Sizes], student_width: int, teacher_width: int
+) -> None:
     made = documents(shapes)
     packer = AlignedPacker[int](Window(student_width, PAD), Window(teacher_width, PAD))
     found = []
@@ -142,7 +146,9 @@ def test_each_chunk_is_in_one_sample_and_whole_on_both_sides(shapes, student_wid
 
 @settings(deadline=None, max_examples=30)
 @given(documents_of_chunks, st.integers(12, 20), st.integers(0, 3))
-def test_a_packer_resumes_where_the_next_sample_begins(shapes, width, samples):
+def test_a_packer_resumes_where_the_next_sample_begins(
+    shapes: list[Sizes], width: int, samples: int
+) -> None:
     made = documents(shapes)
     windows = Window(width, PAD), Window(width, PAD)
     whole, place = AlignedPacker[int](*windows), (0, 0)
@@ -168,7 +174,7 @@ def test_a_packer_resumes_where_the_next_sample_begins(shapes, width, samples):
     assert found == expected_samples
 
 
-def test_a_sample_that_ends_with_a_document_leaves_a_place_to_resume():
+def test_a_sample_that_ends_with_a_document_leaves_a_place_to_resume() -> None:
     made = documents([[(0, 1, 0, 1)] * 6, [(0, 1, 0, 1)] * 6])
     packer = AlignedPacker[int](Window(6, PAD), Window(6, PAD))
     packer.add(made[0], 0)
@@ -181,7 +187,7 @@ def test_a_sample_that_ends_with_a_document_leaves_a_place_to_resume():
     assert chunk_texts(packer.take(1)) == chunk_texts(resumed.take(1))
 
 
-def test_a_chunk_longer_than_a_window_is_counted_and_the_rest_is_packed():
+def test_a_chunk_longer_than_a_window_is_counted_and_the_rest_is_packed() -> None:
     made = documents([[(0, 1, 0, 1), (0, 9, 0, 1), (0, 2, 0, 2)]])
     packer = AlignedPacker[int](Window(6, PAD), Window(6, PAD))
     found = [chunk for sample in cut_all(packer, made) for chunk in chunk_texts(sample)]
@@ -189,7 +195,7 @@ def test_a_chunk_longer_than_a_window_is_counted_and_the_rest_is_packed():
     assert found == [((1010, 1011), (1002, 1003))]
 
 
-def test_a_batch_has_both_sides_and_counts_chunks():
+def test_a_batch_has_both_sides_and_counts_chunks() -> None:
     shapes: list[Sizes] = [[(0, 1, 1, 1), (0, 1, 0, 1), (0, 3, 0, 1)], [(0, 2, 0, 1), (0, 1, 0, 1)]]
     samples = [
         sample

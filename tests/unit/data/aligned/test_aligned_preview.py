@@ -1,5 +1,7 @@
 """The preview of aligned samples: a row per chunk with equal text on both sides, true figures."""
 
+from __future__ import annotations
+
 import json
 import re
 import subprocess
@@ -43,7 +45,7 @@ def cells(table: Table) -> list[tuple[str, ...]]:
     return list(zip(*(column.cells for column in table.columns), strict=True))
 
 
-def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path):
+def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path: Path) -> None:
     (sample,), student, teacher = samples(tmp_path, 1)
     assert sample.teacher is not None
     sides = (Pieces(student), Pieces(teacher))
@@ -73,7 +75,7 @@ def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path):
     assert max(map(len, shown.splitlines())) <= 60
 
 
-def test_coverage_counts_what_the_samples_hold(tmp_path):
+def test_coverage_counts_what_the_samples_hold(tmp_path: Path) -> None:
     found, student, teacher = samples(tmp_path, 4)
     sides = (TokenBytes(student), TokenBytes(teacher))
     total = Coverage()
@@ -109,7 +111,7 @@ def test_coverage_counts_what_the_samples_hold(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tool_shows_both_tokenizations(tmp_path):
+def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     )

@@ -4,6 +4,8 @@ Every sequence length for one conversation under every policy; several conversat
 pad equal to eos; masks of packed samples through the one shift; states taken at every sample.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from collections import Counter
@@ -87,7 +89,7 @@ def reference(conversation: dict[str, Any]) -> tuple[list[int], list[int]]:
     return tokens, flags
 
 
-def test_an_epoch_holds_every_conversation_once_with_its_marks(tmp_path):
+def test_an_epoch_holds_every_conversation_once_with_its_marks(tmp_path: Path) -> None:
     corpus = rows(40)
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
     source = source_of(spec, options_of(tmp_path, 300, packing_buffer=16), epochs=1)
@@ -102,7 +104,7 @@ def test_an_epoch_holds_every_conversation_once_with_its_marks(tmp_path):
         assert (np.diff(padding.astype(int)) >= 0).all()
 
 
-def test_masks_of_packed_samples_are_shifted_once_and_padding_never_trains(tmp_path):
+def test_masks_of_packed_samples_are_shifted_once_and_padding_never_trains(tmp_path: Path) -> None:
     # The end-of-turn token is the padding token as well.
     assert TOKENIZER.decode([TOKENIZER.eos_id]) == "<|im_end|>"
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(6)))
@@ -125,7 +127,9 @@ def test_masks_of_packed_samples_are_shifted_once_and_padding_never_trains(tmp_p
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
-def test_every_sequence_length_cuts_a_conversation_as_declared(tmp_path, truncation):
+def test_every_sequence_length_cuts_a_conversation_as_declared(
+    tmp_path: Path, truncation: str
+) -> None:
     conversation = rows(2)[1]
     tokens, flags = reference(conversation)
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", [conversation]))
@@ -154,7 +158,9 @@ def test_every_sequence_length_cuts_a_conversation_as_declared(tmp_path, truncat
         )
 
 
-def test_long_conversations_are_counted_and_named(tmp_path, caplog):
+def test_long_conversations_are_counted_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     corpus = rows(6)
     path = write_rows(tmp_path / "a.jsonl", corpus)
     sizes = [len(reference(one)[0]) for one in corpus]
@@ -172,7 +178,7 @@ LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
 
 @given(lengths=LENGTHS)
-def test_windows_hold_each_piece_once_and_no_two_could_be_one(lengths):
+def test_windows_hold_each_piece_once_and_no_two_could_be_one(lengths: list[int]) -> None:
     windows = fill_windows(lengths, width=50)
     assert sorted(place for window in windows for place in window) == list(range(len(lengths)))
     filled = sorted(sum(lengths[place] for place in window) for window in windows)
@@ -181,13 +187,13 @@ def test_windows_hold_each_piece_once_and_no_two_could_be_one(lengths):
 
 
 @given(start=st.integers(0, 5), size=st.integers(2, 40), width=st.integers(2, 9))
-def test_split_trains_each_label_once(start, size, width):
+def test_split_trains_each_label_once(start: int, size: int, width: int) -> None:
     pieces = cut_conversation(start, start + size, width=width, truncation="split")
     labels = [at for piece in pieces for at in range(piece.start + 1, piece.stop)]
     assert labels == list(range(start + 1, start + size))
 
 
-def test_it_resumes_exactly_from_every_sample(tmp_path):
+def test_it_resumes_exactly_from_every_sample(tmp_path: Path) -> None:
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(23)))
     options = options_of(tmp_path, 200, packing_buffer=9)
     source = source_of(spec, options)
@@ -209,7 +215,7 @@ def test_it_resumes_exactly_from_every_sample(tmp_path):
         other.load_state_dict(states[3])
 
 
-def test_held_out_conversations_are_no_training_ones_whatever_the_seed(tmp_path):
+def test_held_out_conversations_are_no_training_ones_whatever_the_seed(tmp_path: Path) -> None:
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(60)))
     options = replace(options_of(tmp_path, 120), validation_fraction=0.3)
     held_out = read_held_out([spec], tokenizer=TOKENIZER, options=options, samples=3)
@@ -225,7 +231,7 @@ def test_held_out_conversations_are_no_training_ones_whatever_the_seed(tmp_path)
     ]
 
 
-def test_weights_reach_the_batch_and_its_counts(tmp_path):
+def test_weights_reach_the_batch_and_its_counts(tmp_path: Path) -> None:
     corpus = rows(2)
     corpus[1]["messages"][1]["weight"] = 0.25
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", corpus))
@@ -250,13 +256,13 @@ def test_weights_reach_the_batch_and_its_counts(tmp_path):
         source_of(spec, unweighted)
 
 
-def test_a_tokenizer_is_trained_on_the_text_of_messages(tmp_path):
+def test_a_tokenizer_is_trained_on_the_text_of_messages(tmp_path: Path) -> None:
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(2)))
     texts = list(sample_texts([spec], options=options_of(tmp_path, 8), characters=10**6))
     assert texts == [message["content"] for row in rows(2) for message in row["messages"]]
 
 
-def test_a_missing_template_is_reported_before_anything_is_read(tmp_path):
+def test_a_missing_template_is_reported_before_anything_is_read(tmp_path: Path) -> None:
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(2)))
     bare = chat_tokenizer("plain")
     with pytest.raises(DataError, match="plain: the tokenizer has no chat template; set .*plain"):

@@ -1,5 +1,9 @@
 """Rows of instruction data as conversations: the common shapes, roles, tools, weights, bad rows."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from megatron_distill.data.chat.conversations import (
@@ -43,7 +47,7 @@ EXPECTED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
         ),
     ],
 )
-def test_every_shape_gives_the_same_conversation(spec, row):
+def test_every_shape_gives_the_same_conversation(spec: ConversationSpec, row: Any) -> None:
     found = conversation_of(row, spec)
     expected = conversation_of({"messages": EXPECTED}, PLAIN)
     assert found == expected
@@ -52,7 +56,7 @@ def test_every_shape_gives_the_same_conversation(spec, row):
     assert found.weights == [1.0, 1.0]
 
 
-def test_columns_of_a_prompt_are_joined_and_a_system_prompt_goes_first():
+def test_columns_of_a_prompt_are_joined_and_a_system_prompt_goes_first() -> None:
     row = {"instruction": "a", "input": "x", "output": "b", "system": "s"}
     assert conversation_of(row, ALPACA).messages == [
         {"role": "system", "content": "s"},
@@ -61,7 +65,7 @@ def test_columns_of_a_prompt_are_joined_and_a_system_prompt_goes_first():
     ]
 
 
-def test_arguments_of_tool_calls_become_objects_without_nulls():
+def test_arguments_of_tool_calls_become_objects_without_nulls() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     row = {
         "messages": [EXPECTED[0], {"role": "assistant", "tool_calls": [call]}],
@@ -84,7 +88,7 @@ def test_arguments_of_tool_calls_become_objects_without_nulls():
     assert found.tools == [{"type": "function", "function": {"name": "f"}}]
 
 
-def test_a_message_keeps_its_weight_out_of_the_template():
+def test_a_message_keeps_its_weight_out_of_the_template() -> None:
     row = {"messages": [EXPECTED[0], {**EXPECTED[1], "weight": 0.25}]}
     found = conversation_of(row, PLAIN)
     assert (found.messages, found.weights) == (EXPECTED, [1.0, 0.25])
@@ -95,7 +99,7 @@ GREETED = [{**EXPECTED[1], "weight": 0.5}, EXPECTED[1], *EXPECTED]
 
 
 @pytest.mark.parametrize("before", [[], [SYSTEM], [SYSTEM, {**SYSTEM, "role": "developer"}]])
-def test_responses_before_the_first_prompt_are_dropped_trained_or_refused(before):
+def test_responses_before_the_first_prompt_are_dropped_trained_or_refused(before: Any) -> None:
     row = {"messages": [*before, *GREETED]}
     found = conversation_of(row, PLAIN)
     assert found.messages == [*before, *EXPECTED]
@@ -113,7 +117,7 @@ def test_responses_before_the_first_prompt_are_dropped_trained_or_refused(before
 
 
 @pytest.mark.parametrize("before", [[], [SYSTEM]])
-def test_a_row_of_responses_alone_names_the_switch(before):
+def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
     with pytest.raises(
         BadConversationError, match="set conversation.leading_assistant of the data source to keep"
     ):
@@ -143,12 +147,12 @@ def test_a_row_of_responses_alone_names_the_switch(before):
         ),
     ],
 )
-def test_a_bad_row_names_its_fault(row, reported):
+def test_a_bad_row_names_its_fault(row: Any, reported: str) -> None:
     with pytest.raises(BadConversationError, match=reported):
         conversation_of(row, PLAIN)
 
 
-def test_half_a_surrogate_pair_is_refused():
+def test_half_a_surrogate_pair_is_refused() -> None:
     row = {"messages": [{"role": "user", "content": "\ud800"}, EXPECTED[1]]}
     with pytest.raises(BadConversationError, match="unpaired surrogate"):
         conversation_of(row, PLAIN).digest()

@@ -4,6 +4,8 @@ The same conversations by this process and by workers; a worker that is killed; 
 files that move.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import subprocess
@@ -52,7 +54,9 @@ def prepare(
     )
 
 
-def test_the_cache_is_found_again_by_content(tmp_path, logged):
+def test_the_cache_is_found_again_by_content(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     first = prepare(path)
     assert "cache hit" not in logged.text
@@ -66,7 +70,7 @@ def test_the_cache_is_found_again_by_content(tmp_path, logged):
     np.testing.assert_array_equal(first.tokens_n, again.tokens_n)
 
 
-def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path):
+def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     template = tmp_path / "own.jinja"
     template.write_text((FOLDER / "gemma.jinja").read_text())
@@ -88,7 +92,7 @@ def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path):
     assert prepare(path, truncation="drop", packing_buffer=7).folder == found[-1].folder
 
 
-def test_damaged_files_are_prepared_anew(tmp_path, logged):
+def test_damaged_files_are_prepared_anew(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     first = prepare(path)
     expected = np.array(first.tokens_n)
@@ -100,7 +104,9 @@ def test_damaged_files_are_prepared_anew(tmp_path, logged):
     np.testing.assert_array_equal(prepare(path).tokens_n, expected)
 
 
-def test_bad_rows_stop_or_are_counted_from_the_cache_too(tmp_path, logged):
+def test_bad_rows_stop_or_are_counted_from_the_cache_too(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
     path = write_rows(tmp_path / "a.jsonl", [*ROWS[:4], {"text": 1}, 5, *ROWS[4:]])
     message = f"{path}:5: it has no 'messages'"
     with pytest.raises(DataError, match=message):
@@ -125,7 +131,9 @@ OPEN_ENDED = (
 )
 
 
-def test_turns_without_an_end_are_warned_of_once_per_source(tmp_path, logged):
+def test_turns_without_an_end_are_warned_of_once_per_source(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
     path = write_rows(tmp_path / "a.jsonl", [*ROWS, {"messages": turns("a", "b", "c")}])
     template = tmp_path / "open.jinja"
     template.write_text(OPEN_ENDED)
@@ -145,7 +153,9 @@ def test_turns_without_an_end_are_warned_of_once_per_source(tmp_path, logged):
     assert not [one for one in logged.records if one.levelname == "WARNING"]
 
 
-def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(tmp_path, logged):
+def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
     greeting = {"role": "assistant", "content": "Welcome."}
     greeted = {"messages": [greeting, greeting, *turns("ask", "say")]}
     path = write_rows(tmp_path / "a.jsonl", [greeted, *ROWS])
@@ -172,7 +182,7 @@ def data_workers() -> set[int | None]:
 
 
 @pytest.mark.slow
-def test_workers_prepare_the_same_as_one_process(tmp_path):
+def test_workers_prepare_the_same_as_one_process(tmp_path: Path) -> None:
     before, template = data_workers(), tmp_path / "text.jinja"
     template.write_text(
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
@@ -203,7 +213,7 @@ def interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def test_results_come_in_order_and_workers_end_whatever_happens():
+def test_results_come_in_order_and_workers_end_whatever_happens() -> None:
     before = data_workers()
     with worker_map(slow, range(40), workers=2) as results:
         found = list(results)
@@ -222,7 +232,7 @@ def test_results_come_in_order_and_workers_end_whatever_happens():
 
 
 @pytest.mark.slow
-def test_workers_end_by_themselves_where_their_parent_is_killed():
+def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
     root = Path(__file__).parents[4]
     command = [sys.executable, "-m", "tests.support.killed_parent"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
@@ -234,7 +244,7 @@ def test_workers_end_by_themselves_where_their_parent_is_killed():
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
 
     def full(descriptor: int) -> None:
@@ -246,7 +256,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     folder = prepare(path).folder
     left = folder.rename(folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-99999999"))

@@ -1,5 +1,7 @@
 """A user message as the prompt of a chat model."""
 
+from __future__ import annotations
+
 import pytest
 
 from megatron_distill.data.chat.encode import chat_prompt, plain_prompt
@@ -20,7 +22,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("style", ENDS)
-def test_the_prompt_equals_that_of_transformers(style):
+def test_the_prompt_equals_that_of_transformers(style: str) -> None:
     tokenizer = chat_tokenizer(style)
     messages = [{"role": "user", "content": "Is it sunny?"}]
     expected = tokenizer.hugging_face.apply_chat_template(
@@ -30,13 +32,13 @@ def test_the_prompt_equals_that_of_transformers(style):
 
 
 @pytest.mark.parametrize("style", ENDS)
-def test_the_end_of_a_turn_and_of_a_document_stop_it(style):
+def test_the_end_of_a_turn_and_of_a_document_stop_it(style: str) -> None:
     tokenizer = chat_tokenizer(style)
     stops = chat_prompt(tokenizer, "Is it sunny?").stop_ids
     assert set(stops) == {tokenizer.eos_id, tokenizer.special_ids[ENDS[style]]}
 
 
-def test_a_system_message_comes_first():
+def test_a_system_message_comes_first() -> None:
     tokenizer = chat_tokenizer("qwen25")
     text = tokenizer.decode(chat_prompt(tokenizer, "Hi", system="Be brief.").ids)
     assert text == (
@@ -47,7 +49,7 @@ def test_a_system_message_comes_first():
         chat_prompt(chat_tokenizer("gemma"), "Hi", system="Be brief.")
 
 
-def test_a_tokenizer_without_a_template_is_named():
+def test_a_tokenizer_without_a_template_is_named() -> None:
     tokenizer = chat_tokenizer("plain")
     with pytest.raises(ConfigError, match="the tokenizer plain has no chat template; add a chat_t"):
         chat_prompt(tokenizer, "Hi")

@@ -1,5 +1,7 @@
 """Conversations with every kind of tokenizer: ends of turns are tokens."""
 
+from __future__ import annotations
+
 import pickle
 
 import numpy as np
@@ -23,7 +25,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_responses_and_their_ends_are_trained_with_every_tokenizer(kind):
+def test_responses_and_their_ends_are_trained_with_every_tokenizer(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     template = chat_template(ConversationSpec(chat_template="plain"), tokenizer)
     rendered = ResponseFinder(template).find(TURNS)
@@ -35,13 +37,17 @@ def test_responses_and_their_ends_are_trained_with_every_tokenizer(kind):
     assert encoding.ids_n.tolist().count(tokenizer.eos_id) == 2
     end = tokenizer.decode([tokenizer.eos_id])
     first, second, rest = tokenizer.decode(trained).split(end)
-    assert (first.strip(), second.strip(), rest) == (TURNS[1]["content"], TURNS[3]["content"], "")
+    assert (first.strip(), second.strip(), rest) == (
+        TURNS[1]["content"],
+        TURNS[3]["content"],
+        "",
+    )
     untrained = tokenizer.decode(encoding.ids_n[flags_n == 0].tolist())
     assert "A part" not in untrained
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_of_a_text_are_tokens_and_spans_go_on_behind_them(kind):
+def test_special_tokens_of_a_text_are_tokens_and_spans_go_on_behind_them(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     end = tokenizer.decode([tokenizer.eos_id])
     texts = ["", end, f"one{end}{end}two", f"{end}three", "four", f"five{end}"]
@@ -60,7 +66,7 @@ def test_special_tokens_of_a_text_are_tokens_and_spans_go_on_behind_them(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_process_gets_the_same_tokenizer(kind):
+def test_a_worker_process_gets_the_same_tokenizer(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.identity == tokenizer.identity

@@ -1,5 +1,7 @@
 """What templates differ on: headers that go on, turns without an end, forms of tool calls."""
 
+from __future__ import annotations
+
 from copy import deepcopy
 from typing import Any
 
@@ -97,7 +99,9 @@ def responses(finder: ResponseFinder, messages: Any, tools: Any = None) -> list[
         ("<think>\n\n</think>\n\n", "4<|im_end|>", "hm\n</think>\n\n4<|im_end|>"),
     ],
 )
-def test_a_header_is_no_response_where_its_prompt_goes_on(prompt, plain, thinking, has_tags):
+def test_a_header_is_no_response_where_its_prompt_goes_on(
+    prompt: str, plain: str, thinking: str, has_tags: bool
+) -> None:
     one = finder(THINKING, _CHATML, has_tags=has_tags, prompt=prompt)
     assert responses(one, turns("Hi", "Yo!", "2+2?", "4")) == ["Yo!<|im_end|>", plain]
     assert responses(one, turns("Hi", f"{THOUGHT}Yo!", "2+2?", "4")) == ["Yo!<|im_end|>", plain]
@@ -106,7 +110,9 @@ def test_a_header_is_no_response_where_its_prompt_goes_on(prompt, plain, thinkin
 
 
 @pytest.mark.parametrize("has_tags", [False, True])
-def test_an_empty_thought_that_the_prompt_does_not_write_belongs_to_the_response(has_tags):
+def test_an_empty_thought_that_the_prompt_does_not_write_belongs_to_the_response(
+    has_tags: bool,
+) -> None:
     one = finder(EMPTY_THOUGHT, _CHATML, has_tags=has_tags)
     empty = ["<think></think>Yo!<|im_end|>", "<think></think>4<|im_end|>"]
     assert responses(one, turns("Hi", "Yo!", "2+2?", "4")) == empty
@@ -114,7 +120,7 @@ def test_an_empty_thought_that_the_prompt_does_not_write_belongs_to_the_response
 
 
 @pytest.mark.parametrize("has_tags", [False, True])
-def test_a_turn_without_an_end_is_ended_by_the_next_ones_first_token(has_tags):
+def test_a_turn_without_an_end_is_ended_by_the_next_ones_first_token(has_tags: bool) -> None:
     one = finder(OPEN_ENDED, _ROLES, has_tags=has_tags)
     assert responses(one, turns("Hi", "Yo!", "2+2?", "4")) == ["Yo!<|user|>", "4"]
     # By what changes, because of the thought: the same.
@@ -130,7 +136,7 @@ def test_a_turn_without_an_end_is_ended_by_the_next_ones_first_token(has_tags):
     assert responses(one, twice) == ["Yo!", "4"]
 
 
-def test_a_conversation_shows_whether_its_last_response_is_ended():
+def test_a_conversation_shows_whether_its_last_response_is_ended() -> None:
     one = finder(OPEN_ENDED, _ROLES, has_tags=True)
     assert not one.find(turns("Hi", "Yo!", "2+2?", "4")).is_closed
     assert not one.find(tool_dialogue()[:2], TOOLS).is_closed  # by a call's tag alone
@@ -140,7 +146,7 @@ def test_a_conversation_shows_whether_its_last_response_is_ended():
         assert ResponseFinder(template_of(style)).find(turns("Hi", "Yo!")).is_closed, style
 
 
-def test_plain_turns_are_ended_by_an_end_of_document_that_is_no_special_token():
+def test_plain_turns_are_ended_by_an_end_of_document_that_is_no_special_token() -> None:
     words = tokenizers.Tokenizer(tokenizers.models.BPE({"<|endoftext|>": 0, "a": 1, "b": 2}, []))
     words.add_tokens([tokenizers.AddedToken("<|endoftext|>", special=False)])
     own = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words), name="plain")
@@ -153,7 +159,9 @@ def test_plain_turns_are_ended_by_an_end_of_document_that_is_no_special_token():
 
 @pytest.mark.parametrize("says", [None, "", "Wait."])
 @pytest.mark.parametrize("style", ["llama3", "phi3", "gemma", "mistral", "generation_blocks"])
-def test_calls_that_the_template_does_not_write_are_refused_by_name(style, says):
+def test_calls_that_the_template_does_not_write_are_refused_by_name(
+    style: str, says: str | None
+) -> None:
     refusal = "message 1: the chat template does not write its tool calls; set"
     if style in ("gemma", "mistral"):
         refusal = "roles must alternate"
@@ -161,7 +169,7 @@ def test_calls_that_the_template_does_not_write_are_refused_by_name(style, says)
         ResponseFinder(template_of(style)).find(tool_dialogue(says=says), TOOLS)
 
 
-def test_the_second_of_two_calls_must_be_written_too():
+def test_the_second_of_two_calls_must_be_written_too() -> None:
     first_alone = WRITES_NULL.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
     messages = tool_dialogue()
     finder(first_alone, ("<|end|>", *_ROLES)).find(messages, TOOLS)
@@ -170,7 +178,7 @@ def test_the_second_of_two_calls_must_be_written_too():
         finder(first_alone, ("<|end|>", *_ROLES)).find(messages, TOOLS)
 
 
-def test_a_text_that_the_template_does_not_write_is_refused_by_name():
+def test_a_text_that_the_template_does_not_write_is_refused_by_name() -> None:
     of_parts = "{% for part in one.content %}{{ part.text }}{% endfor %}"
     parts = f"{{% for one in messages %}}{of_parts}<|end|>{{% endfor %}}"
     with pytest.raises(BadConversationError, match="message 1: .* does not write its content"):
@@ -179,7 +187,9 @@ def test_a_text_that_the_template_does_not_write_is_refused_by_name():
 
 @pytest.mark.parametrize("content", [None, ""])
 @pytest.mark.parametrize("arguments", [{"city": "Łódź"}, '{"city": "Łódź"}'])
-def test_arguments_that_a_template_refuses_as_an_object_are_given_as_text(content, arguments):
+def test_arguments_that_a_template_refuses_as_an_object_are_given_as_text(
+    content: str | None, arguments: Any
+) -> None:
     messages = tool_dialogue(says=content)
     messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
     before = deepcopy(messages)
@@ -189,7 +199,7 @@ def test_arguments_that_a_template_refuses_as_an_object_are_given_as_text(conten
     assert messages == before
 
 
-def test_a_null_is_given_to_the_template_and_never_written():
+def test_a_null_is_given_to_the_template_and_never_written() -> None:
     one = finder(WRITES_NULL, ("<|end|>", *_ROLES))
     assert responses(one, tool_dialogue(says=None), TOOLS) == [
         ' {"city": "Paris"}<|end|>',

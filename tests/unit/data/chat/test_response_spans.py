@@ -4,6 +4,9 @@ Llama 3 and 3.1, ChatML (Qwen 2.5 and 3), Mistral v0.2 and v0.3, Gemma 2, Phi 3,
 one turn and several, system prompts, tool calls, contents that hold markers themselves.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -109,7 +112,11 @@ MARKED = {
         "<|user|>\nHi<|end|>\n<|assistant|>\n[*Yo!<|end|>*]\n<|user|>\n2+2?<|end|>\n"
         "<|assistant|>\n[*4<|end|>\n<|endoftext|>*]",
     ),
-    "plain": ("plain", WITH_SYSTEM, "Be brief.\nHi\n[*Yo!<|endoftext|>*]2+2?\n[*4<|endoftext|>*]"),
+    "plain": (
+        "plain",
+        WITH_SYSTEM,
+        "Be brief.\nHi\n[*Yo!<|endoftext|>*]2+2?\n[*4<|endoftext|>*]",
+    ),
     "generation blocks": (
         "generation_blocks",
         TWO,
@@ -120,7 +127,7 @@ MARKED = {
 
 
 @pytest.mark.parametrize("case", MARKED)
-def test_the_marked_characters_are_found(case):
+def test_the_marked_characters_are_found(case: str) -> None:
     style, messages, marked = MARKED[case]
     text, spans = unmarked(marked)
     found = ResponseFinder(template_of(style)).find(messages)
@@ -129,7 +136,7 @@ def test_the_marked_characters_are_found(case):
     assert [messages[index]["role"] for index in found.spans] == ["assistant"] * len(spans)
 
 
-def test_tools_are_part_of_the_prompt_wherever_the_template_puts_them():
+def test_tools_are_part_of_the_prompt_wherever_the_template_puts_them() -> None:
     # Mistral's goes before the last user message, Llama's into the first one, Qwen's to the system.
     for style, responses in {
         "mistral_v3": [" It is.</s>", " Yes.</s>"],
@@ -145,7 +152,7 @@ def test_tools_are_part_of_the_prompt_wherever_the_template_puts_them():
         assert "description" in found.text
 
 
-def test_the_text_is_that_of_transformers():
+def test_the_text_is_that_of_transformers() -> None:
     for style in STYLES:
         if style == "plain":
             continue
@@ -164,7 +171,9 @@ TEXTS = st.lists(EVIL, min_size=1, max_size=3).map("".join).filter(str.strip)
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "generation_blocks"])
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
-def test_learned_shapes_agree_with_each_conversation_alone(style, texts):
+def test_learned_shapes_agree_with_each_conversation_alone(
+    style: str, texts: Sequence[str]
+) -> None:
     template = template_of(style)
     messages = turns(*texts)
 
@@ -188,7 +197,7 @@ def test_learned_shapes_agree_with_each_conversation_alone(style, texts):
         assert by_itself == learned
 
 
-def test_a_template_that_hides_its_responses_is_refused():
+def test_a_template_that_hides_its_responses_is_refused() -> None:
     from megatron_distill.data.chat.template import ChatTemplate
 
     backwards = "{% for message in messages[::-1] %}{{ message['content'] }};{% endfor %}"
@@ -197,6 +206,6 @@ def test_a_template_that_hides_its_responses_is_refused():
         finder.find(turns("a", "b", "c", "d"))
 
 
-def test_a_template_s_refusal_is_reported_with_its_message():
+def test_a_template_s_refusal_is_reported_with_its_message() -> None:
     with pytest.raises(BadConversationError, match="System role not supported"):
         ResponseFinder(template_of("gemma")).find(WITH_SYSTEM)

@@ -1,5 +1,7 @@
 """Every chat template of TRL's package: what of it is trained, and what TRL trains in its place."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -49,7 +51,9 @@ _CALLS = dict.fromkeys(CALLS, _NO_CALLS)
 _TEXTS = (
     dict.fromkeys(DIALOGUES, _NO_TEXTS)
     | dict.fromkeys(CALLS, _NO_PARTS)
-    | {"text and call": _NO_TEXTS}
+    | {
+        "text and call": _NO_TEXTS,
+    }
 )
 _AFTER_THE_RESULT = {"text and call": _APART}  # the text stands behind the call's result
 REFUSED: Mapping[str, Mapping[str, str]] = {
@@ -75,21 +79,21 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 # What only one of the two trains, before or after what both do, and why.
 Difference = tuple[str, str, str]
 _LINE_END: Mapping[Difference, str] = {
-    ("TRL", "after", "\n"): "the template's line end, after the token that stops the model"
+    ("TRL", "after", "\n"): "the template's line end, after the token that stops the model",
 }
 _OPENED: Mapping[Difference, str] = {
-    ("TRL", "before", "<think>\n"): "the generation prompt has it, so the model is given it"
+    ("TRL", "before", "<think>\n"): "the generation prompt has it, so the model is given it",
 }
 _CLOSED: Mapping[Difference, str] = {
     ("TRL", "before", "<think>\n\n</think>\n\n"): "the generation prompt has it where no thought "
-    "is wanted; in earlier turns the twin writes it and the template does not"
+    "is wanted; in earlier turns the twin writes it and the template does not",
 }
 _HISTORY: Mapping[Difference, str] = {
     ("TRL", "before", "<think>\n\n</think>\n\n"): "only the twin writes it in earlier turns",
     ("TRL", "before", "<think>\nhm\n</think>\n\n"): "only the twin writes it in earlier turns",
 }
 _STARTED: Mapping[Difference, str] = {
-    ("TRL", "before", "<|start|>assistant"): "the role header, which the prompt ends with"
+    ("TRL", "before", "<|start|>assistant"): "the role header, which the prompt ends with",
 }
 _DEEPSEEK: Mapping[Difference, str] = {
     ("TRL", "before", "<｜Assistant｜>"): "the role header, which the prompt ends with",
@@ -106,7 +110,7 @@ DIFFERENT: Mapping[str, Mapping[Difference, str]] = {
         ("ours", "after", "<|tool_response>"): "the token that stops the model after a call",
     },
     "glm4moe": {
-        ("TRL", "after", "<|user|>"): "only the twin ends the last turn, with the next one's token"
+        ("TRL", "after", "<|user|>"): "only the twin ends the last turn, with the next one's token",
     },
     **dict.fromkeys(("gptoss", "muse_glimmer"), _STARTED),
     "qwen2_5": {
@@ -178,7 +182,7 @@ def differences(trained_here: Sequence[str], twins: Sequence[str]) -> set[Differ
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_responses_are_trained_whole_and_nothing_else_is(name):
+def test_responses_are_trained_whole_and_nothing_else_is(name: str) -> None:
     refused = REFUSED.get(name, {})
     for dialogue, (messages, _) in DIALOGUES.items():
         found = ours(name, dialogue, has_tags=False)
@@ -205,7 +209,7 @@ def test_responses_are_trained_whole_and_nothing_else_is(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_neither_tags_nor_what_was_learned_change_a_response(name):
+def test_neither_tags_nor_what_was_learned_change_a_response(name: str) -> None:
     # The tags of thoughts are special tokens or not; each conversation is looked at by itself.
     template = chat_template(ConversationSpec(), tokenizer(name, has_tags=False))
     learned, unlearned = ResponseFinder(template), Unlearned(template)
@@ -217,7 +221,7 @@ def test_neither_tags_nor_what_was_learned_change_a_response(name):
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_the_twin_trains_the_same_except_the_table_s_rows(name):
+def test_the_twin_trains_the_same_except_the_table_s_rows(name: str) -> None:
     refused, found = REFUSED.get(name, {}), set[Difference]()
     for dialogue in DIALOGUES:
         if dialogue not in refused:
@@ -234,7 +238,9 @@ ALTERNATING = ("cohere", "cohere2", "gemma", "gemma3")
 
 # Of turns with a header, in brackets, of two roles alone, with thoughts and with channels.
 @pytest.mark.parametrize("name", ["llama3_1", "gemma", "cohere2", "qwen3", "gptoss", "phi3"])
-def test_a_response_before_the_first_prompt_is_dropped_or_trained_with_every_template(name):
+def test_a_response_before_the_first_prompt_is_dropped_or_trained_with_every_template(
+    name: str,
+) -> None:
     template = chat_template(ConversationSpec(), tokenizer(name, has_tags=True))
     finder = ResponseFinder(template)
     dropped = conversation_of(GREETED, ConversationSpec())
@@ -252,7 +258,7 @@ def test_a_response_before_the_first_prompt_is_dropped_or_trained_with_every_tem
     assert first.rstrip("\n").endswith(stops(name))
 
 
-def test_the_tables_name_templates_of_the_package():
+def test_the_tables_name_templates_of_the_package() -> None:
     assert len(NAMES) >= 41
     assert len(TWINS) >= 31
     assert {*REFUSED} <= {*NAMES}

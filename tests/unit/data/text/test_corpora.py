@@ -13,7 +13,7 @@ from megatron_distill.errors import DataError
 from tests.support.data_fixtures import ByteTokenizer, story, write_files, write_jsonl
 
 
-def test_the_standard_library_is_a_corpus_of_modules_without_tests_and_packages():
+def test_the_standard_library_is_a_corpus_of_modules_without_tests_and_packages() -> None:
     root = Path(sysconfig.get_path("stdlib"))
     files = stdlib_files()
     names = {path.relative_to(root).as_posix() for path in files}
@@ -25,7 +25,7 @@ def test_the_standard_library_is_a_corpus_of_modules_without_tests_and_packages(
         path.read_bytes().decode("utf-8")
 
 
-def test_files_that_the_standard_library_corpus_leaves_out(tmp_path):
+def test_files_that_the_standard_library_corpus_leaves_out(tmp_path: Path) -> None:
     kept = ["a.py", "pkg/__init__.py", "pkg/testing.py"]
     dropped = ["test/a.py", "pkg/tests/b.py", "site-packages/c.py", "pkg/__pycache__/d.py", "e.txt"]
     for name in [*kept, *dropped]:
@@ -38,7 +38,7 @@ def test_files_that_the_standard_library_corpus_leaves_out(tmp_path):
         stdlib_files(tmp_path / "absent")
 
 
-def test_the_stream_reads_the_standard_library():
+def test_the_stream_reads_the_standard_library() -> None:
     options = DataOptions(sequence_length=64, validation_fraction=0.1, shuffle_samples=1)
     source = open_training(
         [SourceSpec("python_stdlib")], tokenizer=ByteTokenizer(), options=options, seed=3
@@ -60,13 +60,13 @@ def test_the_stream_reads_the_standard_library():
         ({"weight": float("nan")}, "weight nan must be a positive number"),
     ],
 )
-def test_a_wrong_description_is_refused(changes, message):
+def test_a_wrong_description_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(DataError) as caught:
         SourceSpec(**{"format": "text", **changes})  # type: ignore[arg-type]
     assert message in str(caught.value)
 
 
-def test_the_fingerprint_sees_names_and_sizes_but_not_the_folder(tmp_path):
+def test_the_fingerprint_sees_names_and_sizes_but_not_the_folder(tmp_path: Path) -> None:
     prints = []
     for folder, texts in (("a", ["x", "yy"]), ("b", ["z", "ww"]), ("c", ["x", "yyy"])):
         write_files(tmp_path / folder, texts)
@@ -75,7 +75,7 @@ def test_the_fingerprint_sees_names_and_sizes_but_not_the_folder(tmp_path):
     assert prints[0] != fingerprint(sorted((tmp_path / "a").iterdir())[:1])
 
 
-def test_texts_for_a_tokenizer_are_shared_by_weight_and_never_held_out(tmp_path):
+def test_texts_for_a_tokenizer_are_shared_by_weight_and_never_held_out(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "first.jsonl", ["A" + story(index) for index in range(900)])
     second = write_jsonl(tmp_path / "second.jsonl", ["B" + story(index) for index in range(900)])
     specs = [
@@ -101,6 +101,6 @@ def test_texts_for_a_tokenizer_are_shared_by_weight_and_never_held_out(tmp_path)
         list(sample_texts(specs[2:], options=options, characters=10))
 
 
-def test_no_source_at_all_is_an_error():
+def test_no_source_at_all_is_an_error() -> None:
     with pytest.raises(DataError, match=r"data\.sources is empty"):
         open_training([], tokenizer=ByteTokenizer(), options=DataOptions(sequence_length=8), seed=0)

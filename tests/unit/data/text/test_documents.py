@@ -33,19 +33,19 @@ def texts_of(*files: Path, read: ReadFile) -> list[str]:
     return [document.text for document in read_all(reader_of(*files, read=read))]
 
 
-def test_lines_lose_their_ends_and_empty_ones_are_passed_over(tmp_path):
+def test_lines_lose_their_ends_and_empty_ones_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("one\r\n\n  two\nthrée".encode())
     assert texts_of(path, read=read_lines) == ["one", "  two", "thrée"]
 
 
-def test_a_file_is_one_document_with_its_content_untouched(tmp_path):
+def test_a_file_is_one_document_with_its_content_untouched(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b" x\r\n\ty\n")
     assert texts_of(path, read=read_whole) == [" x\r\n\ty\n"]
 
 
-def test_empty_files_and_records_are_no_documents(tmp_path):
+def test_empty_files_and_records_are_no_documents(tmp_path: Path) -> None:
     empty, blank = tmp_path / "empty", tmp_path / "blank"
     empty.write_bytes(b"")
     blank.write_bytes(b'\n \n{"text": ""}\n')
@@ -56,7 +56,9 @@ def test_empty_files_and_records_are_no_documents(tmp_path):
 
 @pytest.mark.parametrize("line", ["abc\n", "a-long-line-without-an-end", "é", "ab漢字\n"])
 @pytest.mark.parametrize("piece", [16, 17, 64])
-def test_pieces_of_a_long_file_join_to_it(tmp_path, monkeypatch, line, piece):
+def test_pieces_of_a_long_file_join_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, piece: int
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", piece)
     path = tmp_path / "long.txt"
     for repeats in range(1, 40):
@@ -71,7 +73,9 @@ def test_pieces_of_a_long_file_join_to_it(tmp_path, monkeypatch, line, piece):
 
 @pytest.mark.parametrize("kind", ["whole", "lines", "jsonl"])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_reading_restarts_at_every_cursor(tmp_path, monkeypatch, kind, suffix):
+def test_reading_restarts_at_every_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, suffix: str
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 64)
     read = {"whole": read_whole, "lines": read_lines, "jsonl": jsonl_reader("text")}[kind]
     files = []
@@ -90,7 +94,7 @@ def test_reading_restarts_at_every_cursor(tmp_path, monkeypatch, kind, suffix):
         assert read_all(reader, document.after) == found[index + 1 :]
 
 
-def test_the_order_of_the_files_is_the_callers(tmp_path):
+def test_the_order_of_the_files_is_the_callers(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a", "b", "c")]
     for path in files:
         path.write_text(path.name)
@@ -111,7 +115,9 @@ BAD_JSON = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_JSON)
-def test_a_bad_json_line_is_named_or_skipped(tmp_path, caplog, line, message):
+def test_a_bad_json_line_is_named_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: bytes, message: str
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "first"}\n' + line + b'\n{"text": "third"}\n')
     read = jsonl_reader("text")
@@ -126,13 +132,15 @@ def test_a_bad_json_line_is_named_or_skipped(tmp_path, caplog, line, message):
     assert message in caplog.text
 
 
-def test_the_text_key_is_configurable(tmp_path):
+def test_the_text_key_is_configurable(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x", "y"], key="content")
     assert texts_of(path, read=jsonl_reader("content")) == ["x", "y"]
 
 
 @pytest.mark.parametrize("before", [0, 3, 100])
-def test_bytes_that_are_not_utf8_are_located(tmp_path, monkeypatch, before):
+def test_bytes_that_are_not_utf8_are_located(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 32)
     path, good = tmp_path / "bad.txt", tmp_path / "good.txt"
     path.write_bytes(b"x" * before + b"\xe9t\xe9")
@@ -144,7 +152,7 @@ def test_bytes_that_are_not_utf8_are_located(tmp_path, monkeypatch, before):
     assert lenient.skipped == 1
 
 
-def test_a_line_that_is_not_utf8_is_located(tmp_path):
+def test_a_line_that_is_not_utf8_is_located(tmp_path: Path) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(b"good\n\xff\xfe\nalso good\n")
     with pytest.raises(DataError, match=r"bad\.txt: not valid UTF-8 at line 2 "):
@@ -153,7 +161,7 @@ def test_a_line_that_is_not_utf8_is_located(tmp_path):
     assert [document.text for document in read_all(lenient)] == ["good", "also good"]
 
 
-def test_a_cut_off_archive_is_named_or_its_rest_skipped(tmp_path):
+def test_a_cut_off_archive_is_named_or_its_rest_skipped(tmp_path: Path) -> None:
     path, good = tmp_path / "cut.jsonl.gz", write_jsonl(tmp_path / "good.jsonl", ["fine"])
     lines = "".join(json.dumps({"text": f"{i * 7919}"}) + "\n" for i in range(9000))
     path.write_bytes(gzip.compress(lines.encode())[:-30])
@@ -166,7 +174,9 @@ def test_a_cut_off_archive_is_named_or_its_rest_skipped(tmp_path):
     assert lenient.skipped == 1
 
 
-def test_a_line_without_end_does_not_fill_the_memory(tmp_path, monkeypatch):
+def test_a_line_without_end_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "LINE_BYTES", 32)
     path = tmp_path / "long.txt"
     path.write_bytes(b"short\n" + b"x" * 200 + b"\n" + b"y" * 31 + b"\nlast")
@@ -176,7 +186,9 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     assert [document.text for document in read_all(lenient)] == ["short", "y" * 31, "last"]
 
 
-def test_log_lines_of_skipped_records_are_few(tmp_path, caplog):
+def test_log_lines_of_skipped_records_are_few(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("no\n" * 1000)
     reader = reader_of(path, read=jsonl_reader("text"), skip_bad=True)

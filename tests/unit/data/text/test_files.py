@@ -25,7 +25,7 @@ def write_as(folder: Path, suffix: str, content: bytes = CONTENT) -> Path:
     return path
 
 
-def test_globs_and_names_are_merged_sorted_and_listed_once(tmp_path):
+def test_globs_and_names_are_merged_sorted_and_listed_once(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     for name in ("b.txt", "a.txt", "deep/c.txt", "d.md"):
         (tmp_path / name).write_text("x")
@@ -34,7 +34,7 @@ def test_globs_and_names_are_merged_sorted_and_listed_once(tmp_path):
     assert names == ["a.txt", "b.txt", "d.md", "deep/c.txt"]
 
 
-def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path):
+def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path: Path) -> None:
     path = tmp_path / "part[1].txt"
     path.write_text("x")
     assert expand_paths([str(path)]) == [path]
@@ -50,7 +50,7 @@ def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path):
         ("folder/inner.txt/x.txt", "no such file"),
     ],
 )
-def test_wrong_paths_are_named(tmp_path, pattern, expected):
+def test_wrong_paths_are_named(tmp_path: Path, pattern: str, expected: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "inner.txt").write_text("x")
     with pytest.raises(DataError, match="data|glob") as caught:
@@ -60,12 +60,12 @@ def test_wrong_paths_are_named(tmp_path, pattern, expected):
 
 
 @pytest.mark.parametrize("patterns", [[], [""], ["  "]])
-def test_an_empty_path_is_an_error(patterns):
+def test_an_empty_path_is_an_error(patterns: list[str]) -> None:
     with pytest.raises(DataError, match=r"data\.sources\.paths"):
         expand_paths(patterns)
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     # Not by permissions, which do not bind root: a link that leads back to itself.
     link = tmp_path / "loop.txt"
     link.symlink_to(link)
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_reading_from_any_offset_equals_the_slice(tmp_path, suffix):
+def test_reading_from_any_offset_equals_the_slice(tmp_path: Path, suffix: str) -> None:
     path = write_as(tmp_path, suffix)
     for offset in (0, 1, 41_000, len(CONTENT) // 2, len(CONTENT) - 1, len(CONTENT)):
         file = InputFile(path, offset=offset)
@@ -90,7 +90,7 @@ def test_reading_from_any_offset_equals_the_slice(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_a_byte_order_mark_is_passed_over_and_counted(tmp_path, suffix):
+def test_a_byte_order_mark_is_passed_over_and_counted(tmp_path: Path, suffix: str) -> None:
     path = write_as(tmp_path, suffix, b"\xef\xbb\xbfone\ntwo\n")
     file = InputFile(path)
     assert file.read_line(100) == b"one\n"
@@ -106,7 +106,7 @@ def read_to_the_end(path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "cut in header", "flipped", "not compressed at all"])
-def test_damaged_compression_is_an_error(tmp_path, suffix, damage):
+def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str, damage: str) -> None:
     path = write_as(tmp_path, suffix)
     data = bytearray(path.read_bytes())
     if damage == "cut":
@@ -123,6 +123,6 @@ def test_damaged_compression_is_an_error(tmp_path, suffix, damage):
         read_to_the_end(path)
 
 
-def test_a_file_that_is_removed_while_reading_is_a_data_error(tmp_path):
+def test_a_file_that_is_removed_while_reading_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.txt: cannot be read at byte 0"):
         InputFile(tmp_path / "gone.txt")

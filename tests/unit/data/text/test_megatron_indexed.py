@@ -45,7 +45,7 @@ def prefix(tmp_path: Path) -> str:
     return write_indexed(tmp_path / "corpus", DOCUMENTS)
 
 
-def test_every_token_of_an_epoch_is_a_label_once_but_for_the_remainder(prefix):
+def test_every_token_of_an_epoch_is_a_label_once_but_for_the_remainder(prefix: str) -> None:
     source = source_of(prefix)
     tokens = [*chain.from_iterable(DOCUMENTS), *[EOD] * len(DOCUMENTS)]
     assert per_epoch(source) == (len(tokens) - 1) // LENGTH
@@ -65,7 +65,7 @@ def test_every_token_of_an_epoch_is_a_label_once_but_for_the_remainder(prefix):
     assert [s.tokens_S1.tolist() for s in draw(other, per_epoch(other))] != orders[0]
 
 
-def test_documents_are_distinguished_by_the_end_token(prefix):
+def test_documents_are_distinguished_by_the_end_token(prefix: str) -> None:
     owner = {token: i for i, document in enumerate(DOCUMENTS) for token in document}
     for sample in draw(source_of(prefix), 20):
         tokens, ids = sample.tokens_S1.tolist(), sample.document_ids_S1.tolist()
@@ -77,7 +77,7 @@ def test_documents_are_distinguished_by_the_end_token(prefix):
             assert len(owners) <= 1
 
 
-def test_resuming_at_every_position_equals_the_uninterrupted_stream(prefix):
+def test_resuming_at_every_position_equals_the_uninterrupted_stream(prefix: str) -> None:
     source = source_of(prefix)
     count = 2 * per_epoch(source) + 3
     states, samples = [], []
@@ -94,7 +94,7 @@ def test_resuming_at_every_position_equals_the_uninterrupted_stream(prefix):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_held_out_part_is_the_last_documents_and_disjoint(tmp_path, parts):
+def test_the_held_out_part_is_the_last_documents_and_disjoint(tmp_path: Path, parts: int) -> None:
     prefix = write_indexed(tmp_path / "corpus", DOCUMENTS, parts=parts)
     training = source_of(prefix, held_out_fraction=0.25)
     held_out = source_of(prefix, held_out_fraction=0.25, is_held_out=True, seed=0)
@@ -115,7 +115,7 @@ def tokens_of(samples: list[Sample]) -> set[int]:
     return {token for sample in samples for token in sample.tokens_S1.tolist()} - {EOD}
 
 
-def test_indices_are_read_whole_and_follow_the_file(prefix, tmp_path):
+def test_indices_are_read_whole_and_follow_the_file(prefix: str, tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "cache"
     first = [sample.tokens_S1.tolist() for sample in draw(source_of(prefix, cache=cache), 5)]
     (folder,) = cache.iterdir()
@@ -129,7 +129,7 @@ def test_indices_are_read_whole_and_follow_the_file(prefix, tmp_path):
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_named(prefix, tmp_path):
+def test_a_cache_that_cannot_be_written_is_named(prefix: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way of a folder")
     with pytest.raises(DataError, match=r"set data\.cache to a folder"):
         source_of(prefix, cache=tmp_path / "file").next_sample()
@@ -149,7 +149,7 @@ def test_a_cache_that_cannot_be_written_is_named(prefix, tmp_path):
         ("folder", "corpus.bin: no such file"),
     ],
 )
-def test_damaged_files_are_named(prefix, damage, message):
+def test_damaged_files_are_named(prefix: str, damage: str, message: str) -> None:
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     content = index.read_bytes()
     if damage == "no index":
@@ -176,7 +176,7 @@ def test_damaged_files_are_named(prefix, damage, message):
     assert message in str(caught.value)
 
 
-def test_a_token_outside_of_the_vocabulary_is_named(prefix):
+def test_a_token_outside_of_the_vocabulary_is_named(prefix: str) -> None:
     highest = max(chain.from_iterable(DOCUMENTS))
     source = source_of(prefix, vocab_size=highest + 1)
     draw(source, per_epoch(source))
@@ -185,20 +185,20 @@ def test_a_token_outside_of_the_vocabulary_is_named(prefix):
         draw(low, per_epoch(low))
 
 
-def test_documents_without_the_end_token_are_refused(tmp_path):
+def test_documents_without_the_end_token_are_refused(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "corpus", DOCUMENTS, end=None)
     with pytest.raises(DataError, match=r"do not end with token 0.*--append-eod"):
         source_of(prefix)
 
 
-def test_too_few_tokens_for_one_sequence_are_refused(prefix):
+def test_too_few_tokens_for_one_sequence_are_refused(prefix: str) -> None:
     with pytest.raises(DataError, match="not enough tokens to train on one sequence of 5000"):
         source_of(prefix, sequence_length=5000)
     with pytest.raises(DataError, match="not enough tokens"):
         source_of(prefix, held_out_fraction=1.0)
 
 
-def test_a_corpus_of_another_size_is_refused_on_resuming(prefix):
+def test_a_corpus_of_another_size_is_refused_on_resuming(prefix: str) -> None:
     state = source_of(prefix).state_dict()
     with pytest.raises(
         DataError, match=r"samples_per_epoch differs from the checkpoint \(\d+, was \d+\)"
@@ -208,7 +208,9 @@ def test_a_corpus_of_another_size_is_refused_on_resuming(prefix):
         source_of(prefix, seed=2).load_state_dict(state)
 
 
-def test_prefixes_and_texts_blend_by_weight_and_too_few_held_out_are_refused(tmp_path):
+def test_prefixes_and_texts_blend_by_weight_and_too_few_held_out_are_refused(
+    tmp_path: Path,
+) -> None:
     low = [[token % 200 + 1 for token in document] for document in DOCUMENTS]
     prefixes = tuple(write_indexed(tmp_path / name, low) for name in ("a", "b"))
     text = write_jsonl(tmp_path / "c.jsonl", map(story, range(50)))

@@ -34,7 +34,9 @@ lengths = st.lists(st.integers(0, 13), min_size=1, max_size=25)
 
 @settings(deadline=None)
 @given(lengths=lengths, sequence_length=st.integers(1, 9))
-def test_every_token_but_the_first_is_a_label_exactly_once(lengths, sequence_length):
+def test_every_token_but_the_first_is_a_label_exactly_once(
+    lengths: list[int], sequence_length: int
+) -> None:
     documents = numbered_documents(lengths)
     row = np.concatenate(documents)
     packer: Packer[int] = Packer(sequence_length, padding_token=PAD)
@@ -55,7 +57,9 @@ def test_every_token_but_the_first_is_a_label_exactly_once(lengths, sequence_len
 
 @settings(deadline=None)
 @given(lengths=lengths, sequence_length=st.integers(1, 9))
-def test_document_ids_change_exactly_where_documents_do(lengths, sequence_length):
+def test_document_ids_change_exactly_where_documents_do(
+    lengths: list[int], sequence_length: int
+) -> None:
     documents = numbered_documents(lengths)
     owner = {token: i for i, document in enumerate(documents) for token in document.tolist()}
     for sample in cut_all(Packer(sequence_length, padding_token=PAD), documents):
@@ -67,7 +71,9 @@ def test_document_ids_change_exactly_where_documents_do(lengths, sequence_length
 
 @settings(deadline=None)
 @given(lengths=lengths, sequence_length=st.integers(1, 9))
-def test_the_start_is_enough_to_come_back_to_any_sample(lengths, sequence_length):
+def test_the_start_is_enough_to_come_back_to_any_sample(
+    lengths: list[int], sequence_length: int
+) -> None:
     documents = numbered_documents(lengths)
     packer: Packer[int] = Packer(sequence_length, padding_token=PAD)
     expected = cut_all(Packer(sequence_length, padding_token=PAD), documents)
@@ -90,7 +96,7 @@ def test_the_start_is_enough_to_come_back_to_any_sample(lengths, sequence_length
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_tail_without_a_label_is_no_sample(left):
+def test_a_tail_without_a_label_is_no_sample(left: int) -> None:
     packer: Packer[int] = Packer(4, padding_token=PAD)
     packer.add(np.arange(left, dtype=np.int32), 0)
     assert packer.flush(0) is None

@@ -69,7 +69,9 @@ def corpora(tmp_path: Path) -> dict[str, list[SourceSpec]]:
 @pytest.mark.parametrize(
     ("kind", "fraction"), [("files", 0.0), ("lines", 0.3), ("jsonl", 0.3), ("gzip", 0.0)]
 )
-def test_every_training_document_appears_once_per_epoch(corpora, kind, fraction):
+def test_every_training_document_appears_once_per_epoch(
+    corpora: dict[str, list[SourceSpec]], kind: str, fraction: float
+) -> None:
     expected = [t for t in TEXTS if not is_held_out(content_digest(t.encode()), fraction)]
     assert (len(expected) < len(TEXTS)) == (fraction > 0)
     source = opened(corpora[kind], validation_fraction=fraction)
@@ -81,7 +83,9 @@ def test_every_training_document_appears_once_per_epoch(corpora, kind, fraction)
 
 
 @pytest.mark.parametrize("kind", ["files", "blend"])
-def test_the_order_depends_on_the_seed_and_on_nothing_else(corpora, kind):
+def test_the_order_depends_on_the_seed_and_on_nothing_else(
+    corpora: dict[str, list[SourceSpec]], kind: str
+) -> None:
     first, again, other = (
         [sample.tokens_S1.tolist() for sample in draw(opened(corpora[kind], seed=seed), 120)]
         for seed in (1, 1, 2)
@@ -90,7 +94,9 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else(corpora, kind):
     assert first != other
 
 
-def test_files_are_read_in_another_order_each_epoch_and_seed(corpora):
+def test_files_are_read_in_another_order_each_epoch_and_seed(
+    corpora: dict[str, list[SourceSpec]],
+) -> None:
     orders = []
     for seed in (1, 2):
         source = opened(corpora["files"], seed=seed, shuffle_buffer=1)
@@ -99,7 +105,7 @@ def test_files_are_read_in_another_order_each_epoch_and_seed(corpora):
     assert len({tuple(order) for order in [*orders, TEXTS]}) == 5
 
 
-def test_the_order_is_the_same_on_every_machine():
+def test_the_order_is_the_same_on_every_machine() -> None:
     # Golden: a change here breaks the resumption of every run under way.
     assert permutation(8, 1234, 0) == [6, 1, 3, 7, 0, 4, 5, 2]
     assert permutation(8, 1234, 1) != permutation(8, 1234, 0)
@@ -107,7 +113,9 @@ def test_the_order_is_the_same_on_every_machine():
 
 
 @pytest.mark.parametrize("kind", ["files", "lines", "jsonl", "gzip", "blend"])
-def test_resuming_at_every_position_equals_the_uninterrupted_stream(corpora, kind, monkeypatch):
+def test_resuming_at_every_position_equals_the_uninterrupted_stream(
+    corpora: dict[str, list[SourceSpec]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream, "_ENCODED_CHARACTERS", 50)
     count = samples_for(TEXTS, 2.2, 40)
     source = opened(corpora[kind], validation_fraction=0.1, sequence_length=40)
@@ -128,7 +136,9 @@ def test_resuming_at_every_position_equals_the_uninterrupted_stream(corpora, kin
             assert json.dumps(resumed.state_dict()) == states[position + 4]
 
 
-def test_resuming_inside_a_file_that_is_read_in_pieces(tmp_path, monkeypatch):
+def test_resuming_inside_a_file_that_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 100)
     long = ["".join(f"{name}{index:03}\n" for index in range(200)) for name in "ABC"]
     folder = write_files(tmp_path / "long", long)
@@ -147,7 +157,9 @@ def test_resuming_inside_a_file_that_is_read_in_pieces(tmp_path, monkeypatch):
         ]
 
 
-def test_a_long_document_is_held_out_as_a_whole(tmp_path, monkeypatch):
+def test_a_long_document_is_held_out_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 64)
     texts = ["".join(f"{name}{index:02}\n" for index in range(60)) for name in "abcdefghijklmnop"]
     folder = write_files(tmp_path / "long", texts)
@@ -167,7 +179,9 @@ def test_a_long_document_is_held_out_as_a_whole(tmp_path, monkeypatch):
     assert not letters & others
 
 
-def test_blocks_bound_the_memory(corpora, monkeypatch):
+def test_blocks_bound_the_memory(
+    corpora: dict[str, list[SourceSpec]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream, "BLOCK_CHARACTERS", 60)
     source = opened(corpora["lines"], shuffle_buffer=1000)
     found = complete_documents(draw(source, samples_for(TEXTS, 1.2)))
@@ -176,7 +190,9 @@ def test_blocks_bound_the_memory(corpora, monkeypatch):
     assert 0 < max(displaced) < 20, "shuffled, and only inside short blocks"
 
 
-def test_held_out_and_training_documents_are_disjoint_and_complete(corpora):
+def test_held_out_and_training_documents_are_disjoint_and_complete(
+    corpora: dict[str, list[SourceSpec]],
+) -> None:
     fraction = 0.3
     held_out = read_held_out(
         corpora["files"],
@@ -196,7 +212,7 @@ def test_held_out_and_training_documents_are_disjoint_and_complete(corpora):
     assert validation <= {t.split(">")[0] + ">" for t in expected}
 
 
-def test_held_out_samples_do_not_depend_on_the_seed_but_on_the_share_monotonically():
+def test_held_out_samples_do_not_depend_on_the_seed_but_on_the_share_monotonically() -> None:
     digests = [content_digest(f"{index}".encode()) for index in range(20_000)]
     shares = {}
     for fraction in (0.0, 0.02, 0.2, 1.0):
@@ -207,7 +223,7 @@ def test_held_out_samples_do_not_depend_on_the_seed_but_on_the_share_monotonical
     assert len(shares[1.0]) == len(digests)
 
 
-def test_too_little_to_hold_out_is_an_error(corpora):
+def test_too_little_to_hold_out_is_an_error(corpora: dict[str, list[SourceSpec]]) -> None:
     for fraction, specs in ((0.05, corpora["files"]), (0.0, corpora["jsonl"])):
         with pytest.raises(DataError, match=r"validation\.samples is 500, but .* fill only \d+"):
             read_held_out(
@@ -218,7 +234,7 @@ def test_too_little_to_hold_out_is_an_error(corpora):
             )
 
 
-def test_the_tail_of_the_held_out_documents_is_padded_and_not_trained(tmp_path):
+def test_the_tail_of_the_held_out_documents_is_padded_and_not_trained(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", ["abcde", "fg"])  # 6 + 3 tokens
     held_out = read_held_out(
         [SourceSpec("jsonl", (str(path),))],
@@ -233,7 +249,7 @@ def test_the_tail_of_the_held_out_documents_is_padded_and_not_trained(tmp_path):
     assert tail.flags_S1.tolist() == [3, 3, 3, 0, 0, 0, 0]
 
 
-def test_a_source_without_a_training_document_is_an_error(tmp_path):
+def test_a_source_without_a_training_document_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     one = write_jsonl(tmp_path / "one.jsonl", ["all of it is held out"])
@@ -248,7 +264,7 @@ def test_a_source_without_a_training_document_is_an_error(tmp_path):
         assert spec.paths[0] in str(caught.value)
 
 
-def test_a_changed_corpus_tokenizer_or_order_is_refused_on_resuming(tmp_path):
+def test_a_changed_corpus_tokenizer_or_order_is_refused_on_resuming(tmp_path: Path) -> None:
     folder = write_files(tmp_path / "files", TEXTS[:5])
     specs = [SourceSpec("text", (f"{folder}/*.txt",))]
     state = opened(specs).state_dict()
@@ -268,7 +284,7 @@ def test_a_changed_corpus_tokenizer_or_order_is_refused_on_resuming(tmp_path):
         opened(specs).load_state_dict(state)
 
 
-def test_skipped_records_are_counted_across_a_resumption(tmp_path):
+def test_skipped_records_are_counted_across_a_resumption(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     lines = [json.dumps({"text": story(i)}) if i % 5 else "{broken" for i in range(50)]
     path.write_text("\n".join(lines))

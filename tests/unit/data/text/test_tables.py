@@ -3,6 +3,8 @@
 The datasets library writes what is read; places to go on, damaged files, missing columns.
 """
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ KINDS = ("parquet", "arrow file", "saved dataset")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_column_is_read_as_documents_from_any_place_on(tmp_path, kind):
+def test_a_column_is_read_as_documents_from_any_place_on(tmp_path: Path, kind: str) -> None:
     format, path = written(tmp_path, kind, {"body": TEXTS, "number": list(range(700))})
     spec = SourceSpec(format, (path,), text_key="body")
     files = source_files(spec)
@@ -60,7 +62,7 @@ def test_a_column_is_read_as_documents_from_any_place_on(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "jsonl"])
-def test_rows_are_conversations_with_their_numbers(tmp_path, kind):
+def test_rows_are_conversations_with_their_numbers(tmp_path: Path, kind: str) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
     table = {"messages": [turns("a", "b"), tool_dialogue(), turns("c", "d")], "other": [1, 2, 3]}
     rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
@@ -83,7 +85,7 @@ def test_rows_are_conversations_with_their_numbers(tmp_path, kind):
     assert tools  # (columns that a row need not have)
 
 
-def test_lines_in_blocks_keep_their_numbers_over_empty_and_long_ones(tmp_path):
+def test_lines_in_blocks_keep_their_numbers_over_empty_and_long_ones(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     long = '{"a": "' + "x" * (3 << 20) + '"}'
     path.write_text('{"a": 1}\n\n' + long + '\n{"a": 2}\nnot json\n[1]\n{"a": 3}')
@@ -99,7 +101,7 @@ def test_lines_in_blocks_keep_their_numbers_over_empty_and_long_ones(tmp_path):
     assert found[4][1] == "not a JSON object but list"
 
 
-def test_saved_datasets_are_found_by_their_folders(tmp_path):
+def test_saved_datasets_are_found_by_their_folders(tmp_path: Path) -> None:
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})})
     splits.save_to_disk(tmp_path / "d")
     assert len(source_files(SourceSpec("arrow", (str(tmp_path / "d" / "train"),)))) == 1
@@ -114,7 +116,7 @@ def test_saved_datasets_are_found_by_their_folders(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_and_missing_columns_name_the_file(tmp_path, kind):
+def test_damage_and_missing_columns_name_the_file(tmp_path: Path, kind: str) -> None:
     format, path = written(tmp_path, kind, {"body": TEXTS})
     (file, *_) = source_files(SourceSpec(format, (path,)))
     with pytest.raises(DataError, match=f"{file}: has no column 'text' .its columns: body"):

@@ -1,7 +1,10 @@
 """One interface for every kind of tokenizer."""
 
+from __future__ import annotations
+
 import shutil
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,7 +82,7 @@ def check_spans(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
-def test_a_lossless_tokenizer_gives_every_text_back(kind):
+def test_a_lossless_tokenizer_gives_every_text_back(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     texts = no_underscores(HARD_TEXTS)
     for text, ids_n in zip(texts, tokenizer.encode_batch(texts), strict=True):
@@ -92,26 +95,26 @@ def test_a_lossless_tokenizer_gives_every_text_back(kind):
 @pytest.mark.parametrize("kind", LOSSLESS)
 @examples
 @given(text=any_text)
-def test_a_lossless_tokenizer_gives_any_text_back(kind, text):
+def test_a_lossless_tokenizer_gives_any_text_back(kind: str, text: str) -> None:
     (ids_n,) = tokenizer_of(kind).encode_batch([text])
     assert tokenizer_of(kind).decode(ids_n.tolist()) == text
 
 
-def test_a_model_with_spaces_behind_words_adds_one_at_the_end():
+def test_a_model_with_spaces_behind_words_adds_one_at_the_end() -> None:
     tokenizer = tokenizer_of("sp_suffix")
     for text in no_underscores(HARD_TEXTS):
         expected = f"{text} ".removeprefix(" ") if text else ""  # a first space is lost
         assert tokenizer.decode(tokenizer.encode_batch([text])[0].tolist()) == expected
 
 
-def test_a_normalising_model_gives_the_normal_form_back():
+def test_a_normalising_model_gives_the_normal_form_back() -> None:
     tokenizer = tokenizer_of("sp_nfkc")
     for text in ("  \ufb01ne  \t words\n", "\uff57ide de\u0301f", "plain", "", "   "):
         expected = " ".join(unicodedata.normalize("NFKC", text).split())
         assert tokenizer.decode(tokenizer.encode_batch([text])[0].tolist()) == expected
 
 
-def test_a_metaspace_tokenizer_gives_text_of_its_alphabet_back():
+def test_a_metaspace_tokenizer_gives_text_of_its_alphabet_back() -> None:
     tokenizer = tokenizer_of("hf_unigram")
     for text in HARD_TEXTS[2:]:
         (ids_n,) = tokenizer.encode_batch([text])
@@ -119,13 +122,13 @@ def test_a_metaspace_tokenizer_gives_text_of_its_alphabet_back():
         assert tokenizer.decode(ids_n.tolist()) == text.removeprefix(" ")
 
 
-def test_a_space_written_as_sentencepiece_writes_it_becomes_a_space():
+def test_a_space_written_as_sentencepiece_writes_it_becomes_a_space() -> None:
     tokenizer = tokenizer_of("sp_bpe")
     assert tokenizer.decode(tokenizer.encode_batch(["a\u2581b"])[0].tolist()) == "a b"
 
 
 @every_kind
-def test_a_batch_equals_its_texts_one_by_one(kind):
+def test_a_batch_equals_its_texts_one_by_one(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     alone = [tokenizer.encode_batch([text])[0].tolist() for text in HARD_TEXTS]
     assert [ids_n.tolist() for ids_n in tokenizer.encode_batch(HARD_TEXTS)] == alone
@@ -136,7 +139,7 @@ def test_a_batch_equals_its_texts_one_by_one(kind):
 
 
 @pytest.mark.parametrize("kind", [*KEEPS_CHARACTERS, "sp_nfkc"])
-def test_spans_are_those_of_the_slow_reference(kind):
+def test_spans_are_those_of_the_slow_reference(kind: str) -> None:
     for text in no_underscores(HARD_TEXTS):
         check_spans(kind, text)
 
@@ -144,14 +147,14 @@ def test_spans_are_those_of_the_slow_reference(kind):
 @pytest.mark.parametrize("kind", [*KEEPS_CHARACTERS, "sp_nfkc"])
 @examples
 @given(text=any_text)
-def test_spans_of_any_text_are_those_of_the_slow_reference(kind, text):
+def test_spans_of_any_text_are_those_of_the_slow_reference(kind: str, text: str) -> None:
     check_spans(kind, text)
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 @examples
 @given(text=any_text, data=st.data())
-def test_a_run_of_tokens_decodes_to_its_span(kind, text, data):
+def test_a_run_of_tokens_decodes_to_its_span(kind: str, text: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
     (ids_n,) = tokenizer.encode_batch([text])
     found = [(0, 0), *spans(kind, text)]
@@ -164,7 +167,7 @@ def test_a_run_of_tokens_decodes_to_its_span(kind, text, data):
     assert tokenizer.decode(ids_n[first:last].tolist()) == text[start:stop]
 
 
-def test_a_metaspace_token_covers_its_text():
+def test_a_metaspace_token_covers_its_text() -> None:
     tokenizer = tokenizer_of("hf_unigram")
     spelled = {number: token for token, number in tokenizer.vocabulary().items()}
     for text in HARD_TEXTS:
@@ -185,7 +188,7 @@ def test_a_metaspace_token_covers_its_text():
 @pytest.mark.parametrize("kind", ["sp_bpe", "sp_suffix", "sp_nfkc"])
 @examples
 @given(text=any_text)
-def test_spans_hold_those_that_sentencepiece_gives(kind, text):
+def test_spans_hold_those_that_sentencepiece_gives(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     assert isinstance(tokenizer, SentencePieceTokenizer)
     pieces = tokenizer._processor.encode(text, out_type="proto").pieces
@@ -197,7 +200,7 @@ def test_spans_hold_those_that_sentencepiece_gives(kind, text):
 
 
 @every_kind
-def test_parts_of_an_emoji_cover_all_of_it(kind):
+def test_parts_of_an_emoji_cover_all_of_it(kind: str) -> None:
     text = "a \U0001f9d9"  # no text that they were trained on has it
     tokenizer = tokenizer_of(kind)
     (found,) = tokenizer.encode_with_offsets([text])
@@ -212,13 +215,13 @@ def test_parts_of_an_emoji_cover_all_of_it(kind):
 @every_kind
 @examples
 @given(ids=st.lists(st.one_of(st.integers(0, 600), st.integers()), max_size=20))
-def test_no_ids_are_too_odd_to_decode(kind, ids):
+def test_no_ids_are_too_odd_to_decode(kind: str, ids: list[int]) -> None:
     text = tokenizer_of(kind).decode(ids)
     text.encode()
 
 
 @every_kind
-def test_an_id_without_a_token_is_a_replacement_character(kind):
+def test_an_id_without_a_token_is_a_replacement_character(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode_batch(["word"])[0].tolist()
     for wrong in (-1, tokenizer.vocab_size, 10**9, 2**70):
@@ -227,7 +230,7 @@ def test_an_id_without_a_token_is_a_replacement_character(kind):
 
 
 @every_kind
-def test_special_tokens_have_ids_and_are_spelled_out(kind):
+def test_special_tokens_have_ids_and_are_spelled_out(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     assert tokenizer.eos_id in tokenizer.special_ids.values()
     for text, number in tokenizer.special_ids.items():
@@ -242,14 +245,14 @@ def test_special_tokens_have_ids_and_are_spelled_out(kind):
 
 
 @every_kind
-def test_half_a_surrogate_pair_is_refused(kind):
+def test_half_a_surrogate_pair_is_refused(kind: str) -> None:
     for call in (tokenizer_of(kind).encode_batch, tokenizer_of(kind).encode_with_offsets):
         with pytest.raises(DataError, match="an unpaired surrogate at character 2"):
             call(["fine", "ab\ud83d"])
 
 
 @every_kind
-def test_a_saved_folder_is_the_same_tokenizer(kind, tmp_path):
+def test_a_saved_folder_is_the_same_tokenizer(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(kind)
     folder = tmp_path / "deep" / "kept"
     for _ in range(2):  # the second time over the first
@@ -266,7 +269,7 @@ def test_a_saved_folder_is_the_same_tokenizer(kind, tmp_path):
 
 
 @every_kind
-def test_a_chat_template_beside_it_is_read_and_saved(kind, tmp_path):
+def test_a_chat_template_beside_it_is_read_and_saved(kind: str, tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}\u00e9"
     assert tokenizer_of(kind).chat_template is None
     tokenizer_of(kind).save(tmp_path / "one")
@@ -278,13 +281,15 @@ def test_a_chat_template_beside_it_is_read_and_saved(kind, tmp_path):
     assert load_tokenizer(tmp_path / "two").chat_template == template
 
 
-def test_all_kinds_have_identities_of_their_own():
+def test_all_kinds_have_identities_of_their_own() -> None:
     # What trims offsets gives the same ids.
     assert len({tokenizer_of(kind).identity for kind in KINDS}) == len(KINDS) - 1
 
 
 @pytest.mark.parametrize("kind", ["sp_bpe", "tiktoken"])
-def test_a_model_s_folder_keeps_another_kind_in_a_folder_of_its_own(kind, tmp_path):
+def test_a_model_s_folder_keeps_another_kind_in_a_folder_of_its_own(
+    kind: str, tmp_path: Path
+) -> None:
     tokenizer_of(kind).save(tmp_path / "tokenizer")
     (tmp_path / "config.json").write_text("{}")
     assert holds_tokenizer(tmp_path)

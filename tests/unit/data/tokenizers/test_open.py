@@ -28,7 +28,9 @@ def trained() -> Tokenizer:
     return train_bpe(TEXTS, vocab_size=400)
 
 
-def test_training_twice_and_in_another_process_gives_the_same(trained, tmp_path):
+def test_training_twice_and_in_another_process_gives_the_same(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
     assert trained.vocab_size == 400
     assert train_bpe(iter(TEXTS), vocab_size=400).identity == trained.identity
     assert train_bpe(["other words"] * 99, vocab_size=400).identity != trained.identity
@@ -47,7 +49,7 @@ def test_training_twice_and_in_another_process_gives_the_same(trained, tmp_path)
     assert ran.stdout == trained.identity
 
 
-def test_the_vocabulary_is_the_largest_id_s_and_added_tokens_count(trained):
+def test_the_vocabulary_is_the_largest_id_s_and_added_tokens_count(trained: Tokenizer) -> None:
     larger = train_bpe(TEXTS, vocab_size=400).hugging_face
     larger.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
     tokenizer = HuggingFaceTokenizer(larger, name="larger")
@@ -55,18 +57,18 @@ def test_the_vocabulary_is_the_largest_id_s_and_added_tokens_count(trained):
     assert tokenizer.identity != trained.identity
 
 
-def test_a_small_corpus_gives_a_smaller_vocabulary():
+def test_a_small_corpus_gives_a_smaller_vocabulary() -> None:
     assert 257 < train_bpe(["aaaa bbbb aaaa bbbb"], vocab_size=5000).vocab_size < 300
 
 
 @pytest.mark.parametrize("size", [0, 256])
-def test_a_vocabulary_below_the_bytes_is_refused(size):
+def test_a_vocabulary_below_the_bytes_is_refused(size: int) -> None:
     with pytest.raises(DataError, match=rf"train_vocab_size is {size}: .* at least 257"):
         train_bpe(TEXTS, vocab_size=size)
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_training_without_text_is_refused(texts):
+def test_training_without_text_is_refused(texts: list[str]) -> None:
     with pytest.raises(DataError, match="contain no text to train on"):
         train_bpe(texts, vocab_size=300)
 
@@ -74,8 +76,12 @@ def test_training_without_text_is_refused(texts):
 @pytest.mark.parametrize("has_settings", [True, False])
 @pytest.mark.parametrize("kind", ["qwen2", "gemma"])
 def test_the_file_decides_beside_a_config_whose_class_splits_otherwise(
-    kind, has_settings, trained, tmp_path, caplog
-):
+    kind: str,
+    has_settings: bool,
+    trained: Tokenizer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trained.save(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
     if not has_settings:
@@ -92,7 +98,9 @@ def test_the_file_decides_beside_a_config_whose_class_splits_otherwise(
     assert (warning in caplog.text) == is_other_class
 
 
-def test_a_class_with_the_rules_of_the_file_is_no_warning(trained, tmp_path, caplog):
+def test_a_class_with_the_rules_of_the_file_is_no_warning(
+    trained: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from transformers import Qwen2Tokenizer
 
     model = json.loads(trained.hugging_face.backend_tokenizer.to_str())["model"]  # type: ignore[attr-defined]
@@ -143,7 +151,9 @@ def broken_folder(folder: Path, trained: Tokenizer, kind: str) -> Path:
         ("broken settings", "tokenizer_config.json: not a JSON file"),
     ],
 )
-def test_a_wrong_folder_is_named(tmp_path, trained, kind, message):
+def test_a_wrong_folder_is_named(
+    tmp_path: Path, trained: Tokenizer, kind: str, message: str
+) -> None:
     folder = broken_folder(tmp_path, trained, kind)
     with pytest.raises(DataError) as caught:
         load_tokenizer(folder)
@@ -151,7 +161,7 @@ def test_a_wrong_folder_is_named(tmp_path, trained, kind, message):
     assert str(folder) in str(caught.value)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,5 +1,7 @@
 """SentencePiece models: special symbols, identity, and every wrong file named."""
 
+from __future__ import annotations
+
 import base64
 from pathlib import Path
 
@@ -23,7 +25,7 @@ def changed(model: bytes, piece: int, *, score: float | None = None) -> bytes:
     return bytes(proto.SerializeToString())
 
 
-def test_control_symbols_never_come_from_text_and_user_symbols_do():
+def test_control_symbols_never_come_from_text_and_user_symbols_do() -> None:
     tokenizer = tokenizer_of("sp_bpe")
     assert set(tokenizer.special_ids) == {"<unk>", "<s>", "</s>", "<start>"}
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, None)
@@ -36,14 +38,14 @@ def test_control_symbols_never_come_from_text_and_user_symbols_do():
     assert (found.starts_n[place], found.stops_n[place]) == (1, 7)
 
 
-def test_documents_after_each_other_decode_as_themselves():
+def test_documents_after_each_other_decode_as_themselves() -> None:
     tokenizer = tokenizer_of("sp_bpe")
     first, second = tokenizer.encode_batch(["one two", " three"])
     ids = [1, *first.tolist(), 2, *second.tolist(), 2]
     assert tokenizer.decode(ids) == "<s>one two</s> three</s>"
 
 
-def test_a_changed_piece_score_or_symbol_is_another_tokenizer():
+def test_a_changed_piece_score_or_symbol_is_another_tokenizer() -> None:
     model = sentencepiece_model("bpe")
     others = [
         changed(model, 300),
@@ -56,7 +58,7 @@ def test_a_changed_piece_score_or_symbol_is_another_tokenizer():
     assert SentencePieceTokenizer(bytes(model), name="y").identity in identities
 
 
-def test_a_model_file_its_folder_and_a_copy_of_it_are_one_tokenizer(tmp_path):
+def test_a_model_file_its_folder_and_a_copy_of_it_are_one_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     path = tmp_path / "own" / "spiece.model"
     path.write_bytes(sentencepiece_model("nfkc"))
@@ -66,7 +68,7 @@ def test_a_model_file_its_folder_and_a_copy_of_it_are_one_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path / "kept").identity == load_tokenizer(path).identity
 
 
-def test_a_folder_that_transformers_knows_stays_with_transformers(tmp_path):
+def test_a_folder_that_transformers_knows_stays_with_transformers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model("bpe"))
     alone = load_tokenizer(tmp_path)
     assert isinstance(alone, SentencePieceTokenizer)
@@ -111,7 +113,7 @@ def model_file(folder: Path, kind: str) -> Path:
         ("other ending", "neither .model nor .tiktoken"),
     ],
 )
-def test_a_wrong_model_is_named(tmp_path, kind, message):
+def test_a_wrong_model_is_named(tmp_path: Path, kind: str, message: str) -> None:
     path = model_file(tmp_path, kind)
     with pytest.raises(DataError) as caught:
         load_tokenizer(path)

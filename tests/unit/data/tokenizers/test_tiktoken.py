@@ -1,5 +1,7 @@
 """tiktoken: rank files with their rules, named encodings without a network, every error named."""
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import json
@@ -48,7 +50,7 @@ def small_ranks() -> dict[bytes, int]:
     return ranks_of(byte_level())
 
 
-def test_ranks_of_a_byte_level_bpe_give_its_tokens():
+def test_ranks_of_a_byte_level_bpe_give_its_tokens() -> None:
     # The same merges and GPT-2's pattern in both; its special token comes first there.
     expected = byte_level().encode_batch(HARD_TEXTS)
     for text, ours, other in zip(
@@ -57,7 +59,7 @@ def test_ranks_of_a_byte_level_bpe_give_its_tokens():
         assert ours.tolist() == [number - 1 for number in other.tolist()], text
 
 
-def test_special_tokens_in_a_text_are_those_tokens():
+def test_special_tokens_in_a_text_are_those_tokens() -> None:
     tokenizer = tokenizer_of("tiktoken")
     text = f"one{END_OF_TEXT}two<|pad|>"
     (found,) = tokenizer.encode_with_offsets([text])
@@ -72,7 +74,7 @@ def test_special_tokens_in_a_text_are_those_tokens():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
-def test_white_space_longer_than_the_stack_of_a_pattern_is_encoded(name):
+def test_white_space_longer_than_the_stack_of_a_pattern_is_encoded(name: str) -> None:
     rules = replace(small_rules(), pattern=NAMED_ENCODINGS[name].pattern)
     tokenizer = TiktokenTokenizer(small_ranks(), rules, name=name)
     text = "a" + " " * 1_500_000 + "b" + "\t" * 10
@@ -84,7 +86,7 @@ def test_white_space_longer_than_the_stack_of_a_pattern_is_encoded(name):
     assert found.stops_n[-1] == len(text)
 
 
-def test_a_changed_rank_pattern_or_special_token_is_another_tokenizer():
+def test_a_changed_rank_pattern_or_special_token_is_another_tokenizer() -> None:
     ranks, rules = small_ranks(), small_rules()
     last, before = sorted(ranks, key=ranks.__getitem__)[-2:]
     swapped = ranks | {last: ranks[before], before: ranks[last]}
@@ -104,7 +106,7 @@ def test_a_changed_rank_pattern_or_special_token_is_another_tokenizer():
     assert TiktokenTokenizer(backwards, rules, name="y").identity in found
 
 
-def test_a_rank_file_its_folder_and_its_copy_are_one_tokenizer(tmp_path):
+def test_a_rank_file_its_folder_and_its_copy_are_one_tokenizer(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path / "my.tiktoken", written_ranks(small_ranks()), RULES)
     found = load_tokenizer(path)
     assert found.identity == load_tokenizer(tmp_path).identity
@@ -136,7 +138,7 @@ def test_a_rank_file_its_folder_and_its_copy_are_one_tokenizer(tmp_path):
         (RULES | {"pattern": "("}, "pattern '(' is not a regular expression"),
     ],
 )
-def test_wrong_rules_are_named(tmp_path, rules, message):
+def test_wrong_rules_are_named(tmp_path: Path, rules: Any, message: str) -> None:
     path = write_tiktoken(tmp_path / "my.tiktoken", written_ranks(small_ranks()), None)
     if rules is not None:
         text = rules if isinstance(rules, str) else json.dumps(rules)
@@ -161,7 +163,7 @@ def test_wrong_rules_are_named(tmp_path, rules, message):
         (lambda lines: [*lines, base64.b64encode(b"zzzz") + b" -7"], "or a rank is negative"),
     ],
 )
-def test_wrong_ranks_are_named(tmp_path, change, message):
+def test_wrong_ranks_are_named(tmp_path: Path, change: Any, message: str) -> None:
     lines = change(written_ranks(small_ranks()).splitlines())
     path = write_tiktoken(tmp_path / "my.tiktoken", b"\n".join(lines), RULES)
     with pytest.raises(DataError) as caught:
@@ -170,7 +172,7 @@ def test_wrong_ranks_are_named(tmp_path, change, message):
     assert str(path) in str(caught.value)
 
 
-def test_a_pattern_that_leaves_characters_out_is_an_error_not_a_loss(tmp_path):
+def test_a_pattern_that_leaves_characters_out_is_an_error_not_a_loss(tmp_path: Path) -> None:
     rules = RULES | {"pattern": r"\w+"}
     path = write_tiktoken(tmp_path / "my.tiktoken", written_ranks(small_ranks()), rules)
     tokenizer = load_tokenizer(path)
@@ -180,7 +182,9 @@ def test_a_pattern_that_leaves_characters_out_is_an_error_not_a_loss(tmp_path):
             call(["words", "two words"])
 
 
-def test_named_encodings_are_those_of_the_installed_tiktoken(monkeypatch):
+def test_named_encodings_are_those_of_the_installed_tiktoken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[str, str]] = []
 
     def ranks(address: str, expected_hash: str) -> dict[bytes, int]:
@@ -211,8 +215,8 @@ def cached(folder: Path, address: str) -> Path:
 
 @pytest.mark.parametrize("variable", ["TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", None])
 def test_a_named_encoding_is_read_from_the_cache_of_tiktoken(
-    tmp_path, monkeypatch, no_network, variable
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None, variable: str | None
+) -> None:
     for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tiktoken_encodings.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -235,7 +239,7 @@ def test_a_named_encoding_is_read_from_the_cache_of_tiktoken(
     assert load_tokenizer(tmp_path / "kept").identity == found.identity
 
 
-def test_gpt2_is_read_from_its_vocabulary(tmp_path, monkeypatch):
+def test_gpt2_is_read_from_its_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spelled = byte_characters()
     ranks = small_ranks()
     vocabulary = {"".join(spelled[b] for b in token): rank for token, rank in ranks.items()}
@@ -251,8 +255,8 @@ def test_gpt2_is_read_from_its_vocabulary(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt2", "o200k_base"])
 def test_ranks_that_are_not_there_are_named_and_never_fetched(
-    tmp_path, monkeypatch, no_network, name
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None, name: str
+) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     path = cached(tmp_path, NAMED_ENCODINGS[name].address)
     with pytest.raises(DataError) as caught:
@@ -265,12 +269,14 @@ def test_ranks_that_are_not_there_are_named_and_never_fetched(
     assert path.read_bytes() == b"something else"
 
 
-def test_an_unknown_encoding_is_named():
+def test_an_unknown_encoding_is_named() -> None:
     with pytest.raises(DataError, match="'p60k' is not a tiktoken encoding; use one of gpt2"):
         open_named_encoding("p60k")
 
 
-def test_a_fetched_rank_file_is_known_by_its_content(tmp_path, monkeypatch):
+def test_a_fetched_rank_file_is_known_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = written_ranks(small_ranks())
     monkeypatch.setattr(tiktoken_encodings, "NAMED_ENCODINGS", {"small": made_up(content)})
     path = write_tiktoken(tmp_path / "any name.tiktoken", content, None)

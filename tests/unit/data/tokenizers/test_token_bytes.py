@@ -4,6 +4,8 @@ Regimes: bytes of one character in several tokens, byte fallback, spaces put fir
 of words, tokens that were added, special tokens, ids without a token.
 """
 
+from __future__ import annotations
+
 import unicodedata
 
 import pytest
@@ -32,7 +34,7 @@ def written(kind: str, text: str) -> bytes:
 @pytest.mark.parametrize("kind", [*LOSSLESS, "sp_suffix", "hf_fallback"])
 @settings(max_examples=40, deadline=None)
 @given(text=any_text)
-def test_the_bytes_of_a_text_s_tokens_are_the_text(kind, text):
+def test_the_bytes_of_a_text_s_tokens_are_the_text(kind: str, text: str) -> None:
     expected = text.encode()
     if text:
         expected = b" " * (kind in ("sp_bpe", "hf_fallback")) + expected
@@ -40,7 +42,7 @@ def test_the_bytes_of_a_text_s_tokens_are_the_text(kind, text):
     assert written(kind, text) == expected
 
 
-def test_a_rewriting_tokenizer_s_tokens_are_the_rewritten_text():
+def test_a_rewriting_tokenizer_s_tokens_are_the_rewritten_text() -> None:
     for text in no_underscores(HARD_TEXTS):
         assert written("hf_nfc", text) == unicodedata.normalize("NFC", text).encode()
         if text and not text[0].isspace():
@@ -51,7 +53,7 @@ def test_a_rewriting_tokenizer_s_tokens_are_the_rewritten_text():
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *REWRITING])
-def test_every_id_has_an_entry_and_special_tokens_have_no_bytes(kind):
+def test_every_id_has_an_entry_and_special_tokens_have_no_bytes(kind: str) -> None:
     tokenizer = rewriting_tokenizer(kind) if kind in REWRITING else tokenizer_of(kind)
     of_id = tokenizer.token_bytes()
     assert len(of_id) == tokenizer.vocab_size
@@ -63,7 +65,7 @@ def test_every_id_has_an_entry_and_special_tokens_have_no_bytes(kind):
     assert b"" not in of_id
 
 
-def test_added_tokens_are_literal_and_byte_tokens_are_bytes():
+def test_added_tokens_are_literal_and_byte_tokens_are_bytes() -> None:
     nfc = rewriting_tokenizer("hf_nfc")
     assert nfc.token_bytes()[nfc.vocabulary()["<tool>"]] == b"<tool>"
     fallback = rewriting_tokenizer("hf_fallback")

@@ -4,6 +4,8 @@ The groups are those in which published harnesses and their reports differ. `by_
 that normalise text, `hendrycks_math` and `minerva_math`. `by_value`: math-verify.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 

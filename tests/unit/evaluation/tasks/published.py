@@ -1,5 +1,7 @@
 """Rows in the layouts in which the data sets are published, with the blanks that decide bytes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 MMLU: list[dict[str, Any]] = [

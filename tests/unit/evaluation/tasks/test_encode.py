@@ -1,5 +1,7 @@
 """Ids of prompts: one begin-of-text token or none, answers cut behind contexts, rolling windows."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 
@@ -22,7 +24,9 @@ PROMPT = Prompt("", "", (), "is it sunny?", " ", "\n\n")
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("has_bos", [True, False])
 @pytest.mark.parametrize("chat", [True, False])
-def test_there_is_one_begin_of_text_token_or_none(adds_bos, has_bos, chat):
+def test_there_is_one_begin_of_text_token_or_none(
+    adds_bos: bool, has_bos: bool, chat: bool
+) -> None:
     tokens = tokenizer(adds_bos=adds_bos)
     encoder = TextEncoder.of(tokens, chat=chat, named="task t")
     text = encoder.rendered(PROMPT, named="task t")
@@ -38,7 +42,7 @@ def test_there_is_one_begin_of_text_token_or_none(adds_bos, has_bos, chat):
         encoder.texts([f"<bos><bos>{text}"])
 
 
-def test_a_chat_prompt_ends_with_the_turn_of_the_answer():
+def test_a_chat_prompt_ends_with_the_turn_of_the_answer() -> None:
     encoder = TextEncoder.of(tokenizer(adds_bos=True), chat=True, named="task t")
     shots = (("what is it?", "A"),)
     text = encoder.rendered(Prompt("", "", shots, "is it sunny?", " ", "\n\n"), named="task t")
@@ -49,7 +53,7 @@ def test_a_chat_prompt_ends_with_the_turn_of_the_answer():
         TextEncoder.of(plain, chat=True, named="task t")
 
 
-def test_answers_are_cut_behind_the_tokens_of_their_context():
+def test_answers_are_cut_behind_the_tokens_of_their_context() -> None:
     tokens = tokenizer(adds_bos=False)
     encoder = TextEncoder(tokens)
 
@@ -70,7 +74,7 @@ def test_answers_are_cut_behind_the_tokens_of_their_context():
     assert merged.answer.tolist() == whole[len(alone) :]
 
 
-def test_an_empty_context_is_the_prefix_token_unless_the_answer_begins_with_it():
+def test_an_empty_context_is_the_prefix_token_unless_the_answer_begins_with_it() -> None:
     tokens = tokenizer(adds_bos=False)
     encoder = TextEncoder(tokens)
     ((request,),) = encoder.requests([("", ["hello"])])
@@ -83,7 +87,7 @@ def test_an_empty_context_is_the_prefix_token_unless_the_answer_begins_with_it()
 
 
 @pytest.mark.parametrize("length", [1, 5, 6, 7, 12, 23])
-def test_rolling_windows_score_each_token_once(length):
+def test_rolling_windows_score_each_token_once(length: int) -> None:
     ids = np.arange(100, 100 + length).astype(np.int32)
     windows = rolling_requests(ids, prefix_id=7, positions=6)
     assert np.concatenate([window.answer for window in windows]).tolist() == ids.tolist()

@@ -1,5 +1,7 @@
 """Graders on tables of answers, and their processes: time limits, failures, missing packages."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
@@ -54,7 +56,7 @@ GOLD = "It is 7 + 1,000.\n#### 1,007"
         ("", False, False),
     ],
 )
-def test_gsm8k(text, strict, flexible):
+def test_gsm8k(text: str, strict: bool, flexible: bool) -> None:
     assert gsm8k_strict(text, GOLD) == strict
     assert gsm8k_flexible(text, GOLD) == flexible
 
@@ -74,11 +76,11 @@ def test_gsm8k(text, strict, flexible):
         ("", False),
     ],
 )
-def test_letters(text, right):
+def test_letters(text: str, right: bool) -> None:
     assert letter(text, "B") == right
 
 
-def test_exact_texts():
+def test_exact_texts() -> None:
     assert exact(" 7\n", "7")
     assert not exact("7.0", "7")
     assert not exact("seven", "Seven")
@@ -95,12 +97,12 @@ def test_exact_texts():
         ("none", None),
     ],
 )
-def test_the_last_box(text, inside):
+def test_the_last_box(text: str, inside: str | None) -> None:
     assert boxed(text) == inside
 
 
 @pytest.mark.parametrize("pair", answers.PAIRS, ids=lambda pair: f"{pair.found} {pair.wanted}")
-def test_answers_of_mathematics_by_their_text(pair):
+def test_answers_of_mathematics_by_their_text(pair: answers.Pair) -> None:
     found, wanted, same, _ = pair
     assert hendrycks_math(f"so ${found}$", f"\\boxed{{{wanted}}}") == same
     said = f"Final Answer: The final answer is ${found}$. I hope it is correct. Problem"
@@ -109,13 +111,13 @@ def test_answers_of_mathematics_by_their_text(pair):
 
 
 @pytest.mark.parametrize("found", answers.TEXTS, ids=lambda found: found.text[:30])
-def test_the_answer_of_a_whole_text_by_its_text(found):
+def test_the_answer_of_a_whole_text_by_its_text(found: answers.Text) -> None:
     for name in ("hendrycks_math", "minerva_math"):
         assert GRADERS[name](found.text, answers.SOLUTION) == (name in found.graders), name
 
 
 @pytest.mark.slow
-def test_answers_of_mathematics_by_their_value():
+def test_answers_of_mathematics_by_their_value() -> None:
     """All pairs, also with the right answer as bare LaTeX, and all texts, by math-verify."""
     cases = [
         ((f"so ${pair.found}$", wanted), pair.by_value)
@@ -134,7 +136,7 @@ def test_answers_of_mathematics_by_their_value():
 
 
 @pytest.mark.slow
-def test_an_answer_on_which_math_verify_never_ends_is_a_timeout():
+def test_an_answer_on_which_math_verify_never_ends_is_a_timeout() -> None:
     """The texts after it are graded."""
     endless = ("$\\sum_{k=1}^{10^{9}} k^{k}$", "$3$")
     pairs = [("$7$", "7"), endless, ("$8$", "$8$")]
@@ -143,7 +145,7 @@ def test_an_answer_on_which_math_verify_never_ends_is_a_timeout():
     assert (found.timeouts, found.failures) == (1, 0)
 
 
-def test_the_whole_text_counts_without_two_dollars():
+def test_the_whole_text_counts_without_two_dollars() -> None:
     assert hendrycks_math(" 7 ", "\\boxed{7}")
     assert not hendrycks_math("it is 7", "\\boxed{7}")
     assert normalised_math("\\left(3,\\frac{\\pi}{2}\\right)") == "(3,\\frac{\\pi}{2})"
@@ -158,7 +160,7 @@ def runs_away(text: str, answer: str) -> bool:
     return text == answer
 
 
-def test_a_text_that_takes_too_long_is_wrong_and_counted():
+def test_a_text_that_takes_too_long_is_wrong_and_counted() -> None:
     """Only the end of its process stops such a grader; the texts after it are graded."""
     pairs = [("a", "a"), ("runs away", "a"), ("b", "a"), ("breaks", "a"), ("a", "a")]
     found = grade_texts(runs_away, pairs, seconds=0.5, workers=1)
@@ -166,7 +168,7 @@ def test_a_text_that_takes_too_long_is_wrong_and_counted():
     assert (found.timeouts, found.failures) == (1, 1)
 
 
-def test_pairs_are_graded_in_order_by_several_processes():
+def test_pairs_are_graded_in_order_by_several_processes() -> None:
     pairs = [("#### 1007", GOLD), ("#### 3", GOLD), ("#### 1,007", GOLD), ("", GOLD)]
     found = grade_texts(gsm8k_strict, pairs, workers=2)
     assert (found.right, found.timeouts, found.failures) == ((True, False, True, False), 0, 0)
@@ -187,7 +189,7 @@ def is_signalled(text: str, answer: str) -> bool:
     return text != answer
 
 
-def test_a_signal_to_a_grader_does_not_change_its_grades(tmp_path):
+def test_a_signal_to_a_grader_does_not_change_its_grades(tmp_path: Path) -> None:
     """SIGTERM and SIGINT do nothing; a text whose process is killed is graded once more."""
     texts = ["a", str(tmp_path / "once"), "always", "leaves", "b"]
     found = grade_texts(is_signalled, [(text, "") for text in texts], workers=1)
@@ -218,14 +220,14 @@ class Fragile:
         raise AssertionError("it runs in its process alone")
 
 
-def test_a_grader_that_does_not_start_is_tried_twice(tmp_path):
+def test_a_grader_that_does_not_start_is_tried_twice(tmp_path: Path) -> None:
     assert grade_texts(Fragile(tmp_path / "second", 2), [("a", "a")]).right == (True,)
     with pytest.raises(DataError, match="Fragile cannot start: .* 2 times .* status 3"):
         grade_texts(Fragile(tmp_path / "never", 9), [("a", "a")])
     assert (tmp_path / "never").read_text().split() == ["start"] * 2
 
 
-def test_a_request_to_stop_ends_grading():
+def test_a_request_to_stop_ends_grading() -> None:
     began = time.monotonic()
     with pytest.raises(Interrupted):
         grade_texts(
@@ -236,7 +238,7 @@ def test_a_request_to_stop_ends_grading():
         )
 
 
-def test_unknown_and_missing_graders_are_named(monkeypatch):
+def test_unknown_and_missing_graders_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="graders: 'gsm' is not one of exact, letter"):
         grader_named("gsm")
     monkeypatch.setattr("megatron_distill.evaluation.tasks.graders.find_spec", lambda _: None)

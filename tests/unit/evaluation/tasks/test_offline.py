@@ -3,6 +3,8 @@
 In a process of its own, since this one has imported those packages for other tests.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -40,7 +42,7 @@ print(OTHERS & set(sys.modules))  # the tokenizer is one of transformers
 """
 
 
-def test_tasks_need_no_network_and_no_harness(tmp_path):
+def test_tasks_need_no_network_and_no_harness(tmp_path: Path) -> None:
     rows = {
         "mmlu": published.MMLU,
         "arc_challenge": published.ARC,

@@ -1,5 +1,7 @@
 """Paired bootstrap: its interval against exact errors, its seed, and items that differ."""
 
+from __future__ import annotations
+
 import json
 import math
 
@@ -14,7 +16,7 @@ def hits(values: list[bool] | np.ndarray, prompt_hash: str = "sha256:0") -> dict
     return {"quiz": TaskItems(prompt_hash, {"acc": one})}
 
 
-def test_the_error_is_that_of_the_differences_of_pairs():
+def test_the_error_is_that_of_the_differences_of_pairs() -> None:
     """Far smaller than that of two independent samples, where both models are often right."""
     generator = np.random.default_rng(3)
     first = generator.random(4000) < 0.7
@@ -31,7 +33,7 @@ def test_the_error_is_that_of_the_differences_of_pairs():
     assert found["n"] == 4000
 
 
-def test_the_interval_covers_the_true_difference_as_often_as_it_says():
+def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
     generator = np.random.default_rng(5)
     covered = 0
     for _ in range(200):
@@ -42,7 +44,7 @@ def test_the_interval_covers_the_true_difference_as_often_as_it_says():
     assert 180 <= covered <= 199
 
 
-def test_a_ratio_of_sums_is_resampled_as_one():
+def test_a_ratio_of_sums_is_resampled_as_one() -> None:
     """Bits per byte: an item brings its bits and its bytes along."""
     generator = np.random.default_rng(7)
     sizes = generator.integers(20, 2000, 500).astype(float)
@@ -59,7 +61,7 @@ def test_a_ratio_of_sums_is_resampled_as_one():
     assert found["stderr"] == pytest.approx(error, rel=0.1)
 
 
-def test_the_seed_decides_the_interval_and_equal_models_have_no_difference():
+def test_the_seed_decides_the_interval_and_equal_models_have_no_difference() -> None:
     first, second = [True, False] * 40, [True, True, False, False] * 20
     found = differences(hits(first), hits(second))
     assert differences(hits(first), hits(second)) == found
@@ -70,7 +72,7 @@ def test_the_seed_decides_the_interval_and_equal_models_have_no_difference():
     assert (same["difference"], same["low"], same["high"], same["stderr"]) == (0, 0, 0, 0)
 
 
-def test_tasks_with_other_prompts_are_left_out_and_items_survive_a_file():
+def test_tasks_with_other_prompts_are_left_out_and_items_survive_a_file() -> None:
     first = hits([True, False])
     assert differences(first, hits([True, False], "sha256:1")) == {}
     assert differences(first, {}) == {}

@@ -1,5 +1,7 @@
 """Prompts byte for byte: against those that lm-evaluation-harness 0.4.13 made of the same rows."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +46,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("named", "rows", "shots"), CASES, ids=lambda one: str(one)[:20])
-def test_prompts_equal_those_of_the_published_harness(tmp_path, named, rows, shots):
+def test_prompts_equal_those_of_the_published_harness(
+    tmp_path: Path, named: str, rows: list[dict[str, Any]], shots: int
+) -> None:
     found = []
     for item in items(tmp_path, named, rows, shots):
         text = item.prompt.text
@@ -53,7 +57,7 @@ def test_prompts_equal_those_of_the_published_harness(tmp_path, named, rows, sho
     assert found == GOLDEN[f"{named}_{shots}"]
 
 
-def test_the_original_mmlu_has_two_spaces_and_questions_as_they_are(tmp_path):
+def test_the_original_mmlu_has_two_spaces_and_questions_as_they_are(tmp_path: Path) -> None:
     first, *_ = items(tmp_path, "mmlu_original", ALGEBRA, 1)
     question = " Which of these is 0?\n\nA.  0\nB. two\nC. a b\nD. none \nAnswer:"
     assert first.prompt.text == (
@@ -64,7 +68,9 @@ def test_the_original_mmlu_has_two_spaces_and_questions_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("shots", [0, 5])
 @pytest.mark.parametrize("named", ["mmlu", "mmlu_original"])
-def test_both_wordings_of_mmlu_with_no_and_five_examples(tmp_path, named, shots):
+def test_both_wordings_of_mmlu_with_no_and_five_examples(
+    tmp_path: Path, named: str, shots: int
+) -> None:
     """The authors' subject begins with a space of its own; the harness strips questions."""
     is_original = named == "mmlu_original"
     rows = [*ALGEBRA, *ALGEBRA]
@@ -82,7 +88,7 @@ def test_both_wordings_of_mmlu_with_no_and_five_examples(tmp_path, named, shots)
         assert (item.choices, item.right) == (("A", "B", "C", "D"), row["answer"])
 
 
-def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path):
+def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path: Path) -> None:
     test = lines(tmp_path / "all.jsonl", published.MMLU)
     task = load_task("mmlu", {"files": [test], "shot_files": [], "shots": 3})
     found = read_task(task)
@@ -92,14 +98,14 @@ def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path):
         assert item.group.replace("_", " ") in item.prompt.description
 
 
-def test_letters_of_mmlu_pro_follow_the_number_of_options(tmp_path):
+def test_letters_of_mmlu_pro_follow_the_number_of_options(tmp_path: Path) -> None:
     found = items(tmp_path, "mmlu_pro", published.MMLU_PRO, 1)
     assert [item.choices for item in found[:2]] == [("A", "B", "C"), ("A", "B", "C", "D")]
     assert found[1].right == 1
     assert found[0].prompt.text.endswith("C. three\nAnswer:")
 
 
-def test_formats_columns_and_limits(tmp_path):
+def test_formats_columns_and_limits(tmp_path: Path) -> None:
     """A CSV without a header, Parquet and JSON lines give the same items."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -145,7 +151,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=lambda one: str(one)[:30])
-def test_errors_say_which_task_file_and_key(tmp_path, changes, kind, message):
+def test_errors_say_which_task_file_and_key(
+    tmp_path: Path, changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     rows = [{"q": f"Is {n} odd?", "right": ["no", "yes"][n % 2]} for n in range(3)]
     lines(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.txt").write_text("", encoding="utf-8")
@@ -156,7 +164,7 @@ def test_errors_say_which_task_file_and_key(tmp_path, changes, kind, message):
         read_task(load_task(str(tmp_path / "mine.yaml")))
 
 
-def test_a_name_that_is_no_task_lists_the_shipped_ones():
+def test_a_name_that_is_no_task_lists_the_shipped_ones() -> None:
     with pytest.raises(ConfigError, match="there is no such task.*arc_challenge.*mmlu_original"):
         load_task("mmlu5")
     assert {"mmlu", "gsm8k", "text"} <= set(shipped_tasks())

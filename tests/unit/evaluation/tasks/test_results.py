@@ -1,5 +1,7 @@
 """Preparation and results: truncation, hashes, accuracies, standard errors, bits per byte."""
 
+from __future__ import annotations
+
 import math
 from functools import cache
 from pathlib import Path
@@ -40,7 +42,7 @@ def scores(task: PreparedTask, right: float = -1.0) -> list[Score]:
     return found
 
 
-def test_accuracy_its_error_and_the_mass_of_the_letters(tmp_path):
+def test_accuracy_its_error_and_the_mass_of_the_letters(tmp_path: Path) -> None:
     task = prepared(tmp_path)
     assert task.is_single
     found = task_result(task, scores(task))
@@ -56,7 +58,7 @@ def test_accuracy_its_error_and_the_mass_of_the_letters(tmp_path):
     assert (found["shots_dropped"], found["truncated"]) == (0, 0)
 
 
-def test_choices_by_length_ties_and_values_that_are_not_numbers(tmp_path):
+def test_choices_by_length_ties_and_values_that_are_not_numbers(tmp_path: Path) -> None:
     files = lines(tmp_path / "arc.jsonl", published.ARC)
     task = prepare_task(load_task("arc_challenge", {"files": [files]}), tokenizer(), positions=500)
     # rain, a stone, light, dust: 4, 7, 5 and 4 characters; right are the first and the second.
@@ -69,7 +71,7 @@ def test_choices_by_length_ties_and_values_that_are_not_numbers(tmp_path):
     assert task_result(task, broken)["not_finite"] == 1
 
 
-def test_prompts_lose_whole_examples_then_tokens_and_both_are_counted(tmp_path):
+def test_prompts_lose_whole_examples_then_tokens_and_both_are_counted(tmp_path: Path) -> None:
     whole = prepared(tmp_path)
     longest = max(len(one.context) for one in whole.requests)
     shorter = prepared(tmp_path, positions=longest - 1)
@@ -84,7 +86,7 @@ def test_prompts_lose_whole_examples_then_tokens_and_both_are_counted(tmp_path):
     assert (tokens.shots_dropped, tokens.truncated > 0) == (0, True)
 
 
-def test_the_hash_is_that_of_the_prompts(tmp_path):
+def test_the_hash_is_that_of_the_prompts(tmp_path: Path) -> None:
     first = prepared(tmp_path).prompt_hash
     assert prepared(tmp_path).prompt_hash == first
     assert prepared(tmp_path, delimiter="").prompt_hash != first
@@ -92,7 +94,7 @@ def test_the_hash_is_that_of_the_prompts(tmp_path):
     assert prepared(tmp_path, limit=3).prompt_hash != first
 
 
-def test_bits_per_byte_count_the_counted_text(tmp_path):
+def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:
     texts = ["the weather in Paris", "hello é there", "it is sunny " * 9]
     files = lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
     task = prepare_task(load_task("text", {"files": [files]}), tokenizer(), positions=12)

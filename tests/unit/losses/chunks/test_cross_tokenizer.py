@@ -1,6 +1,8 @@
 """Losses per chunk between tokenizers: oracles in fp32 and fp64, equal models, masks, layouts of
 rows and columns, refusals."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -57,7 +59,9 @@ def assert_oracle(problem: AlignedProblem, loss: Loss, tolerance: float = 1e-6) 
 
 
 @pytest.mark.parametrize(("form", "name", "parameters", "temperature"), CASES)
-def test_values_and_gradients_equal_the_oracle(form, name, parameters, temperature):
+def test_values_and_gradients_equal_the_oracle(
+    form: str, name: str, parameters: dict[str, float], temperature: float
+) -> None:
     exact = 1e-7 if FORMS[form]["alignment"] == "projection" else 1e-11  # a map's weights are fp32
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, exact)):
         problem = AlignedProblem.random(seed=4, dtype=dtype)
@@ -74,7 +78,7 @@ def test_values_and_gradients_equal_the_oracle(form, name, parameters, temperatu
         ("gold", {"uncommon_top_k": 256}),
     ],
 )
-def test_every_vocabulary_may_be_common(form, changed):
+def test_every_vocabulary_may_be_common(form: str, changed: dict[str, int]) -> None:
     """Without further tokens in one vocabulary, both are normalised over the common ones."""
     problem = AlignedProblem.random(common_tokens=61)
     assert_oracle(problem, loss_of(form, problem, "reverse_kl", **changed))
@@ -88,7 +92,7 @@ def of_one_tokenizer(problem: AlignedProblem) -> Alignment:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_models_with_one_tokenizer_have_no_loss(dtype):
+def test_equal_models_with_one_tokenizer_have_no_loss(dtype: torch.dtype) -> None:
     problem = AlignedProblem.random(dtype=dtype)
     student, _ = problem.logits
     at, every = of_one_tokenizer(problem), torch.arange(83)
@@ -119,7 +123,7 @@ def test_equal_models_with_one_tokenizer_have_no_loss(dtype):
     st.booleans(),
     st.sampled_from([name for name, _ in DIVERGENCES]),
 )
-def test_losses_are_never_negative(seed, noise, same, name):
+def test_losses_are_never_negative(seed: int, noise: float, same: bool, name: str) -> None:
     """From equal to unrelated models, of one tokenizer or of two, with sure models among them."""
     problem = AlignedProblem.random(5, sizes=(23, 23), common_tokens=15, seed=seed)
     student, teacher = problem.logits
@@ -140,7 +144,7 @@ def test_losses_are_never_negative(seed, noise, same, name):
 
 
 @EACH
-def test_the_gradient_is_the_slope_of_the_loss(form):
+def test_the_gradient_is_the_slope_of_the_loss(form: str) -> None:
     problem = AlignedProblem.random()
     student, teacher = (side.double() for side in problem.logits)
     loss = loss_of(form, problem)
@@ -157,7 +161,7 @@ def test_the_gradient_is_the_slope_of_the_loss(form):
 
 
 @EACH
-def test_only_predictors_of_labels_count(form):
+def test_only_predictors_of_labels_count(form: str) -> None:
     problem = AlignedProblem.random()
     student, teacher = problem.logits
     at, loss = problem.at, loss_of(form, problem)
@@ -176,7 +180,7 @@ def test_only_predictors_of_labels_count(form):
 
 
 @EACH
-def test_chunks_without_rows_on_a_side_have_no_loss(form):
+def test_chunks_without_rows_on_a_side_have_no_loss(form: str) -> None:
     problem = AlignedProblem.random()
     lost = problem.at.teacher_chunks.masked_fill(problem.at.teacher_chunks == 3, -1)
     problem = replace(problem, at=replace(problem.at, teacher_chunks=lost))
@@ -187,7 +191,7 @@ def test_chunks_without_rows_on_a_side_have_no_loss(form):
 
 
 @EACH
-def test_layout_of_rows_and_columns_changes_nothing(form):
+def test_layout_of_rows_and_columns_changes_nothing(form: str) -> None:
     """Tiles of any size, rows of two samples in turns, padded columns, a teacher with a head."""
     problem = AlignedProblem.random()
     student, teacher = problem.logits
@@ -230,7 +234,7 @@ def test_layout_of_rows_and_columns_changes_nothing(form):
 
 
 @EACH
-def test_weight_zero_stops_a_chunk_that_is_not_finite(form):
+def test_weight_zero_stops_a_chunk_that_is_not_finite(form: str) -> None:
     problem = AlignedProblem.random()
     student, teacher = problem.logits
     student = student.index_fill(0, (problem.at.student_chunks == 0).nonzero()[0], torch.nan)
@@ -243,7 +247,7 @@ def test_weight_zero_stops_a_chunk_that_is_not_finite(form):
     assert bool(leaf.grad.any())
 
 
-def test_equal_probabilities_take_places_by_lowest_id():
+def test_equal_probabilities_take_places_by_lowest_id() -> None:
     """Three equal uncommon tokens and k = 2: the first two have the slope."""
     student = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
     teacher = torch.tensor([[5.0, 0.0, 0.0]])
@@ -256,7 +260,7 @@ def test_equal_probabilities_take_places_by_lowest_id():
     torch.testing.assert_close(found.double().squeeze(0), expected, rtol=1e-6, atol=1e-8)
 
 
-def test_both_ways_to_project_give_the_same():
+def test_both_ways_to_project_give_the_same() -> None:
     """Entries are added on a CPU, and summed by segments on other devices."""
     offsets, ids, weights = map_rows((83, 61))
     columns = torch.arange(83).repeat_interleave(offsets.diff())
@@ -291,13 +295,15 @@ def refused_losses() -> list[tuple[str, dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(("form", "changed", "message"), refused_losses())
-def test_losses_that_are_not_defined_are_refused(form, changed, message):
+def test_losses_that_are_not_defined_are_refused(
+    form: str, changed: dict[str, Any], message: str
+) -> None:
     problem = AlignedProblem.random()
     with pytest.raises(ValueError, match=message):
         divergence(*problem.logits, problem.at, loss_of(form, problem) | changed)
 
 
-def test_rows_that_do_not_fit_are_refused():
+def test_rows_that_do_not_fit_are_refused() -> None:
     problem = AlignedProblem.random()
     student, teacher = problem.logits
     at, loss = problem.at, loss_of("likelihood", problem)

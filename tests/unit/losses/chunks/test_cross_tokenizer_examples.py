@@ -2,6 +2,8 @@
 differences of every logit. X-Token's chunks with a many-to-many one, one token against three
 digits, a top-k with a class of the rest."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -97,7 +99,7 @@ DIRECTIONS = {"f": "forward_kl", "r": "reverse_kl"}
 
 
 @pytest.mark.parametrize("k", PUBLISHED)
-def test_published_projection(k):
+def test_published_projection(k: int) -> None:
     for (temperature, direction), expected in PUBLISHED[k].items():
         loss = {
             "alignment": "projection",
@@ -113,7 +115,7 @@ def test_published_projection(k):
         assert float(values.mean()) == pytest.approx(expected, abs=2e-6), (temperature, direction)
 
 
-def test_the_gradient_of_the_published_projection_is_that_of_the_example():
+def test_the_gradient_of_the_published_projection_is_that_of_the_example() -> None:
     loss = {"alignment": "projection", "divergence": "forward_kl", "top_k": 3, "published": True}
     leaf = STUDENT.clone().requires_grad_()
     values = divergence(leaf, TEACHER[:, :3], EXAMPLE, loss | {"map_rows": first_rows(3)})
@@ -124,7 +126,7 @@ def test_the_gradient_of_the_published_projection_is_that_of_the_example():
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js_divergence", "squared_hellinger"])
-def test_arithmetic_projection_and_gold(name):
+def test_arithmetic_projection_and_gold(name: str) -> None:
     """Divergences of chunk means, on the chunks and the map of the published loss."""
     projection: dict[str, Any] = {"alignment": "projection", "map_rows": first_rows(4), "top_k": 2}
     gold: dict[str, Any] = {"alignment": "gold", "common_ids": (ints(0, 1, 3), ints(0, 1, 2))}
@@ -140,7 +142,7 @@ def test_arithmetic_projection_and_gold(name):
         assert values.tolist() == pytest.approx(expected[name], abs=1e-6)
 
 
-def test_gold_of_common_and_uncommon_tokens():
+def test_gold_of_common_and_uncommon_tokens() -> None:
     """Common a, b, c and the rest; uncommon ab and d at 0.4 and 0.1, then 0.6 and 0.1."""
     loss = {"alignment": "gold", "divergence": "forward_kl"}
     loss |= {"common_ids": (ints(0, 1, 3), ints(0, 1, 2))}
@@ -157,7 +159,7 @@ CHAIN = Alignment(ints(0), ints(0, 0, 0), ints(1), ints(2, 0, 1), count=1)
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js_divergence", "total_variation"])
-def test_likelihood_of_a_chain(name):
+def test_likelihood_of_a_chain(name: str) -> None:
     for tau in (1.0, 2.0):
         loss = {"alignment": "likelihood", "divergence": name, "temperature": tau}
         value = float(slopes_of_chunks(NUMBER, DIGITS, CHAIN, loss))
@@ -184,7 +186,9 @@ def slopes_of_tokens(student: Tensor, teacher: Tensor, name: str, **given: Any) 
         ("js_divergence", {"beta": 0.5}, 0.078634),
     ],
 )
-def test_chains_of_digits_beside_tokens(name, parameters, expected):
+def test_chains_of_digits_beside_tokens(
+    name: str, parameters: dict[str, float], expected: float
+) -> None:
     """Three texts of one token beside their chains, and all further texts as one class."""
     chains = logs([0.096, 0.24, 0.096, 0.568])
     assert slopes_of_tokens(NUMBER, chains, name, **parameters) == pytest.approx(expected, abs=1e-6)
@@ -201,7 +205,7 @@ TRUNCATED = {1: 0.111572, 2: 0.030479, 3: 0.091299, 5: 0.050752}
 
 
 @pytest.mark.parametrize("k", TOP_K)
-def test_a_top_k_with_the_rest_and_without(k):
+def test_a_top_k_with_the_rest_and_without(k: int) -> None:
     teacher = logs([0.5, 0.2, 0.15, 0.1, 0.05])
     student = logs([0.4, 0.3, 0.1, 0.15, 0.05])
     ids = (torch.arange(5), torch.arange(5))
@@ -218,7 +222,7 @@ def test_a_top_k_with_the_rest_and_without(k):
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(0.1, 0.002755), (0.5, 0.007817), (0.9, 0.002892)])
-def test_generalised_js_divergence(beta, expected):
+def test_generalised_js_divergence(beta: float, expected: float) -> None:
     teacher, student = logs([0.5, 0.2, 0.3]), logs([0.4, 0.3, 0.3])
     found = slopes_of_tokens(student, teacher, "js_divergence", beta=beta)
     assert found == pytest.approx(expected, abs=1e-6)

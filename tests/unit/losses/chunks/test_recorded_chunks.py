@@ -1,5 +1,7 @@
 """Losses between tokenizers from a teacher's records: the oracles of whole logits."""
 
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -78,7 +80,7 @@ TERMS = [
 
 
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
-def test_a_record_gives_the_loss_of_whole_logits(term):
+def test_a_record_gives_the_loss_of_whole_logits(term: ChunkTerm) -> None:
     problem = AlignedProblem.random()
     student = problem.logits[0].double().detach().requires_grad_()
     teacher, at, given = problem.logits[1], problem.at, (term.divergence, term.temperature)
@@ -94,7 +96,7 @@ def test_a_record_gives_the_loss_of_whole_logits(term):
     assert row_error(gradient, _gradient(expected, student)) < 2e-6
 
 
-def test_too_few_common_ids_of_a_record_leave_the_rest_to_the_tail():
+def test_too_few_common_ids_of_a_record_leave_the_rest_to_the_tail() -> None:
     recorded = TopK(
         torch.tensor([[4, 1, 3], [0, 2, 1]]),
         torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.2]]).log(),
@@ -110,7 +112,7 @@ def test_too_few_common_ids_of_a_record_leave_the_rest_to_the_tail():
 
 
 @pytest.mark.parametrize("term", [ChunkTerm("uld"), ChunkTerm("gold"), ChunkTerm("common")])
-def test_a_term_that_needs_whole_distributions_is_refused(term):
+def test_a_term_that_needs_whole_distributions_is_refused(term: ChunkTerm) -> None:
     problem = AlignedProblem.random()
     with pytest.raises(ValueError, match=f"{term.name} needs the teacher's logits"):
         found_and_gradient(problem, term, top_k_of(problem.logits[1], K))

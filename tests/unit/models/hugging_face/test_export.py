@@ -1,7 +1,10 @@
 """Safetensors files that we write, and how tensors are put into files."""
 
+from __future__ import annotations
+
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +32,9 @@ def _prepared() -> None:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_written_files_are_read_back_by_the_library(tmp_path_factory, tensors):
+def test_written_files_are_read_back_by_the_library(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]
+) -> None:
     from megatron_distill.models.hugging_face.safetensors_files import (
         SafetensorsWriter,
         TensorEntry,
@@ -53,7 +58,7 @@ def test_written_files_are_read_back_by_the_library(tmp_path_factory, tensors):
             assert found.get_tensor(name).equal(value)
 
 
-def test_a_transposed_view_is_written_as_it_reads(tmp_path):
+def test_a_transposed_view_is_written_as_it_reads(tmp_path: Path) -> None:
     from megatron_distill.models.hugging_face.safetensors_files import (
         SafetensorsWriter,
         TensorEntry,
@@ -68,7 +73,7 @@ def test_a_transposed_view_is_written_as_it_reads(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["order", "dtype", "shape", "missing"])
-def test_a_writer_that_is_used_wrongly_raises(tmp_path, wrong):
+def test_a_writer_that_is_used_wrongly_raises(tmp_path: Path, wrong: str) -> None:
     from megatron_distill.models.hugging_face.safetensors_files import (
         SafetensorsWriter,
         TensorEntry,
@@ -103,7 +108,9 @@ def parameters_of(name: str) -> tuple[Any, Any, int]:
 @pytest.mark.parametrize("name", ["llama3.1", "gpt2", "mixtral"])
 @given(cap=st.integers(1, 200_000), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=25, deadline=None)
-def test_no_file_exceeds_the_cap_unless_one_tensor_does(name, cap, dtype):
+def test_no_file_exceeds_the_cap_unless_one_tensor_does(
+    name: str, cap: int, dtype: torch.dtype
+) -> None:
     from megatron_distill.models.hugging_face.export import _index, plan_files
 
     family, architecture, parameters = parameters_of(name)

@@ -1,5 +1,7 @@
 """Folders that are no supported model, each refused by file and value."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import struct
@@ -135,7 +137,7 @@ ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", ENTRIES)
-def test_an_entry_that_is_not_computed_is_named(folder_of, case):
+def test_an_entry_that_is_not_computed_is_named(folder_of: Folders, case: str) -> None:
     name, entries, parts = ENTRIES[case]
     folder = folder_of(name)
     change_config(folder, **entries)
@@ -145,7 +147,7 @@ def test_an_entry_that_is_not_computed_is_named(folder_of, case):
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]", b"\xff\xfe{"])
-def test_a_configuration_that_is_none(folder_of, content):
+def test_a_configuration_that_is_none(folder_of: Folders, content: str | bytes | None) -> None:
     folder = folder_of("llama2")
     path = folder / "config.json"
     if content is None:
@@ -155,7 +157,7 @@ def test_a_configuration_that_is_none(folder_of, content):
     assert str(path) in refusal(folder)
 
 
-def test_a_folder_that_is_none(tmp_path):
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert "config.json: no such file" in refusal(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     assert "Not a directory" in refusal(tmp_path / "file")
@@ -198,7 +200,7 @@ TENSORS: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], tuple[str, ..
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_every_tensor_is_accounted_for(folder_of, case):
+def test_every_tensor_is_accounted_for(folder_of: Folders, case: str) -> None:
     name, change, parts = TENSORS[case]
     folder = folder_of(name)
     change_tensors(folder, change)
@@ -238,7 +240,7 @@ ACCEPTED: dict[str, tuple[str, list[Callable[[dict[str, Tensor]], None]]]] = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_equivalent_settings_are_accepted(folder_of, saved, case):
+def test_equivalent_settings_are_accepted(folder_of: Folders, saved: Path, case: str) -> None:
     name, changes = ACCEPTED[case]
     folder = folder_of(name)
     for change in changes:
@@ -247,7 +249,7 @@ def test_equivalent_settings_are_accepted(folder_of, saved, case):
     assert all(found[key].equal(value) for key, value in expected.items())
 
 
-def test_layers_of_several_types_are_read_in_the_widest(folder_of):
+def test_layers_of_several_types_are_read_in_the_widest(folder_of: Folders) -> None:
     folder = folder_of("llama2")
     names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 2)]
     for name in names:
@@ -326,7 +328,7 @@ MANY_FILES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     ("files", "case"), [(1, case) for case in ONE_FILE] + [(2, case) for case in MANY_FILES]
 )
-def test_a_damaged_folder_is_named(folder_of, files, case):
+def test_a_damaged_folder_is_named(folder_of: Folders, files: int, case: str) -> None:
     folder = folder_of("llama2") if files == 1 else split(folder_of("llama2"))
     damage, parts = (ONE_FILE if files == 1 else MANY_FILES)[case]
     damage(folder)
@@ -335,7 +337,7 @@ def test_a_damaged_folder_is_named(folder_of, files, case):
         assert part in text
 
 
-def test_a_folder_of_several_files_is_read(folder_of, saved):
+def test_a_folder_of_several_files_is_read(folder_of: Folders, saved: Path) -> None:
     expected = read(saved / "llama2")
     found = read(split(folder_of("llama2")))
     assert all(found[key].equal(value) for key, value in expected.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -51,7 +52,9 @@ def assert_covered_once(pieces: Sequence[Piece], rows: int) -> None:
     width=st.integers(1, 9), is_bias=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=20, deadline=None)
-def test_every_row_of_both_sides_is_covered_once(case, groups, each, head, width, is_bias):
+def test_every_row_of_both_sides_is_covered_once(
+    case: str, groups: int, each: int, head: int, width: int, is_bias: bool
+) -> None:
     architecture = small_architecture(
         num_attention_heads=groups * each, num_kv_heads=groups, head_size=head
     )
@@ -108,7 +111,7 @@ def by_hand(name: str, stored: dict[str, Tensor], groups: int) -> dict[tuple[Any
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2", "phi3", "gpt2", "mixtral"])
-def test_a_window_equals_that_of_the_tensor_assembled_by_hand(tmp_path, name):
+def test_a_window_equals_that_of_the_tensor_assembled_by_hand(tmp_path: Path, name: str) -> None:
     from megatron_distill.models.hugging_face.description import describe
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights
     from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
@@ -147,7 +150,7 @@ def test_a_window_equals_that_of_the_tensor_assembled_by_hand(tmp_path, name):
 
 @given(available=st.integers(1, 200), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_pruned_layers_are_spread_evenly(available, data):
+def test_pruned_layers_are_spread_evenly(available: int, data: st.DataObject) -> None:
     from megatron_distill.train.assemble.shapes import evenly_spread
 
     count = data.draw(st.integers(1, available))

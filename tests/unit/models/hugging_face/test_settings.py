@@ -1,5 +1,7 @@
 """Configurations of `transformers` into architectures and back, for every family."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
@@ -55,7 +57,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_entry_is_read_or_known_to_change_nothing(name):
+def test_every_entry_is_read_or_known_to_change_nothing(name: str) -> None:
     import transformers
 
     from megatron_distill.models.hugging_face.families import families
@@ -70,7 +72,7 @@ def test_every_entry_is_read_or_known_to_change_nothing(name):
     assert entries - read - ignored == set(), "read them, fix them, or list why they do not matter"
 
 
-def test_no_entry_is_listed_that_no_family_has():
+def test_no_entry_is_listed_that_no_family_has() -> None:
     import transformers
 
     entries: dict[str, set[str]] = {
@@ -195,7 +197,7 @@ def gpt2(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_a_configuration_comes_back_as_it_was(name, data):
+def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     import transformers
 
     from megatron_distill.models.architecture import Architecture
@@ -216,7 +218,7 @@ def test_a_configuration_comes_back_as_it_was(name, data):
     assert differing <= DERIVED
 
 
-def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so():
+def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
     from megatron_distill.models.hugging_face.families import families
 
     architecture = small_architecture(rotary_fraction=0.5)

@@ -1,5 +1,9 @@
 """Settings of the top-k that a teacher on ranks of its own sends."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,7 +18,7 @@ APART = TAUGHT | {"teacher": {**TAUGHT["teacher"], "ranks": 1, "sequence_length"
 SENT = "transfer={what: top_k, k: 8}"
 
 
-def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path):
+def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path: Path) -> None:
     # The temperature of the first is of texts.
     terms = (
         "[{alignment: likelihood, temperature: 6.0}, "
@@ -30,7 +34,7 @@ def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path):
         answer_settings(config, "teacher", built, tokens=7)
 
 
-def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path):
+def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path: Path) -> None:
     teachers = {name: {"architecture": ARCHITECTURE, "ranks": 1} for name in ("code", "math")}
     tree = MINIMAL | {"teachers": teachers, "objective": {"routing_weights": {"code": 1}}}
     # A mean of renormalised probabilities needs the normaliser of each teacher.
@@ -61,7 +65,7 @@ def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path):
     assert answer_settings(config, "teachers.math", built, tokens=50) is None
 
 
-def test_of_several_teachers_one_answers_in_tokens_of_its_own(tmp_path):
+def test_of_several_teachers_one_answers_in_tokens_of_its_own(tmp_path: Path) -> None:
     shape = {"architecture": ARCHITECTURE, "ranks": 1}
     tree = MINIMAL | {
         "teachers": {"far": {**shape, "sequence_length": 24}, "near": shape},

@@ -1,5 +1,9 @@
 """The configuration of a trained run whose teachers had layouts and ranks that are gone."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -20,7 +24,7 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("tree", [{"teacher": APART}, SEVERAL], ids=["one", "several"])
-def test_every_teacher_runs_in_one_process(tmp_path, tree):
+def test_every_teacher_runs_in_one_process(tmp_path: Path, tree: dict) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | tree))
     config = load_trained_run(str(tmp_path), [], world_size=1)
     assert list(own_layouts(config)) == []
@@ -31,7 +35,7 @@ def test_every_teacher_runs_in_one_process(tmp_path, tree):
     assert not load_trained_run(str(tmp_path), STUDENT_ALONE, world_size=1).has_teacher
 
 
-def test_a_layout_of_two_ranks_is_given_again(tmp_path):
+def test_a_layout_of_two_ranks_is_given_again(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | SEVERAL))
     given = ["teachers.law-2.parallel={tensor: 2}", "train.global_batch_size=2"]
     config = load_trained_run(str(tmp_path), given, world_size=2)

@@ -1,5 +1,7 @@
 """Which sample stands where, and that the source brings them so, reading as little as it can."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
@@ -48,7 +50,7 @@ def source_of(order: CaptureOrder, stream: Numbered, **known: Any) -> HoleSource
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_each_replica_gets_whole_shards_one_after_another(order):
+def test_each_replica_gets_whole_shards_one_after_another(order: CaptureOrder) -> None:
     source = source_of(order, Numbered())
     by_replica: list[list[int]] = [[] for _ in range(order.replicas)]
     for _ in range(order.steps):
@@ -79,7 +81,7 @@ def test_each_replica_gets_whole_shards_one_after_another(order):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_it_holds_no_more_than_a_shard_for_each_other_replica(order):
+def test_it_holds_no_more_than_a_shard_for_each_other_replica(order: CaptureOrder) -> None:
     source = source_of(order, Numbered())
     for _ in range(order.steps * order.global_batch_size):
         source.next_sample()
@@ -87,7 +89,7 @@ def test_it_holds_no_more_than_a_shard_for_each_other_replica(order):
     assert not source._held
 
 
-def test_it_goes_on_at_the_nearest_known_place():
+def test_it_goes_on_at_the_nearest_known_place() -> None:
     stream, order = Numbered(), CaptureOrder((3, 6), 40, 5, 1, 5, 1)
     source = source_of(order, stream, _2={"position": 10}, _5={"position": 25}, _7={})
     found = [source.next_sample().sample_id for _ in range(10)]
@@ -97,12 +99,12 @@ def test_it_goes_on_at_the_nearest_known_place():
     assert list(source.passed) == [(3, {"position": 15}), (6, {"position": 30})]
 
 
-def test_a_place_behind_is_not_gone_back_to():
+def test_a_place_behind_is_not_gone_back_to() -> None:
     stream, order = Numbered(), CaptureOrder((0, 2), 15, 5, 1, 5, 1)
     source = source_of(order, stream, _1={"position": 5})
     assert [source.next_sample().sample_id for _ in range(10)] == [*range(5), *range(10, 15)]
     assert stream.read == list(range(15))
 
 
-def test_without_holes_there_are_no_steps():
+def test_without_holes_there_are_no_steps() -> None:
     assert CaptureOrder((), 23, 5, 2, 2, 2).steps == 0

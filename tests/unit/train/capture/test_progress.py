@@ -1,5 +1,7 @@
 """What a capture says of itself."""
 
+from __future__ import annotations
+
 import io
 import logging
 
@@ -36,7 +38,7 @@ def play(stream: io.StringIO, seconds: float) -> None:
     progress.close(Done(6, 600, 3_600_000))
 
 
-def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines):
+def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines: list[str]) -> None:
     stream = io.StringIO()
     play(stream, seconds=20.0)
     assert stream.getvalue() == ""

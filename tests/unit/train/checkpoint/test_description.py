@@ -1,5 +1,9 @@
 """The description of a checkpoint, which is read without Megatron-Core."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.errors import CheckpointError
@@ -11,11 +15,13 @@ prepare_megatron_core(on_cuda=False)
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
 
-def test_the_common_file_has_the_name_that_megatron_core_gives_it():
+def test_the_common_file_has_the_name_that_megatron_core_gives_it() -> None:
     assert COMMON_FILE == COMMON_STATE_FNAME
 
 
-def test_a_pickle_is_refused_and_the_common_file_of_a_partial_checkpoint_is_none(tmp_path):
+def test_a_pickle_is_refused_and_the_common_file_of_a_partial_checkpoint_is_none(
+    tmp_path: Path,
+) -> None:
     partial = tmp_path / "step_0000002.partial"
     partial.mkdir()
     (partial / COMMON_FILE).write_bytes(b"")

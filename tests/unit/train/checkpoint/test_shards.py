@@ -1,5 +1,7 @@
 """Flat ranges as windows of a tensor, and the shares of replicas."""
 
+from __future__ import annotations
+
 import math
 from unittest.mock import patch
 
@@ -25,7 +27,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4)
 
 
 @given(SHAPES, st.data())
-def test_rectangles_are_a_range_in_its_order(shape, data):
+def test_rectangles_are_a_range_in_its_order(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
     start, stop = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     whole = torch.arange(count).view(shape)
@@ -53,7 +55,7 @@ def a_shard(shape: tuple[int, ...], *, start: int = 0, stop: int | None = None) 
 
 
 @pytest.mark.parametrize("block_bytes", [4, 40, 1 << 20])
-def test_windows_of_any_block_size_hold_the_part(block_bytes):
+def test_windows_of_any_block_size_hold_the_part(block_bytes: int) -> None:
     shard = a_shard((1, 6, 5), start=3, stop=28)
     expected = torch.full(shard.global_shape, -1.0)
     expected[1:, 1:, 1:] = torch.arange(30.0).view(1, 6, 5)
@@ -74,7 +76,9 @@ def test_windows_of_any_block_size_hold_the_part(block_bytes):
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1), st.integers(1, 5))
-def test_shares_hold_every_element_once_and_differ_by_a_row(shapes, size):
+def test_shares_hold_every_element_once_and_differ_by_a_row(
+    shapes: list[tuple[int, int]], size: int
+) -> None:
     held = [a_shard(shape) for shape in shapes]
     found = shares(held, size)
     assert len(found) == size
@@ -86,7 +90,7 @@ def test_shares_hold_every_element_once_and_differ_by_a_row(shapes, size):
     assert max(nbytes) <= sum(nbytes) / size + row + 4
 
 
-def test_a_save_s_copies_stay_while_the_weights_go_on_and_the_next_reuses_the_memory():
+def test_a_save_s_copies_stay_while_the_weights_go_on_and_the_next_reuses_the_memory() -> None:
     staging = Staging()
     held = [a_shard((3, 5)), a_shard((2, 2), start=1)]
     windows = [w for shard in held for w in Part(shard, 0, shard.data.numel()).windows()]

@@ -1,5 +1,7 @@
 """The buffer of asynchronous saves on a GPU, on tensors that claim to be there."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -72,7 +74,7 @@ def windows(*counts: int) -> list[Window]:
     ]
 
 
-def test_memory_is_locked_once_and_each_save_waits_once(driver):
+def test_memory_is_locked_once_and_each_save_waits_once(driver: Driver) -> None:
     staging = Staging()
     for save in (1, 2):
         copies = staging.copies(windows(3, 40))
@@ -90,7 +92,7 @@ def test_memory_is_locked_once_and_each_save_waits_once(driver):
     assert driver.locked == {}
 
 
-def test_a_refusal_names_the_key_and_the_amount(driver):
+def test_a_refusal_names_the_key_and_the_amount(driver: Driver) -> None:
     driver.status = Status.refused
     with pytest.raises(CheckpointError, match=r"checkpoint\.asynchronous needs .* GB"):
         Staging().copies(windows(3))

@@ -1,5 +1,7 @@
 """The lines that a run and a capture begin with."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,7 @@ def banner(name: str, *overrides: str, world_size: int = 1, pairs: int = 0, star
     )
 
 
-def test_tiny_is_described_in_aligned_lines():
+def test_tiny_is_described_in_aligned_lines() -> None:
     assert banner("tiny.yaml").splitlines() == [
         "distillation into runs/tiny",
         "  student    4 layers, hidden 64, ffn 160; 301k parameters; random weights",
@@ -95,13 +97,15 @@ def test_tiny_is_described_in_aligned_lines():
         (("optimizer.distributed=true", "parallel.tensor=2"), 4, 4_000_000, 4_000_000),
     ],
 )
-def test_memory_follows_precision_and_layout(overrides, world, optimizer, gradients):
+def test_memory_follows_precision_and_layout(
+    overrides: tuple[str, ...], world: int, optimizer: int, gradients: int
+) -> None:
     config = load_config(CONFIGS / "tiny.yaml", overrides)
     memory = memory_of(config, RankParameters(1_000_000), world)
     assert (memory.optimizer, memory.gradients) == (optimizer, gradients)
 
 
-def test_experts_share_their_state_with_fewer_ranks():
+def test_experts_share_their_state_with_fewer_ranks() -> None:
     config = load_config(
         CONFIGS / "tiny_moe.yaml", ("optimizer.distributed=true", "parallel.expert=2")
     )
@@ -109,7 +113,7 @@ def test_experts_share_their_state_with_fewer_ranks():
     assert memory.optimizer == 8 * (600_000 // 4 + 400_000 // 2)
 
 
-def test_a_capture_names_the_stored_values():
+def test_a_capture_names_the_stored_values() -> None:
     config = load_capture_config(CONFIGS / "cache.yaml", ("store.jobs=2", "parallel.tensor=2"))
     student, _ = shapes(load_config(CONFIGS / "tiny.yaml"))
     settings = CaptureSettings(

@@ -1,12 +1,16 @@
 """The division of a launch in words, where layers of the teacher are sent too."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 from megatron_distill.train.reports.layout_report import layout_report
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, load_tree
 
 TREE = TAUGHT | {"teacher": {**TAUGHT["teacher"], "ranks": 2, "parallel": {"pipeline": 2}}}
 
 
-def test_layers_have_routes_and_slots_on_their_stages(tmp_path):
+def test_layers_have_routes_and_slots_on_their_stages(tmp_path: Path) -> None:
     features = "objective.features=[{match: uniform, loss: cosine}]"
     sizes = ("train.global_batch_size=8", "train.micro_batch_size=2", "data.sequence_length=32")
     layers = ("student.architecture.num_layers=2", "teacher.architecture.num_layers=4")
@@ -24,7 +28,7 @@ def test_layers_have_routes_and_slots_on_their_stages(tmp_path):
     assert f"slots: {4 * step / 1e3:.3g} kB on each rank of the student's last stage" in text
 
 
-def test_every_world_of_several_teachers_has_its_ranks_and_answers(tmp_path):
+def test_every_world_of_several_teachers_has_its_ranks_and_answers(tmp_path: Path) -> None:
     shape = {"architecture": ARCHITECTURE}
     teachers = {
         "math": {**shape, "ranks": 2, "parallel": {"tensor": 2}},

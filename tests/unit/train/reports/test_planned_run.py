@@ -1,5 +1,9 @@
 """The vocabulary of a plan where no file has its size, and the places of its teacher."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from megatron_distill.config import load_config
@@ -44,7 +48,9 @@ UNREAD = ("data.tokenizer.path=tokenizers/llama3", "data.tokenizer.train_vocab_s
         ),
     ],
 )  # fmt: skip
-def test_an_assumed_vocabulary_is_named_with_the_keys_to_set(tmp_path, changes, sizes, note):
+def test_an_assumed_vocabulary_is_named_with_the_keys_to_set(
+    tmp_path: Path, changes: list[str], sizes: tuple[int, int], note: str | None
+) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     config = load_config(tmp_path / "run.yaml", changes)
     shapes = open_shapes(config)
@@ -69,8 +75,8 @@ STATES = "objective.features=[{student: 1, teacher: 2}]"
     ],
 )
 def test_a_teacher_has_own_ranks_for_every_loss_that_asks_it(
-    tmp_path, changes, places, sends_heads
-):
+    tmp_path: Path, changes: list[str], places: tuple[str, ...], sends_heads: bool
+) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     config = load_config(tmp_path / "run.yaml", changes)
     assert teacher_places(config) == places

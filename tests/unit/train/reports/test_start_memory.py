@@ -1,5 +1,7 @@
 """The question before a run starts: does its fullest rank fit, and which layouts would."""
 
+from __future__ import annotations
+
 from math import prod
 from pathlib import Path
 
@@ -28,18 +30,22 @@ def config(tmp_path: Path, *changes: str) -> RunConfig:
     return load_config(tmp_path / "run.yaml", list(changes))
 
 
-def test_a_vocabulary_of_unknown_size_is_that_of_the_tokenizer_to_be_trained(tmp_path):
+def test_a_vocabulary_of_unknown_size_is_that_of_the_tokenizer_to_be_trained(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "run.yaml").write_text(RUN.replace(", vocab_size: 32768", ""))
     shapes = open_shapes(load_config(tmp_path / "run.yaml", []))
     assert [shape.vocab_size for shape in shapes.values()] == [300, 300]
 
 
-def test_a_run_that_fits_this_machine_starts_without_a_word(tmp_path):
+def test_a_run_that_fits_this_machine_starts_without_a_word(tmp_path: Path) -> None:
     small = config(tmp_path, "train.micro_batch_size=1")
     assert start_memory.memory_warning(small, CPU, ranks=1) is None
 
 
-def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(tmp_path, monkeypatch):
+def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(3.0, "gpu"))
     wide = config(tmp_path, "train.micro_batch_size=8")
     text = start_memory.memory_warning(wide, CPU, ranks=8)
@@ -52,8 +58,8 @@ def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(tmp_path, monkey
 
 
 def test_states_above_the_memory_of_a_gpu_are_an_error_and_on_a_cpu_a_warning(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large = config(tmp_path)
     monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(0.2, "gpu"))
     with pytest.raises(ConfigError, match="use more devices"):
@@ -67,7 +73,9 @@ def several(tmp_path: Path, *changes: str) -> RunConfig:
     return load_config(tmp_path / "several.yaml", list(changes))
 
 
-def test_several_teachers_need_the_memory_of_all_of_their_weights(tmp_path, monkeypatch):
+def test_several_teachers_need_the_memory_of_all_of_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(1.0, "gpu"))
     routed = several(tmp_path)
     text = start_memory.memory_warning(routed, CPU, ranks=4)
@@ -82,14 +90,15 @@ def test_several_teachers_need_the_memory_of_all_of_their_weights(tmp_path, monk
     assert "teacher." not in text
     # Rows that name their teachers need the same: either may come.
     rows = several(
-        tmp_path, "data.sources=[{format: jsonl, paths: a.jsonl, teacher_field: domain}]"
+        tmp_path,
+        "data.sources=[{format: jsonl, paths: a.jsonl, teacher_field: domain}]",
     )
     assert start_memory.memory_warning(rows, CPU, ranks=4) == text
 
 
 def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not_predicted(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(1.0, "gpu"))
     stored = several(
         tmp_path, "teachers.math={store: [{path: stores/math}]}", "objective.terms.0.top_k=8"

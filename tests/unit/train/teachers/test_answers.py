@@ -1,6 +1,9 @@
 """Answers of a teacher on ranks of its own: bytes, hashes and headers."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +53,7 @@ def plan_of(*, steps_ahead: int = 1, sequence: bool = False) -> AnswerPlan:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("steps_ahead", [0, 1, 2])
-def test_slots_and_bytes_are_those_of_the_formulas(steps_ahead, sequence):
+def test_slots_and_bytes_are_those_of_the_formulas(steps_ahead: int, sequence: bool) -> None:
     plan = plan_of(steps_ahead=steps_ahead, sequence=sequence)
     unit = 16 * 3 * 40 * 2 // (2 if sequence else 1)
     assert plan.slot_bytes(rank=1) == (steps_ahead + 1) * 6 * unit
@@ -81,7 +84,7 @@ def staged_plan() -> AnswerPlan:
     )
 
 
-def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path):
+def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path: Path) -> None:
     plan = staged_plan()
     # Each tensor rank has half of a hidden state's rows, and all rows of the ids.
     rows = {0: {2: 8, 4: 8}, 1: {2: 8, 4: 8}, 2: {0: 16, 1: 16, 3: 8}, 3: {0: 16, 1: 16, 3: 8}}
@@ -112,7 +115,7 @@ def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path
             assert bool((tensor == number).all())
 
 
-def test_records_for_chunks_reach_each_context_rank_whole():
+def test_records_for_chunks_reach_each_context_rank_whole() -> None:
     ids = (Column("ids", torch.int32, (3,)),)
     plan = replace(
         staged_plan(),
@@ -136,7 +139,7 @@ def test_records_for_chunks_reach_each_context_rank_whole():
 
 
 @pytest.mark.parametrize(("teacher", "student"), [(4, 2), (2, 2), (1, 4)])
-def test_heads_go_to_the_tensor_ranks_that_share_them(teacher, student):
+def test_heads_go_to_the_tensor_ranks_that_share_them(teacher: int, student: int) -> None:
     parts, copies = attention_parts(teacher, student)
     query = (Column("query", torch.float32, (2, 3)),) * parts
     own = Grid(student, 2, 1, 1, sequence=True, ranks=tuple(range(2 * student)))
@@ -168,14 +171,14 @@ def test_heads_go_to_the_tensor_ranks_that_share_them(teacher, student):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_unit_has_one_hash_on_both_sides(size):
+def test_a_unit_has_one_hash_on_both_sides(size: int) -> None:
     whole = batch_of(2, 16)
     for rank in range(size):
         shard = whole.context_shard(rank, size)
         assert token_hash(shard) == token_hash(whole, context_rank=rank, context_size=size)
 
 
-def test_a_hash_is_of_tokens_and_samples():
+def test_a_hash_is_of_tokens_and_samples() -> None:
     whole = batch_of(2, 16)
     tokens_bs = whole.tokens_bs.clone()
     tokens_bs[1, 7] += 1
@@ -191,7 +194,7 @@ def test_a_hash_is_of_tokens_and_samples():
     assert 0 < token_hash(whole) < 1 << 63
 
 
-def test_commands_and_headers_arrive_as_they_are_sent():
+def test_commands_and_headers_arrive_as_they_are_sent() -> None:
     command = Command(Request.HELD_OUT, number=3, turn=9, block=1)
     assert Command.of(command.tensor()) == command
     header = AnswerHeader(9, 4, token_hash(batch_of(1, 8)), 2, asks_to_stop=True)

@@ -1,5 +1,7 @@
 """Hidden states in host memory: each is returned as it was put last."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -47,7 +49,7 @@ def states() -> Iterator[HostStates]:
         [(3,), (5,), (4,), (5,)],
     ],
 )
-def test_a_state_is_that_of_its_step(states, steps):
+def test_a_state_is_that_of_its_step(states: HostStates, steps: list[tuple[int, ...]]) -> None:
     for step, numbers in enumerate(steps):
         for number in numbers:
             states.put(number, torch.full((2,), 10.0 * step + number))
@@ -56,7 +58,7 @@ def test_a_state_is_that_of_its_step(states, steps):
                 assert states.take(number).tolist() == [10.0 * step + number] * 2
 
 
-def test_the_next_state_of_the_step_is_on_its_way(states):
+def test_the_next_state_of_the_step_is_on_its_way(states: HostStates) -> None:
     returned: list[int] = []
     begin = HostStates._begin_return
 

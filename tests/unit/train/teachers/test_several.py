@@ -1,5 +1,7 @@
 """The order in which several teachers are asked for a step."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from megatron_distill.runtime.batch import Batch
@@ -25,7 +27,7 @@ class Stored(Live, StoredTeacher):
     """A store that notes its turn."""
 
 
-def test_stores_have_their_turn_before_every_live_teacher():
+def test_stores_have_their_turn_before_every_live_teacher() -> None:
     turns: list[str] = []
     teachers = {
         "a": Live("a", turns), "b": Stored("b", turns), "c": Live("c", turns),

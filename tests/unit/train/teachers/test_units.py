@@ -1,5 +1,7 @@
 """Units and messages: each unit runs once, and each needed row arrives once from a holder."""
 
+from __future__ import annotations
+
 from collections import Counter
 
 import torch
@@ -27,7 +29,9 @@ def positions(holding: Holding) -> list[int]:
 
 @settings(max_examples=60)
 @given(producer=grids(), consumer=st.one_of(grids(), grids(first_rank=300)), data=st.data())
-def test_each_needed_row_arrives_once_from_a_rank_that_holds_it(producer, consumer, data):
+def test_each_needed_row_arrives_once_from_a_rank_that_holds_it(
+    producer: Grid, consumer: Grid, data: st.DataObject
+) -> None:
     holders = producer.holdings(LENGTH, replica=data.draw(st.integers(0, producer.replicas - 1)))
     needs = consumer.holdings(LENGTH, replica=data.draw(st.integers(0, consumer.replicas - 1)))
     held = {one.rank: positions(one) for one in holders}
@@ -58,7 +62,7 @@ def test_each_needed_row_arrives_once_from_a_rank_that_holds_it(producer, consum
                 assert max(counts) - min(counts) <= 2 * 2 * producer.context
 
 
-def test_rows_that_move_are_counted():
+def test_rows_that_move_are_counted() -> None:
     teacher = Grid(2, 1, 1, 1, False, (0, 1))
     student = Grid(1, 1, 1, 2, False, (0, 1))
     for replica in (0, 1):
@@ -71,7 +75,7 @@ def test_rows_that_move_are_counted():
 
 
 @given(context=SIZES, tensor=SIZES)
-def test_a_rank_holds_the_zigzag_pieces_in_their_local_order(context, tensor):
+def test_a_rank_holds_the_zigzag_pieces_in_their_local_order(context: int, tensor: int) -> None:
     grid = Grid(tensor, context, 1, 1, True, tuple(range(tensor * context)))
     for rank, holding in enumerate(grid.holdings(LENGTH, replica=0)):
         whole = zigzag_index(LENGTH, rank=rank // tensor, size=context)
@@ -80,7 +84,9 @@ def test_a_rank_holds_the_zigzag_pieces_in_their_local_order(context, tensor):
 
 
 @given(micro_batches=st.integers(1, 9), student=SIZES, teacher=st.integers(1, 7), data=st.data())
-def test_each_unit_runs_once_and_rounds_are_even(micro_batches, student, teacher, data):
+def test_each_unit_runs_once_and_rounds_are_even(
+    micro_batches: int, student: int, teacher: int, data: st.DataObject
+) -> None:
     units = Units(micro_batches, student, teacher)
     layouts = [BatchLayout(6 * micro_batches * student, 6, r, student) for r in range(student)]
     for micro_batch in range(micro_batches):
