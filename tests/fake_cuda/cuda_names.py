@@ -118,7 +118,7 @@ def look_at_kernels() -> Counter[str]:
 
     launched: Counter[str] = Counter()
 
-    def launch(self: TritonRows, kernel: Any, *arguments: Any, **_: Any) -> None:
+    def launch(self: TritonRows, kernel: Any, _tiling: Any, *arguments: Any, **_: Any) -> None:
         for argument in arguments:
             assert not isinstance(argument, Tensor) or argument.device.type == "cuda", kernel
         launched[kernel.__name__] += 1

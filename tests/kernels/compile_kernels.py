@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from megatron_distill.ops.kernels.elementwise import FORMS
 from megatron_distill.ops.kernels.gradient import push_rows
+from megatron_distill.ops.kernels.launch import GRADIENT_TILING, STATISTICS_TILING
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
 
 _INTEGERS = ("top", "scatter_columns")
@@ -35,10 +36,16 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     (
         "measure_rows",
         measure_rows,
-        {**_RULES, **_ROWS, "HAS_TOP": True, "BLOCK": 4096, "NEAR_KL": 0.0625},
+        {
+            **_RULES,
+            **_ROWS,
+            "HAS_TOP": True,
+            "BLOCK": STATISTICS_TILING.block,
+            "NEAR_KL": 0.0625,
+        },
     ),
     *(
-        (f"sum_slopes {name}", sum_slopes, {**_RULES, "FORM": form, "BLOCK": 2048})
+        (f"sum_slopes {name}", sum_slopes, {**_RULES, "FORM": form, "BLOCK": GRADIENT_TILING.block})
         for name, form in FORMS.items()
     ),
     (
@@ -52,7 +59,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
             "NONLINEAR": len(FORMS),
             "FORMS": _ALL_FORMS,
             "HAS_SCATTER": True,
-            "BLOCK": 2048,
+            "BLOCK": GRADIENT_TILING.block,
             "SCATTER_BLOCK": 128,
         },
     ),
@@ -85,9 +92,8 @@ def main() -> None:
         for logits in ("fp32", "bf16"):
             for name, kernel, constants in CASES:
                 source = ASTSource(kernel, signature(kernel, constants, logits), constants)
-                compiled = triton.compile(
-                    source, target=target, options={"num_warps": 8, "enable_fp_fusion": False}
-                )
+                tiling = STATISTICS_TILING if kernel is measure_rows else GRADIENT_TILING
+                compiled = triton.compile(source, target=target, options=tiling.options)
                 words = Counter(
                     line.split()[0].removeprefix("@")
                     for line in compiled.asm["ptx"].splitlines()

@@ -21,16 +21,29 @@ from megatron_distill.ops.statistics import NEAR_KL, LocalStatistics
 from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.signals import LogitRule
 
-__all__ = ["TritonRows"]
+__all__ = ["GRADIENT_TILING", "STATISTICS_TILING", "Tiling", "TritonRows"]
 
-# Columns per tile, and warps: a pass is memory-bound, so few registers per row allow many rows in
-# flight.
-_BLOCK = 4096
-_GRADIENT_BLOCK = 2048
-_WARPS = 8
+
+@dataclass(frozen=True)
+class Tiling:
+    """Columns per tile of a row, and warps of its program."""
+
+    block: int
+    warps: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the compiler."""
+        # Without fp fusion: a fused product is not rounded, and equal models would differ.
+        return {"num_warps": self.warps, "enable_fp_fusion": False}
+
+
+# Few registers per row allow many rows in flight. Compiled for sm_90, statistics of forward KL take
+# 126 registers a thread, slopes of JSD 80 and its gradient 76: 16 to 24 warps of a multiprocessor.
+# Statistics are summed over the warps in every tile, which takes longer the more there are.
+STATISTICS_TILING = Tiling(2048, 4)
+GRADIENT_TILING = Tiling(1024, 8)
 _MOST_TEMPERATURES = 16
-# Without fp fusion: a fused product is not rounded, and equal models would differ.
-_OPTIONS: dict[str, Any] = {"num_warps": _WARPS, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class TritonRows:
                 top = student.new_empty(len(student) if at["AT_TOP"] >= 0 else 0, dtype=torch.int64)
             self._launch(
                 measure_rows,
+                STATISTICS_TILING,
                 student,
                 teacher,
                 student.stride(0),
@@ -86,7 +100,6 @@ class TritonRows:
                 1 / temperature,
                 **at,
                 HAS_TOP=number == 0 and top.numel() > 0,
-                BLOCK=self._block(_BLOCK),
                 NEAR_KL=NEAR_KL,
             )
 
@@ -112,6 +125,7 @@ class TritonRows:
         sums = torch.empty_like(local.values[:1]).expand(3, -1).clone()
         self._launch(
             sum_slopes,
+            GRADIENT_TILING,
             student,
             teacher,
             student.stride(0),
@@ -125,7 +139,6 @@ class TritonRows:
             *form.parameters,
             1 / term.temperature,
             FORM=FORMS[form.name],
-            BLOCK=self._block(_GRADIENT_BLOCK),
         )
         return sums
 
@@ -153,6 +166,7 @@ class TritonRows:
         ]
         self._launch(
             push_rows,
+            GRADIENT_TILING,
             out,
             out.stride(0),
             student,
@@ -175,15 +189,15 @@ class TritonRows:
             NONLINEAR=len(slopes.parameters) // 2,
             FORMS=slopes.forms,
             HAS_SCATTER=scatter.columns.shape[1] > 0,
-            BLOCK=self._block(_GRADIENT_BLOCK),
             SCATTER_BLOCK=_power_of_two(max(scatter.columns.shape[1], 1)),
         )
 
-    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+    def _launch(self, kernel: Any, tiling: Tiling, *arguments: Any, **constants: Any) -> None:
         """One program per token, on the device of the logits, also if another device is current."""
         on_cuda = self._student.device.type == "cuda"
+        constants["BLOCK"] = min(tiling.block, _power_of_two(self._student.shape[1]))
         with torch.cuda.device(self._student.device) if on_cuda else nullcontext():
-            kernel[(len(self._student),)](*arguments, **self._rules, **constants, **_OPTIONS)
+            kernel[(len(self._student),)](*arguments, **self._rules, **constants, **tiling.options)
 
     @property
     def _student(self) -> Tensor:
@@ -203,9 +217,6 @@ class TritonRows:
             "TEACHER_SCALE": float(teacher.scale),
             "TEACHER_CAP": float(teacher.softcap or 0.0),
         }
-
-    def _block(self, most: int) -> int:
-        return min(most, _power_of_two(self._student.shape[1]))
 
 
 class _TemperatureRow(NamedTuple):
