@@ -57,6 +57,7 @@ GEMMA = tuple(
         "norm=zero_centered_rmsnorm", "activation=geglu_tanh", "post_norms=true",
         "embedding_scale=5.657", "tied_embeddings=true", "sliding_window=6",
         "sliding_layers=[0, 1, 3]", "attention_softcap=1.5", "logit_softcap=3.0",
+        "num_attention_heads=2", "num_kv_heads=1",  # FlexAttention takes heads of 16 and more
     )
 )  # fmt: skip
 
