@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from megatron_distill.data.aligned.documents import AlignedDocument, Side
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
-from megatron_distill.data.collation import count_labels, micro_batch, pack_samples, unpack_samples
+from megatron_distill.data.collation import (
+    UnitRows,
+    count_labels,
+    micro_batch,
+    pack_samples,
+    unpack_samples,
+)
 from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, NO_CHUNK, PADDING_DOCUMENT, Sample
 
 PAD = 999_999
@@ -226,3 +232,25 @@ def test_a_batch_has_both_sides_and_counts_chunks() -> None:
         for name in vars(sample.teacher):
             one, other = getattr(sample.teacher, name), getattr(read.teacher, name)
             assert np.array_equal(one, other), name
+
+
+def test_units_of_a_teacher_in_its_own_layout_are_in_its_own_tokens_alone():
+    shapes: list[Sizes] = [[(0, 1, 1, 1), (0, 1, 0, 1), (0, 3, 0, 1)], [(0, 2, 0, 1), (0, 1, 0, 1)]]
+    samples = [
+        sample
+        for document in documents(shapes)
+        for sample in cut_all(AlignedPacker[int](Window(9, PAD), Window(7, PAD)), [document])
+    ]
+    packed = pack_samples(samples)
+    whole = micro_batch(packed, slice(1, 2), isolate_documents=True)
+    assert whole.teacher is not None
+    # Neither number of context ranks divides the sequences of the other side.
+    for side, ranks, has_own_tokens in ((whole, 4, False), (whole.teacher, 3, True)):
+        read = []
+        for rank in range(ranks):
+            units = UnitRows(((1,),), rank, ranks, has_own_tokens)
+            (unit,) = units.batches(packed, 0, micro_batch_size=1, isolate_documents=True)
+            assert unit.teacher is None
+            places = unit.sequence_index_s.tolist()
+            read += zip(places, unit.tokens_bs[0].tolist(), strict=True)
+        assert [token for _, token in sorted(read)] == side.tokens_bs[0].tolist()
