@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -60,11 +62,28 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
 }
 
 
+Solve = Callable[..., Oracle]
+DEFAULT = Case()
+
+
 @pytest.fixture(scope="module")
-def whole(pool: Pool) -> Oracle:
+def oracle(pool: Pool) -> Solve:
+    """The formula of a mode, for the whole batch or for parts of so many rows; solved once."""
+
+    @cache
+    def solved(case: Case = DEFAULT, rows: int | None = None) -> Oracle:
+        starts = range(0, SAMPLES, rows or SAMPLES)
+        parts = None if rows is None else [slice(start, start + rows) for start in starts]
+        (found,) = pool.run(1, formula, case, parts)
+        return found
+
+    return solved
+
+
+@pytest.fixture(scope="module")
+def whole(oracle: Solve) -> Oracle:
     """The formula of the default mode."""
-    (oracle,) = pool.run(1, formula, Case(), None)
-    return oracle
+    return oracle()
 
 
 QUICK = (
@@ -88,11 +107,11 @@ def test_total_and_gradients_equal_the_formula_in_every_layout(
     assert not 0.9 < found[0].logged["kd_scale"] < 1.1
 
 
-def test_the_clamp_is_in_value_and_gradient(pool: Pool, whole: Oracle) -> None:
+def test_the_clamp_is_in_value_and_gradient(pool: Pool, oracle: Solve, whole: Oracle) -> None:
     case = Case(ratios=RatioBalance(clamp=1.01))
-    (oracle,) = pool.run(1, formula, case, None)
-    assert oracle.total != pytest.approx(whole.total, rel=0.01)
-    assert_equal(pool.run(1, balanced, case), oracle)
+    expected = oracle(case)
+    assert expected.total != pytest.approx(whole.total, rel=0.01)
+    assert_equal(pool.run(1, balanced, case), expected)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +119,13 @@ def test_the_clamp_is_in_value_and_gradient(pool: Pool, whole: Oracle) -> None:
     [(1, (), 2), (2, (), 1), (2, PIPELINE, 1), (4, (*SEQUENCE, *PIPELINE), 2), (2, SEQUENCE, 1)],
 )
 def test_per_micro_batch_is_the_published_form_of_each(
-    pool: Pool, whole: Oracle, world: int, layout: Any, micro_batch: int
+    pool: Pool, oracle: Solve, whole: Oracle, world: int, layout: Any, micro_batch: int
 ) -> None:
     case = Case(per_micro_batch=True, layout=layout, micro_batch=micro_batch)
-    parts = [slice(start, start + micro_batch) for start in range(0, SAMPLES, micro_batch)]
-    (oracle,) = pool.run(1, formula, case, parts)
+    expected = oracle(Case(per_micro_batch=True, micro_batch=micro_batch), micro_batch)
     # Ratios of means are not means of ratios; and a micro-batch without labels scales nothing.
-    assert oracle.total != pytest.approx(whole.total, rel=1e-3)
-    assert_equal(pool.run(world, balanced, case), oracle)
+    assert expected.total != pytest.approx(whole.total, rel=1e-3)
+    assert_equal(pool.run(world, balanced, case), expected)
 
 
 def test_one_micro_batch_of_one_rank_is_the_whole_batch(pool: Pool, whole: Oracle) -> None:
@@ -119,12 +137,12 @@ def test_one_micro_batch_of_one_rank_is_the_whole_batch(pool: Pool, whole: Oracl
     [(1, (), 4), (2, (), 1), (2, SEQUENCE, 2), (4, (("tensor", 2), *PIPELINE), 1)],
 )
 def test_gradient_norms_are_those_of_each_loss_alone(
-    pool: Pool, whole: Oracle, world: int, layout: Any, micro_batch: int
+    pool: Pool, oracle: Solve, whole: Oracle, world: int, layout: Any, micro_batch: int
 ) -> None:
     case = Case(mode="gradient_norm", layout=layout, micro_batch=micro_batch)
-    (oracle,) = pool.run(1, formula, case, None)
-    assert oracle.total != pytest.approx(whole.total, rel=1e-3)
-    assert_equal(pool.run(world, balanced, case), oracle)
+    expected = oracle(Case(mode="gradient_norm"))
+    assert expected.total != pytest.approx(whole.total, rel=1e-3)
+    assert_equal(pool.run(world, balanced, case), expected)
 
 
 @pytest.mark.parametrize(
