@@ -27,7 +27,7 @@ from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.quiet import others, run_in_quiet
 from benchmarks.steps.cases import Case, layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case, planned_peaks
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 from megatron_distill.planning.calibration import measure_machine
 from megatron_distill.planning.device import Device, Phase, load_device
 
@@ -210,7 +210,7 @@ def _summary(rows: Sequence[Row], *, has_times: bool) -> Iterator[str]:
         if found:
             yield (
                 f"- {name}: mean error {mean(map(abs, found)):.1%}, from {min(found):+.1%} to "
-                f"{max(found):+.1%} over {len(found)} cases"
+                f"{max(found):+.1%} over {counted(len(found), 'case')}"
             )
 
 
