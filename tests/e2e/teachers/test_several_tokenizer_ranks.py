@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     QUANTITIES,
     SECOND_SIZES,
+    Course,
     Inputs,
+    KnownRuns,
     assert_same_course,
     course,
     quick_and_slow,
-    records,
     run,
 )
 from tests.e2e.teachers.test_several_teacher_ranks import apart, evaluate_here, sent, steps
@@ -32,18 +34,10 @@ def config(inputs: Inputs) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Every record of the run of one rank that runs all models; the same request runs once."""
-    known: dict[Sequence[str], list[dict[str, Any]]] = {}
-
-    def trained(*overrides: str) -> list[dict[str, Any]]:
-        if overrides not in known:
-            folder = inputs.folder / f"several-tokenizers-shared-{len(known)}"
-            run(pool, 1, config, folder, *overrides)
-            known[overrides] = records(folder)
-        return known[overrides]
-
-    return trained
+def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., Course]:
+    """Every record of the run of one rank that runs all models."""
+    runs = KnownRuns(pool, inputs, "several-tokenizers-shared", validations=True)
+    return partial(runs, config.stem, 1)
 
 
 def test_two_steps_with_each_teacher_on_a_rank_are_those_of_shared_ranks(
