@@ -93,7 +93,6 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
             f"{machine.node.devices} ranks; plan at most as many"
         )
     device = machine.shared_by(devices)
-    from megatron_distill.models.hugging_face.description import without_torch
     from megatron_distill.planning.report import plan_report
     from megatron_distill.planning.search import Search
     from megatron_distill.train.reports.planned_run import (
@@ -108,8 +107,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
     problem = unplanned(config)
     if problem is not None:
         raise ConfigError(f"{problem.reason}; {problem.remedy}")
-    with without_torch():
-        shapes = open_shapes(config)
+    shapes = open_shapes(config)
     run = planned_run(config, shapes)
     places = teacher_places(config)
     search = Search(run, device, devices, shape_rule(config, shapes), places)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,7 @@ from megatron_distill.models.hugging_face.families import family_named
 from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.settings import config_errors, one_line
 
-__all__ = ["ModelDescription", "describe", "without_torch"]
-
-_QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+__all__ = ["ModelDescription", "describe"]
 
 
 @dataclass(frozen=True)
@@ -57,32 +51,6 @@ def describe(folder: Path) -> ModelDescription:
         raise CheckpointError(f"{path}: {error}") from error
     except config_errors() as error:
         raise CheckpointError(f"{path}: {one_line(error)}; correct it") from error
-
-
-@contextmanager
-def without_torch() -> Iterator[None]:
-    """Let `describe` import `transformers` without torch, in a third of the time.
-
-    For processes that only read configurations: `transformers` imports torch for these wherever it
-    is installed. Its modules are dropped afterwards, so that a later import finds torch. Without
-    effect where either is imported already.
-    """
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        yield
-        return
-    advice = os.environ.get(_QUIET)
-    os.environ[_QUIET] = "1"  # that PyTorch was not found
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for name in [*sys.modules]:
-            if name.partition(".")[0] in ("torch", "transformers"):
-                del sys.modules[name]
-        if advice is None:
-            del os.environ[_QUIET]
-        else:
-            os.environ[_QUIET] = advice
 
 
 def _entries(path: Path) -> dict[str, Any]:
