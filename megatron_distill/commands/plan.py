@@ -181,7 +181,7 @@ COMMAND = Command(
     megatron-distill plan run.yaml --devices 64 --device h100-80gb
     megatron-distill plan tiny.yaml --devices 2 --device this-cpu.yaml --simulate plan
 
-Without a measurement the figures are arithmetic; docs/planning.md says how far to trust them.""",
+Without a measurement the figures are arithmetic; docs/planning.md has their errors.""",
     add_arguments=_add_arguments,
     run=_run,
     check=_check,

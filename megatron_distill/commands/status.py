@@ -24,7 +24,7 @@ def _run(given: argparse.Namespace) -> int:
     for name in given.runs:
         try:
             status = read_status(Path(name))
-        except ConfigError as error:  # the others of runs/* are shown all the same
+        except ConfigError as error:  # the rest of runs/* is shown
             sys.stderr.write(f"error: {error}\n")
             continue
         if given.json:

@@ -22,7 +22,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=formats, default="jsonl")
     parser.add_argument("--text-key", default="text", help="field of a record, column of a table")
     parser.add_argument(
-        "--documents", choices=("file", "line"), default="file", help="what a text document is"
+        "--documents", choices=("file", "line"), default="file", help="unit of a text document"
     )
     parser.add_argument(
         "--add-bos",
@@ -30,7 +30,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin documents with the begin-of-text token (default: if the tokenizer adds it)",
     )
     parser.add_argument(
-        "--on-error", choices=("raise", "skip"), default="raise", help="what to do with bad records"
+        "--on-error", choices=("raise", "skip"), default="raise", help="at a bad record"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
 

@@ -6,6 +6,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -77,7 +78,7 @@ def _below(key: Key) -> tuple[type[Section] | None, str]:
 
 
 def _table(title: str, names: list[str], section: type[Section]) -> str:
-    about = "" if not names else f"{(section.__doc__ or '').strip()}\n\n"
+    about = "" if not names else f"{cleandoc(section.__doc__ or '')}\n\n"
     rows = "".join(_row(name, field) for name, field in section.model_fields.items())
     return (
         f"## {title}\n\n{about}"

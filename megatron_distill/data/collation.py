@@ -120,7 +120,7 @@ class UnitRows:
             rows = slice(unit * micro_batch_size, (unit + 1) * micro_batch_size)
             whole = micro_batch(batch, rows, isolate_documents=isolate_documents)
             own = whole.teacher if self.has_own_tokens else replace(whole, teacher=None)
-            assert own is not None, "samples have tokens of the teacher's"
+            assert own is not None, "samples have the teacher's tokens"
             found.append(own.context_shard(self.context_rank, self.context_size))
         return tuple(found)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-# Activations with a gate; the others are GELUs.
+# Activations with a gate; the rest are GELUs.
 _GATED: Final = ("swiglu", "geglu", "geglu_tanh")
 
 

@@ -42,7 +42,7 @@ class PlannedRun:
         several: all teachers, where they are several.
         mixed: teachers of one term, at most.
         sends_heads: whether a teacher in another layout sends queries and keys by whole tensor
-            ranks, so that one of both numbers of them must divide the other.
+            ranks; one of both numbers of these must divide the other.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.

@@ -29,7 +29,7 @@ class Groups:
 
     Attributes:
         pipeline_back: the ranks of `pipeline` again, for messages from the last stage back to the
-            others. NCCL runs the operations of one group one after the other: two stages that send
+            rest. NCCL runs the operations of one group one after the other: two stages that send
             in both directions would wait for each other.
     """
 

@@ -65,8 +65,8 @@ def documents_name(shard: int) -> str:
 def list_advice(store: Path) -> str:
     """The advice at the end of a message about a list: the records do not depend on it."""
     return (
-        f"restore the file from a copy, or start the capture of {store} again, which reads the "
-        "texts and writes the list anew without running the teacher"
+        f"restore the file from a copy, or start the capture of {store} again, which writes the "
+        "list anew from the texts without the teacher"
     )
 
 

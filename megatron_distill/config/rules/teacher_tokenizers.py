@@ -81,7 +81,7 @@ def _store(key: str, model: ModelConfig) -> Iterator[Problem]:
         yield Problem(
             (f"{key}.store", "teachers"),
             f"{key}.store: among several teachers a store has records of the run's own samples, "
-            f"found by number, and {key} has a tokenizer of its own, so that its records would be "
+            f"found by number. {key} has a tokenizer of its own, so that its records would be "
             f"found by document; set {key}.hf in place of its store, or teacher.store in place of "
             "teachers",
         )

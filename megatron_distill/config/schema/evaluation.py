@@ -40,7 +40,7 @@ class TaskConfig(Section):
         default=None, ge=1, description="Items, at even distances; null: `evaluation.limit`."
     )
     chat: bool | None = Field(
-        default=None, description="Prompts in the chat template; null: as the task says."
+        default=None, description="Prompts in the chat template; null: as in the task."
     )
 
     @property

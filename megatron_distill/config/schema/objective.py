@@ -24,7 +24,7 @@ __all__ = [
 class FeatureConfig(Section):
     """A loss between a student layer and a teacher layer.
 
-    Layers are counted from 1 over the whole model, whatever the pipeline: layer 1 is the first.
+    Layers are counted from 1 over the whole model, also with pipeline stages: layer 1 is the first.
     `keep_layers` and `sliding_layers` count from 0.
     """
 
@@ -312,7 +312,7 @@ class ObjectiveConfig(Section):
     features: tuple[FeatureConfig, ...] = Field(
         default=(),
         strict=False,
-        description="Losses between layers; they need a live teacher, see docs/features.md.",
+        description="Losses between layers; they need a single live teacher, see docs/features.md.",
     )
     projector: ProjectorConfig = Field(
         default=ProjectorConfig(), description="Projection of features with different hidden sizes."

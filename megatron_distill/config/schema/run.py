@@ -38,7 +38,7 @@ class JobConfig(Section):
     )
     teacher: ModelConfig | None = Field(
         default=None,
-        description="The frozen teacher; null: train on the labels only.",
+        description="The frozen teacher, which a capture needs; null: train on the labels only.",
     )
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="Layout over the ranks.")
     data: DataConfig = Field(

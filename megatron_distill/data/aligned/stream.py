@@ -153,17 +153,17 @@ class RecordsOfDocuments:
 
 @dataclass
 class EpochCount:
-    """Counts the documents of the epoch that a stream is in, by what becomes of them.
+    """Counts the documents of the epoch that a stream is in, by their use.
 
     A stream without one document that is used must end: no sample would ever be full, and its files
-    be read again and again.
+    would be read again and again.
     """
 
     epoch: int
     is_whole: bool  # whether its first document was seen
     documents: int = 0
     unaligned: int = 0
-    absent: int = 0  # that a store has none of
+    absent: int = 0  # of which a store has no record
     last: str = ""
 
     @classmethod

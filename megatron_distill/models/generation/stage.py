@@ -102,8 +102,8 @@ class Stage:
         ids_N: read where the model begins. Elsewhere the hidden state comes from the stage before,
         and goes to the stage after; then the result is None.
 
-        Collective: pipeline group, one receive and one send of H numbers per position (from the
-        last stage to the first in `Groups.pipeline_back`), and those of the layers.
+        Collective: pipeline group, one receive and one send of H numbers per position; from the
+        last stage to the first in `Groups.pipeline_back`. And those of the layers.
         """
         is_first = self.groups.is_first_stage and number == 0
         is_last = self.groups.is_last_stage and number == len(self.chunks) - 1

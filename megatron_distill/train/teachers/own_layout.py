@@ -53,7 +53,7 @@ class OwnLayout:
 
     With one stage of the student the units of a wave of micro-batches run when the first of their
     signals is taken: the outputs of one wave exist at a time. With several stages all units run
-    before the student's schedule, and its last stage holds the hidden states of a whole step, on
+    before the student's schedule. Its last stage then holds the hidden states of a whole step, on
     the device or in `host_states`. Each rank has the positions that it would have in a shared
     layout, so that the loss is the same.
 
@@ -380,7 +380,7 @@ class OwnLayout:
         hidden_sbh = found.get((self.outputs[0], number))
         if hidden_sbh is not None:
             side = batch.teacher if self.has_own_tokens else batch
-            assert side is not None, "samples have tokens of the teacher's"
+            assert side is not None, "samples have the teacher's tokens"
             take = partial(_itself, hidden_sbh)
             if self.host_states is not None and not self.runs_in_step:
                 self.host_states.put(number, hidden_sbh)
