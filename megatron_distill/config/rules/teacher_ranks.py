@@ -143,7 +143,7 @@ def _alone(config: RunConfig) -> Iterator[Problem]:
     if not config.objective.terms and not config.objective.features:
         yield Problem(
             ("objective.terms", *_keys("teacher")),
-            "objective.terms = []: no loss asks the teacher, and it would have ranks of its own; "
+            "objective.terms = []: no loss needs the teacher, and it would have ranks of its own; "
             "add a term, or remove teacher.ranks and teacher.nodes",
         )
 

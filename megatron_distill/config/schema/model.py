@@ -190,7 +190,8 @@ class ArchitectureConfig(Section):
     )
     post_norms: bool = Field(
         default=False,
-        description="Add norms after attention and feed-forward, before the residual sum.",
+        description="Add norms after attention and feed-forward, before the residual sum; not "
+        "with `moe`.",
     )
     embedding_scale: float = Field(default=1.0, gt=0, description="Factor on the token embeddings.")
     qkv_bias: bool = Field(default=False, description="Bias in the query/key/value projection.")
@@ -203,7 +204,10 @@ class ArchitectureConfig(Section):
         default=0.02, gt=0, description="Standard deviation of the initial weights."
     )
     attention_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout on attention probabilities."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Dropout on attention probabilities; not with `attention_softcap`.",
     )
     hidden_dropout: float = Field(
         default=0.0,
