@@ -79,9 +79,9 @@ def batch_script(
     limit = None if demand.time is None else limit_seconds(demand.time)
     if limit is not None and limit <= warned:
         raise ConfigError(
-            f"--time {demand.time}: is {limit:,.0f} s for Slurm, and the save before the limit has "
-            f"{math.ceil(warned):,} s of them; ask for more time, as 24:00:00 for a day, or set "
-            "--grace-seconds"
+            f"--time {demand.time}: is {limit:,.0f} s for Slurm, and the save before the limit "
+            f"takes {math.ceil(warned):,} of them; ask for more time, as 24:00:00 for a day, or "
+            "set --grace-seconds"
         )
     lines.append(f"#SBATCH --signal=B:USR1@{math.ceil(warned)}")
     excluded = sorted({one.node for one in bad_nodes(launches.folder)})
