@@ -14,6 +14,7 @@ from megatron_distill.config import (
     TokenizerConfig,
     check_architecture,
     named_teachers,
+    own_tokenizers,
     parallel_key,
     routed_terms,
     teacher_parallel,
@@ -101,6 +102,13 @@ def unplanned(config: RunConfig, *, only_memory: bool = False) -> Unplanned | No
                     "alone, in its layout and with its tokenizer",
                     f"set teachers.{name}.{key}=null for the plan",
                 )
+    for name in own_tokenizers(config) if config.teachers else ():
+        # Named by a term with an alignment, or with a sequence length of its own.
+        return Unplanned(
+            f"teachers.{name} has a tokenizer of its own, and a plan has several teachers with the "
+            "student's alone",
+            f"leave teachers.{name} and its terms out of the plan",
+        )
     if only_memory or not config.teachers or not routed_terms(config):
         return None
     for index, source in enumerate(config.data.sources):

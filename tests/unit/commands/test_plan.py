@@ -93,6 +93,19 @@ def test_several_teachers_on_the_ranks_of_the_student_are_planned_by_their_sampl
     assert "teachers.math.parallel: a plan has several teachers on" in capsys.readouterr().err
 
 
+def test_a_teacher_whose_tokenizer_a_term_shows_is_not_planned_as_one_of_the_students(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terms = "{divergence: forward_kl, teacher: math}, {alignment: likelihood, teacher: code}"
+    aligned = SEVERAL.replace("{divergence: forward_kl}", terms)
+    for routed in (", routing_weights: {math: 1, code: 1}", ", teacher: math"):
+        aligned = aligned.replace(f"{routed}}}", "}", 1)
+    (tmp_path / "run.yaml").write_text(aligned)
+    words = ["plan", str(tmp_path / "run.yaml"), "--devices", "4", "--device", "l40s"]
+    assert main(words) == 1
+    assert "teachers.code has a tokenizer of its own" in capsys.readouterr().err
+
+
 def test_wrong_words_are_named_before_any_work(
     config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
