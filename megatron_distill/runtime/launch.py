@@ -68,9 +68,16 @@ def spread_queues() -> None:
 
     For a teacher on ranks of its own: a thread exchanges answers while layers communicate, in no
     common order of the ranks. In one queue a message behind a collective that waits for a peer
-    would never start, and the peer could wait for that very message.
+    would never start, and the peer could wait for that very message. Raises ConfigError: the
+    environment asks for one queue, and there is a GPU.
     """
-    os.environ.setdefault(_QUEUES, str(_MOST_QUEUES))
+    given = os.environ.setdefault(_QUEUES, str(_MOST_QUEUES))
+    if given == "1" and _compute_capability() is not None:
+        raise ConfigError(
+            f"{_QUEUES}=1: messages of a teacher on ranks of its own would wait in one queue "
+            "behind collectives that wait for them, and the run would stand still; unset it, or "
+            f"set {_QUEUES}={_MOST_QUEUES}"
+        )
 
 
 def _compute_capability() -> int | None:

@@ -21,6 +21,7 @@ from megatron_distill.runtime.launch import (
     joined_world,
     limit_queues,
     select_device,
+    spread_queues,
 )
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -99,6 +100,20 @@ def test_messages_beside_collectives_have_queues_of_their_own(
         launch=Launch(0, 3, store, (("teacher", 1),)),
     ):
         assert os.environ[QUEUES] == "32"
+
+
+def test_one_queue_of_the_environment_is_refused_beside_teachers_on_ranks_of_their_own(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUEUES, "8")
+    spread_queues()
+    assert os.environ[QUEUES] == "8"
+    monkeypatch.setenv(QUEUES, "1")
+    monkeypatch.setattr(launch, "_compute_capability", lambda: None)
+    spread_queues()  # on a machine without a GPU
+    monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
+    with pytest.raises(ConfigError, match=f"{QUEUES}=1: .*; unset it, or set {QUEUES}=32"):
+        spread_queues()
 
 
 def test_without_the_drivers_library_no_capability_is_known() -> None:
