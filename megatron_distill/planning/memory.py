@@ -106,13 +106,21 @@ def stage_need(
     teachers = teachers_apart(run, choice) if choice.place == "shared" else []
     # Answers of several teachers wait for the student together.
     waiting = sum(
-        _hidden_states(one, its, stage) * (1.0 if its.runs_within else share)
+        _hidden_states(one, its, stage, runs_ahead=_rests(one, its, device))
+        * (1.0 if its.runs_within and not _rests(one, its, device) else share)
         for one, its, share in teachers or [(run, choice, 1.0)]
     )
+    weights_of = [_teacher_weights(one, its, stage) for one, its, _ in teachers]
+    resting = [
+        weight - _head_weights(one, its, stage) if _rests(one, its, device) else 0.0
+        for weight, (one, its, _) in zip(weights_of, teachers, strict=True)
+    ]
+    # The weights of the next teacher arrive while one runs.
+    arriving = sum(sorted(resting)[-2:])
     # A teacher's forward pass comes before the student's. Then the loss, the backward pass of the
     # last layer, and that of the embedding follow each other.
     peak = max(
-        *(_teacher_forward(one, its, device) for one, its, _ in teachers),
+        *(_teacher_forward(one, its, device) + arriving for one, its, _ in teachers),
         held.in_flight + chunk,
         held.in_flight + held.live,
         held.in_flight - held.one + _embedding_gradient(run, choice, stage),
@@ -124,7 +132,7 @@ def stage_need(
         gradients=gradients,
         optimizer=optimizer,
         activations=held.in_flight,
-        teacher=sum(_teacher_weights(one, its, stage) for one, its, _ in teachers),
+        teacher=sum(weights_of) - sum(resting),
         hidden_states=waiting,
         loss_chunk=chunk,
         buffers=buffers + (_SLACK * transient if device.kind == "gpu" else 0.0),
@@ -173,15 +181,20 @@ def _loss_chunk(run: PlannedRun, choice: Choice, device: Device) -> float:
     return heads * rows * columns * run.width + block + gradient + product
 
 
-def _hidden_states(run: PlannedRun, choice: Choice, stage: int) -> float:
-    """Return the teacher's answers on a rank of the student's pipeline."""
+def _hidden_states(
+    run: PlannedRun, choice: Choice, stage: int, *, runs_ahead: bool = False
+) -> float:
+    """Return the teacher's answers on a rank of the student's pipeline.
+
+    runs_ahead: it runs before the student where it would run within its steps.
+    """
     if choice.place in ("none", "store") or run.teacher is None:
         return 0.0
     layout = choice.layout
     length = run.teacher_length or run.sequence_length
     tokens = choice.micro_batch_size * length / layout.context
     per_token = run.teacher.hidden_size * run.width / (layout.tensor if layout.sequence else 1)
-    if choice.runs_within:
+    if choice.runs_within and not runs_ahead:
         return tokens * run.teacher.hidden_size * run.width
     if stage != layout.pipeline - 1:
         return 0.0
@@ -213,6 +226,25 @@ def _teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:
         layers = one.total - ends
         count = ends + layers / ranks + 2 * one.largest_layer * (ranks > 1)
     return count * run.width
+
+
+def _rests(run: PlannedRun, choice: Choice, device: Device) -> bool:
+    """Return whether a teacher's weights are copied from the host for its forward pass.
+
+    On a CPU nothing moves, shards move layer by layer, and those in another layout stay.
+    """
+    return run.rests and device.kind == "gpu" and choice.is_same_layout and not run.shards_teacher
+
+
+def _head_weights(run: PlannedRun, choice: Choice, stage: int) -> float:
+    """Return the bytes of the teacher's head on a rank of its last stage."""
+    assert run.teacher is not None
+    layout = choice.teacher_layout
+    assert layout is not None
+    if stage < layout.pipeline - 1:
+        return 0.0
+    rows = run.teacher.padded_vocab_size(layout.tensor) // layout.tensor
+    return float(rows * run.teacher.hidden_size * run.width)
 
 
 def _layer_numbers(run: PlannedRun, choice: Choice, stage: int) -> int:

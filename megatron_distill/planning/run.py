@@ -24,12 +24,13 @@ TeacherPlace = Literal["none", "shared", "own ranks", "store"]
 class SharedTeacher:
     """One of several teachers, on the student's ranks and in its layout.
 
-    share: of the samples that it teaches; 1 where a term names it.
+    share: of the samples that it teaches; 1 where a term names it. rests: see `PlannedRun`.
     """
 
     name: str
     shape: Architecture
     share: float
+    rests: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class PlannedRun:
         sends_heads: whether a teacher in another layout sends queries and keys by whole tensor
             ranks; one of both numbers of these must divide the other.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
+        rests: whether the teacher's weights but its head are on a GPU in its forward pass alone.
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
         chunk_tokens: of the losses; None: chosen by the device.
@@ -71,6 +73,7 @@ class PlannedRun:
     bucket_size: int | None = None
     shards_teacher: bool = False
     offloads_hidden: bool = False
+    rests: bool = False
     steps_ahead: int = 1
     sent_ids: int | None = None
     store_ids: int = 64
@@ -179,7 +182,7 @@ def teachers_apart(run: PlannedRun, choice: Choice) -> list[tuple[PlannedRun, Ch
     samples = choice.micro_batch_size * (choice.data if is_joint else 1)
     return [
         (
-            replace(run, teacher=one.shape, several=(), mixed=1),
+            replace(run, teacher=one.shape, several=(), mixed=1, rests=one.rests),
             replace(choice, teacher_layers=even_layers(one.shape.num_layers, layout.pipeline)),
             1 - (1 - one.share) ** samples,
         )

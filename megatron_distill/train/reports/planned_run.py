@@ -206,6 +206,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         bucket_size=optimizer.bucket_size,
         shards_teacher=any(model.shard_weights for model in live),
         offloads_hidden=bool(live) and all(model.offload_hidden for model in live),
+        rests=section is not None and section.offload,
         steps_ahead=1 if section is None else section.steps_ahead,
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
@@ -235,7 +236,12 @@ def _several(config: RunConfig, shapes: Mapping[str, Architecture]) -> tuple[Sha
         for name in drawn.keys() & shares.keys():
             shares[name] += source.weight / total * drawn[name] / sum(drawn.values())
     return tuple(
-        SharedTeacher(name, shapes[f"teachers.{name}"], 1.0 if name in named else shares[name])
+        SharedTeacher(
+            name,
+            shapes[f"teachers.{name}"],
+            1.0 if name in named else shares[name],
+            (config.teachers or {})[name].offload,
+        )
         for name in live
         if name in named or shares[name]
     )

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_distill.planning.activations import forward_bytes
-from megatron_distill.planning.device import load_device
-from megatron_distill.planning.memory import memory_need
+from megatron_distill.planning.device import Device, load_device
+from megatron_distill.planning.memory import MemoryNeed, memory_need
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher
 from megatron_distill.planning.step_time import step_time, teacher_seconds
@@ -78,6 +78,38 @@ def test_several_teachers_add_their_weights_and_the_time_of_what_they_run_on(
     assert works[2] == pytest.approx(math * works[0] + code * works[1])
     heads = [step_time(run, choice, DEVICE, numbers).heads for run, choice in pairs]
     assert min(heads[:2]) < heads[2] < sum(heads[:2])
+
+
+def test_weights_that_rest_in_host_memory_need_it_in_the_forward_passes_alone() -> None:
+    layout = Layout()
+    numbers = stage_numbers(SMALL, layout, (4,))
+    choice = Choice(
+        layout=layout, ranks=1, micro_batch_size=1, layers=(4,), place="shared",
+        teacher_layout=layout, teacher_layers=(8,),
+    )  # fmt: skip
+    bytes_of = {
+        shape: 2 * stage_numbers(shape, layout, (shape.num_layers,))[0].total
+        for shape in (MATH, CODE)
+    }
+    heads = {shape: 2 * shape.vocab_size * shape.hidden_size for shape in bytes_of}
+
+    def need(*rests: bool, device: Device = DEVICE) -> MemoryNeed:
+        shapes = zip(("math", "code"), (MATH, CODE), rests, strict=True)
+        both = [SharedTeacher(name, shape, 1.0, rests=it) for name, shape, it in shapes]
+        return memory_need(taught(*both), choice, device, numbers)
+
+    stays, one, both = need(False, False), need(True, False), need(True, True)
+    assert stays.teacher == sum(bytes_of.values())
+    assert one.teacher == heads[MATH] + bytes_of[CODE]
+    assert both.teacher == sum(heads.values())
+    # In a forward pass the copies of a teacher and of the next are there, and no activations.
+    alive = 8192 * forward_bytes(MATH, layout, 2, is_fused=True)
+    for found in (one, both):
+        copies = stays.teacher - found.teacher
+        assert found.buffers + found.activations + found.loss_chunk >= alive + copies
+        assert found.hidden_states > stays.hidden_states  # those of a step wait
+    cpu = DEVICE.model_copy(update={"kind": "cpu"})
+    assert need(True, True, device=cpu) == need(False, False, device=cpu)
 
 
 def test_replicas_that_run_teachers_together_run_them_where_one_needs_them() -> None:

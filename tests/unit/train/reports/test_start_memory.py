@@ -110,3 +110,12 @@ def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not
     assert f", teacher {numbers * 2 / 2**30:.2f}, " in text
     apart = several(tmp_path, "teachers.math.parallel={tensor: 2}")
     assert start_memory.memory_warning(apart, CPU, ranks=4) is None
+
+
+def test_a_teacher_that_rests_in_host_memory_is_not_counted_beside_the_student(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(1.5, "gpu"))
+    changes = "teachers.math.offload=true", "teachers.code.offload=true"
+    assert start_memory.memory_warning(several(tmp_path), CPU, ranks=4) is not None
+    assert start_memory.memory_warning(several(tmp_path, *changes), CPU, ranks=4) is None
