@@ -107,7 +107,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: float | Non
 
 
 def test_a_time_limit_without_time_for_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--time 4:59: is 299 s for Slurm, .* has 300 s"):
+    with pytest.raises(ConfigError, match=r"--time 4:59: is 299 s for Slurm, .* takes 300 of"):
         script(tmp_path, time="4:59")
     assert options(script(tmp_path, time="4:59", grace=60.0))["time"] == "4:59"
     with pytest.raises(ConfigError, match="--time 24h: sbatch takes minutes"):
