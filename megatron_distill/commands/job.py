@@ -92,8 +92,7 @@ class Job(Generic[J]):
     def _print_config(self, given: argparse.Namespace) -> int:
         from megatron_distill.config import to_yaml
 
-        name, overrides = file_and_overrides(given)
-        sys.stdout.write(to_yaml(self.load(config_file(name), overrides)))
+        sys.stdout.write(to_yaml(self.load(*file_and_overrides(given))))
         return 0
 
     def _print_layout(self, given: argparse.Namespace) -> int:
@@ -101,8 +100,7 @@ class Job(Generic[J]):
 
         assert self.layout is not None
         nodes, per_node = _machines(given.print_layout)
-        name, overrides = file_and_overrides(given)
-        config = self.load(config_file(name), overrides)
+        config = self.load(*file_and_overrides(given))
         teachers = teacher_ranks(config, ranks_per_node=per_node)
         check_layout(config, nodes * per_node, teachers=teachers)
         sys.stdout.write(self.layout(config, nodes * per_node, teachers))
@@ -115,8 +113,7 @@ class Job(Generic[J]):
             raise ConfigError(
                 f"--plan {given.plan}: write a number of devices and a device, as 64xh100-80gb"
             )
-        name, overrides = file_and_overrides(given)
-        sys.stdout.write(self.plan(self.load(config_file(name), overrides), int(count), device))
+        sys.stdout.write(self.plan(self.load(*file_and_overrides(given)), int(count), device))
         return 0
 
     def _join(
@@ -126,9 +123,8 @@ class Job(Generic[J]):
         from megatron_distill.runtime.launch import joined_world
         from megatron_distill.runtime.lone_failure import tell_unfinished
 
-        name, overrides = file_and_overrides(given)
         with launch.together("configuration"):
-            path = config_file(name)
+            path, overrides = file_and_overrides(given)
             config = self.load(path, overrides)
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             teachers = teacher_ranks(config, ranks_per_node=local_ranks)
@@ -140,9 +136,7 @@ class Job(Generic[J]):
         if teachers:
             launch, parallel = _divided(replace(launch, teacher_ranks=teachers), config)
         with joined_world(
-            **config.runtime.of_world(),
-            splits_layers=parallel.splits_layers,
-            launch=launch,
+            **config.runtime.of_world(), splits_layers=parallel.splits_layers, launch=launch
         ) as device:
             if not self.run(config, device, termination):
                 tell_unfinished()
@@ -161,11 +155,12 @@ def _divided(launch: Launch, config: JobConfig) -> tuple[Launch, ParallelConfig]
     return launch, config.parallel if is_student else teacher_parallel(config, role.name)
 
 
-def file_and_overrides(given: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the name of the configuration and the changes to it, from a job's arguments."""
-    if given.config is not None:
-        return given.config, given.words
-    return given.words[0], given.words[1:]
+def file_and_overrides(given: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Return the configuration's file and the changes to it, from a job's arguments."""
+    named, changes = given.config, given.words
+    if named is None:
+        named, *changes = given.words
+    return config_file(named), changes
 
 
 def _machines(text: str) -> tuple[int, int]:

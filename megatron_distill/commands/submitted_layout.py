@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_distill.commands import capture, train
-from megatron_distill.commands.job import config_file, file_and_overrides
+from megatron_distill.commands.job import file_and_overrides
 from megatron_distill.launching.program import Program
 
 __all__ = ["check_submission"]
@@ -34,8 +34,8 @@ def check_submission(
 
     is_capture = program.command == "capture"
     command = capture.COMMAND if is_capture else train.COMMAND
-    name, overrides = file_and_overrides(command.parse(argparse.ArgumentParser(), program.words))
+    file, overrides = file_and_overrides(command.parse(argparse.ArgumentParser(), program.words))
     load = load_capture_config if is_capture else load_config
-    config = load(config_file(name), overrides)
+    config = load(file, overrides)
     teachers = teacher_ranks(config, ranks_per_node=ranks)
     check_layout(config, nodes * ranks, teachers=teachers)

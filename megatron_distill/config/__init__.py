@@ -13,6 +13,7 @@ from megatron_distill.config.rules.run import (
     check_architecture,
     check_features,
     check_layout,
+    check_model,
     with_steps,
 )
 from megatron_distill.config.rules.teacher_parallel import (
@@ -110,6 +111,7 @@ __all__ = [
     "WandbConfig",
     "aligned_role",
     "check_architecture",
+    "check_model",
     "check_features",
     "check_layout",
     "config_of",

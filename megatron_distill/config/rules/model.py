@@ -258,7 +258,7 @@ def _kept_layers(model: ModelConfig, role: str) -> Iterator[Problem]:
         setting = f"{key} = {list(value) if isinstance(value, tuple) else value}"
         if role != "student":
             yield Problem((key,), f"{setting}: only a student can be pruned; remove it")
-        elif model.architecture is not None or (model.hf is None and model.checkpoint is None):
+        elif model.architecture is not None or not model.has_weights:
             yield Problem(
                 (key, f"{role}.architecture", f"{role}.hf", f"{role}.checkpoint"),
                 f"{setting}: takes layers from {role}.hf or {role}.checkpoint; set one of these "

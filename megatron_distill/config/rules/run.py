@@ -1,6 +1,7 @@
 """Rules over several keys, as named functions; every violation is reported."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from megatron_distill.config.messages import (
     Problem,
@@ -21,7 +22,7 @@ from megatron_distill.config.rules.objective import (
     layer_problems,
     objective_problems,
 )
-from megatron_distill.config.rules.teacher_parallel import under_key
+from megatron_distill.config.rules.teacher_parallel import parallel_key, teacher_parallel, under_key
 from megatron_distill.config.rules.teacher_ranks import (
     TeacherRanks,
     role_problems,
@@ -36,12 +37,13 @@ from megatron_distill.config.schema import (
     ParallelConfig,
     RunConfig,
 )
-from megatron_distill.errors import counted
+from megatron_distill.errors import ConfigError, counted
 
 __all__ = [
     "check_architecture",
     "check_features",
     "check_layout",
+    "check_model",
     "rule_problems",
     "with_steps",
 ]
@@ -83,6 +85,19 @@ def check_architecture(
     """
     found = under_key(architecture_problems(architecture, role, parallel, sequence_length), key)
     return [problem.text for problem in found if not isinstance(problem, WithoutEffect)]
+
+
+def check_model(config: JobConfig, role: str, architecture: Mapping[str, Any]) -> None:
+    """Check the shape of an opened model, as a mapping, against the layout and samples of its role.
+
+    Raises ConfigError: one line per problem.
+    """
+    shape = ArchitectureConfig.model_validate(architecture)
+    parallel = config.parallel if role == "student" else teacher_parallel(config, role)
+    length = config.models[role].sequence_length or config.data.sequence_length
+    problems = check_architecture(shape, role, parallel, length, key=parallel_key(config, role))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def check_features(

@@ -416,6 +416,16 @@ class ModelConfig(Section):
         description="Teacher only, on ranks of its own: how its answers reach the student.",
     )
 
+    @property
+    def has_model(self) -> bool:
+        """Whether the section names a model, and not only stores."""
+        return self.has_weights or self.architecture is not None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the model's weights are saved ones, and not random."""
+        return self.hf is not None or self.checkpoint is not None
+
     @field_validator("store", mode="before")
     @classmethod
     def _paths_are_sources(cls, store: object) -> object:

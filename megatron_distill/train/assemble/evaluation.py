@@ -46,7 +46,6 @@ from megatron_distill.train.assemble.models import (
     teacher_execution,
     teacher_seed,
 )
-from megatron_distill.train.assemble.shapes import has_model
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.tasks import (
     NO_TASKS,
@@ -304,7 +303,7 @@ def _teacher_roles(config: RunConfig, student: _Role) -> Iterator[_Role]:
     Collective: with a tokenizer of its own those of `own_tokens`.
     """
     roles = sorted(role for role in config.models if role != "student")
-    live = [role for role in roles if has_model(config.models[role])]
+    live = [role for role in roles if config.models[role].has_model]
     if not live:
         stores = f"{' and '.join(roles)}: a store, which has no model"
         missing = "the run has no `teacher` or `teachers`"

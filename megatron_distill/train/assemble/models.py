@@ -101,17 +101,23 @@ def read_model(
     Hugging Face model's files are checked as well. Raises ConfigError or CheckpointError.
     """
     model = config.models[role]
-    open_weights: Callable[[], WeightSource] | None = None
     if model.hf is not None:
-        folder = Path(model.hf).expanduser()
-        described = described or describe_checked(folder)
-        open_weights = partial(HuggingFaceWeights, folder, described)
-    elif model.checkpoint is not None:
-        folder = resolve_checkpoint(model.checkpoint)
-        saved = saved_architecture(Description.read(folder), folder)
-        open_weights = partial(CheckpointWeights, folder, saved)
+        described = described or describe_checked(Path(model.hf).expanduser())
     shape = read_shape(config, role, vocabulary, described)
+    open_weights = _saved_weights(model, described) if model.has_weights else None
     return ModelSource(shape.architecture, open_weights, shape.keep_layers)
+
+
+def _saved_weights(
+    model: ModelConfig, described: ModelDescription | None
+) -> Callable[[], WeightSource]:
+    """Return what opens the weights of a Hugging Face folder or a checkpoint."""
+    if model.hf is not None:
+        assert described is not None, "read with the shape"
+        return partial(HuggingFaceWeights, Path(model.hf).expanduser(), described)
+    assert model.checkpoint is not None, "the caller asks only for weights that are saved"
+    folder = resolve_checkpoint(model.checkpoint)
+    return partial(CheckpointWeights, folder, saved_architecture(Description.read(folder), folder))
 
 
 def teacher_seed(seed: int) -> int:

@@ -11,11 +11,9 @@ from megatron_distill.config import (
     JobConfig,
     ModelConfig,
     ParallelConfig,
-    check_architecture,
-    parallel_key,
-    teacher_parallel,
+    check_model,
 )
-from megatron_distill.errors import CheckpointError, ConfigError, counted
+from megatron_distill.errors import ConfigError, counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.description import ModelDescription, describe
 from megatron_distill.runtime.layout import Layout
@@ -29,7 +27,7 @@ from megatron_distill.train.checkpoint.description import (
 if TYPE_CHECKING:
     from megatron_distill.data.tokenizers.open import Vocabulary
 
-__all__ = ["ModelShape", "evenly_spread", "has_model", "layout_of", "read_shape"]
+__all__ = ["ModelShape", "evenly_spread", "layout_of", "read_shape"]
 
 _ANY_SIZE: Final = 1 << 15  # of a vocabulary that is not known yet
 
@@ -47,11 +45,6 @@ def layout_of(parallel: ParallelConfig) -> Layout:
     return Layout(**parallel.model_dump(exclude={"layers_per_stage"}))
 
 
-def has_model(section: ModelConfig) -> bool:
-    """Return whether a section names a model, and not only stores."""
-    return any(x is not None for x in (section.hf, section.checkpoint, section.architecture))
-
-
 def read_shape(
     config: JobConfig,
     role: str,
@@ -65,35 +58,21 @@ def read_shape(
     """
     model = config.models[role]
     length = model.sequence_length or config.data.sequence_length
-    is_random = False
     if model.hf is not None:
         architecture = (described or describe(Path(model.hf).expanduser())).architecture
     elif model.checkpoint is not None:
         architecture = _in_checkpoint(model.checkpoint, model.architecture, vocabulary, length)
-    elif model.architecture is not None:
+    else:
+        assert model.architecture is not None, "the rules of the configuration ask for a source"
         size = _ANY_SIZE if vocabulary is None else vocabulary.size
         architecture = Architecture.from_dict(model.architecture.resolved(length, size))
-        is_random = True
-    else:
-        raise ConfigError(
-            f"{role} has no source; give {role}.hf, {role}.architecture or {role}.checkpoint"
-        )
     layers: tuple[int, ...] | None = None
     if model.keep_layers is not None or model.num_layers is not None:
-        if is_random:
-            raise CheckpointError(
-                "keep_layers and num_layers take layers from weights, and these are random"
-            )
         layers = _copied_layers(model, role, architecture.num_layers)
         architecture = architecture.of_layers(layers)
     if vocabulary is not None and architecture.vocab_size < vocabulary.size:
         raise ConfigError(_too_small(model, role, architecture.vocab_size, vocabulary.size))
-    shape = ArchitectureConfig.model_validate(architecture.as_dict())
-    parallel = config.parallel if role == "student" else teacher_parallel(config, role)
-    key = parallel_key(config, role)
-    problems = check_architecture(shape, role, parallel, length, key=key)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    check_model(config, role, architecture.as_dict())
     return ModelShape(architecture, layers)
 
 

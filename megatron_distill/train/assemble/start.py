@@ -17,7 +17,6 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import find_stores
 from megatron_distill.train.assemble.models import read_model
-from megatron_distill.train.assemble.shapes import has_model
 from megatron_distill.train.assemble.sources import require_files
 from megatron_distill.train.checkpoint.description import Description, complete_checkpoints
 from megatron_distill.train.metrics import require_installed
@@ -60,7 +59,7 @@ def check_models(
     configurations and the files' headers, no weights. Needs no world.
     """
     for role, model in config.models.items():
-        if model.store is None or has_model(model):
+        if model.store is None or model.has_model:
             is_own = of_teacher is not None and role == aligned_role(config)
             read_model(config, role, of_teacher if is_own else vocabulary)
 

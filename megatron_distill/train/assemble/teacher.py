@@ -106,10 +106,7 @@ def _live(
     build: Callable[..., OnlineTeacher | OwnLayout] = OnlineTeacher.of_source
     layout = layout_of(teacher_parallel(config))
     if layout != site.groups.layout.without_virtual_stages():
-        has_own_tokens = fit.own is not None
-        build = _in_own_layout(
-            layout, config.runtime.timeout_seconds, has_own_tokens=has_own_tokens
-        )
+        build = _in_own_layout(layout, config.runtime.timeout_seconds, fit)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = fit.student if fit.own is None else source.architecture
     return build(
@@ -124,7 +121,7 @@ def _live(
 
 
 def _in_own_layout(
-    layout: Layout, timeout_seconds: float, *, has_own_tokens: bool
+    layout: Layout, timeout_seconds: float, fit: TeacherFit
 ) -> Callable[..., OwnLayout]:
     """Create the groups of the teacher's layout. Collective: world, group creation."""
     own_groups = create_second_groups(layout, timeout_minutes=timeout_seconds / 60)
@@ -132,7 +129,7 @@ def _in_own_layout(
         OwnLayout.of_source,
         own_groups=own_groups,
         timeout_seconds=timeout_seconds,
-        has_own_tokens=has_own_tokens,
+        has_own_tokens=fit.own is not None,
     )
 
 

@@ -18,7 +18,7 @@ from megatron_distill.models.flops import StepFlops, step_flops_per_token
 from megatron_distill.models.rank_weights import weights_of_rank
 from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.roles import Role, Roles
-from megatron_distill.train.assemble.shapes import has_model, layout_of, read_shape
+from megatron_distill.train.assemble.shapes import layout_of, read_shape
 
 __all__ = ["layout_report"]
 
@@ -37,7 +37,7 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
     shapes = {
         role: _checked_shape(config, role)
         for role, model in sorted(config.models.items())
-        if role != "student" and model.store is None and has_model(model)
+        if role != "student" and model.store is None and model.has_model
     }
     apart = {role.name: role for role in roles.teachers}
     lines = [f"layout of {counted(ranks, 'rank')}", *_ranks(roles.student, config.parallel)]

@@ -25,7 +25,7 @@ from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.layout import Layout
-from megatron_distill.train.assemble.shapes import has_model, layout_of, read_shape
+from megatron_distill.train.assemble.shapes import layout_of, read_shape
 
 __all__ = [
     "configured_choice",
@@ -62,7 +62,7 @@ def open_shapes(
             return replace(found, vocab_size=rows.get(role) or trained or found.vocab_size)
         return found
 
-    shapes = {role: shape(role) for role, model in models.items() if has_model(model)}
+    shapes = {role: shape(role) for role, model in models.items() if model.has_model}
     assumed = [role for role in _assumed(models, tokenizer) if role not in rows]
     for role in assumed:
         # A model with the same tokenizer has about as many rows.
@@ -174,7 +174,7 @@ def tokenizer_paths(models: Mapping[str, ModelConfig]) -> dict[str, str | None]:
 
 
 def _reads_size(section: ModelConfig) -> bool:
-    return has_model(section) and _has_rows_of_tokenizer(section)
+    return section.has_model and _has_rows_of_tokenizer(section)
 
 
 def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> PlannedRun:

@@ -42,7 +42,6 @@ from megatron_distill.store import (
 )
 from megatron_distill.store.plan import plan_differences
 from megatron_distill.train.assemble.models import resolve_model, teacher_seed
-from megatron_distill.train.assemble.shapes import has_model
 from megatron_distill.train.assemble.sources import dataset_settings
 from megatron_distill.train.assemble.stores.source import (
     OneOfSeveral,
@@ -178,7 +177,7 @@ def open_stored(
     dist.broadcast_object_list(facts, src=0)
     assert facts[0] is not None
     found = facts[0]
-    if has_model(section) and found.digest != UNKNOWN:
+    if section.has_model and found.digest != UNKNOWN:
         _check_teacher(config, found.digest, vocabulary, among)
     teacher = StoredTeacher(
         reading,
