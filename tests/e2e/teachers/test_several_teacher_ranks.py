@@ -71,7 +71,6 @@ LAW, CODE, MATH = (f"teachers.{name}.ranks=1" for name in ("law", "code", "math"
 # Ranks of the launch, and the layouts.
 LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
     "1, and 1": (2, (LAW,)),
-    "1, and 1 for each": (4, (LAW, CODE, MATH)),
     "1, 1 and 1, 0 and 2 ahead, shared memory": (
         3, (LAW, CODE, "teachers.law.steps_ahead=0", "teachers.code.steps_ahead=2",
             "teachers.code.transfer.backend=ipc"),
@@ -81,11 +80,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
             "parallel.sequence=true"),
     ),
     "DP2, 1 and 1": (4, (LAW, CODE)),
-    "PP2, and TP2": (
-        4, ("teachers.code.ranks=2", "teachers.code.parallel={tensor: 2}", "parallel.pipeline=2"),
-    ),
     "DP2 beside an own layout, and 1": (3, ("teachers.law.parallel={tensor: 2}", CODE)),
-    "CP2, and 1": (3, ("parallel.context=2", MATH, "teachers.math.parallel={tensor: 1}")),
 }  # fmt: skip
 
 
@@ -128,14 +123,6 @@ OF_TOP_K: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "TP2+sequence, and PP2": (
         4, (), ("teachers.law.ranks=2", "teachers.law.parallel={pipeline: 2}", sent("law"),
                 "parallel.tensor=2", "parallel.sequence=true"),
-    ),
-    "TP2, 1 and 1": (
-        4, (), ("parallel.tensor=2", LAW, "teachers.law.parallel={tensor: 1}", sent("law"), MATH,
-                "teachers.math.parallel={tensor: 1}"),
-    ),
-    "DP2, and DP2": (4, (), ("teachers.code.ranks=2", sent("code"))),
-    "CP2, and 1": (
-        3, (), ("parallel.context=2", MATH, sent("math"), "teachers.math.parallel={tensor: 1}"),
     ),
 }  # fmt: skip
 

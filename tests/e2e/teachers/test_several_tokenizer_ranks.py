@@ -71,12 +71,6 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
     "PP2, and CP2 of one tokenizer": (
         4, ("teachers.near.ranks=2", "teachers.near.parallel={context: 2}", "parallel.pipeline=2"),
     ),
-    "TP2, 1 and 1": (
-        4, (FAR, NEAR, "teachers.far.parallel={tensor: 1}", "teachers.near.parallel={tensor: 1}",
-            "parallel.tensor=2"),
-    ),
-    "DP2, 1 and 1": (4, (FAR, NEAR)),
-    "1, and DP2": (3, ("teachers.far.ranks=2",)),
 }  # fmt: skip
 
 
@@ -115,7 +109,6 @@ WITH_TOP_K: dict[str, tuple[int, Sequence[str]]] = {
     "1, and 1 for each, shared memory": (
         3, (FAR, NEAR, SENT, sent("near"), "teachers.far.transfer.backend=ipc"),
     ),
-    "1, and 1 of one tokenizer": (2, (NEAR, sent("near"))),
     "CP2, and TP2+sequence": (
         4, ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2, sequence: true}", SENT,
             "parallel.context=2"),

@@ -59,11 +59,9 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "DP4": (4, ()),
     "DP2, bf16, tied, at rest": (2, (BF16, TIED, "teacher.offload=true")),
     "CP2": (2, (CONTEXT,)),
-    "EP2": (2, (EXPERTS, EXPERT)),
     "EP2 x DP2, a dense layer": (4, (DENSE_FIRST, EXPERT)),
     "experts without ranks of their own": (2, (DENSE_FIRST, BF16)),
     "own layout, p1 to p2": (2, (PIPELINE, VIRTUAL, "teacher.parallel={tensor: 1}")),
-    "own layout, d4 to d1": (4, (TENSOR, SEQUENCE, PIPELINE, "teacher.parallel={tensor: 1}")),
     # One unit for four replicas.
     "own layout, d4 to t4": (
         4,

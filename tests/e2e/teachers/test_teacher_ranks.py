@@ -326,10 +326,7 @@ def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
 OF_MAPS = ("features_loss", "feature_attention_2_1", "feature_mse_1_2", "feature_attention_4_2")
 WITH_MAPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "1 and 1": ((SHARED_MEMORY,), ()),
-    "1 and TP2": ((), ()),
-    "TP2+sequence and 1": ((), ()),
     "TP2 and TP2, shared key heads": ((), ("teacher.architecture.num_kv_heads=1",)),
-    "PP2 and DP2, recomputed": (("train.recompute=full",), ()),
     "CP2 and TP2": ((), ()),
     "TP2 and CP2": ((), ()),
     "PP2 and PP2, top-k": ((SENT,), ("objective.terms=[{top_k: 8}]",)),
@@ -374,8 +371,6 @@ EVERY_ALIGNMENT = (
 # The teacher's sequences have 24 tokens, the student's 32. Settings of this run, and of both.
 OWN_TOKENS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "1 and 1": ((), ()),
-    "1 and 1, 0 ahead": (AT_ONCE, ()),
-    "TP2+sequence and PP2": ((), ()),
     "CP2 and TP2+sequence": ((), ()),
     "PP2 and CP2": ((), ()),
     "TP2 and DP2, every alignment": ((), (EVERY_ALIGNMENT,)),

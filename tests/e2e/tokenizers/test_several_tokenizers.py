@@ -208,12 +208,6 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "teachers.far.parallel={pipeline: 2}",
         "teachers.near.parallel={context: 2}",
     ),
-    "PP2, a teacher of CP2": ("teachers.far.parallel={context: 2}",),
-    "CP2, teachers of DP2": (
-        "teachers.near.parallel={tensor: 1}",
-        "teachers.far.parallel={tensor: 1}",
-        "train.micro_batch_size=1",
-    ),
 }
 
 
