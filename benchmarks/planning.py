@@ -1,7 +1,7 @@
 """The planner's predictions beside measured steps of this machine: seconds, and peak memory.
 
     python benchmarks/planning.py --quiet 0.3           # calibrates, then every layout: ten minutes
-    python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2 --output /tmp/planning
+    python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2
     python benchmarks/planning.py --only memory         # valid on a busy machine too
 
 The cases are those of benchmarks/step.py. Times are predicted twice: for the device as
