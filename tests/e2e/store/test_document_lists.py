@@ -41,6 +41,16 @@ def undisturbed(pool: Pool, inputs: Inputs, config: Path) -> Path:
     return store
 
 
+@pytest.fixture
+def without_lists(undisturbed: Path, tmp_path: Path) -> Path:
+    """A copy of the store that has lost all lists."""
+    store = tmp_path / "store"
+    shutil.copytree(undisturbed, store)
+    for path in (store / "shards").glob(LISTS):
+        path.unlink()
+    return store
+
+
 def times(store: Path) -> dict[str, int]:
     """When each file of records was written."""
     return {path.name: path.stat().st_mtime_ns for path in (store / "shards").glob("logits-*")}
@@ -82,17 +92,13 @@ def test_a_capture_from_before_there_were_lists_goes_on_and_keeps_its_shards(
 
 @pytest.mark.slow
 def test_each_job_writes_the_lists_of_its_own_shards(
-    pool: Pool, config: Path, undisturbed: Path, tmp_path: Path
+    pool: Pool, config: Path, undisturbed: Path, without_lists: Path
 ) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(undisturbed, store)
-    for path in (store / "shards").glob(LISTS):
-        path.unlink()
     for job in range(2):
-        assert run_in(pool, 1, config, store, "store.jobs=2", f"store.job={job}") is True
-        written = sorted(path.name for path in (store / "shards").glob(LISTS))
+        assert run_in(pool, 1, config, without_lists, "store.jobs=2", f"store.job={job}") is True
+        written = sorted(path.name for path in (without_lists / "shards").glob(LISTS))
         assert len(written) == 3 * (job + 1)
-    assert contents(store) == contents(undisturbed)
+    assert contents(without_lists) == contents(undisturbed)
 
 
 @pytest.mark.slow
@@ -121,13 +127,9 @@ def test_a_list_of_changed_texts_is_refused_and_nothing_is_written(
 
 @pytest.mark.slow
 def test_asked_to_stop_it_says_so_and_goes_on_with_the_next_start(
-    pool: Pool, config: Path, undisturbed: Path, tmp_path: Path
+    pool: Pool, config: Path, undisturbed: Path, without_lists: Path
 ) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(undisturbed, store)
-    for path in (store / "shards").glob(LISTS):
-        path.unlink()
-    assert run_in(pool, 1, config, store, stop_after=10) is False
-    assert len(list((store / "shards").glob(LISTS))) == 2
-    assert run_in(pool, 1, config, store) is True
-    assert contents(store) == contents(undisturbed)
+    assert run_in(pool, 1, config, without_lists, stop_after=10) is False
+    assert len(list((without_lists / "shards").glob(LISTS))) == 2
+    assert run_in(pool, 1, config, without_lists) is True
+    assert contents(without_lists) == contents(undisturbed)
