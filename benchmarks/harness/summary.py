@@ -99,10 +99,10 @@ def _teacher_share(rounds: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the part of the step in which the slowest rank waits for the teacher."""
     shares = []
     for result in rounds:
-        per_rank = (rank["teacher_seconds"] for rank in result["ranks"])
-        for seconds, *waits in zip(result["seconds"], *per_rank, strict=True):
-            if None not in waits:
-                shares.append(max(waits) / seconds)
+        per_rank = (rank["phases"] for rank in result["ranks"])
+        for seconds, *phases in zip(result["seconds"], *per_rank, strict=True):
+            if None not in phases:
+                shares.append(max(phase["teacher"] for phase in phases) / seconds)
     return median(shares) if shares else None
 
 

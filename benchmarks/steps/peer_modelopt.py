@@ -139,7 +139,7 @@ class PeerStep:
         for group in (self.groups.data_context, self.groups.pipeline):
             dist.all_reduce(sums, group=group)
         ce, kd = (sums / batches.positions).tolist()
-        return StepFigures(ce, kd, None)
+        return StepFigures(ce, kd)
 
     def _tensor_shapes(self) -> Any:
         workload = self.case.workload

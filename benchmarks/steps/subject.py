@@ -32,11 +32,11 @@ _INIT_STD = 0.05
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Global means of one step and the seconds that the teacher took, as far as they are known."""
+    """Global means of one step, and the seconds of this rank's phases where they are known."""
 
     ce: float
     kd: float
-    teacher_seconds: float | None
+    phases: dict[str, float] | None = None
 
 
 class StepSubject(Protocol):

@@ -80,7 +80,7 @@ def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) ->
         "peak": asdict(peak),
         "persistent": asdict(persistent_bytes(subject)),
         "cpu_seconds": cpu_seconds[arguments.warmup :],
-        "teacher_seconds": [figure.teacher_seconds for figure in figures[arguments.warmup :]],
+        "phases": [figure.phases for figure in figures[arguments.warmup :]],
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)

@@ -1,17 +1,20 @@
 """The rates of the machine at hand, measured in less than a minute.
 
-Measured are products of four sizes, a fused attention, element-wise work as the planner counts it,
-the losses' work per logit, and a sum over two processes.
+Measured are products of four sizes, a fused attention, a layer's element-wise work, on a CPU the
+losses' work per logit and the optimizer's per parameter, and a sum over two processes. Operands of
+products are not in the caches, as they are not in a step.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Final, Literal
@@ -23,7 +26,9 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_distill.planning.device import CALIBRATED, Device, Link, Precision
+from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.planning.device import CALIBRATED, Curve, Device, Link, Precision
+from megatron_distill.signals import HiddenState
 
 __all__ = ["measure_machine"]
 
@@ -34,7 +39,14 @@ _GPU_SIDES: Final = (1024, 2048, 4096, 8192)
 _CPU_BYTES: Final = (2**18, 2**20, 2**23, 2**26)
 _GPU_BYTES: Final = (2**20, 2**23, 2**26, 2**29)
 _SECONDS: Final = 0.6  # of one measurement
+_CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
 _MESSAGES: Final = (2**12, 2**20, 2**24)
+_SUMS: Final = 20  # of each message
+# Of products in layers: [tokens, hidden size, a multiple of it].
+_GAIN_SHAPES: Final = ((512, 256, 1408), (2048, 768, 2048))
+_HIDDEN: Final = 1024
+# Operations that the planner counts in a layer's element-wise work.
+_ELEMENT_KERNELS: Final = 7
 
 
 def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
@@ -49,8 +61,11 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
         attention = _attention(device, peaks["fp32" if kind == "cpu" else "bf16"])
         rate, memory = _elements(device)
         kernel = _kernel(device)
-        logit = _logit(device) if kind == "cpu" else 0.0
-        gain = 1.0
+        logits, update = {}, 0.0
+        if kind == "cpu":
+            logits = {name: _logit(dtype, peaks[name]) for name, dtype in _DTYPES.items()}
+            update = _update()
+        gain: Curve = ((1.0, 1.0),)
         if cores is not None and cores > 1:
             gain = _gain(cores)
     finally:
@@ -68,7 +83,8 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
         memory_gb_per_s=rate,
         memory_efficiency=memory,
         kernel_us=kernel * 1e6,
-        logit_ns=logit * 1e9,
+        logit_ns={name: max(seconds * 1e9, 0.01) for name, seconds in logits.items()},
+        update_ns=update * 1e9,
         cores=cores,
         thread_efficiency=gain,
         node=node,
@@ -117,12 +133,29 @@ def _products(
     rates: dict[Precision, list[tuple[float, float]]] = {}
     for precision, dtype in _DTYPES.items():
         for side in _GPU_SIDES if on_cuda else _CPU_SIDES:
-            left = torch.randn(side, side, device=device).to(dtype)
-            seconds = _seconds(lambda left=left: left @ left, device)  # type: ignore[misc]
+            seconds = _seconds(_cold_product((side, side, side), dtype, device), device)
             rates.setdefault(precision, []).append((2 * side**3 / 1e9, 2 * side**3 / seconds))
     peaks = {precision: max(rate for _, rate in found) / 1e12 for precision, found in rates.items()}
     shares = [(size, rate / peaks[main] / 1e12) for size, rate in rates[main]]
     return peaks, tuple((round(size, 4), round(share, 4)) for size, share in shares)
+
+
+def _cold_product(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    """Return a product [m, k] times [n, k] that takes other operands each time."""
+    m, k, n = shape
+    copies = 1 + _CACHE_BYTES // ((m * k + n * k + m * n) * dtype.itemsize)
+    left = [torch.randn(m, k, device=device).to(dtype) for _ in range(copies)]
+    right = [torch.randn(n, k, device=device).to(dtype) for _ in range(copies)]
+    results: list[Tensor | None] = [None] * copies
+    numbers = cycle(range(copies))
+
+    def work() -> None:
+        number = next(numbers)
+        results[number] = left[number] @ right[number].T
+
+    return work
 
 
 def _attention(device: torch.device, peak: float) -> tuple[float, float]:
@@ -145,26 +178,48 @@ def _attention(device: torch.device, peak: float) -> tuple[float, float]:
 
 
 def _elements(device: torch.device) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """Return the rate of element-wise work in GB/s, and the share by megabytes.
+    """Return the rate of element-wise work in GB/s, and the share by megabytes of one operation.
 
-    A norm and a gated activation, over the bytes that the planner counts for them.
+    The work is a layer's, forward and backward, over the bytes that the planner counts for it: two
+    norms, two residual sums, queries and keys that turn, and a gated activation.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     found = []
-    for count in _CPU_BYTES if device.type == "cpu" else _GPU_BYTES:
-        hidden = 1024
-        rows = max(1, count // dtype.itemsize // hidden)
-        x = torch.randn(rows, hidden, device=device).to(dtype)
-        weight = torch.ones(hidden, device=device, dtype=dtype)
-
-        def work(x: Tensor = x, weight: Tensor = weight) -> Tensor:
-            normed = F.rms_norm(x, weight.shape, weight)
-            return F.silu(normed) * x
-
-        moved = 5 * rows * hidden * dtype.itemsize  # two of the norm, three of the activation
-        found.append((moved / 1e6, moved / _seconds(work, device) / 1e9))
+    for size in _CPU_BYTES if device.type == "cpu" else _GPU_BYTES:
+        layer = _ElementsOfLayer(max(1, size // dtype.itemsize // _HIDDEN), dtype, device)
+        moved = layer.moved / _ELEMENT_KERNELS
+        found.append((moved / 1e6, 3 * layer.moved / _seconds(layer, device) / 1e9))
     best = max(rate for _, rate in found)
     return best, tuple((round(size, 3), round(rate / best, 4)) for size, rate in found)
+
+
+class _ElementsOfLayer:
+    """The element-wise work of one layer with _HIDDEN numbers of a token, 3 times as many inside.
+
+    moved: bytes of the forward pass as the planner counts them; backward moves twice as many.
+    """
+
+    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(dtype)
+
+        self._hidden = random(rows, _HIDDEN).requires_grad_()
+        self._weights = [random(_HIDDEN).requires_grad_() for _ in range(2)]
+        self._turning = random(rows, 12, _HIDDEN // 8).requires_grad_()  # 8 queries and 4 keys
+        self._angles = [random(rows, 1, _HIDDEN // 8) for _ in range(2)]
+        self._inner = random(rows, 6 * _HIDDEN).requires_grad_()
+        self.moved = rows * dtype.itemsize * _HIDDEN * (10 + 2 * 1.5 + 3 * 3)
+
+    def __call__(self) -> None:
+        total = self._hidden
+        for weight in self._weights:
+            total = total + F.rms_norm(total, weight.shape, weight)
+        cosine, sine = self._angles
+        first, second = self._turning.chunk(2, dim=-1)
+        turned = self._turning * cosine + torch.cat((-second, first), dim=-1) * sine
+        gate, value = self._inner.chunk(2, dim=-1)
+        results = (total, turned, F.silu(gate) * value)
+        torch.autograd.backward(results, [result.detach() for result in results])
 
 
 def _kernel(device: torch.device) -> float:
@@ -173,28 +228,77 @@ def _kernel(device: torch.device) -> float:
     return _seconds(lambda: [small.add_(1.0) for _ in range(100)], device) / 100
 
 
-def _logit(device: torch.device) -> float:
-    """Return the time of one logit of one model in the losses: statistics and gradient."""
-    rows, columns = 64, 32_768
-    logits = torch.randn(rows, columns, device=device)
+def _logit(dtype: torch.dtype, peak: float) -> float:
+    """Return the time of one logit of one model in the objective, without the products.
 
-    def work() -> Tensor:
-        top = logits.amax(-1, keepdim=True)
-        weights = (logits - top).exp_()
-        return weights.div_(weights.sum(-1, keepdim=True)).sub_(0.5)
+    peak: of products, in TFLOP/s.
+    """
+    rows, hidden, columns = 512, 256, 32_768
+    student, weight = (
+        torch.randn(count, hidden).to(dtype).requires_grad_() for count in (rows, columns)
+    )
+    teacher = HiddenState(*(torch.randn(count, hidden).to(dtype) for count in (rows, columns)))
+    labels, weights = torch.randint(columns, (rows,)), torch.full((rows,), 1 / rows)
+    sum_of_gradients = torch.zeros(columns, hidden)
 
-    return _seconds(work, device) / (rows * columns)
+    def work() -> None:
+        total, _ = fused_linear_objective(
+            student,
+            weight,
+            teacher,
+            labels,
+            ce_weights=weights,
+            kd_weights=weights,
+            terms=(Term("forward_kl"),),
+            weight_gradient_sum=sum_of_gradients,
+        )
+        total.backward()
+
+    products = 4 * 2 * rows * hidden * columns / (peak * 1e12)
+    return (_seconds(work, torch.device("cpu")) - products) / (2 * rows * columns)
 
 
-def _gain(cores: int) -> float:
-    """Return the speed of all cores on a product, over that of one times their number."""
-    side = _CPU_SIDES[-1]
-    left = torch.randn(side, side)
+def _update() -> float:
+    """Return the time of one parameter in the optimizer.
+
+    Its gradient is copied, clipped by the norm and zeroed, and the weight copied back.
+    """
+    parameter = torch.zeros(32_768, 512, requires_grad=True)
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    weight, weight_gradient = torch.zeros(32_768, 512), torch.randn(32_768, 512)
+
+    def work() -> None:
+        parameter.grad.copy_(weight_gradient)
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+        optimizer.step()
+        weight.copy_(parameter.detach())
+        weight_gradient.zero_()
+
+    return _seconds(work, torch.device("cpu")) / parameter.numel()
+
+
+def _gain(cores: int) -> Curve:
+    """Return the speed of all cores over that of one times their number, by a product's GFLOP.
+
+    Element-wise work of as many tokens goes with the small product.
+    """
     cpu = torch.device("cpu")
-    torch.set_num_threads(1)
-    alone = _seconds(lambda: left @ left, cpu)
-    torch.set_num_threads(cores)
-    return min(1.0, alone / _seconds(lambda: left @ left, cpu) / cores)
+    small, large = _GAIN_SHAPES
+    elements = _ElementsOfLayer(small[0] * small[1] // _HIDDEN, torch.float32, cpu)
+    works: dict[tuple[int, int, int], list[Callable[[], None]]] = {
+        small: [_cold_product(small, torch.float32, cpu), elements],
+        large: [_cold_product(large, torch.float32, cpu)],
+    }
+    found = []
+    for shape, parts in works.items():
+        seconds = []
+        for threads in (1, cores):
+            torch.set_num_threads(threads)
+            seconds.append(sum(_seconds(part, cpu) for part in parts))
+        alone, together = seconds
+        found.append((2 * math.prod(shape) / 1e9, min(1.0, alone / together / cores)))
+    return tuple((round(size, 4), round(gain, 4)) for size, gain in found)
 
 
 def _links(device: torch.device) -> tuple[Link, Link]:
@@ -231,15 +335,15 @@ def _sum_of_ranks(rank: int, ranks: int, kind: str, store: str, result: str) -> 
     times = []
     for count in _MESSAGES:
         message = torch.zeros(count // 4, device=device)
-        found = []
-        for _ in range(20):
+        # One after the other, as in a step: each sum begins when all ranks have ended the last.
+        for repetitions in (3, _SUMS):
             dist.barrier()
             began = time.perf_counter()
-            dist.all_reduce(message)
+            for _ in range(repetitions):
+                dist.all_reduce(message)
             if kind == "cuda":
                 torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - began)
-        times.append(median(found))
+        times.append((time.perf_counter() - began) / _SUMS)
     if rank == 0:
         Path(result).write_text(" ".join(map(str, times)))
     dist.destroy_process_group()

@@ -75,11 +75,13 @@ class Device(_Table):
         attention_efficiency: share of the peak of a fused attention, forward and backward.
         memory_gb_per_s, memory_efficiency: of element-wise work; the share over its megabytes.
         kernel_us: of starting one operation.
-        logit_ns: of one logit of one model in the losses, where arithmetic and not memory limits
-            it; 0: memory does.
+        logit_ns: of one logit of one model in the losses and their gradient, by precision, where it
+            was measured; else memory limits it.
+        update_ns: of one parameter in the optimizer, where it was measured; 0: memory limits it.
         cores: of a CPU, which its ranks share; None: ranks share nothing.
         threads: of one rank of a CPU.
-        thread_efficiency: of a CPU, speed of n threads over n.
+        thread_efficiency: of a CPU, speed of n threads over n, by the GFLOP of a product,
+            ascending. Other work divides like the smallest product.
         node, network: links inside a node, and between nodes.
         factors: measured over predicted time of a step's phases, from a run's log; see `refine`.
         source, date: of the figures. efficiency_source: of the shares, which no maker publishes.
@@ -96,10 +98,11 @@ class Device(_Table):
     memory_gb_per_s: Positive
     memory_efficiency: Curve
     kernel_us: float = Field(ge=0)
-    logit_ns: float = Field(default=0.0, ge=0)
+    logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
+    update_ns: float = Field(default=0.0, ge=0)
     cores: int | None = None
     threads: int = 1
-    thread_efficiency: float = Field(default=1.0, gt=0, le=1)
+    thread_efficiency: Curve = ((1.0, 1.0),)
     factors: dict[Phase, Positive] = Field(default_factory=dict)
     node: Link
     network: Link
@@ -117,12 +120,22 @@ class Device(_Table):
         if self.cores is None:
             return self
         threads = self.cores / ranks
-        factor = threads if threads <= 1 else threads * self.thread_efficiency
+        gains = self.thread_efficiency if threads > 1 else ((1.0, 1.0),)
+        factor = threads * gains[0][1]
+        sizes = sorted({size for size, _ in (*self.product_efficiency, *gains)})
         return self.model_copy(
             update={
-                "peak_tflops": {key: value * factor for key, value in self.peak_tflops.items()},
+                "peak_tflops": {key: value * threads for key, value in self.peak_tflops.items()},
+                "product_efficiency": tuple(
+                    (size, share(self.product_efficiency, size) * share(gains, size))
+                    for size in sizes
+                ),
+                "attention_efficiency": tuple(
+                    value * gains[0][1] for value in self.attention_efficiency
+                ),
                 "memory_gb_per_s": self.memory_gb_per_s * factor,
-                "logit_ns": self.logit_ns / factor,
+                "logit_ns": {key: value / factor for key, value in self.logit_ns.items()},
+                "update_ns": self.update_ns / factor,
                 "kernel_us": self.kernel_us / min(1.0, threads),
                 "memory_gib": self.memory_gib / ranks,
                 "cores": None,
@@ -183,7 +196,8 @@ def read_device(path: Path) -> Device:
         found = "; ".join(
             f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
         )
-        raise ConfigError(f"{path}: {found}; correct these keys") from error
+        remedy = "correct these keys, or write the file again with `megatron-distill calibrate`"
+        raise ConfigError(f"{path}: {found}; {remedy}") from error
 
 
 def write_device(device: Device, path: Path) -> None:

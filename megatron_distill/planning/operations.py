@@ -25,6 +25,7 @@ __all__ = [
     "Recomputed",
     "attended_positions",
     "element_seconds",
+    "embedding_passes",
     "head_passes",
     "layer_kinds",
     "slice_of",
@@ -89,7 +90,9 @@ class Rank:
     def fused_attention(self, flops: float, *, backward: bool) -> float:
         """Return the time of a fused attention's products."""
         device = self.device
-        peak = device.peak_tflops["fp32" if self.precision == "fp32" else "bf16"] * 1e12
+        # A CPU's attention computes in fp32 whatever it is given.
+        in_fp32 = self.precision == "fp32" or device.kind == "cpu"
+        peak = device.peak_tflops["fp32" if in_fp32 else "bf16"] * 1e12
         return flops / (peak * device.attention_efficiency[backward]) + device.kernel_us * 1e-6
 
 
@@ -356,6 +359,16 @@ def _feed_forward(
     return products, elements, messages
 
 
+def embedding_passes(shape: Architecture, rank: Rank) -> Passes:
+    """Return the time of the embedding's gradient of a micro-batch on the first stage.
+
+    It is a matrix like the embedding, zeroed and written, then added to the fp32 sum.
+    """
+    split = rank.layout.tensor
+    numbers = shape.padded_vocab_size(split) / split * shape.hidden_size
+    return Passes(backward=rank.passes(numbers * (2 * rank.width + 2 * 4), kernels=2))
+
+
 def head_passes(
     student: Architecture | None, teacher: Architecture | None, rank: Rank, *, chunks: int
 ) -> Passes:
@@ -375,8 +388,10 @@ def head_passes(
         if shape is student:
             backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
         logits = rank.tokens * columns
-        arithmetic = logits * rank.device.logit_ns * 1e-9
-        forward += max(arithmetic, rank.passes(logits * rank.width * passes, kernels=chunks))
+        if (measured := rank.device.logit_ns.get(rank.precision)) is not None:
+            forward += logits * measured * 1e-9
+        else:
+            forward += rank.passes(logits * rank.width * passes, kernels=chunks)
     link = rank.device.link(split)
     statistics = chunks * link.seconds(80.0 * rank.tokens / chunks * split, ranks=split)
     hidden = 0.0 if student is None else rank.tokens * student.hidden_size * rank.width

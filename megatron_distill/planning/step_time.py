@@ -18,6 +18,7 @@ from megatron_distill.planning.operations import (
     Passes,
     Rank,
     element_seconds,
+    embedding_passes,
     head_passes,
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
@@ -147,10 +148,12 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     times = LayerTimes(run.student, rank)
     stages = []
     for stage in range(last + 1):
-        passes = tuple(
-            _partly_recomputed(choice, times, chunk).scaled(*factors)
-            for chunk in choice.chunk_layers(stage)
-        )
+        chunks_of_stage = [
+            _partly_recomputed(choice, times, chunk) for chunk in choice.chunk_layers(stage)
+        ]
+        if stage == 0:
+            chunks_of_stage[0] += embedding_passes(run.student, rank)
+        passes = tuple(one.scaled(*factors) for one in chunks_of_stage)
         stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
     return stages
 
@@ -364,7 +367,10 @@ def _updates(
     state = parameters / (replicas if run.is_distributed else 1)
     # Gradient, fp32 weight, both moments; the latter three written too, and the run's weight.
     touched = 4 + 3 * 8 + (run.width if run.precision != "fp32" else 0)
-    optimizer = element_seconds(device, state * (touched + 4) + 4.0 * parameters)
+    if device.update_ns:
+        optimizer = state * device.update_ns * 1e-9
+    else:
+        optimizer = element_seconds(device, state * (touched + 4) + 4.0 * parameters)
     optimizer *= device.factor("optimizer")
     edge = 0.0
     if tied and run.student.tied_embeddings:
