@@ -5,8 +5,8 @@
     python benchmarks/planning.py --only memory         # valid on a busy machine too
 
 The cases are those of benchmarks/step.py. Times are predicted twice: for the device as
-`megatron-distill calibrate` measures it, and with one factor on all phases that makes the first
-case's prediction its measurement, as a run refines a device. Its own refined row shows nothing.
+`megatron-distill calibrate` measures it, and refined by the first case as `calibrate --run` refines
+a device by a run, with a factor for each phase. Its own refined row shows little.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.quiet import others, run_in_quiet
 from benchmarks.steps.cases import Case, layout_cases, peer_cases
-from benchmarks.steps.planned import planned_case, planned_peaks
+from benchmarks.steps.planned import planned_case, planned_peaks, refined_by_case
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.planning.calibration import measure_machine
-from megatron_distill.planning.device import Device, Phase, load_device
+from megatron_distill.planning.device import Device, load_device
 
 _CHILD_SECONDS = 1800
 _MIB = 2**20
 _NOTE = """\
 `measured` is the median of all timed steps of all rounds, `others` the median of the cores that
 other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device,
-`refined` the same with one factor on all phases, by which the first row is exact. `peak` is the
-most bytes of tensors alive at once during a step above those that last from step to step, of the
+`refined` the same with a factor for each phase that makes those of the first row the measured ones.
+`peak` is the most bytes of tensors alive at once during a step above those that last from step to step, of the
 rank that has most; `lasting` those: weights of both models, gradients and the optimizer's state.
 Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.
 """
@@ -148,8 +148,10 @@ def _rows(cases: Sequence[Case], measured: dict[str, list[Any]], device: Device)
         case.name: median(time for result in measured[case.name] for time in result["seconds"])
         for case in cases
     }
-    factor = seconds[cases[0].name] / planned_case(cases[0], device).time.total
-    refined = device.model_copy(update={"factors": dict.fromkeys(get_args(Phase), factor)})
+    first = cases[0]
+    refined_device = refined_by_case(
+        first, device, _phases(measured[first.name]), seconds[first.name]
+    )
     rows = []
     for case in cases:
         results = measured[case.name]
@@ -164,7 +166,7 @@ def _rows(cases: Sequence[Case], measured: dict[str, list[Any]], device: Device)
                 seconds=seconds[case.name],
                 others=median(cores for result in results for cores in others(result)),
                 calibrated_seconds=planned_case(case, device).time.total,
-                refined_seconds=planned_case(case, refined).time.total,
+                refined_seconds=planned_case(case, refined_device).time.total,
                 peak=there["peak"]["tensors"],
                 predicted_peak=peaks[stage][1],
                 lasting=sum(there["persistent"].values()),
@@ -172,6 +174,12 @@ def _rows(cases: Sequence[Case], measured: dict[str, list[Any]], device: Device)
             )
         )
     return rows
+
+
+def _phases(results: Sequence[Any]) -> dict[str, float]:
+    """Return the median seconds of the first rank's phases."""
+    steps = [phases for result in results for phases in result["ranks"][0]["phases"]]
+    return {name: median(phases[name] for phases in steps) for name in steps[0]}
 
 
 def _markdown(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import get_args
+
 from benchmarks.steps.cases import Body, Case
 from megatron_distill.models.architecture import Architecture, MixtureOfExperts
 from megatron_distill.models.pipeline_stages import even_layers
-from megatron_distill.planning.device import Device
+from megatron_distill.planning.device import Device, Phase
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.refine import MeasuredSteps, refined
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import Planned, planned
 from megatron_distill.runtime.groups import Layout
 
-__all__ = ["planned_case", "planned_peaks", "shape_of"]
+__all__ = ["planned_case", "planned_peaks", "refined_by_case", "shape_of"]
 
 
 def planned_case(case: Case, device: Device) -> Planned:
@@ -31,6 +35,20 @@ def planned_peaks(case: Case, device: Device) -> list[tuple[float, float]]:
         for stage in range(case.ranks.pipeline)
     ]
     return [(need.lasting, need.transient) for need in needs]
+
+
+def refined_by_case(
+    case: Case, device: Device, phases: Mapping[str, float], seconds: float
+) -> Device:
+    """Return the device refined by a case's measured phases, as by those of a run."""
+    measured = MeasuredSteps(
+        phases={phase: phases[phase] for phase in get_args(Phase)},
+        step=seconds,
+        count=1,
+        tokens_per_second=case.tokens_per_step / seconds,
+        tflops_per_device=0.0,
+    )
+    return refined(device, _run(case), _choice(case), measured, shared_by=case.ranks.processes)
 
 
 def shape_of(body: Body, case: Case) -> Architecture:
