@@ -3,6 +3,7 @@
     python benchmarks/planning.py --quiet 0.3           # calibrates, then every layout: ten minutes
     python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2
     python benchmarks/planning.py --only memory         # valid on a busy machine too
+    python benchmarks/planning.py --again               # new formulas beside the recorded steps
 
 The cases are those of benchmarks/step.py. Times are predicted twice: for the device as
 `megatron-distill calibrate` measures it, and refined by the first case as `calibrate --run` refines
@@ -36,10 +37,10 @@ _MIB = 2**20
 _NOTE = """\
 `measured` is the median of all timed steps of all rounds, `others` the median of the cores that
 other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device,
-`refined` the same with a factor for each phase that makes those of the first row the measured ones.
-`peak` is the most bytes of tensors alive at once during a step above those that last from step to step, of the
-rank that has most; `lasting` those: weights of both models, gradients and the optimizer's state.
-Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.
+`refined` the same with factors that make the phases of the first row the measured ones. `peak` is
+the most bytes of tensors alive at once during a step above those that last from step to step, of
+the rank that has most; `lasting` those: weights of both models, gradients and the optimizer's
+state. Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.
 """
 
 
@@ -71,6 +72,8 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    if arguments.again:
+        return _again(arguments.output)
     # Before the measurements: it has the load that they met.
     environment = describe("benchmarks/planning.py", sys.argv[1:])
     has_times = arguments.only != "memory"
@@ -83,7 +86,33 @@ def main() -> int:
             steps = " ".join(f"{seconds:.2f}" for seconds in result["seconds"])
             sys.stdout.write(f"{case.name} {number + 1}/{arguments.rounds}: {steps} s\n")
             sys.stdout.flush()
-    rows = _rows(cases, measured, device)
+    _save(arguments.output, environment, device, measured, has_times=has_times)
+    return 0
+
+
+def _again(folder: Path) -> int:
+    """Write the record of a folder again, with the predictions of the present formulas."""
+    file = folder / "planning.json"
+    if not file.is_file():
+        sys.stderr.write(f"--again: {file} does not exist; measure first\n")
+        return 1
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    environment = kept["environment"] | {"predicted at": describe("", [])["commit"]}
+    device = Device.model_validate(kept["device"])
+    _save(folder, environment, device, kept["rounds"], has_times=kept["has_times"])
+    return 0
+
+
+def _save(
+    folder: Path,
+    environment: dict[str, str],
+    device: Device,
+    measured: dict[str, list[Any]],
+    *,
+    has_times: bool,
+) -> None:
+    """Print the table of all measured cases, and write the record."""
+    rows = _rows([case for case in _cases() if case.name in measured], measured, device)
     text = "\n".join(_markdown(environment, device, rows, has_times=has_times))
     sys.stdout.write(text)
     kept = {
@@ -93,10 +122,9 @@ def main() -> int:
         "rows": [asdict(row) for row in rows],
         "rounds": measured,
     }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "planning.md").write_text(text, encoding="utf-8")
-    (arguments.output / "planning.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
-    return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "planning.md").write_text(text, encoding="utf-8")
+    (folder / "planning.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -107,6 +135,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="processes per case")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
     parser.add_argument("--device", help="a calibrated device's file, instead of measuring")
+    parser.add_argument(
+        "--again", action="store_true", help="predict the recorded steps again; measures nothing"
+    )
     parser.add_argument("--only", choices=("memory",), help="one round, and no times in the record")
     parser.add_argument(
         "--quiet",

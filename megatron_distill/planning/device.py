@@ -79,7 +79,8 @@ class Device(_Table):
             was measured; else memory limits it.
         update_ns: of one parameter in the optimizer, where it was measured; 0: memory limits it.
         cores: of a CPU, which its ranks share; None: ranks share nothing.
-        threads: of one rank of a CPU.
+        threads: of one rank of a CPU. core_share: of a core that a rank has, where it has no whole
+            one.
         thread_efficiency: of a CPU, speed of n threads over n, by the GFLOP of a product,
             ascending. Other work divides like the smallest product.
         node, network: links inside a node, and between nodes.
@@ -102,6 +103,7 @@ class Device(_Table):
     update_ns: float = Field(default=0.0, ge=0)
     cores: int | None = None
     threads: int = 1
+    core_share: float = Field(default=1.0, gt=0, le=1)
     thread_efficiency: Curve = ((1.0, 1.0),)
     factors: dict[Phase, Positive] = Field(default_factory=dict)
     node: Link
@@ -120,7 +122,7 @@ class Device(_Table):
         if self.cores is None:
             return self
         threads = self.cores / ranks
-        gains = self.thread_efficiency if threads > 1 else ((1.0, 1.0),)
+        gains = self.thread_efficiency if threads > 1 else ((self.product_efficiency[0][0], 1.0),)
         factor = threads * gains[0][1]
         sizes = sorted({size for size, _ in (*self.product_efficiency, *gains)})
         return self.model_copy(
@@ -140,6 +142,7 @@ class Device(_Table):
                 "memory_gib": self.memory_gib / ranks,
                 "cores": None,
                 "threads": max(1, self.cores // ranks),
+                "core_share": min(1.0, threads),
             }
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import ceil
+from statistics import mean
 from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.device import Device, Phase
@@ -155,7 +156,11 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
             chunks_of_stage[0] += embedding_passes(run.student, rank)
         passes = tuple(one.scaled(*factors) for one in chunks_of_stage)
         stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
-    return stages
+    if device.core_share == 1.0:
+        return stages
+    # Stages of a CPU that wait for the slowest lend it their cores.
+    busy = mean(stage.total for stage in stages) / max(stage.total for stage in stages)
+    return [stage.times(max(busy, device.core_share)) for stage in stages]
 
 
 def _partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passes:

@@ -25,7 +25,7 @@ CORE = {
     "peak_tflops": {"fp32": 0.05, "bf16": 0.05},
     "memory_gb_per_s": 10.0,
     "kernel_us": 5.0,
-    "logit_ns": 1.0,
+    "logit_ns": {"fp32": 1.0},
 }
 
 

@@ -84,10 +84,15 @@ def test_an_unknown_device_is_an_error_with_the_known_ones() -> None:
 
 def test_ranks_of_a_cpu_share_its_cores() -> None:
     fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 8}
-    machine = Device.model_validate(fields | {"thread_efficiency": 0.75})
+    rates = {"thread_efficiency": [[0.5, 0.75], [50.0, 0.95]], "logit_ns": {"fp32": 3.0}}
+    machine = Device.model_validate(fields | rates | {"product_efficiency": [[0.5, 0.5], [50, 1]]})
     four, sixteen = machine.shared_by(4), machine.shared_by(16)
     peak = machine.peak_tflops["bf16"]
-    assert four.peak_tflops["bf16"] == pytest.approx(peak * 2 * 0.75)
+    assert four.peak_tflops["bf16"] == pytest.approx(peak * 2)
+    assert four.product_efficiency == ((0.5, 0.5 * 0.75), (50.0, 0.95))
+    assert four.memory_gb_per_s == pytest.approx(machine.memory_gb_per_s * 2 * 0.75)
+    assert four.logit_ns["fp32"] == pytest.approx(3.0 / (2 * 0.75))
     assert sixteen.peak_tflops["bf16"] == pytest.approx(peak / 2)
+    assert sixteen.product_efficiency == machine.product_efficiency
     assert sixteen.memory_gib == machine.memory_gib / 16
     assert load_device("h200").shared_by(8) == load_device("h200")

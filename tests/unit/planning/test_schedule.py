@@ -27,10 +27,11 @@ from megatron_distill.runtime.groups import Layout
 from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
 
 DEVICE = load_device("h100-80gb")
-# Without the heads' work on the last stage all stages are equal; a message takes no time.
+# Without the heads' work on the last stage and the embedding's on the first, which memory limits,
+# all stages are equal; a message takes no time.
 EVEN = DEVICE.model_copy(
     update={"network": DEVICE.network.model_copy(update={"gb_per_s": 1e9, "latency_us": 0.0}),
-            "factors": {"loss": 1e-9}}
+            "factors": {"loss": 1e-9}, "memory_gb_per_s": 1e12, "kernel_us": 0.0}
 )  # fmt: skip
 
 
