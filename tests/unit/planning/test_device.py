@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.planning.device import Device, device_names, load_device, share, write_device
+from megatron_distill.planning.run import Choice
+from megatron_distill.planning.step_time import student_stages
+from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.throughput import peak_flops_per_second
+from tests.unit.planning.shapes import run_of
 
 NAMES = {
     "a100-80gb": "NVIDIA A100-SXM4-80GB",
@@ -96,3 +101,14 @@ def test_ranks_of_a_cpu_share_its_cores() -> None:
     assert sixteen.product_efficiency == machine.product_efficiency
     assert sixteen.memory_gib == machine.memory_gib / 16
     assert load_device("h200").shared_by(8) == load_device("h200")
+
+
+def test_stages_of_a_cpu_that_wait_lend_their_cores() -> None:
+    cpu = Device.model_validate(load_device("h200").model_dump() | {"kind": "cpu", "cores": 2})
+    choice = Choice(layout=Layout(1, 2), ranks=2, micro_batch_size=1, layers=(31, 1))
+    alone, shared = (student_stages(run_of(), choice, cpu.shared_by(ranks)) for ranks in (2, 4))
+    busy = mean(stage.total for stage in alone) / max(stage.total for stage in alone)
+    assert 0.5 < busy < 0.7
+    # Half of a core each; the last stage is idle for most of the time.
+    for one, other in zip(alone, shared, strict=True):
+        assert other.total / one.total == pytest.approx(2 * busy, rel=1e-3)
