@@ -237,7 +237,9 @@ def _logit(dtype: torch.dtype, peak: float) -> float:
     student, weight = (
         torch.randn(count, hidden).to(dtype).requires_grad_() for count in (rows, columns)
     )
-    teacher = HiddenState(*(torch.randn(count, hidden).to(dtype) for count in (rows, columns)))
+    teacher = HiddenState(
+        torch.randn(rows, hidden).to(dtype), torch.randn(columns, hidden).to(dtype)
+    )
     labels, weights = torch.randint(columns, (rows,)), torch.full((rows,), 1 / rows)
     sum_of_gradients = torch.zeros(columns, hidden)
 
@@ -264,12 +266,12 @@ def _update() -> float:
     Its gradient is copied, clipped by the norm and zeroed, and the weight copied back.
     """
     parameter = torch.zeros(32_768, 512, requires_grad=True)
-    parameter.grad = torch.empty_like(parameter)
+    gradient = parameter.grad = torch.empty_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
     weight, weight_gradient = torch.zeros(32_768, 512), torch.randn(32_768, 512)
 
     def work() -> None:
-        parameter.grad.copy_(weight_gradient)
+        gradient.copy_(weight_gradient)
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
         weight.copy_(parameter.detach())
