@@ -3,7 +3,8 @@
 Where one rank has all experts, nothing here waits for the device: the number of rows is that of the
 tokens times the experts per token, and the counts of the experts stay on the device. With several
 ranks Megatron-Core's dispatchers exchange the tokens; they read the counts on the host in every
-layer, because the exchange needs its sizes there.
+layer, because the exchange needs its sizes there. So do the experts of Transformer Engine, whose
+grouped product takes the counts as numbers of the host.
 """
 
 from __future__ import annotations

@@ -63,18 +63,17 @@ class HiddenStateGPT(GPTModel):
         if self.embedding_scale != 1.0 and embedded is not None:
             embedded = embedded * self.embedding_scale
         if self.rotations:
-            rotary = torch.cat(
-                [
-                    rotary_angles(
-                        position_ids,
-                        rotary_size=self.rotary_size,
-                        base=rotation.base,
-                        scaling=rotation.scaling,
-                    )
-                    for rotation in self.rotations
-                ],
-                dim=2,
-            )
+            planes = [
+                rotary_angles(
+                    position_ids,
+                    rotary_size=self.rotary_size,
+                    base=rotation.base,
+                    scaling=rotation.scaling,
+                )[:, :, 0]
+                for rotation in self.rotations
+            ]
+            # [s, b, planes, r], each plane in one piece of memory, as a fused kernel reads it.
+            rotary = torch.stack(planes).permute(1, 2, 0, 3)
         return (embedded, rotary, *others)
 
     def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:

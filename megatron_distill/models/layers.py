@@ -93,12 +93,15 @@ class KindAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from [s, b, h]; returns the residual update and a bias to add to it, if any."""
         layer = self.layer_number - 1  # of the whole model; upstream counts from one
+        angles = self.kinds.angles_of(layer, rotary_pos_emb)
         if self.rope_config is not None:
             self.config = self.rope_config if hidden_states.shape[1] == 1 else self.plain_config
+            if angles is not None:  # the kernel reads them in a line, whatever their strides
+                angles = angles.contiguous()
         output, bias = super().forward(
             hidden_states,
             attention_mask,
-            rotary_pos_emb=self.kinds.angles_of(layer, rotary_pos_emb),
+            rotary_pos_emb=angles,
             **arguments,
         )
         return _normed(output, bias, self.post_norm)
@@ -238,7 +241,7 @@ def _layer_spec(
     attention.params |= {"kinds": kinds, "post_norm": post_norm, "is_fused": is_fused}
     attention.submodules.core_attention = (
         partial(EngineAttention, kinds=kinds)
-        if is_fused and engine_attends(architecture, config)
+        if is_fused and engine_attends(architecture, config, device)
         else partial(TorchAttention, softcap=architecture.attention_softcap)
     )
     if experts is not None:

@@ -27,6 +27,11 @@ from megatron_distill.runtime.layout import Layout
 from megatron_distill.runtime.segments import Segments
 
 _FP8_MULTIPLE = 16  # of the widths of a matrix
+_FP8_CAPABILITY = (8, 9)
+# Of fused attention over packed documents, with gradients: the widest heads by compute capability,
+# and what their width is a multiple of (`nvte_get_fused_attn_backend` of 2.11, cuDNN from 9.6 on).
+_WIDEST_HEADS = {9: 256, 10: 128}
+_HEAD_MULTIPLE = 8
 
 
 def fused_config(config: TransformerConfig) -> TransformerConfig:
@@ -61,14 +66,30 @@ def _has(module: str, name: str) -> bool:
     return getattr(found, name, None) is not None
 
 
-def engine_attends(architecture: Architecture, config: TransformerConfig) -> bool:
+def engine_attends(
+    architecture: Architecture, config: TransformerConfig, device: torch.device
+) -> bool:
     """Return whether Transformer Engine's attention computes a model's layers.
 
     It has no soft cap. Its context parallelism divides each document among the ranks, and the
-    loader's divides the sequence, so that `TorchAttention` computes those runs.
+    loader's divides the sequence, so that `TorchAttention` computes those runs. Elsewhere it would
+    fall back, without a word, to an attention whose scores are in memory: the kernels of cuDNN for
+    packed documents exist on Hopper and Blackwell of data centres, for some sizes of heads, and
+    without dropout in a window.
     """
     is_short = config.params_dtype in (torch.bfloat16, torch.float16)
-    return is_short and architecture.attention_softcap is None and config.context_parallel_size == 1
+    if not is_short or architecture.attention_softcap is not None:
+        return False
+    has_window = architecture.sliding_window is not None
+    if config.context_parallel_size > 1 or (has_window and architecture.attention_dropout):
+        return False
+    widest = _WIDEST_HEADS.get(device_capability(device)[0], 0)
+    return architecture.head_size <= widest and architecture.head_size % _HEAD_MULTIPLE == 0
+
+
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
 
 
 class EngineAttention(TorchAttention):
@@ -122,12 +143,22 @@ def check_fp8(
             f"{setting}: FP8 needs Transformer Engine on a CUDA device, and it is missing or off; "
             f"install megatron-distill[gpu], see docs/running.md, or set {fp8.key}=null"
         )
+    capability = device_capability(execution.device)
+    if capability < _FP8_CAPABILITY:
+        raise ConfigError(
+            f"{setting}: FP8 needs a GPU of compute capability {_in_words(_FP8_CAPABILITY)} or "
+            f"higher, and this one has {_in_words(capability)}; set {fp8.key}=null"
+        )
     for name, width in _widths(architecture, layout):
         if width % _FP8_MULTIPLE:
             raise ConfigError(
                 f"{setting}: the model's {name} is {width} on a rank; FP8 needs multiples of "
                 f"{_FP8_MULTIPLE}: set {fp8.key}=null or lower parallel.tensor"
             )
+
+
+def _in_words(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def overlap_shape(

@@ -14,6 +14,9 @@ from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 __all__ = ["MemoryNeed", "memory_need", "student_states", "teacher_rank_need"]
 
 _FP32: Final = 4
+# Bytes that Transformer Engine keeps of each weight of a student's layer in FP8: a copy for the
+# forward pass, and its transpose, which GPUs before Blackwell need for the backward pass.
+_FP8_COPIES: Final = 2
 # Of the allocator, for pieces between blocks: share of what comes and goes in a step.
 _SLACK: Final = 0.05
 # Row blocks of the losses: elements, and fp32 buffers of one temperature (docs/losses.md).
@@ -100,6 +103,9 @@ def stage_need(
 ) -> MemoryNeed:
     """Return the need of one rank of the student's pipeline."""
     weights, gradients, optimizer = student_states(run, choice, numbers)
+    if run.student_fp8:
+        layers = sum(map(len, choice.chunk_layers(stage)))
+        weights += _FP8_COPIES * min(numbers.total, layers * numbers.largest_layer)
     held = activation_bytes(run, choice, stage, is_fused=device.kind == "gpu")
     is_last = stage == choice.layout.pipeline - 1
     chunk = _loss_chunk(run, choice, device) if is_last else 0.0
@@ -132,7 +138,9 @@ def stage_need(
         gradients=gradients,
         optimizer=optimizer,
         activations=held.in_flight,
-        teacher=sum(weights_of) - sum(resting),
+        teacher=sum(weights_of)
+        - sum(resting)
+        + sum(_teacher_copies(one, its, stage) for one, its, _ in teachers),
         hidden_states=waiting,
         loss_chunk=chunk,
         buffers=buffers + (_SLACK * transient if device.kind == "gpu" else 0.0),
@@ -228,6 +236,14 @@ def _teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:
     return count * run.width
 
 
+def _teacher_copies(run: PlannedRun, choice: Choice, stage: int) -> int:
+    """Return the bytes of the FP8 weights that Transformer Engine keeps beside a teacher's own.
+
+    They stay on the GPU where the weights rest on the host.
+    """
+    return _layer_numbers(run, choice, stage) if run.teacher_fp8 else 0
+
+
 def _rests(run: PlannedRun, choice: Choice, device: Device) -> bool:
     """Return whether a teacher's weights are copied from the host for its forward pass.
 
@@ -266,7 +282,10 @@ def teacher_rank_need(run: PlannedRun, choice: Choice, device: Device) -> Memory
     shape = run.teacher
     length = run.teacher_length or run.sequence_length
     tokens = choice.micro_batch_size * length / layout.context
-    weights = max(_teacher_weights(run, choice, stage) for stage in range(layout.pipeline))
+    weights = max(
+        _teacher_weights(run, choice, stage) + _teacher_copies(run, choice, stage)
+        for stage in range(layout.pipeline)
+    )
     alive = _teacher_forward(run, choice, device)
     answers = tokens * shape.hidden_size * run.width * 2
     chunk = 0.0

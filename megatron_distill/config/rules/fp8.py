@@ -62,10 +62,13 @@ def _computed(job: JobConfig, key: str, value: str) -> Iterator[Problem]:
     role, size = key.removesuffix(".fp8"), passes.micro_batch_size
     parallel = teacher_parallel(job, role) if role in job.models else job.parallel
     ranks = parallel.context * (parallel.tensor if parallel.sequence else 1)
-    rows = job.data.sequence_length * size // ranks
+    length_key, length = "data.sequence_length", job.data.sequence_length
+    if role in job.models and job.models[role].sequence_length is not None:
+        length_key, length = f"{role}.sequence_length", job.models[role].sequence_length or 0
+    rows = length * size // ranks
     if rows % _MULTIPLE:
         yield Problem(
-            (key, "data.sequence_length", f"{section}.micro_batch_size"),
-            f"{setting}: {rows} tokens of a micro-batch on a rank (data.sequence_length * "
+            (key, length_key, f"{section}.micro_batch_size"),
+            f"{setting}: {rows} tokens of a micro-batch on a rank ({length_key} * "
             f"{section}.micro_batch_size / {ranks}); FP8 needs a multiple of {_MULTIPLE}",
         )

@@ -78,7 +78,7 @@ def attended(rank: int, world: int, shape: dict[str, Any]) -> list[tuple[str, Te
     with megatron_groups() as groups:
         from megatron.core.extensions import transformer_engine as extension
 
-        from megatron_distill.models import layers
+        from megatron_distill.models import layers, transformer_engine
         from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt, run_model
         from megatron_distill.runtime.batch import Batch
@@ -98,6 +98,7 @@ def attended(rank: int, world: int, shape: dict[str, Any]) -> list[tuple[str, Te
                 patch.object(layers, "fused_config", lambda config: config),
                 patch.object(layers, "_transformer_engine_layer", in_torch),
                 patch.object(layers, "_norm", lambda _: layers.TorchNorm),
+                patch.object(transformer_engine, "device_capability", lambda _: (9, 0)),
             ):
                 (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=3)
             kind = type(model.decoder.layers[1].self_attention.core_attention).__name__
@@ -123,6 +124,101 @@ def test_its_attention_gets_the_documents_windows_and_scale_of_ours(pool: Pool, 
     scale = float(expected.abs().max())
     assert scale > 1, "states so small would hide a mistake"
     torch.testing.assert_close(found, expected, atol=0.04 * scale, rtol=0)  # bf16
+
+
+ATTENTION: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
+    "Hopper": ({}, (9, 0), True),
+    "wide heads on Hopper": ({"head_size": 256}, (9, 0), True),
+    "wide heads on Blackwell": ({"head_size": 256}, (10, 0), False),
+    "odd heads": ({"head_size": 12}, (9, 0), False),
+    "Ampere": ({}, (8, 0), False),
+    "Ada": ({}, (8, 9), False),
+    "a workstation's Blackwell": ({}, (12, 0), False),
+    "a window": ({"sliding_window": 5}, (9, 0), True),
+    "dropout": ({"attention_dropout": 0.1}, (9, 0), True),
+    "dropout in a window": ({"attention_dropout": 0.1, "sliding_window": 5}, (9, 0), False),
+}
+
+
+def attends(
+    rank: int, world: int, cases: dict[str, tuple[dict[str, Any], tuple[int, int], bool]]
+) -> dict[str, bool]:
+    """Whether the engine's attention is chosen."""
+    with megatron_groups():
+        from megatron_distill.models import transformer_engine
+        from megatron_distill.models.execution import Execution, transformer_config
+        from megatron_distill.runtime.groups import Layout
+
+        cpu, found = torch.device("cpu"), {}
+        for name, (shape, capability, _) in cases.items():
+            architecture = small_architecture(**shape)
+            config = transformer_config(architecture, Layout(), Execution(torch.bfloat16, cpu))
+            with patch.object(
+                transformer_engine, "device_capability", lambda _, own=capability: own
+            ):
+                found[name] = transformer_engine.engine_attends(architecture, config, cpu)
+        return found
+
+
+def test_its_attention_runs_where_its_kernel_for_packed_documents_does(pool: Pool) -> None:
+    """Elsewhere its scores would be in memory."""
+    (found,) = pool.run(1, attends, ATTENTION)
+    assert found == {name: expected for name, (_, _, expected) in ATTENTION.items()}
+
+
+def fused_rotation(t: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
+    """Rotate as its kernel does: angles of one sample in fp32, read from memory in a line."""
+    assert not interleaved
+    assert freqs.dtype is torch.float32
+    assert freqs.shape[1:3] == (1, 1)
+    count, size = freqs.shape[0], freqs.shape[3]
+    line = torch.as_strided(freqs, (count, 1, 1, size), (size, size, size, 1))
+    first, second = t[..., :size].chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    found = t[..., :size] * line.cos() + turned * line.sin()
+    return torch.cat([found, t[..., size:]], -1).to(t.dtype)
+
+
+def rotated(rank: int, world: int, shape: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Hidden states with plain and with fused rotary positions, and the fused calls."""
+    with megatron_groups() as groups, transformer_engine_layers():
+        from megatron.core.models.common.embeddings import rope_utils
+
+        from megatron_distill.models import layers
+        from megatron_distill.models.gpt import run_model
+        from megatron_distill.runtime.batch import Batch
+
+        calls: list[Tensor] = []
+
+        def fused(t: Tensor, freqs: Tensor, *, interleaved: bool) -> Tensor:
+            calls.append(freqs)
+            return fused_rotation(t, freqs, interleaved)
+
+        batch = Batch.untrained(torch.arange(LENGTH)[None])
+        architecture = small_architecture(init_std=0.2, **shape)
+        found = []
+        for kernel in (None, fused):
+            with (
+                patch.object(layers, "fused_config", lambda config: config),
+                patch.object(rope_utils, "fused_apply_rotary_pos_emb", kernel),
+            ):
+                (model,) = build(architecture, groups, seed=3)
+                found.append(run_model(model, batch, context_size=1).detach())
+        return found[0], found[1], len(calls)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"rotary_fraction": 0.5},
+        {"sliding_window": 5, "sliding_layers": (0, 2), "sliding_rope_base": 50.0},
+    ],
+    ids=["a part of each head", "two bases"],
+)
+def test_fused_positions_are_those_of_the_layer(pool: Pool, shape: dict[str, Any]) -> None:
+    ((plain, fused, calls),) = pool.run(1, rotated, shape)
+    assert calls == 2 * 4  # queries and keys of each layer
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
 
 
 def decisions(rank: int, world: int) -> dict[str, Any]:
@@ -174,12 +270,19 @@ def test_fusions_are_those_that_fit(pool: Pool) -> None:
     ]
 
 
-def fp8_of(rank: int, world: int, shape: dict[str, Any], tensor: int, runs: bool) -> str:
+def fp8_of(
+    rank: int,
+    world: int,
+    shape: dict[str, Any],
+    tensor: int,
+    runs: bool,
+    capability: tuple[int, int],
+) -> str:
     """The FP8 fields of a model's configuration, or the error."""
     with megatron_groups():
         from megatron_distill.errors import ConfigError
+        from megatron_distill.models import transformer_engine
         from megatron_distill.models.execution import Execution, Fp8, transformer_config
-        from megatron_distill.models.transformer_engine import check_fp8
         from megatron_distill.runtime.groups import Layout
 
         architecture = small_architecture(**shape)
@@ -187,7 +290,8 @@ def fp8_of(rank: int, world: int, shape: dict[str, Any], tensor: int, runs: bool
         execution = Execution(torch.bfloat16, torch.device("cpu"), fp8=fp8)
         layout = Layout(tensor=tensor)
         try:
-            check_fp8(architecture, layout, execution, engine_runs=runs)
+            with patch.object(transformer_engine, "device_capability", lambda _: capability):
+                transformer_engine.check_fp8(architecture, layout, execution, engine_runs=runs)
         except ConfigError as error:
             return str(error)
         config = transformer_config(architecture, layout, execution)
@@ -200,6 +304,7 @@ FP8: dict[str, tuple[dict[str, Any], int, bool, tuple[str, ...]]] = {
         {}, 1, False,
         ("teacher.fp8 = 'hybrid'", "needs Transformer Engine", "[gpu]", "teacher.fp8=null"),
     ),
+    "old": ({}, 1, True, ("compute capability 8.9", "has 8.0", "teacher.fp8=null")),
     "narrow": ({"ffn_hidden_size": 40}, 1, True, ("ffn_hidden_size is 40", "multiples of 16")),
     "narrow on a rank": ({}, 4, True, ("width of the attention is 8", "lower parallel.tensor")),
     "narrow experts": (
@@ -212,6 +317,7 @@ FP8: dict[str, tuple[dict[str, Any], int, bool, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", FP8)
 def test_fp8_is_set_or_refused_by_key_value_and_remedy(pool: Pool, case: str) -> None:
     shape, tensor, runs, parts = FP8[case]
-    (said,) = pool.run(1, fp8_of, shape, tensor, runs)
+    capability = (8, 0) if case == "old" else (8, 9)
+    (said,) = pool.run(1, fp8_of, shape, tensor, runs, capability)
     for part in parts:
         assert part in said

@@ -53,6 +53,11 @@ train={fp8: e4m3, precision: bf16}
 data.sequence_length=40
     -> train.fp8 = 'e4m3': 40 tokens of a micro-batch on a rank (data.sequence_length *
        train.micro_batch_size / 1); FP8 needs a multiple of 16
+objective.terms=[{alignment: likelihood}]
+teacher={fp8: e4m3, sequence_length: 40}
+train.precision=bf16
+    -> teacher.fp8 = 'e4m3': 40 tokens of a micro-batch on a rank (teacher.sequence_length *
+       train.micro_batch_size / 1); FP8 needs a multiple of 16
 data.sources.0.format=jsonl
     -> data.sources.0.paths = []: format jsonl needs at least one path
 data.validation_sources=[{format: text}]

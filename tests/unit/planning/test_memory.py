@@ -130,3 +130,22 @@ def test_a_mean_of_teachers_has_the_logits_of_all() -> None:
         for mixed in (1, 2)
     )
     assert one.loss_chunk < mean.loss_chunk < 2 * one.loss_chunk
+
+
+def test_fp8_keeps_copies_of_the_layers_weights_also_of_those_at_rest() -> None:
+    numbers = stage_numbers(SMALL, TWO, (2, 2))
+    choice = choice_of((4, 4), 1)
+    layers = {
+        shape: 2 * stage_numbers(shape, TWO, own)[0].largest_layer
+        for shape, own in ((SMALL, (2, 2)), (MATH, (4, 4)))
+    }
+    layers[MATH] *= 2
+
+    def need(**changes: object) -> MemoryNeed:
+        return memory_need(run_of(SMALL, teacher=MATH, **changes), choice, DEVICE, numbers)
+
+    without, student, teacher = need(), need(student_fp8=True), need(teacher_fp8=True)
+    assert student.weights - without.weights == 2 * layers[SMALL]
+    assert teacher.teacher - without.teacher == layers[MATH]
+    resting = need(teacher_fp8=True, rests=True)
+    assert resting.teacher - need(rests=True).teacher == layers[MATH]
