@@ -42,6 +42,8 @@ _COLLECTIVES: Final = {
     "TORCH_GLOO_LAZY_INIT": "1",
 }
 _QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+_COPY_QUEUES: Final = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+_COPIES: Final = 8  # CUDA's own default
 _SINGLE_QUEUE_BELOW: Final = 10  # the compute capability of Blackwell
 _MOST_QUEUES: Final = 32
 
@@ -56,11 +58,14 @@ def limit_queues() -> None:
     """Let kernels start in the order of their launches; call before anything starts CUDA.
 
     For tensor and context parallelism, whose collectives are launched before the computation that
-    hides them. Before Blackwell that order takes a single hardware queue.
+    hides them. Before Blackwell that order takes a single hardware queue. Copies keep theirs: in
+    one, weights or states on their way to the host would wait for copies that wait for a kernel.
     """
     capability = None if _QUEUES in os.environ else _compute_capability()
     if capability is not None and capability < _SINGLE_QUEUE_BELOW:
         os.environ[_QUEUES] = "1"
+    if os.environ.get(_QUEUES) == "1":
+        os.environ.setdefault(_COPY_QUEUES, str(_COPIES))
 
 
 def spread_queues() -> None:

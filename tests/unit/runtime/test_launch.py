@@ -25,6 +25,7 @@ from megatron_distill.runtime.launch import (
 )
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+COPY_QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 TIMEOUT = 30
 
 
@@ -34,7 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     done: list[Any] = []
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name in (QUEUES, *launch._COLLECTIVES):
+    for name in (QUEUES, COPY_QUEUES, *launch._COLLECTIVES):
         monkeypatch.setenv(name, "to be removed at the end")
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(done.append("torch")) or True)
@@ -78,9 +79,23 @@ def test_kernels_share_a_queue_before_blackwell(
     monkeypatch.setattr(launch, "_compute_capability", lambda: capability)
     limit_queues()
     assert os.environ.get(QUEUES) == queues
+    assert os.environ.get(COPY_QUEUES) == (None if queues is None else "8")
     monkeypatch.setenv(QUEUES, "32")
+    monkeypatch.delenv(COPY_QUEUES, raising=False)
     limit_queues()
     assert os.environ[QUEUES] == "32"
+    assert COPY_QUEUES not in os.environ
+
+
+def test_copies_have_queues_of_their_own_beside_one_of_the_environment(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUEUES, "1")
+    limit_queues()
+    assert os.environ[COPY_QUEUES] == "8"
+    monkeypatch.setenv(COPY_QUEUES, "2")
+    limit_queues()
+    assert os.environ[COPY_QUEUES] == "2"
 
 
 @pytest.mark.parametrize("splits_layers", [False, True])
