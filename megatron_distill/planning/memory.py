@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
+from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
@@ -204,16 +205,40 @@ def _hidden_states(
     per_token = run.teacher.hidden_size * run.width / (layout.tensor if layout.sequence else 1)
     if choice.runs_within and not runs_ahead:
         return tokens * run.teacher.hidden_size * run.width
-    if stage != layout.pipeline - 1:
-        return 0.0
     count = choice.micro_batches(run)
+    is_last = stage == layout.pipeline - 1
     if choice.place == "own ranks":
+        layers = _layer_answers(run, choice, stage, tokens=tokens)
         if run.sent_ids is not None:
             per_token = run.sent_ids * 8.0 + 8
-        return tokens * per_token * count * (run.steps_ahead + 1)
+        return (layers + tokens * per_token * is_last) * count * (run.steps_ahead + 1)
+    if not is_last:
+        return 0.0
     if run.offloads_hidden:
         return tokens * per_token
     return tokens * per_token * count
+
+
+def _layer_answers(run: PlannedRun, choice: Choice, stage: int, *, tokens: float) -> float:
+    """Return the bytes of a micro-batch's features from ranks of the teacher on a stage's rank.
+
+    tokens: of a micro-batch on a context rank. Source: `train.assemble.answer_plan`.
+    """
+    layout, own, shape = choice.layout, choice.teacher_layout, run.teacher
+    assert own is not None
+    assert shape is not None
+    ranks = ranks_of_layers(choice.layers, layout.pipeline)
+    wanted = {
+        (layer, of_attention)
+        for ours, layer, of_attention in run.paired_layers
+        if ranks[ours - 1] == stage
+    }
+    parts = max(1, own.tensor // layout.tensor)
+    queries = parts * (shape.num_attention_heads // own.tensor) * shape.head_size
+    keys = parts * max(1, shape.num_kv_heads // own.tensor) * shape.head_size
+    maps = tokens * (queries + layout.context * keys)  # keys are of whole sequences
+    states = tokens * shape.hidden_size / (layout.tensor if layout.sequence else 1)
+    return run.width * sum(maps if of_attention else states for _, of_attention in wanted)
 
 
 def _teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:

@@ -24,13 +24,15 @@ TeacherPlace = Literal["none", "shared", "own ranks", "store"]
 class SharedTeacher:
     """One of several teachers, on the student's ranks and in its layout.
 
-    share: of the samples that it teaches; 1 where a term names it. rests: see `PlannedRun`.
+    share: of the samples that it teaches; 1 where a term names it. rests, shards: `rests` and
+    `shards_teacher` of `PlannedRun`, of this one alone.
     """
 
     name: str
     shape: Architecture
     share: float
     rests: bool = False
+    shards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,10 @@ class PlannedRun:
         mixed: teachers of one term, at most.
         sends_heads: whether a teacher in another layout sends queries and keys by whole tensor
             ranks; one of both numbers of these must divide the other.
+        paired_layers: of losses between layers: the student's, the teacher's, and whether their
+            attention is compared.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
+        shards_teacher: whether the ranks with the same weights of the teacher divide them.
         rests: whether the teacher's weights but its head are on a GPU in its forward pass alone.
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
@@ -59,6 +64,7 @@ class PlannedRun:
     several: tuple[SharedTeacher, ...] = ()
     mixed: int = 1
     sends_heads: bool = False
+    paired_layers: tuple[tuple[int, int, bool], ...] = ()
     teacher_length: int | None = None
     document_length: int | None = None
     global_batch_size: int
@@ -178,13 +184,23 @@ def teachers_apart(run: PlannedRun, choice: Choice) -> list[tuple[PlannedRun, Ch
         return [(run, choice, 1.0)]
     layout = choice.teacher_layout
     assert layout is not None
-    is_joint = run.shards_teacher or layout.expert > 1
-    samples = choice.micro_batch_size * (choice.data if is_joint else 1)
+
+    def needed(one: SharedTeacher) -> float:
+        is_joint = one.shards or layout.expert > 1
+        return 1 - (1 - one.share) ** (choice.micro_batch_size * (choice.data if is_joint else 1))
+
     return [
         (
-            replace(run, teacher=one.shape, several=(), mixed=1, rests=one.rests),
+            replace(
+                run,
+                teacher=one.shape,
+                several=(),
+                mixed=1,
+                rests=one.rests,
+                shards_teacher=one.shards,
+            ),
             replace(choice, teacher_layers=even_layers(one.shape.num_layers, layout.pipeline)),
-            1 - (1 - one.share) ** samples,
+            needed(one),
         )
         for one in run.several
     ]

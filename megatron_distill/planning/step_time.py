@@ -317,13 +317,12 @@ def teacher_seconds(run: PlannedRun, choice: Choice, device: Device) -> tuple[fl
     micro_batches = choice.teacher_micro_batches(run)
     times = [stage.forward + stage.message for stage in stages]
     work = micro_batches * max(times)
-    gathered = 0.0
-    if run.shards_teacher:
-        received = sum(
-            share * _weights_received(one, its, device)
-            for one, its, share in teachers_apart(run, choice)
-        )
-        gathered = max(0.0, micro_batches * received - work)
+    received = sum(
+        share * _weights_received(one, its, device)
+        for one, its, share in teachers_apart(run, choice)
+        if one.shards_teacher
+    )
+    gathered = max(0.0, micro_batches * received - work)
     if choice.place == "shared" and not choice.is_same_layout:
         assert run.teacher is not None
         sent = run.tokens / choice.data / choice.layout.context

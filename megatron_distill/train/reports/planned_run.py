@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 from megatron_distill.config import (
     ArchitectureConfig,
+    FeatureConfig,
     ModelConfig,
     RunConfig,
     TokenizerConfig,
     check_architecture,
+    check_features,
+    matched_layers,
     named_teachers,
     own_tokenizers,
     parallel_key,
@@ -192,6 +195,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         several=several,
         mixed=max((len(term.teachers or ()) for term in config.objective.terms), default=0) or 1,
         sends_heads=any(entry.loss == "attention" for entry in config.objective.features),
+        paired_layers=_paired_layers(config.objective.features, shapes),
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
         global_batch_size=train.global_batch_size,
@@ -204,13 +208,28 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         overlaps_gradients=optimizer.overlap_grad_reduce,
         overlaps_parameters=optimizer.overlap_param_gather,
         bucket_size=optimizer.bucket_size,
-        shards_teacher=any(model.shard_weights for model in live),
+        shards_teacher=section is not None and section.shard_weights,
         offloads_hidden=bool(live) and all(model.offload_hidden for model in live),
         rests=section is not None and section.offload,
         steps_ahead=1 if section is None else section.steps_ahead,
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
         or _STORE_IDS,
+    )
+
+
+def _paired_layers(
+    features: Sequence[FeatureConfig], shapes: Mapping[str, Architecture]
+) -> tuple[tuple[int, int, bool], ...]:
+    """Return `PlannedRun.paired_layers`. Raises ConfigError: a model does not have such a layer."""
+    if not features or "teacher" not in shapes:
+        return ()
+    layers = shapes["student"].num_layers, shapes["teacher"].num_layers
+    check_features(features, *layers)
+    return tuple(
+        (ours, theirs, entry.loss == "attention")
+        for entry in features
+        for ours, theirs in matched_layers(entry, *layers)
     )
 
 
@@ -235,12 +254,14 @@ def _several(config: RunConfig, shapes: Mapping[str, Architecture]) -> tuple[Sha
             drawn = dict.fromkeys(live, 1.0)
         for name in drawn.keys() & shares.keys():
             shares[name] += source.weight / total * drawn[name] / sum(drawn.values())
+    sections = config.teachers or {}
     return tuple(
         SharedTeacher(
             name,
             shapes[f"teachers.{name}"],
             1.0 if name in named else shares[name],
-            (config.teachers or {})[name].offload,
+            rests=sections[name].offload,
+            shards=sections[name].shard_weights,
         )
         for name in live
         if name in named or shares[name]

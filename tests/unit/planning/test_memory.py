@@ -113,13 +113,33 @@ def test_weights_that_rest_in_host_memory_need_it_in_the_forward_passes_alone() 
 
 
 def test_replicas_that_run_teachers_together_run_them_where_one_needs_them() -> None:
-    shares = SharedTeacher("math", MATH, 0.5), SharedTeacher("code", CODE, 0.5)
-    alone, joint = (
-        teacher_seconds(taught(*shares, shards_teacher=sharded), choice_of((4, 4), 1), DEVICE)[0]
-        for sharded in (False, True)
-    )
-    # Two replicas: three of four micro-batches need each teacher.
+    def seconds(*shards: bool) -> float:
+        shapes = zip(("math", "code"), (MATH, CODE), shards, strict=True)
+        both = [SharedTeacher(name, shape, 0.5, shards=it) for name, shape, it in shapes]
+        return teacher_seconds(taught(*both), choice_of((4, 4), 1), DEVICE)[0]
+
+    alone, one, joint = seconds(False, False), seconds(False, True), seconds(True, True)
+    # Two replicas: three of four micro-batches need each teacher that they run together.
     assert joint == pytest.approx(1.5 * alone)
+    assert alone < one < joint
+
+
+def test_each_of_several_teachers_has_whole_or_divided_weights() -> None:
+    layout = Layout()
+    numbers = stage_numbers(SMALL, layout, (4,))
+    choice = Choice(
+        layout=layout, ranks=8, micro_batch_size=1, layers=(4,), place="shared",
+        teacher_layout=layout, teacher_layers=(8,),
+    )  # fmt: skip
+
+    def weights(*shards: bool) -> float:
+        shapes = zip(("math", "code"), (MATH, CODE), shards, strict=True)
+        both = [SharedTeacher(name, shape, 0.5, shards=it) for name, shape, it in shapes]
+        return memory_need(taught(*both), choice, DEVICE, numbers).teacher
+
+    spared = [weights(False, False) - weights(*shards) for shards in ((True, False), (False, True))]
+    assert min(spared) > 0
+    assert weights(True, True) == pytest.approx(weights(False, False) - sum(spared))
 
 
 def test_a_mean_of_teachers_has_the_logits_of_all() -> None:

@@ -5,15 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_distill.config import load_config
+from megatron_distill.planning.device import load_device
+from megatron_distill.planning.memory import stage_need
+from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.runtime.roles import Roles
+from megatron_distill.train.assemble.answer_plan import answer_plan
 from megatron_distill.train.reports.planned_run import (
+    configured_choice,
     open_shapes,
     planned_run,
     teacher_places,
     vocabulary_note,
 )
-from tests.unit.commands.test_plan import RUN
+from tests.unit.commands.test_plan import RUN, SEVERAL
 
 BOTH = "student.architecture.vocab_size and teacher.architecture.vocab_size"
 UNREAD = ("data.tokenizer.path=tokenizers/llama3", "data.tokenizer.train_vocab_size=null")
@@ -81,3 +88,46 @@ def test_a_teacher_has_own_ranks_for_every_loss_that_asks_it(
     config = load_config(tmp_path / "run.yaml", changes)
     assert teacher_places(config) == places
     assert planned_run(config, open_shapes(config)).sends_heads == sends_heads
+
+
+@pytest.mark.parametrize("key", ["shard_weights", "offload"])
+def test_a_key_of_one_of_several_teachers_is_its_own(tmp_path: Path, key: str) -> None:
+    (tmp_path / "run.yaml").write_text(SEVERAL)
+    config = load_config(tmp_path / "run.yaml", [f"teachers.math.{key}=true"])
+    run = planned_run(config, open_shapes(config))
+    name = {"shard_weights": "shards", "offload": "rests"}[key]
+    assert {one.name: getattr(one, name) for one in run.several} == {"code": False, "math": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "own"),
+    [
+        ("{}", "{tensor: 2}"),
+        ("{tensor: 2, sequence: true}", "{tensor: 1}"),
+        ("{tensor: 2, context: 2}", "{tensor: 4, sequence: true}"),
+        (
+            "{pipeline: 2, context: 2, layers_per_stage: {student: [5, 3]}}",
+            "{pipeline: 2, tensor: 2}",
+        ),
+    ],
+)
+def test_slots_of_layers_are_those_of_the_answers(tmp_path: Path, layout: str, own: str) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    features = (
+        "objective.features=[{student: 1, teacher: 2}, {student: 2, teacher: 2, loss: cosine}, "
+        "{student: 7, teacher: 9, loss: attention}]"
+    )
+    given = [f"parallel={layout}", f"teacher.parallel={own}", "teacher.ranks=4", features]
+    config = load_config(tmp_path / "run.yaml", [*given, "teacher.steps_ahead=2"])
+    shapes = open_shapes(config)
+    run = planned_run(config, shapes)
+    choice = configured_choice(config, run, ranks=12, teachers=4)
+    roles = Roles(12, (("teacher", 4),))
+    role = roles.teacher("teacher")
+    plan = answer_plan(
+        config, role, roles, shapes["teacher"], shapes["student"], torch.bfloat16, None
+    )  # fmt: skip
+    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    for stage in range(choice.layout.pipeline):
+        need = stage_need(run, choice, load_device("h100-80gb"), numbers[stage], stage)
+        assert need.hidden_states == plan.slot_bytes(plan.student.rank(stage=stage))
