@@ -187,12 +187,6 @@ def _backend(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator
             (key, "runtime.device"),
             f"{key} = 'nccl' needs GPUs, and runtime.device = 'cpu'; set it to auto, gloo or ipc",
         )
-    if transfer.backend == "ipc" and config.runtime.device == "cuda":
-        yield Problem(
-            (key, "runtime.device"),
-            f"{key} = 'ipc' is shared memory between processes on a CPU, and runtime.device = "
-            "'cuda'; set it to nccl or gloo",
-        )
 
 
 def _term(key: str, term: TermConfig, role: str, k: int) -> Iterator[Problem]:

@@ -311,8 +311,8 @@ class TransferConfig(Section):
     backend: Literal["auto", "nccl", "ipc", "gloo"] = Field(
         default="auto",
         description="`gloo`: through host memory and the network; `nccl`: between GPUs; `ipc`: "
-        "shared memory of one machine, on a CPU. `auto`: `nccl` where `runtime.backend` is that, "
-        "else `gloo`.",
+        "within one machine, the teacher writes into the student's memory, by CUDA IPC between "
+        "GPUs. `auto`: `nccl` where `runtime.backend` is that, else `gloo`.",
     )
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
-from uuid import uuid4
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from megatron_distill.config import (
     DataConfig,
     RunConfig,
     TrainConfig,
-    TransferConfig,
     has_own_tokenizer,
     is_aligned,
     teacher_parallel,
@@ -24,7 +22,6 @@ from megatron_distill.config import (
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.prefetch import PrefetchedUnits, exchange_group
 from megatron_distill.data.samples import State
-from megatron_distill.errors import ConfigError
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch
@@ -40,6 +37,7 @@ from megatron_distill.train.assemble.answer_plan import (
     head_parts,
 )
 from megatron_distill.train.assemble.answer_signals import signal_maker
+from megatron_distill.train.assemble.answer_way import student_way, teacher_way
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
@@ -55,21 +53,11 @@ from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.loop import permanent_imports
-from megatron_distill.train.teachers.answer_ways import (
-    AnswerWay,
-    HostWay,
-    NcclWay,
-    SharedMemoryWay,
-    Slots,
-    create_shared,
-    map_shared,
-    private_slots,
-)
+from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_ranks import (
     AnswerReader,
-    AnswerRing,
     Asking,
     OwnRanksTeacher,
     RemoteHead,
@@ -91,8 +79,6 @@ __all__ = [
     "publish_start",
     "run_teacher",
 ]
-
-_SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) -> OwnRanksTeacher:
@@ -126,7 +112,7 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
     received = None
     with together():  # shared memory may be full on some ranks alone
         if plan.needed(bridge.rank):
-            received = _student_way(transfer, plan, device, site.resources)
+            received = student_way(transfer, plan, device, site.resources)
     if received is not None:
         way, slots, file = received
         ring = AnswerRing(
@@ -153,86 +139,6 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
         shared_file=file,
     )
     site.resources.callback(found.close)
-    return found
-
-
-def _backend(transfer: TransferConfig, role: str, device: Device) -> str:
-    """Return the way of the answers by name, the same on all ranks.
-
-    Raises ConfigError: it is not for this device, which `runtime.device = 'auto'` has chosen.
-    """
-    key = f"{role}.transfer.backend"
-    if transfer.backend == "ipc" and device.kind == "cuda":
-        raise ConfigError(
-            f"{key} = 'ipc' is shared memory between processes on a CPU; set it to nccl or gloo on "
-            "GPUs"
-        )
-    if transfer.backend == "nccl" and device.kind != "cuda":
-        raise ConfigError(
-            f"{key} = 'nccl' needs GPUs, and this machine has none; set it to auto, gloo or ipc"
-        )
-    if transfer.backend != "auto":
-        return transfer.backend
-    return "nccl" if device.backend == "nccl" else "gloo"
-
-
-def _student_way(
-    transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
-) -> tuple[AnswerWay, Slots, Path | None]:
-    """Return how a rank of the student receives, its slots, and their file if shared.
-
-    Raises ConfigError: the way is not for this device, or shared memory is full.
-    """
-    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
-    assert bridge is not None
-    if backend == "ipc":
-        path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
-        slots = create_shared(path, plan, bridge.rank)
-        resources.callback(path.unlink, missing_ok=True)
-        bridge.publish(f"slots/{plan.role}/{bridge.rank}", str(path))
-        return SharedMemoryWay({bridge.rank: slots}), slots, path
-    # Records of a top-k are read by the host, as those of a store.
-    is_record = transfer.what == "top_k"
-    places = {
-        number: torch.device("cpu") if is_record and output.layer is None else device.torch_device
-        for number, (output, _) in enumerate(plan.columns)
-    }
-    slots = private_slots(plan, bridge.rank, places)
-    if backend == "nccl" and not is_record:
-        return NcclWay(bridge.nccl(plan.role), device.torch_device), slots, None
-    return HostWay(bridge), slots, None
-
-
-def _teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
-    """Return how a rank of the teacher sends.
-
-    Raises ConfigError: the way is not for this device, or it should share memory with another
-    machine.
-    """
-    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
-    assert bridge is not None
-    if backend == "ipc":
-        return SharedMemoryWay(_mapped_slots(plan, bridge))
-    if backend == "nccl" and transfer.what == "hidden":
-        return NcclWay(bridge.nccl(plan.role), device.torch_device)
-    return HostWay(bridge)
-
-
-def _mapped_slots(plan: AnswerPlan, bridge: Bridge) -> dict[int, Slots]:
-    found: dict[int, Slots] = {}
-    for unit in plan.units.of_wave(range(plan.units.micro_batches)):
-        for rank in plan.sent(unit, bridge.rank):
-            if rank in found:
-                continue
-            here, there = bridge.host(bridge.rank), bridge.host(rank)
-            if here != there:
-                raise ConfigError(
-                    f"{plan.role}.transfer.backend = 'ipc': {bridge.roles.name(bridge.rank)} is on "
-                    f"{here} and {bridge.roles.name(rank)} on {there}, which share no memory; set "
-                    "it to gloo or nccl"
-                )
-            path = Path(bridge.published(f"slots/{plan.role}/{rank}"))
-            found[rank] = map_shared(path, plan, rank)
     return found
 
 
@@ -375,7 +281,7 @@ def _open_server(
         if bridge.rank == bridge.role.first:
             require_same_files(config.data, bridge)
         if plan.sends(bridge.rank):
-            way = _teacher_way(config.models[plan.role].transfer, plan, device)
+            way = teacher_way(config.models[plan.role].transfer, plan, device)
     if way is not None:
         sender = AnswerSender(
             plan,

@@ -1,39 +1,38 @@
 """Ways of an answer's rows from a rank of the teacher into a slot of a rank of the student.
 
 A header goes over the bridge beside the rows. It goes ahead of rows that the receiver has to take;
-it follows rows that the sender has written into the receiver's memory.
+it follows rows that the sender writes into the receiver's memory (`mapped_slots`).
 """
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import Bridge, Sending
-from megatron_distill.train.teachers.answers import CONNECT_TAG, ROWS_TAG, AnswerPlan, Part
+from megatron_distill.train.teachers.answers import (
+    CONNECT_TAG,
+    ROWS_TAG,
+    AnswerPlan,
+    Command,
+    Part,
+)
 
 __all__ = [
     "AnswerWay",
     "Columns",
     "HostWay",
     "NcclWay",
-    "SharedMemoryWay",
     "SlotPlace",
     "Slots",
     "connect_routes",
-    "create_shared",
-    "map_shared",
     "own_stream",
     "private_slots",
 ]
@@ -74,12 +73,23 @@ class AnswerWay(Protocol):
         """Make what the route needs; called once on both of its ranks, one of which this is."""
         ...
 
-    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
-        """Begin to send rows of the columns ``[s, b, ...]``, which the device has computed."""
+    def offer(self, command: Command, sources: Sequence[int]) -> None:
+        """Let senders write into a round's block, after what the current stream has to do.
+
+        Called once per round on a receiver.
+        """
         ...
 
-    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
-        """Receive rows into a slot and wait until they may be read on any stream."""
+    def claim(self, command: Command, rank: int) -> None:
+        """Wait until a receiver has offered a round's block; before each answer to it."""
+        ...
+
+    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
+        """Begin to send rows ``[s, b, ...]`` after what the current stream has to do."""
+        ...
+
+    def receive(self, columns: Columns, parts: Sequence[Part], source: int, at: SlotPlace) -> None:
+        """Receive rows into a slot; later work of the current stream reads them."""
         ...
 
 
@@ -102,7 +112,19 @@ class HostWay:
         held = [one.contiguous().cpu() for one in rows]
         return [self.bridge.send(one, to.rank, tag=ROWS_TAG) for one in held]
 
-    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
+    def offer(self, command: Command, sources: Sequence[int]) -> None:
+        """Nothing: a message waits for its receiver."""
+
+    def claim(self, command: Command, rank: int) -> None:
+        """Nothing: a message waits for its receiver."""
+
+    def receive(
+        self,
+        columns: Columns,
+        parts: Sequence[Part],
+        source: int,
+        at: SlotPlace,  # noqa: ARG002
+    ) -> None:
         """See `AnswerWay`.
 
         Collective: the bridge, one message of its rows per part.
@@ -116,28 +138,6 @@ class HostWay:
             row.copy_(one)
         if moved:
             torch.cuda.current_stream().synchronize()
-
-
-@dataclass(frozen=True)
-class SharedMemoryWay:
-    """Into slots in memory that both processes of one machine have mapped; `slots` by rank."""
-
-    slots: Mapping[int, Slots]
-    writes_slots: ClassVar[bool] = True
-
-    def connect(self, source: int, destination: int) -> None:
-        """Nothing: the slots are mapped."""
-
-    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
-        """See `AnswerWay`; the rows are in the slot on return."""
-        slot = self.slots[to.rank][to.block][to.micro_batch]
-        for part in parts:
-            message = part.message
-            slot[part.column][message.received].copy_(columns[part.column][message.sent])
-        return ()
-
-    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
-        """See `AnswerWay`; the rows are there with the header."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,19 @@ class NcclWay:
         rows = [columns[part.column][part.message.sent].contiguous() for part in parts]
         return [_OnStream(self.group.send([one], to.rank, ROWS_TAG), one) for one in rows]
 
-    def receive(self, columns: Columns, parts: Sequence[Part], source: int) -> None:
+    def offer(self, command: Command, sources: Sequence[int]) -> None:
+        """Nothing: a message waits for its receiver."""
+
+    def claim(self, command: Command, rank: int) -> None:
+        """Nothing: a message waits for its receiver."""
+
+    def receive(
+        self,
+        columns: Columns,
+        parts: Sequence[Part],
+        source: int,
+        at: SlotPlace,  # noqa: ARG002
+    ) -> None:
         """See `AnswerWay`.
 
         Collective: pair of ranks, one message of its rows per part.
@@ -233,42 +245,4 @@ def private_slots(plan: AnswerPlan, rank: int, places: Mapping[int, torch.device
             for _ in range(plan.units.micro_batches)
         ]
         for _ in range(plan.blocks)
-    ]
-
-
-def create_shared(path: Path, plan: AnswerPlan, rank: int) -> Slots:
-    """Create the slots of a rank of the student in a file of shared memory.
-
-    Raises ConfigError: there is not enough of it.
-    """
-    size = plan.slot_bytes(rank)
-    try:
-        with path.open("wb") as stream:
-            os.posix_fallocate(stream.fileno(), 0, size)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise ConfigError(
-            f"{plan.role}.transfer.backend = 'ipc': {path} needs {size:,} bytes of shared memory "
-            f"({error.strerror}); give {path.parent} more, lower {plan.role}.steps_ahead, or set "
-            f"{plan.role}.transfer.backend to gloo"
-        ) from error
-    return map_shared(path, plan, rank)
-
-
-def map_shared(path: Path, plan: AnswerPlan, rank: int) -> Slots:
-    """Map the slots of a rank of the student, whose file need not stay."""
-    whole = torch.from_file(str(path), shared=True, size=plan.slot_bytes(rank), dtype=torch.uint8)
-    rows, micro_batches, place = plan.slot_rows(rank), plan.units.micro_batches, 0
-    columns = {number: plan.columns[number][1] for number in rows}
-    found: dict[int, Tensor] = {}
-    # The widest numbers first, so that all are aligned.
-    for number in sorted(rows, key=lambda number: -columns[number].dtype.itemsize):
-        column = columns[number]
-        shape = (plan.blocks, micro_batches, rows[number], plan.sequences, *column.shape)
-        size = math.prod(shape) * column.dtype.itemsize
-        found[number] = whole[place : place + size].view(column.dtype).view(shape)
-        place += size
-    return [
-        [{number: found[number][block, index] for number in rows} for index in range(micro_batches)]
-        for block in range(plan.blocks)
     ]

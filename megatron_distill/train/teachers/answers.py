@@ -24,6 +24,7 @@ from megatron_distill.train.teachers.units import Grid, Holding, Message, Units,
 __all__ = [
     "COMMAND_TAG",
     "CONNECT_TAG",
+    "CREDIT_TAG",
     "HEADER_TAG",
     "HEAD_TAG",
     "ROWS_TAG",
@@ -43,6 +44,7 @@ HEADER_TAG: Final = 2
 ROWS_TAG: Final = 3
 HEAD_TAG: Final = 4
 CONNECT_TAG: Final = 5
+CREDIT_TAG: Final = 6
 
 _HASH_BYTES: Final = 7  # fits an int64 without its sign
 
@@ -268,6 +270,20 @@ class AnswerPlan:
         """Return the outputs that a rank of the student receives."""
         stage = self.student.stage(rank)
         return tuple(output for output in self.outputs if output.destination == stage)
+
+    def sources(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the teacher that send to a rank of the student."""
+        return tuple(source for source, destination in self.routes if destination == rank)
+
+    def micro_batches(self, source: int, destination: int) -> tuple[int, ...]:
+        """Return the micro-batches of a round whose units have rows on a route."""
+        units = self.units.of_wave(range(self.units.micro_batches))
+        numbers = (
+            unit // self.units.student_replicas
+            for unit in units
+            if destination in self.sent(unit, source)
+        )
+        return tuple(dict.fromkeys(numbers))
 
     def slot_rows(self, rank: int) -> dict[int, int]:
         """Return the rows of each tensor that a rank of the student receives, by number."""

@@ -139,29 +139,38 @@ class AnswerSender:
                 self._send(answer)
 
     def _send(self, answer: _Answer) -> None:
+        command, plan = answer.command, self._plan
+        sent = plan.sent(answer.unit, self._bridge.rank)
+        micro_batch = answer.unit // plan.units.student_replicas
         if answer.computed is not None:
-            answer.computed.synchronize()
-        micro_batch = answer.unit // self._plan.units.student_replicas
+            answer.computed.wait()  # this thread's stream alone
         under_way: list[Sending] = []
-        for rank, parts in self._plan.sent(answer.unit, self._bridge.rank).items():
-            header = AnswerHeader(
-                answer.command.turn,
-                answer.unit,
-                answer.hashes[self._plan.student.context_rank(rank)],
-                int(answer.non_finite),
-                asks_to_stop=is_requested(),
-                has_failed=not answer.columns and not answer.is_left_out,
-                is_left_out=answer.is_left_out,
-            ).tensor()
-            place = SlotPlace(rank, answer.command.block, micro_batch)
-            send_rows = partial(self._way.send, answer.columns, parts, place)
+        for rank, parts in sent.items():
+            self._way.claim(command, rank)
             if answer.columns and self._way.writes_slots:
-                under_way += send_rows()
+                place = SlotPlace(rank, command.block, micro_batch)
+                under_way += self._way.send(answer.columns, parts, place)
+        if answer.computed is not None:
+            answer.computed.synchronize()  # the headers have its number of values
+        for rank, parts in sent.items():
+            header = self._header(answer, rank)
             under_way.append(self._bridge.send(header, rank, tag=HEADER_TAG))
             if answer.columns and not self._way.writes_slots:
-                under_way += send_rows()
+                place = SlotPlace(rank, command.block, micro_batch)
+                under_way += self._way.send(answer.columns, parts, place)
         for sending in under_way:
             sending.wait()
+
+    def _header(self, answer: _Answer, rank: int) -> Tensor:
+        return AnswerHeader(
+            answer.command.turn,
+            answer.unit,
+            answer.hashes[self._plan.student.context_rank(rank)],
+            int(answer.non_finite),
+            asks_to_stop=is_requested(),
+            has_failed=not answer.columns and not answer.is_left_out,
+            is_left_out=answer.is_left_out,
+        ).tensor()
 
 
 def send_head(teacher: OnlineTeacher, parts: Sequence[Message], bridge: Bridge) -> None:

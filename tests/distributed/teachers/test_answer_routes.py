@@ -24,9 +24,8 @@ from megatron_distill.train.teachers.answer_ways import (
     connect_routes,
     private_slots,
 )
-from megatron_distill.train.teachers.answers import AnswerPlan, Column, Output
-from megatron_distill.train.teachers.units import Grid, Units
 from tests.distributed.pool import Pool
+from tests.support.mapped_answers import crossing_plan
 
 SECONDS = 30.0
 
@@ -66,21 +65,6 @@ class PairGroups:
         return self._groups[pair]
 
 
-def crossing_plan() -> AnswerPlan:
-    """A student and a teacher of two stages; both stages of each exchange with both."""
-    hidden = Column("hidden", torch.float32, (3,))
-    layers = ((None, 1, 1), (1, 0, 0), (1, 0, 1), (2, 1, 0))
-    return AnswerPlan(
-        Units(micro_batches=2, student_replicas=1, teacher_replicas=1),
-        teacher=Grid(1, 1, 2, 1, sequence=False, ranks=(2, 3)),
-        student=Grid(1, 1, 2, 1, sequence=False, ranks=(0, 1)),
-        length=4,
-        sequences=1,
-        outputs=tuple(Output(*one, (hidden,)) for one in layers),
-        steps_ahead=0,
-    )
-
-
 def exchange(rank: int, world: int) -> tuple[Sequence[tuple[int, int]], ...]:
     """Connect, then move the units of a round; returns the pairs after either."""
     assert dist.group.WORLD is not None
@@ -109,7 +93,7 @@ def exchange(rank: int, world: int) -> tuple[Sequence[tuple[int, int]], ...]:
                     sending.wait()
         else:
             for source, parts in plan.received(unit, rank).items():
-                way.receive(slots[0][unit], parts, source)
+                way.receive(slots[0][unit], parts, source, SlotPlace(rank, 0, unit))
             for number, tensor in slots[0][unit].items():
                 assert bool((tensor == 10.0 * unit + number).all()), (unit, number)
     return connected, pairs.pairs

@@ -135,6 +135,30 @@ def test_a_course_on_two_gpus_is_that_on_one(
     assert_same_course(step_records(tmp_path), train(GPU, name), first=FIRST, last=LAST)
 
 
+IPC, SENT = "teacher.transfer.backend=ipc", "teacher.transfer={what: top_k, k: 8, backend: ipc}"
+# Settings of both runs, and of that on two GPUs.
+BY_IPC: dict[str, tuple[Sequence[str], str]] = {
+    "hidden states": ((), IPC),
+    "layers": ((STATES,), IPC),
+    "queries and keys": ((MAPS,), IPC),
+    "top-k": (("objective.terms=[{top_k: 8}]",), SENT),
+    "top-k and layers": (("objective.terms=[{top_k: 8}]", STATES), SENT),
+}
+
+
+@two_gpus
+@pytest.mark.parametrize("case", BY_IPC)
+def test_answers_by_cuda_ipc_give_the_course_of_one_gpu(
+    inputs: Inputs, train: Runner, tmp_path: Path, case: str
+) -> None:
+    both, own = BY_IPC[case]
+    words = ["--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path}"]
+    words += [f"runtime.device={GPU}", "teacher.ranks=1", own, *both]
+    run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
+    expected = train(GPU, "dense", *both)
+    assert_same_course(step_records(tmp_path), expected, first=FIRST, last=LAST)
+
+
 @two_gpus
 @pytest.mark.parametrize("stages", [(PIPELINE,), (PIPELINE, VIRTUAL)], ids=str)
 def test_text_of_two_stages_on_two_gpus_is_that_of_one(

@@ -170,7 +170,7 @@ def passes_in_roles(
     rank: int, world: int, config: Path, overrides: Sequence[str]
 ) -> tuple[int, int, int]:
     """Run one training; returns this rank's forward passes, units left out, and answers read."""
-    from megatron_distill.train.teachers.own_ranks import AnswerRing
+    from megatron_distill.train.teachers.answer_ring import AnswerRing
     from megatron_distill.train.teachers.serving import AnswerSender, TeacherServer
 
     counted = [(TeacherServer, "_forward"), (AnswerSender, "leave_out"), (AnswerRing, "take")]

@@ -347,7 +347,7 @@ def test_attention_maps_are_made_of_sent_queries_and_keys(
 
 def taken_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> int:
     """Run one training; returns how many answers this rank has made signals of."""
-    from megatron_distill.train.teachers.own_ranks import AnswerRing
+    from megatron_distill.train.teachers.answer_ring import AnswerRing
 
     with patch.object(AnswerRing, "take", autospec=True, side_effect=AnswerRing.take) as take:
         train_in_roles(rank, world, config, overrides, None)

@@ -51,7 +51,7 @@ def hook(rank: int, method: str, kind: int) -> str:
     return named.replace("KIND", str(kind))
 
 
-COMMAND, HEADER = 1, 2
+COMMAND, HEADER, CREDIT = 1, 2, 6
 HOOKS = {"student": hook(0, "send", COMMAND), "teacher": hook(1, "receive", COMMAND)}
 EXCEPTION, KILLED = "raise LookupError('no such thing')", "os.kill(os.getpid(), signal.SIGKILL)"
 TP2_AND_DP2 = ("parallel.tensor=2", "teacher.parallel={tensor: 1}")
@@ -64,6 +64,8 @@ FAILURES: dict[str, tuple[str, str, int, str, int, Sequence[str]]] = {
     "teacher killed later": ("teacher.0", HOOKS["teacher"], 6, KILLED, 1, ()),
     # A step has four answers for each rank of the student.
     "second of the student": ("student.1", hook(1, "receive", HEADER), 22, KILLED, 2, TP2_AND_DP2),
+    # A round has a credit for each of two teachers, which wait for it.
+    "second before a credit": ("student.1", hook(1, "send", CREDIT), 11, KILLED, 2, TP2_AND_DP2),
     "second of the teacher": ("teacher.1", hook(3, "receive", COMMAND), 6, KILLED, 2, TP2_AND_DP2),
 }
 # Between two meetings of a start: the teacher has its model and opens its data, or the student

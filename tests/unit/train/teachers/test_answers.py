@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_distill.runtime.batch import Batch, zigzag_index
-from megatron_distill.train.teachers.answer_ways import create_shared, map_shared, private_slots
+from megatron_distill.train.teachers.answer_ways import private_slots
 from megatron_distill.train.teachers.answers import (
     AnswerHeader,
     AnswerPlan,
@@ -20,6 +20,12 @@ from megatron_distill.train.teachers.answers import (
     token_hash,
 )
 from megatron_distill.train.teachers.attention_heads import attention_parts
+from megatron_distill.train.teachers.mapped_slots import (
+    create_shared,
+    map_shared,
+    mapped_bytes,
+    slots_of,
+)
 from megatron_distill.train.teachers.units import Grid, Units
 
 
@@ -107,12 +113,24 @@ def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path
         held = sum(one.nbytes for block in slots for slot in block for one in slot.values())
         assert held == plan.slot_bytes(rank)
         assert plan.slot_bytes(rank) == 2 * sum(n for (_, to), n in routes.items() if to == rank)
-        shared = create_shared(tmp_path / f"slots-{rank}", plan, rank)
+        numbers = list(rows[rank])
+        size = mapped_bytes(plan, rank, numbers)
+        assert 0 <= size - plan.slot_bytes(rank) < 256 * len(numbers)
+        file = tmp_path / f"slots-{rank}"
+        shared = slots_of(plan, create_shared(file, plan, rank, numbers))
+        assert [list(slot) for block in shared for slot in block] == [numbers] * 12
         for number, tensor in enumerate(t for block in shared for s in block for t in s.values()):
             tensor.fill_(number)
-        again = map_shared(tmp_path / f"slots-{rank}", plan, rank)
+        again = slots_of(plan, map_shared(file, plan, rank, numbers))
         for number, tensor in enumerate(t for block in again for s in block for t in s.values()):
             assert bool((tensor == number).all())
+            assert tensor.untyped_storage().data_ptr() % 256 == 0
+        assert {route for route in routes if route[1] == rank} == {
+            (source, rank) for source in plan.sources(rank)
+        }
+        for source in plan.sources(rank):
+            held = plan.micro_batches(source, rank)
+            assert held == tuple(u for u in range(6) if u % 3 == plan.teacher.replica(source))
 
 
 def test_records_for_chunks_reach_each_context_rank_whole() -> None:

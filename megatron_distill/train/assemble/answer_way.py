@@ -1,0 +1,186 @@
+"""From `transfer.backend` to the way of a teacher's answers, on both of its ends."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from megatron_distill.config import TransferConfig
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.bridge import Bridge
+from megatron_distill.runtime.launch import Device
+from megatron_distill.train.teachers.answer_ways import (
+    AnswerWay,
+    HostWay,
+    NcclWay,
+    Slots,
+    private_slots,
+)
+from megatron_distill.train.teachers.answers import AnswerPlan
+from megatron_distill.train.teachers.device_slots import (
+    CudaEvents,
+    CudaIpcWay,
+    InterprocessEvent,
+    open_memory,
+    require_peer,
+    share_memory,
+    shared_events,
+)
+from megatron_distill.train.teachers.mapped_slots import (
+    Credits,
+    SharedMemoryWay,
+    create_shared,
+    map_shared,
+    map_slots,
+    mapped_bytes,
+    slots_of,
+)
+
+__all__ = ["student_way", "teacher_way"]
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+def _backend(transfer: TransferConfig, role: str, device: Device) -> str:
+    """Return the way of the answers by name, the same on all ranks.
+
+    Raises ConfigError: it is not for this device, which `runtime.device = 'auto'` has chosen.
+    """
+    if transfer.backend == "nccl" and device.kind != "cuda":
+        raise ConfigError(
+            f"{role}.transfer.backend = 'nccl' needs GPUs, and this machine has none; set it to "
+            "auto, gloo or ipc"
+        )
+    if transfer.backend != "auto":
+        return transfer.backend
+    return "nccl" if device.backend == "nccl" else "gloo"
+
+
+def _places(
+    transfer: TransferConfig, plan: AnswerPlan, device: torch.device
+) -> dict[int, torch.device]:
+    """Return the device of each tensor in the slots, by number.
+
+    Records of a top-k are read by the host, as those of a store.
+    """
+    is_record = transfer.what == "top_k"
+    return {
+        number: torch.device("cpu") if is_record and output.layer is None else device
+        for number, (output, _) in enumerate(plan.columns)
+    }
+
+
+def _divided(
+    transfer: TransferConfig, plan: AnswerPlan, rank: int, device: torch.device
+) -> tuple[list[int], list[int]]:
+    """Return the tensors of a rank's slots that are on the host, and those on a GPU."""
+    places = _places(transfer, plan, device)
+    on_host = [number for number in plan.slot_rows(rank) if places[number].type == "cpu"]
+    return on_host, [number for number in plan.slot_rows(rank) if number not in on_host]
+
+
+def student_way(
+    transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
+) -> tuple[AnswerWay, Slots, Path | None]:
+    """Return how a rank of the student receives, its slots, and their file if shared.
+
+    Raises ConfigError: the way is not for this device or this memory, or shared memory is full.
+    """
+    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
+    assert bridge is not None
+    if backend == "ipc":
+        return _offered_slots(transfer, plan, device, resources)
+    slots = private_slots(plan, bridge.rank, _places(transfer, plan, device.torch_device))
+    if backend == "nccl" and transfer.what == "hidden":
+        return NcclWay(bridge.nccl(plan.role), device.torch_device), slots, None
+    return HostWay(bridge), slots, None
+
+
+def teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
+    """Return how a rank of the teacher sends.
+
+    Raises ConfigError: the way is not for this device, or it should share memory with another
+    machine, or with a GPU that its own cannot access.
+    """
+    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
+    assert bridge is not None
+    if backend == "ipc":
+        return _mapped_slots(transfer, plan, device)
+    if backend == "nccl" and transfer.what == "hidden":
+        return NcclWay(bridge.nccl(plan.role), device.torch_device)
+    return HostWay(bridge)
+
+
+def _key(plan: AnswerPlan) -> str:
+    return f"{plan.role}.transfer.backend"
+
+
+def _offered_slots(
+    transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
+) -> tuple[AnswerWay, Slots, Path | None]:
+    """Allocate the slots of a rank of the student, and publish how the teacher maps them."""
+    bridge = device.bridge
+    assert bridge is not None
+    rank, path = bridge.rank, None
+    on_host, on_gpu = _divided(transfer, plan, rank, device.torch_device)
+    tensors: dict[int, Tensor] = {}
+    free: list[InterprocessEvent] = []
+    published: dict[str, Any] = {}
+    if on_gpu:
+        # All in one: a handle is of a whole allocation.
+        size = mapped_bytes(plan, rank, on_gpu)
+        whole = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+        tensors |= map_slots(whole, plan, rank, on_gpu)
+        published["gpu"] = share_memory(whole, _key(plan))
+        free, published["free"] = shared_events(CudaEvents(device.torch_device), plan.blocks)
+    if on_host:
+        path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
+        tensors |= create_shared(path, plan, rank, on_host)
+        resources.callback(path.unlink, missing_ok=True)
+        published["file"] = str(path)
+    bridge.publish(f"slots/{plan.role}/{rank}", published)
+    slots = slots_of(plan, tensors)
+    shared = SharedMemoryWay({rank: slots}, Credits(bridge, rounds=plan.blocks))
+    if not on_gpu:
+        return shared, slots, path
+    way = CudaIpcWay(shared, plan, bridge, CudaEvents(device.torch_device), {rank: free})
+    return way, slots, path
+
+
+def _mapped_slots(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
+    """Map the slots of the ranks of the student that this rank of the teacher sends to."""
+    bridge, own = device.bridge, device.torch_device
+    assert bridge is not None
+    events = CudaEvents(own)
+    slots: dict[int, Slots] = {}
+    free: dict[int, list[InterprocessEvent]] = {}
+    for rank in [destination for source, destination in plan.routes if source == bridge.rank]:
+        _require_same_host(plan, bridge, rank)
+        published = bridge.published(f"slots/{plan.role}/{rank}")
+        on_host, on_gpu = _divided(transfer, plan, rank, own)
+        tensors: dict[int, Tensor] = {}
+        if on_gpu:
+            names = {"receiver": bridge.roles.name(rank), "sender": bridge.roles.name(bridge.rank)}
+            require_peer(published["gpu"], own, key=_key(plan), **names)
+            whole = open_memory(published["gpu"], own, _key(plan))
+            tensors |= map_slots(whole, plan, rank, on_gpu)
+            free[rank] = [events.open(bytes.fromhex(handle)) for handle in published["free"]]
+        if on_host:
+            tensors |= map_shared(Path(published["file"]), plan, rank, on_host)
+        slots[rank] = slots_of(plan, tensors)
+    shared = SharedMemoryWay(slots, Credits(bridge, rounds=plan.blocks))
+    return CudaIpcWay(shared, plan, bridge, events, free) if free else shared
+
+
+def _require_same_host(plan: AnswerPlan, bridge: Bridge, rank: int) -> None:
+    here, there = bridge.host(bridge.rank), bridge.host(rank)
+    if here != there:
+        raise ConfigError(
+            f"{_key(plan)} = 'ipc': {bridge.roles.name(bridge.rank)} is on {here} and "
+            f"{bridge.roles.name(rank)} on {there}, which share no memory; set it to gloo or nccl"
+        )

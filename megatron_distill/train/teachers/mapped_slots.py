@@ -1,0 +1,184 @@
+"""Slots in memory that two processes of one machine have mapped: the sender writes into them.
+
+The memory is a file of shared memory here; `device_slots` has the same slots on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.bridge import Bridge, Sending
+from megatron_distill.train.teachers.answer_ways import Columns, SlotPlace, Slots
+from megatron_distill.train.teachers.answers import CREDIT_TAG, AnswerPlan, Command, Part
+
+__all__ = [
+    "Credits",
+    "SharedMemoryWay",
+    "create_shared",
+    "map_shared",
+    "map_slots",
+    "mapped_bytes",
+    "slots_of",
+]
+
+_ALIGNMENT: Final = 256  # bytes, for kernels that read several numbers at once
+
+
+class Credits:
+    """Blocks of slots that may be written: 8 bytes per round from a receiver to each sender.
+
+    A command does not say so: it comes from the student's first rank, before which another one may
+    still read the block's last round.
+    """
+
+    def __init__(self, bridge: Bridge, *, rounds: int) -> None:
+        self._bridge = bridge
+        # A message of the last but one use of a block has arrived: the block's answers have.
+        self._under_way: deque[tuple[Tensor, list[Sending]]] = deque(maxlen=2 * rounds)
+        self._claimed: dict[int, int] = {}
+
+    def grant(self, turn: int, sources: Sequence[int]) -> None:
+        """Let the sources write the answers of a round.
+
+        Collective: the bridge, one message of 8 bytes to each source.
+        """
+        word = torch.tensor([turn])
+        sending = [self._bridge.send(word, source, tag=CREDIT_TAG) for source in sources]
+        self._under_way.append((word, sending))
+
+    def claim(self, turn: int, rank: int) -> None:
+        """Wait until a receiver has granted a round; again in the same round it does nothing.
+
+        Collective: the bridge, one message of 8 bytes from the receiver per round.
+        """
+        word = torch.empty(1, dtype=torch.int64)
+        while self._claimed.get(rank, 0) < turn:
+            self._bridge.receive(word, rank, tag=CREDIT_TAG).wait()
+            self._claimed[rank] = int(word)
+
+
+@dataclass(frozen=True)
+class SharedMemoryWay:
+    """Into slots that both processes have mapped; `slots` by rank."""
+
+    slots: Mapping[int, Slots]
+    credits: Credits
+    writes_slots: ClassVar[bool] = True
+
+    def connect(self, source: int, destination: int) -> None:
+        """Nothing: the slots are mapped."""
+
+    def offer(self, command: Command, sources: Sequence[int]) -> None:
+        """See `AnswerWay`.
+
+        Collective: that of `Credits.grant`.
+        """
+        self.credits.grant(command.turn, sources)
+
+    def claim(self, command: Command, rank: int) -> None:
+        """See `AnswerWay`.
+
+        Collective: that of `Credits.claim`.
+        """
+        self.credits.claim(command.turn, rank)
+
+    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
+        """See `AnswerWay`; rows in host memory are in the slot on return."""
+        slot = self.slots[to.rank][to.block][to.micro_batch]
+        for part in parts:
+            message = part.message
+            slot[part.column][message.received].copy_(columns[part.column][message.sent])
+        return ()
+
+    def receive(self, columns: Columns, parts: Sequence[Part], source: int, at: SlotPlace) -> None:
+        """See `AnswerWay`; the rows are there with the header."""
+
+
+def _extents(
+    plan: AnswerPlan, rank: int, numbers: Collection[int]
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield number, bytes and shape ``[blocks, micro-batches, s, b, ...]`` of each tensor."""
+    rows = plan.slot_rows(rank)
+    for number in numbers:
+        column = plan.columns[number][1]
+        own = (rows[number], plan.sequences, *column.shape)
+        shape = (plan.blocks, plan.units.micro_batches, *own)
+        yield number, math.prod(shape) * column.dtype.itemsize, shape
+
+
+def mapped_bytes(plan: AnswerPlan, rank: int, numbers: Collection[int]) -> int:
+    """Return the size of one piece of memory for some tensors of a rank's slots, by number.
+
+    That is their part of `AnswerPlan.slot_bytes`, each tensor to 256 bytes more.
+    """
+    return sum(_aligned(size) for _, size, _ in _extents(plan, rank, numbers))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def map_slots(
+    whole: Tensor, plan: AnswerPlan, rank: int, numbers: Collection[int]
+) -> dict[int, Tensor]:
+    """Return some tensors of a rank's slots by number, in one piece of memory of bytes.
+
+    Each is of all blocks and micro-batches: ``[blocks, micro-batches, s, b, ...]``.
+    """
+    found, place = {}, 0
+    for number, size, shape in _extents(plan, rank, numbers):
+        dtype = plan.columns[number][1].dtype
+        found[number] = whole[place : place + size].view(dtype).view(shape)
+        place += _aligned(size)
+    return found
+
+
+def slots_of(plan: AnswerPlan, tensors: Mapping[int, Tensor]) -> Slots:
+    """Return the slots of a rank whose tensors are those of `map_slots`."""
+    return [
+        [
+            {number: tensors[number][block, index] for number in sorted(tensors)}
+            for index in range(plan.units.micro_batches)
+        ]
+        for block in range(plan.blocks)
+    ]
+
+
+def create_shared(
+    path: Path, plan: AnswerPlan, rank: int, numbers: Collection[int]
+) -> dict[int, Tensor]:
+    """Create a file of shared memory for some tensors of a rank's slots; see `map_slots`.
+
+    Raises ConfigError: there is not enough of it.
+    """
+    size = mapped_bytes(plan, rank, numbers)
+    try:
+        with path.open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{plan.role}.transfer.backend = 'ipc': {path} needs {size:,} bytes of shared memory "
+            f"({error.strerror}); give {path.parent} more, lower {plan.role}.steps_ahead, or set "
+            f"{plan.role}.transfer.backend to gloo"
+        ) from error
+    return map_shared(path, plan, rank, numbers)
+
+
+def map_shared(
+    path: Path, plan: AnswerPlan, rank: int, numbers: Collection[int]
+) -> dict[int, Tensor]:
+    """Map the file of `create_shared`, which need not stay."""
+    size = mapped_bytes(plan, rank, numbers)
+    whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    return map_slots(whole, plan, rank, numbers)
