@@ -50,7 +50,7 @@ _HASH_BYTES: Final = 7  # fits an int64 without its sign
 
 
 class AnswerError(RuntimeError):
-    """A teacher's answer is late, missing, of other tokens, or not finite.
+    """A teacher's answer is late, missing, of another shape or other tokens, or not finite.
 
     It names unit, round and ranks.
 
@@ -291,6 +291,16 @@ class AnswerPlan:
         for number, (output, _) in enumerate(self.columns):
             if output in needed:
                 found[number] = self._need(output, rank).rows
+        return found
+
+    def sent_rows(self, rank: int) -> dict[int, int]:
+        """Return the rows of each tensor of a unit on a rank of the teacher, by number."""
+        replica, stage, found = self.teacher.replica(rank), self.teacher.stage(rank), {}
+        for number, (output, _) in enumerate(self.columns):
+            if output.source == stage:
+                grid = _grid(self.teacher, output)
+                holdings = grid.holdings(self.length, replica=replica, stage=stage)
+                (found[number],) = [one.rows for one in holdings if one.rank == rank]
         return found
 
     def _need(self, output: Output, rank: int) -> Holding:

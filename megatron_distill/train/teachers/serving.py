@@ -34,6 +34,7 @@ from megatron_distill.train.teachers.answers import (
     COMMAND_TAG,
     HEAD_TAG,
     HEADER_TAG,
+    AnswerError,
     AnswerHeader,
     AnswerPlan,
     Command,
@@ -82,6 +83,7 @@ class AnswerSender:
         self._way = way
         self._bridge = bridge
         self._alone = alone
+        self._rows = plan.sent_rows(bridge.rank)
         self._work: Queue[_Answer | None] = Queue()
         self._thread = Thread(target=self._send_all, name="answers", daemon=True)
         self._thread.start()
@@ -91,7 +93,11 @@ class AnswerSender:
         connect_routes(self._plan, self._way, self._bridge)
 
     def put(self, command: Command, unit: int, columns: Columns, batch: Batch) -> None:
-        """Send a unit's answer; `batch` is whole, as on the host."""
+        """Send a unit's answer; `batch` is whole, as on the host.
+
+        Raises AnswerError: a tensor is not that of the plan.
+        """
+        self._require_shapes(command, unit, columns)
         # A tail of no mass is -inf.
         bad = self._non_finite(columns)
         computed: torch.cuda.Event | None = None
@@ -121,6 +127,20 @@ class AnswerSender:
         """End the thread once every answer has been sent."""
         self._work.put(None)
         self._thread.join()
+
+    def _require_shapes(self, command: Command, unit: int, columns: Columns) -> None:
+        """Compare shapes and dtypes, by which the receivers have their slots."""
+        for number, tensor in columns.items():
+            column = self._plan.columns[number][1]
+            shape = (self._rows[number], self._plan.sequences, *column.shape)
+            if (tuple(tensor.shape), tensor.dtype) != (shape, column.dtype):
+                names, own = self._bridge.roles.names, self._bridge.rank
+                raise AnswerError(
+                    f"unit {unit} of {command.place} from {names([own])} to "
+                    f"{names(list(self._plan.sent(unit, own)))}: its {column.name} is "
+                    f"{list(tensor.shape)} of {tensor.dtype}, and both sides have planned "
+                    f"{list(shape)} of {column.dtype}"
+                )
 
     def _non_finite(self, columns: Columns) -> Tensor:
         """Count the values that an answer may not have, on the device."""

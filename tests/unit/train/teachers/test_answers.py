@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_distill.runtime.batch import Batch, zigzag_index
+from megatron_distill.runtime.bridge import Bridge
+from megatron_distill.runtime.lone_failure import LoneFailure
+from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.teachers.answer_ways import private_slots
 from megatron_distill.train.teachers.answers import (
+    AnswerError,
     AnswerHeader,
     AnswerPlan,
     Column,
@@ -21,11 +28,14 @@ from megatron_distill.train.teachers.answers import (
 )
 from megatron_distill.train.teachers.attention_heads import attention_parts
 from megatron_distill.train.teachers.mapped_slots import (
+    Credits,
+    SharedMemoryWay,
     create_shared,
     map_shared,
     mapped_bytes,
     slots_of,
 )
+from megatron_distill.train.teachers.serving import AnswerSender
 from megatron_distill.train.teachers.units import Grid, Units
 
 
@@ -221,3 +231,25 @@ def test_commands_and_headers_arrive_as_they_are_sent() -> None:
     for one in (header, *without):
         assert AnswerHeader.of(one.tensor()) == one
     assert [one.has_rows for one in (header, *without)] == [True, False, False]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_answer_of_another_shape_is_named_with_unit_and_route(sequence: bool) -> None:
+    plan = plan_of(sequence=sequence)
+    roles = Roles(10, (("teacher", 6),))
+    store = cast(dist.Store, None)  # nothing is sent
+    bridge = Bridge(6, roles, store, cast(dist.ProcessGroup, None), lambda _: nullcontext(), 1.0)
+    way = SharedMemoryWay({}, Credits(bridge, rounds=plan.blocks))
+    device, command = torch.device("cpu"), Command(Request.STEP, 3, 3, 0)
+    rows = 8 if sequence else 16
+    assert plan.sent_rows(6) == {0: rows}
+    sender = AnswerSender(plan, way, bridge, device=device, alone=LoneFailure())
+    given = torch.zeros(rows, 3, 41, dtype=torch.bfloat16)
+    with pytest.raises(
+        AnswerError, match=r"^unit 4 of step 3 from teacher.* to .*student"
+    ) as error:
+        sender.put(command, 4, {0: given}, batch_of(3, 16))
+    sender.stop()
+    assert " from teacher.2 to student.0" in str(error.value)
+    assert f"its hidden is [{rows}, 3, 41] of torch.bfloat16" in str(error.value)
+    assert f"planned [{rows}, 3, 40] of torch.bfloat16" in str(error.value)
