@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -219,7 +219,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
 
 
 def _paired_layers(
-    features: Sequence[FeatureConfig], shapes: Mapping[str, Architecture]
+    features: tuple[FeatureConfig, ...], shapes: Mapping[str, Architecture]
 ) -> tuple[tuple[int, int, bool], ...]:
     """Return `PlannedRun.paired_layers`. Raises ConfigError: a model does not have such a layer."""
     if not features or "teacher" not in shapes:
