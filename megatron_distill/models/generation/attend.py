@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,10 +18,23 @@ from torch import Tensor
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.attention_kernels.blocked import BLOCK_BYTES
 from megatron_distill.models.attention_kernels.rule import AttentionRule
-from megatron_distill.models.generation.cache import Cache, LayerCache, integers
+from megatron_distill.models.generation.cache import Cache, LayerCache, as_mask, integers
 from megatron_distill.runtime.segments import Segments
 
-__all__ = ["Append", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
+__all__ = ["Append", "Core", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
+
+
+@dataclass(frozen=True)
+class Core:
+    """A layer's attention: its module, and its rule without dropout."""
+
+    module: TorchAttention
+    rule: AttentionRule
+
+    @classmethod
+    def of(cls, module: TorchAttention) -> Core:
+        """Take the window that the layer has set."""
+        return cls(module, replace(module.rule, window=module.window, dropout=0.0))
 
 
 class Step(Protocol):
@@ -30,12 +42,10 @@ class Step(Protocol):
 
     positions_N: Tensor  # int64, on the device
 
-    def attend(
-        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """Store keys and values [N, g, d] and attend with query [N, g, r, d]; returns its shape.
+    def attend(self, layer: int, core: Core, query: Tensor, pair: Tensor) -> Tensor:
+        """Store keys with their values [N, g, 2, d], and attend with query [N, g, r, d].
 
-        `layer`: of this rank, in the order of the cache. `core`: the layer's attention.
+        Returns the shape of the query. `layer`: of this rank, in the order of the cache.
         """
         ...
 
@@ -99,77 +109,66 @@ def _across_rows(left: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
     return one.unflatten(1, (rows, queries)).transpose(0, 1).contiguous()
 
 
-def _rule(core: TorchAttention) -> AttentionRule:
-    return _written_rule(core.rule, core.window)
-
-
-@cache
-def _written_rule(rule: AttentionRule, window: int | None) -> AttentionRule:
-    """Return a layer's rule without dropout; made once, as a step is short."""
-    return replace(rule, window=window, dropout=0.0)
-
-
 class Append:
     """One new position for each row, and `padding` positions that count as none."""
 
     def __init__(self, cache: Cache, padding: int = 0) -> None:
         self.cache, self.padding = cache, padding
         self.first = max(cache.starts)
-        positions_b = cache.length - cache.starts_b + cache.first_position
+        positions_b = cache.length + cache.first_position - cache.starts_b
         self.positions_N = F.pad(positions_b, (0, padding)) if padding else positions_b
-        self._own: dict[int, Tensor] = {}
-        self._summands: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._of_prefix: dict[tuple[int, int], Tensor] = {}
 
-    def attend(
-        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, core: Core, query: Tensor, pair: Tensor) -> Tensor:
         """See `Step`."""
         if self.padding:
             rows = slice(0, self.cache.rows)
-            found = self._attend(layer, core, query[rows], key[rows], value[rows])
+            found = self._attend(layer, core.rule, query[rows], pair[rows])
             return F.pad(found, (0, 0) * 3 + (0, self.padding))
-        return self._attend(layer, core, query, key, value)
+        return self._attend(layer, core.rule, query, pair)
 
-    def _attend(
-        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def _attend(self, layer: int, rule: AttentionRule, query: Tensor, pair: Tensor) -> Tensor:
         store = self.cache.layers[layer]
-        keys, values = store.append(key, value, self.cache.length)
-        rule = _rule(core)
-        if self.cache.prefix is None and rule.softcap is None:
-            part = Keys(keys, values, self._added(store.slots, query.dtype))
-            return attend_to(query, [part], rule)
-        parts = [Keys(keys, values, self._visible(store.slots))]
-        if self.cache.prefix is not None:
-            parts += self._prefix(layer, rule.window)
-        return attend_to(query, parts, rule)
+        stored = store.append(pair, self.cache.length)
+        if self.cache.prefix is not None or rule.softcap is not None:
+            visible = self._visible(store.slots, 1, torch.bool)
+            parts = [Keys(store.keys[:, :, :stored], store.values[:, :, :stored], visible)]
+            if self.cache.prefix is not None:
+                parts += self._prefix(layer, rule.window)
+            return attend_to(query, parts, rule)
+        # Each head of each row as a row of its own: the result then has the order in which the next
+        # product reads it, without a copy.
+        rows, groups, repeats, size = query.shape
+        found = F.scaled_dot_product_attention(
+            query.reshape(rows * groups, 1, repeats, size),
+            store.flat_keys.narrow(2, 0, stored),
+            store.flat_values.narrow(2, 0, stored),
+            attn_mask=self._visible(store.slots, groups, query.dtype),
+            scale=rule.scale,
+        )
+        return found.reshape(query.shape)
 
-    def _visible(self, slots: int) -> Tensor | None:
-        """Return which of a store's slots [b, 1, 1, stored] belong to each row; None: all."""
+    def _visible(self, slots: int, copies: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask of a store's slots as `Cache.mask`, of those in use; None: all."""
         length = self.cache.length
         if max(0, length + 1 - slots) >= self.first:
             return None
-        if slots not in self._own:
-            index = torch.arange(min(length + 1, slots), device=self.positions_N.device)
-            held = length - (length - index) % slots  # the last slot that is stored there
-            self._own[slots] = (held >= self.cache.starts_b[:, None])[:, None, None]
-        return self._own[slots]
-
-    def _added(self, slots: int, dtype: torch.dtype) -> Tensor | None:
-        """Return `_visible` as a summand of the scores, made once for all layers of a step."""
-        visible = self._visible(slots)
-        if visible is None:
-            return None
-        if slots not in self._summands:
-            hidden = torch.zeros_like(visible, dtype=dtype)
-            self._summands[slots] = hidden.masked_fill_(~visible, -math.inf)
-        return self._summands[slots]
+        kind = slots, copies, dtype
+        if kind not in self._masks:
+            if length < slots:
+                self._masks[kind] = self.cache.mask(*kind)[..., : length + 1]
+            else:
+                index = torch.arange(slots, device=self.positions_N.device)
+                held = length - (length - index) % slots  # the last slot that is stored there
+                starts = self.cache.starts_b.repeat_interleave(copies)[:, None]
+                self._masks[kind] = as_mask(held >= starts, dtype)
+        return self._masks[kind]
 
     def _prefix(self, layer: int, window: int | None) -> list[Keys]:
         prefix = self.cache.prefix
         assert prefix is not None
-        keys, values = prefix.layers[layer]
+        keys, values = prefix.layers[layer].unbind(2)
         if window is None:
             return [Keys(keys, values, None)]
         earliest = prefix.length + self.cache.length - self.first
@@ -217,7 +216,7 @@ class _Rows:
     def finish(self) -> None:
         """See `Step`."""
         self.cache.length += self.most
-        self.cache.starts, self.cache.starts_b = self.starts, self.starts_b
+        self.cache.move(self.starts, self.starts_b)
 
 
 class FirstRows(_Rows):
@@ -237,18 +236,17 @@ class FirstRows(_Rows):
         self.segments = Segments((tuple(bounds),)).to(cache.starts_b.device)
         self._stored: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def attend(
-        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, core: Core, query: Tensor, pair: Tensor) -> Tensor:
         """See `Step`."""
         store = self.cache.layers[layer]
         if store.slots:
-            self._store(store, key, value)
+            self._store(store, pair)
+        key, value = pair[:, None].unbind(3)
         heads = query.flatten(1, 2)[:, None]
-        attended = core.attend(heads, key[:, None], value[:, None], self.segments, _rule(core))
+        attended = core.module.attend(heads, key, value, self.segments, core.rule)
         return attended[:, 0].view_as(query)
 
-    def _store(self, store: LayerCache, key: Tensor, value: Tensor) -> None:
+    def _store(self, store: LayerCache, pair: Tensor) -> None:
         if store.slots not in self._stored:
             first = self.most - store.slots
             places = [place for place, column in enumerate(self.columns) if column >= first]
@@ -256,8 +254,7 @@ class FirstRows(_Rows):
             slots = self.columns_N[chosen] % store.slots
             self._stored[store.slots] = chosen, self.rows_N[chosen], slots
         chosen, rows, slots = self._stored[store.slots]
-        store.keys[rows, :, slots] = key[chosen]
-        store.values[rows, :, slots] = value[chosen]
+        store.pairs[rows, :, :, slots] = pair[chosen]
 
 
 class Extend(_Rows):
@@ -269,24 +266,16 @@ class Extend(_Rows):
         self._masks: dict[tuple[int | None, int, int], Tensor] = {}
         self._places: dict[int, Tensor] = {}
 
-    def attend(
-        self, layer: int, core: TorchAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, core: Core, query: Tensor, pair: Tensor) -> Tensor:
         """See `Step`."""
-        store, new, rule = self.cache.layers[layer], self.new, _rule(core)
-        prefix = self.cache.prefix
-        before: tuple[Tensor | None, Tensor | None] = (None, None)
-        if prefix is not None:
-            before = prefix.layers[layer]
-        keys, values = (
-            self._joined(first, old, added[new])
-            for first, old, added in zip(
-                before, (store.keys, store.values), (key, value), strict=True
-            )
-        )
+        store, new, rule = self.cache.layers[layer], self.new, core.rule
+        prefix = None if self.cache.prefix is None else self.cache.prefix.layers[layer]
+        joined = self._joined(prefix, store.pairs, pair[new])
+        keys, values = joined.unbind(2)
         groups, repeats, size = query.shape[1:]
         # [b, g, r, S, d]; the places before a row's first new position stay zero.
-        padded = query.new_zeros(self.cache.rows, groups, repeats, self.most, size)
+        padded = query.new_zeros(self.cache.rows, groups, repeats * self.most, size)
+        padded = padded.unflatten(2, (repeats, self.most))
         padded[self.rows_N, :, :, self.columns_N] = query[new]
         # Without a soft cap the largest tensor is the mask, which all heads share.
         heads = repeats if rule.softcap is None else groups * repeats
@@ -299,40 +288,39 @@ class Extend(_Rows):
             ],
             dim=3,
         )
-        earlier = 0 if before[0] is None else before[0].shape[2]
-        end = self.cache.length + self.most
-        store.replace(keys[:, :, earlier:], values[:, :, earlier:], end)
+        earlier = 0 if prefix is None else prefix.shape[3]
+        store.replace(joined[:, :, :, earlier:], self.cache.length + self.most)
         found = torch.zeros_like(query)
         found[new] = attended[self.rows_N, :, :, self.columns_N]
         return found
 
     def _joined(self, prefix: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
-        """Return all keys of each row, [b, g, K, d], with rows ending together.
+        """Return all keys and values of each row, [b, g, 2, K, d], with rows ending together.
 
-        prefix: [1, g, p, d], copied to each row: then one fused attention has all keys, without
-        scores in memory. old: a store [b, g, slots, d] with t slots in use; new: [N, g, d].
-        K = p + t + S. `layer_bytes_per_row` counts this copy; there is no other one beside it.
+        prefix: [1, g, 2, p, d], copied to each row: then one fused attention has all keys, without
+        scores in memory. old: a store [b, g, 2, slots, d] with t slots in use; new: [N, g, 2, d].
+        K = p + t + S. `layer_bytes_per_row` counts this copy.
         """
-        rows, groups, slots, size = old.shape
-        stored, first = min(self.cache.length, slots), 0 if prefix is None else prefix.shape[2]
-        joined = old.new_zeros(rows, groups, first + stored + self.most, size)
-        own = joined[:, :, first:]
+        rows, groups, both, slots, size = old.shape
+        stored, first = min(self.cache.length, slots), 0 if prefix is None else prefix.shape[3]
+        joined = old.new_zeros(rows, groups, both, first + stored + self.most, size)
+        own = joined[:, :, :, first:]
         if prefix is not None:
-            joined[:, :, :first] = prefix
+            joined[:, :, :, :first] = prefix
         if stored and (any(self.shifts) or self.cache.length > slots):
-            torch.gather(old, 2, self._slots(slots).expand_as(own), out=own)
+            torch.gather(old, 3, self._slots(slots).expand_as(own), out=own)
         elif stored:
-            own[:, :, :stored] = old[:, :, :stored]
-        own[self.rows_N, :, stored + self.columns_N] = new
+            own[:, :, :, :stored] = old[:, :, :, :stored]
+        own[self.rows_N, :, :, stored + self.columns_N] = new
         return joined
 
     def _slots(self, slots: int) -> Tensor:
-        """Return the slot of each old key of a row in its order, [b, 1, t + S, 1]; S are any."""
+        """Return the slot of each old key of a row, [b, 1, 1, t + S, 1]; S are any."""
         if slots not in self._places:
             stored, device = min(self.cache.length, slots), self.rows_N.device
             places = torch.arange(stored + self.most, device=device) - self.shifts_b[:, None]
             places = places.clamp_(0, stored - 1).add_(self.cache.length - stored)
-            self._places[slots] = places.remainder_(slots)[:, None, :, None]
+            self._places[slots] = places.remainder_(slots)[:, None, None, :, None]
         return self._places[slots]
 
     def _block(

@@ -9,8 +9,9 @@ Shapes: b rows, g key-value heads of this rank, d head size, t slots, S new slot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,15 +24,27 @@ __all__ = [
     "KeyShape",
     "LayerCache",
     "Prefix",
+    "as_mask",
     "bytes_per_row",
     "integers",
     "layer_bytes_per_row",
 ]
 
 
+# Rows of a mask begin at multiples of so many numbers, or CUDA's kernels copy it for each layer.
+_ALIGNED = 16
+
+
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return integers of the host on a device, without a wait for it."""
     return copied(torch.tensor(values, dtype=torch.int64), device)
+
+
+def as_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bool [b, K] as a mask [b, 1, 1, K]: bool, or a summand of scores of another type."""
+    if dtype is not torch.bool:
+        seen = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
+    return seen[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -54,30 +67,49 @@ def bytes_per_row(shapes: Sequence[KeyShape], capacity: int, dtype: torch.dtype)
 
 
 def layer_bytes_per_row(
-    shapes: Sequence[KeyShape], positions: int, dtype: torch.dtype, *, prefix: int = 0
+    shapes: Sequence[KeyShape],
+    positions: int,
+    dtype: torch.dtype,
+    *,
+    is_capped: bool,
+    prefix: int = 0,
 ) -> int:
     """Return the most bytes of keys and values of one layer and one row, joined for a step.
 
     `positions`: old and new ones of the row, all of them; `prefix`: those before, of which a window
-    sees the last.
+    sees the last. `is_capped`: scores have a soft cap, and keys are copied once more, in fp32.
     """
     numbers = max(
         ((positions + shape.slots(prefix)) * shape.heads * shape.head_size for shape in shapes),
         default=0,  # a stage without a layer
     )
-    return 2 * numbers * dtype.itemsize
+    return 2 * numbers * dtype.itemsize + _fp32_bytes(numbers, dtype, is_capped=is_capped)
+
+
+def _fp32_bytes(numbers: int, dtype: torch.dtype, *, is_capped: bool) -> int:
+    """Return the bytes of the fp32 copy that scores with a soft cap need."""
+    return 4 * numbers if is_capped and dtype.itemsize < 4 else 0
 
 
 @dataclass(frozen=True)
 class KeyBytes:
-    """Bytes of keys and values on the pipeline stage that needs the most for them."""
+    """Bytes of keys and values on the pipeline stage that needs the most for them.
+
+    is_capped: as in `layer_bytes_per_row`.
+    """
 
     stages: Sequence[Sequence[KeyShape]]
     dtype: torch.dtype
+    is_capped: bool
 
-    def row(self, capacity: int) -> int:
-        """Return the bytes of the cache of a row with `capacity` positions."""
-        return max(bytes_per_row(shapes, capacity, self.dtype) for shapes in self.stages)
+    def shared(self, prefix: int) -> int:
+        """Return the bytes of a prefix of all rows: its cache, and an fp32 copy of a layer."""
+        found = [0]
+        for shapes in self.stages:
+            numbers = [shape.slots(prefix) * shape.heads * shape.head_size for shape in shapes]
+            copied = _fp32_bytes(max(numbers, default=0), self.dtype, is_capped=self.is_capped)
+            found.append(bytes_per_row(shapes, prefix, self.dtype) + copied)
+        return max(found)
 
     def most(self, given: int, added: int, *, prefix: int, copies: int) -> int:
         """Return the most bytes of a row at any time: its caches, and its part of a layer's copy.
@@ -88,69 +120,73 @@ class KeyBytes:
         found = []
         for shapes in self.stages:
             row = bytes_per_row(shapes, given + added, self.dtype) if copies else 0
-            first = layer_bytes_per_row(shapes, given, self.dtype, prefix=prefix) if prefix else 0
+            first = self._layer(shapes, given, prefix) if prefix else 0
             found.append(row + first)
             if copies > 1:
-                later = layer_bytes_per_row(shapes, given + added, self.dtype, prefix=prefix)
+                later = self._layer(shapes, given + added, prefix)
                 found += [copies * row, (copies - 1) * (row + later)]
             elif copies:
-                # One store is copied: its rows that go on, or all of it in fp32 for the scores.
-                found.append(row + layer_bytes_per_row(shapes, given + added, self.dtype))
+                # One store is copied: its rows that go on, or its keys in fp32, which are no more.
+                whole = layer_bytes_per_row(shapes, given + added, self.dtype, is_capped=False)
+                found.append(row + whole)
         return max(found)
 
+    def _layer(self, shapes: Sequence[KeyShape], positions: int, prefix: int) -> int:
+        return layer_bytes_per_row(
+            shapes, positions, self.dtype, is_capped=self.is_capped, prefix=prefix
+        )
 
-@dataclass
+
 class LayerCache:
-    """Keys, rotated already, and values of one layer, each [b, g, slots, d]."""
+    """Keys, rotated already, and values of one layer in one tensor, [b, g, 2, slots, d].
 
-    keys: Tensor
-    values: Tensor
-    window: int | None
+    So one new position of all rows is one copy. `keys` and `values` are views, [b, g, slots, d].
+    """
 
-    @property
-    def slots(self) -> int:
-        """The slots of the store."""
-        return self.keys.shape[2]
+    def __init__(self, pairs: Tensor, window: int | None) -> None:
+        self.window = window
+        self.take(pairs)
 
-    def ordered(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return the stored part of `length` slots in their order, [b, g, stored, d]."""
+    def take(self, pairs: Tensor) -> None:
+        """Take keys and values of other rows."""
+        self.pairs, self.slots = pairs, pairs.shape[3]
+        self.keys, self.values = pairs.unbind(2)
+        # Each head of each row as a row of its own, [b g, 1, slots, d]: see `Append`.
+        self.flat_keys = self.keys.flatten(0, 1)[:, None]
+        self.flat_values = self.values.flatten(0, 1)[:, None]
+
+    def ordered(self, length: int) -> Tensor:
+        """Return the stored part of `length` slots in their order, [b, g, 2, stored, d]."""
         if length == self.slots:
-            return self.keys, self.values
+            return self.pairs
         if length < self.slots or not self.slots:
-            return self.keys[:, :, :length], self.values[:, :, :length]
-        shift = -(length % self.slots)
-        return self.keys.roll(shift, 2), self.values.roll(shift, 2)
+            return self.pairs[:, :, :, :length]
+        return self.pairs.roll(-(length % self.slots), 3)
 
-    def append(self, key_bgd: Tensor, value_bgd: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Store one slot after `length`; returns all stored ones, in any order."""
-        slot = length % self.slots
-        self.keys.select(2, slot).copy_(key_bgd)
-        self.values.select(2, slot).copy_(value_bgd)
-        stored = min(length + 1, self.slots)
-        return self.keys.narrow(2, 0, stored), self.values.narrow(2, 0, stored)
+    def append(self, pair_bg2d: Tensor, length: int) -> int:
+        """Store one slot after `length`; returns how many are stored, in any order."""
+        self.pairs.select(3, length % self.slots).copy_(pair_bg2d)
+        return min(length + 1, self.slots)
 
-    def replace(self, keys_bgtd: Tensor, values_bgtd: Tensor, length: int) -> None:
+    def replace(self, pairs_bg2td: Tensor, length: int) -> None:
         """Store the last of the slots that end at `length`."""
-        count = min(self.slots, keys_bgtd.shape[2])
+        count = min(self.slots, pairs_bg2td.shape[3])
         if not count:
             return
-        index = torch.arange(length - count, length, device=self.keys.device) % self.slots
-        self.keys[:, :, index] = keys_bgtd[:, :, -count:]
-        self.values[:, :, index] = values_bgtd[:, :, -count:]
+        index = torch.arange(length - count, length, device=self.pairs.device) % self.slots
+        self.pairs[:, :, :, index] = pairs_bg2td[:, :, :, -count:]
 
     def select(self, rows: Tensor) -> LayerCache:
         """Return some of the rows, in a given order, repeated or not."""
-        return LayerCache(
-            self.keys.index_select(0, rows), self.values.index_select(0, rows), self.window
-        )
+        return LayerCache(self.pairs.index_select(0, rows), self.window)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The keys and values [1, g, stored, d] per layer of positions before those of all rows."""
+    """The keys and values [1, g, 2, stored, d] per layer of positions before those of all rows."""
 
     length: int
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, cache: Cache) -> Prefix:
@@ -158,8 +194,7 @@ class Prefix:
         assert cache.rows == 1
         layers = []
         while cache.layers:
-            keys, values = cache.layers.pop(0).ordered(cache.length)
-            layers.append((keys.contiguous(), values.contiguous()))
+            layers.append(cache.layers.pop(0).ordered(cache.length).contiguous())
         return cls(cache.length, tuple(layers))
 
 
@@ -178,6 +213,7 @@ class Cache:
     starts_b: Tensor
     length: int = 0
     prefix: Prefix | None = None
+    _masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -196,9 +232,8 @@ class Cache:
         """
         layers = []
         for shape in shapes:
-            size = (rows, shape.heads, shape.slots(capacity), shape.head_size)
-            store = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
-            layers.append(LayerCache(store[0], store[1], shape.window))
+            size = (rows, shape.heads, 2, shape.slots(capacity), shape.head_size)
+            layers.append(LayerCache(torch.zeros(size, dtype=dtype, device=device), shape.window))
         starts_b = torch.zeros(rows, dtype=torch.int64, device=device)
         return cls(layers, [0] * rows, starts_b, prefix=prefix)
 
@@ -223,6 +258,26 @@ class Cache:
             self.prefix,
         )
 
+    def move(self, starts: list[int], starts_b: Tensor) -> None:
+        """Begin the rows at other slots."""
+        self.starts, self.starts_b = starts, starts_b
+        self._masks.clear()
+
+    def mask(self, slots: int, copies: int, dtype: torch.dtype) -> Tensor:
+        """Return which slots belong to each row, as long as none is written again.
+
+        bool, or what is added to scores, [b copies, 1, 1, slots]; `copies`: of each row, one after
+        another. Made once for all steps and layers.
+        """
+        kind = slots, copies, dtype
+        if kind not in self._masks:
+            width = -(-slots // _ALIGNED) * _ALIGNED
+            index = torch.arange(width, device=self.starts_b.device)
+            self._masks[kind] = as_mask(
+                index >= self.starts_b.repeat_interleave(copies)[:, None], dtype
+            )[..., :slots]
+        return self._masks[kind]
+
     def drop_last(self, counts: Sequence[int]) -> None:
         """Forget the last positions of each row; every store has a slot per position.
 
@@ -235,22 +290,18 @@ class Cache:
         device = self.starts_b.device
         moves_b = integers(moves, device)
         slots_bt = torch.arange(unused, end, device=device) - moves_b[:, None]
-        index = slots_bt.clamp_(min=0)[:, None, :, None]
+        index = slots_bt.clamp_(min=0)[:, None, None, :, None]
         for layer in self.layers:
             assert layer.slots >= self.length, (layer.slots, self.length)
-            for store in (layer.keys, layer.values):
-                _, heads, _, size = store.shape
-                moved = store.gather(2, index.expand(-1, heads, -1, size))
-                store[:, :, : end - unused] = moved
+            _, heads, both, _, size = layer.pairs.shape
+            moved = layer.pairs.gather(3, index.expand(-1, heads, both, -1, size))
+            layer.pairs[:, :, :, : end - unused] = moved
         self.length = end - unused
-        self.starts = [start - unused for start in starts]
-        self.starts_b = self.starts_b + moves_b - unused
+        self.move([start - unused for start in starts], self.starts_b + moves_b - unused)
 
     def reduce_to(self, rows: Sequence[int]) -> None:
         """Drop all but some of the rows, in place; one store at a time exists twice."""
         index = integers(rows, self.starts_b.device)
         for layer in self.layers:
-            layer.keys = layer.keys.index_select(0, index)
-            layer.values = layer.values.index_select(0, index)
-        self.starts = [self.starts[row] for row in rows]
-        self.starts_b = self.starts_b.index_select(0, index)
+            layer.take(layer.pairs.index_select(0, index))
+        self.move([self.starts[row] for row in rows], self.starts_b.index_select(0, index))

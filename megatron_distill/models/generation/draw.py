@@ -43,13 +43,13 @@ def row_key(seed: int, sample: int) -> int:
 
 def draw_keys(row_keys_b: Tensor, positions_b: Tensor) -> Tensor:
     """Return the keys of draws, int64 [b], from `row_key` and the position of the drawn token."""
-    return _mixed(row_keys_b + positions_b * _signed(_INCREMENT))
+    return _mix_(row_keys_b + positions_b * _signed(_INCREMENT))
 
 
 def gumbel_noise(keys_b: Tensor, *, start: int, count: int) -> Tensor:
     """Return standard Gumbel noise of tokens [start, start + count), fp64 [b, count]."""
     ids_V = torch.arange(start + 1, start + count + 1, device=keys_b.device)
-    bits_bV = _mixed(keys_b[:, None] + ids_V * _signed(_INCREMENT))
+    bits_bV = _mix_(keys_b[:, None] + ids_V * _signed(_INCREMENT))
     # 53 bits, in the middle of their intervals: never 0 or 1.
     uniform_bV = _shifted(bits_bV, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
     return uniform_bV.log_().neg_().log_().neg_()
@@ -62,16 +62,16 @@ def _mixed_integer(value: int) -> int:
     return value ^ (value >> _SHIFTS[2])
 
 
-def _mixed(values: Tensor) -> Tensor:
-    """Return the mixing function of int64 tensors, whose products wrap around."""
+def _mix_(values: Tensor) -> Tensor:
+    """Apply the mixing function to int64 numbers, whose products wrap around, in place."""
     for factor, shift in zip(_FACTORS, _SHIFTS[:2], strict=True):
-        values = (values ^ _shifted(values, shift)) * _signed(factor)
-    return values ^ _shifted(values, _SHIFTS[2])
+        values.bitwise_xor_(_shifted(values, shift)).mul_(_signed(factor))
+    return values.bitwise_xor_(_shifted(values, _SHIFTS[2]))
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """Return a logical shift to the right; torch's is arithmetic."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
+    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
@@ -103,11 +103,15 @@ def draw(
         chosen_bV = noise_bV.add_(chosen_bV)
         if hidden_bV is not None:
             chosen_bV.masked_fill_(hidden_bV, -math.inf)
+    if group.size() == 1:
+        ids_b = chosen_bV.max(dim=1)[1]  # the first of equal ones
+        own_b = logits_bV.log_softmax(dim=1).gather(1, ids_b[:, None])
+        return Drawn(ids_b, own_b[:, 0].to(torch.float64))
     if not logits_bV.shape[1]:  # a shard of padding
         columns_b = torch.zeros_like(keys_b)
         score_b = own_b = sum_b = logits_bV.new_full(keys_b.shape, -math.inf, dtype=torch.float64)
     else:
-        score_b, columns_b = chosen_bV.max(dim=1)  # the first of equal ones
+        score_b, columns_b = chosen_bV.max(dim=1)
         if chosen_bV is logits_bV:  # greedy: `logsumexp`, whose largest logit is known
             own_b = score_b
             sum_b = (logits_bV - own_b[:, None]).exp_().sum(dim=1).log_().add_(own_b)
@@ -115,8 +119,6 @@ def draw(
             own_b = logits_bV.gather(1, columns_b[:, None])[:, 0]
             sum_b = logits_bV.logsumexp(dim=1)
     ids_b = columns_b + shard.start
-    if group.size() == 1:
-        return Drawn(ids_b, (own_b - sum_b).to(torch.float64))
     mine_b4 = torch.stack([part.to(torch.float64) for part in (score_b, ids_b, own_b, sum_b)], 1)
     ranks_tb4 = _gathered(mine_b4, group)
     best_b = ranks_tb4[..., 0].argmax(dim=0)  # the first rank of equal ones: the lowest ids

@@ -105,8 +105,10 @@ class Flight:
 
     def read_history(self, on_tokens: OnTokens | None) -> bool:
         """Give the drawn ids to their rows; returns whether a log-probability is no number."""
-        ids = torch.stack([drawn.ids_b for drawn in self.history]).tolist()
-        log_probs = torch.stack([drawn.log_probs_b for drawn in self.history]).tolist()
+        ids, log_probs = (
+            [parts[0].tolist()] if len(parts) == 1 else torch.stack(parts).tolist()
+            for parts in zip(*self.history, strict=True)
+        )
         self.history.clear()
         is_broken = False
         for place, row in enumerate(self.rows):

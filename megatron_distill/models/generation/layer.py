@@ -4,13 +4,16 @@ A step of one position per row is short, and upstream's modules cost more than t
 each layer is its products, on rows [N, H] of all tensor ranks alike: no sequence parallelism, no
 dropout, no recomputation. Transformer Engine's modules have the same weights; only FP8 is lost.
 
+Each operation costs such a step a launch, so sums and rotations are in place, and what does not
+depend on the step is prepared with the layer.
+
 Shapes: N positions, H hidden size, g key-value heads of this rank, r query heads for each, d head
 size, V rows of the head on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +26,17 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from megatron_distill.models.attention import TorchAttention
+from megatron_distill.models.generation.attend import Core
 from megatron_distill.models.generation.cache import KeyShape
 from megatron_distill.models.generation.experts import Experts
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.runtime.groups import Groups
 
-__all__ = ["Layer", "Norm", "Rotation", "summed"]
+__all__ = ["Layer", "Norm", "summed"]
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of the positions, each [N, 1, 1, d]; see `rotated`."""
+Attend = Callable[[Tensor, Tensor], Tensor]
+Rotation = Sequence[Tensor]
+"""Cosines and signed sines of the positions, each [N, 1, 1, d]; see `rotate_`."""
 
 
 def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -86,17 +89,65 @@ def _norm_before(module: nn.Module, linear: nn.Module, config: TransformerConfig
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A matrix [out, in], and a bias [out] or None."""
+class HeadNorm:
+    """Norms of the queries and the key of each group of heads, in one.
 
-    weight: Tensor
+    gains: [r + 1, d], with one row of the key's, and so are biases.
+    """
+
+    gains: Tensor
+    biases: Tensor | None
+    eps: float
+    is_rms: bool
+
+    @classmethod
+    def of(cls, query: Norm | None, key: Norm | None, queries: int) -> HeadNorm | None:
+        """Join the norms of `queries` heads and a key, if there are any."""
+        if query is None:
+            return None
+        assert key is not None
+        assert (query.eps, query.is_rms) == (key.eps, key.is_rms)
+
+        def rows(one: Tensor, other: Tensor) -> Tensor:
+            return torch.stack([one] * queries + [other])
+
+        biases = None
+        if query.bias is not None:
+            assert key.bias is not None
+            biases = rows(query.bias, key.bias)
+        return cls(rows(query.weight, key.weight), biases, query.eps, query.is_rms)
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """Return normalised heads [N, g, r + 1, d]; the output has their type."""
+        x = heads if heads.dtype is self.gains.dtype else heads.float()
+        if self.is_rms:
+            plain = F.rms_norm(x, [x.shape[-1]], eps=self.eps)
+        else:
+            plain = F.layer_norm(x, [x.shape[-1]], eps=self.eps)
+        found = plain.mul_(self.gains)
+        if self.biases is not None:
+            found.add_(self.biases)
+        return found.to(heads.dtype)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix [in, out], a view of the module's, and a bias [out] or None."""
+
+    matrix: Tensor
     bias: Tensor | None
 
     @classmethod
     def of(cls, module: Any) -> Linear:
         """Take the parameters of a linear module; an empty bias is none."""
         bias = getattr(module, "bias", None)
-        return cls(module.weight, bias if bias is not None and bias.numel() else None)
+        return cls(module.weight.t(), bias if bias is not None and bias.numel() else None)
+
+    def __call__(self, x_NH: Tensor) -> Tensor:
+        """Return the product, with the bias."""
+        if self.bias is None:
+            return torch.mm(x_NH, self.matrix)
+        return torch.addmm(self.bias, x_NH, self.matrix)
 
 
 @dataclass(frozen=True)
@@ -121,46 +172,49 @@ class FeedForward:
 
     def __call__(self, x_NH: Tensor) -> Tensor:
         """Return this tensor rank's part of the output, without the last bias."""
-        inner = F.linear(x_NH, self.first.weight, self.first.bias)
-        if self.is_gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * up
-        else:
-            inner = self.activation(inner)
-        return F.linear(inner, self.second.weight)
+        return torch.mm(self.inner(x_NH), self.second.matrix)
+
+    def inner(self, x_NH: Tensor) -> Tensor:
+        """Return what the second product reads."""
+        inner = self.first(x_NH)
+        if not self.is_gated:
+            return self.activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self.activation(gate).mul_(up)
 
 
-def rotated(heads: Tensor, rotation: Rotation, width: int) -> Tensor:
-    """Rotate the first `width` numbers of each head [N, g, h, d], in halves.
+def rotate_(heads: Tensor, rotation: Rotation, width: int, *, out: Tensor) -> None:
+    """Rotate the first `width` numbers of each head [N, g, h, d], in halves; overwrites the heads.
 
-    Cosines are 1 and sines 0 for further numbers; the sines of the first half are negative.
-    Source: RoFormer, arXiv 2104.09864, equation 34.
+    Cosines are 1 and sines 0 for further numbers; the sines of the first half are negative. `out`:
+    may be the heads. Source: RoFormer, arXiv 2104.09864, equation 34.
     """
     cosines, sines = rotation
-    half = width // 2
-    parts = [heads[..., half:width], heads[..., :half]]
-    if width < heads.shape[-1]:
-        parts.append(heads[..., width:])
-    return torch.addcmul(heads * cosines, torch.cat(parts, -1), sines)
+    if width == heads.shape[-1]:
+        swapped = heads.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    else:
+        half = width // 2
+        parts = [heads[..., half:width], heads[..., :half], heads[..., width:]]
+        swapped = torch.cat(parts, -1)
+    torch.addcmul(heads.mul_(cosines), swapped, sines, out=out)
 
 
 @dataclass(frozen=True)
 class Layer:
     """One transformer layer."""
 
-    core: TorchAttention
+    core: Core
     attention_norm: Norm
     mixed: Linear  # queries, keys and values, by groups of heads
-    query_norm: Norm | None
-    key_norm: Norm | None
+    head_norm: HeadNorm | None
     output: Linear
     attention_post_norm: Norm | None
     feed_forward_norm: Norm
     feed_forward: FeedForward | Experts
-    feed_forward_bias: Tensor | None
     feed_forward_post_norm: Norm | None
     groups: Groups
-    total_kv_heads: int
+    share: int  # tensor ranks that share one group of heads; 0 or 1: none
+    queries: int  # of each group on this rank
     keys: KeyShape
     plane: int | None  # of the rotations; None: positions are learned
     rotary_width: int
@@ -175,71 +229,85 @@ class Layer:
             feed_forward: FeedForward | Experts = Experts.of(
                 mlp, None if shared is None else FeedForward.of(shared), groups=groups
             )
-            first_norm, bias = _norm(module.pre_mlp_layernorm, config), None
-            assert first_norm is not None
+            own_norm = _norm(module.pre_mlp_layernorm, config)
+            assert own_norm is not None
+            first_norm = own_norm
         else:
             assert isinstance(mlp, MLP), type(mlp)
             feed_forward = FeedForward.of(mlp)
             first_norm = _norm_before(module.pre_mlp_layernorm, mlp.linear_fc1, config)
-            bias = feed_forward.second.bias
+        ranks, kv_heads = groups.tensor.size(), config.num_query_groups
+        own_groups = max(1, kv_heads // ranks)
+        queries = config.num_attention_heads // ranks // own_groups
+        query_norm = _norm(attention.q_layernorm, config)
         return cls(
-            core=attention.core_attention,
+            core=Core.of(attention.core_attention),
             attention_norm=_norm_before(module.input_layernorm, attention.linear_qkv, config),
             mixed=Linear.of(attention.linear_qkv),
-            query_norm=_norm(attention.q_layernorm, config),
-            key_norm=_norm(attention.k_layernorm, config),
+            head_norm=HeadNorm.of(query_norm, _norm(attention.k_layernorm, config), queries),
             output=Linear.of(attention.linear_proj),
             attention_post_norm=_norm(attention.post_norm, config),
             feed_forward_norm=first_norm,
             feed_forward=feed_forward,
-            feed_forward_bias=bias,
             feed_forward_post_norm=_norm(getattr(mlp, "post_norm", None), config),
             groups=groups,
-            total_kv_heads=config.num_query_groups,
-            keys=KeyShape(
-                max(1, config.num_query_groups // groups.tensor.size()),
-                config.kv_channels,
-                attention.core_attention.window,
-            ),
+            share=ranks // kv_heads,
+            queries=queries,
+            keys=KeyShape(own_groups, config.kv_channels, attention.core_attention.window),
             plane=None if rotation is None else kinds.rotations.index(rotation),
             rotary_width=rotary_width,
         )
 
-    def __call__(self, hidden_NH: Tensor, rotations: list[Rotation], attend: Attend) -> Tensor:
-        """Return the hidden state after the layer; `attend` as `Step.attend` for this layer.
+    def __call__(self, hidden_NH: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
+        """Return the hidden state after the layer, in place; `attend`: `Step.attend` of this layer.
 
         Collective: tensor group, two all-reduces of H numbers per position, plus those of experts.
         """
-        query, key, value = self._heads(self.attention_norm(hidden_NH), rotations)
-        attended = attend(query, key, value).flatten(1)
-        update = summed(F.linear(attended, self.output.weight), self.groups.tensor)
-        hidden_NH = hidden_NH + _finished(update, self.output.bias, self.attention_post_norm)
-        update = self.feed_forward(self.feed_forward_norm(hidden_NH))
+        heads = self._heads(self.attention_norm(hidden_NH), rotations)
+        query, pair = heads.split_with_sizes([self.queries, 2], 2)
+        attended = attend(query, pair).flatten(1)
+        self._add_(hidden_NH, attended, self.output, self.attention_post_norm)
+        x_NH = self.feed_forward_norm(hidden_NH)
         if isinstance(self.feed_forward, FeedForward):
-            update = summed(update, self.groups.tensor)
-        return hidden_NH + _finished(update, self.feed_forward_bias, self.feed_forward_post_norm)
+            inner = self.feed_forward.inner(x_NH)
+            self._add_(hidden_NH, inner, self.feed_forward.second, self.feed_forward_post_norm)
+            return hidden_NH
+        update = self.feed_forward(x_NH)
+        if self.feed_forward_post_norm is not None:
+            update = self.feed_forward_post_norm(update)
+        return hidden_NH.add_(update)
 
-    def _heads(self, x_NH: Tensor, rotations: list[Rotation]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [N, g, r, d], key and value [N, g, d], normalised and rotated."""
-        mixed = F.linear(x_NH, self.mixed.weight, self.mixed.bias)
-        share = self.groups.tensor.size() // self.total_kv_heads
-        if share > 1:
-            mixed = self._of_group(mixed, share)
+    def _add_(self, hidden_NH: Tensor, x: Tensor, linear: Linear, norm: Norm | None) -> None:
+        """Add the product of x to the hidden state: the sum over tensor ranks, bias and norm."""
+        if norm is None and self.groups.tensor.size() == 1:
+            hidden_NH.addmm_(x, linear.matrix)
+            if linear.bias is not None:
+                hidden_NH.add_(linear.bias)
+            return
+        update = summed(torch.mm(x, linear.matrix), self.groups.tensor)
+        if linear.bias is not None:
+            update.add_(linear.bias)
+        hidden_NH.add_(update if norm is None else norm(update))
+
+    def _heads(self, x_NH: Tensor, rotations: Sequence[Rotation]) -> Tensor:
+        """Return queries, key and value [N, g, r + 2, d], the first two normalised and rotated."""
+        mixed = self.mixed(x_NH)
+        if self.share > 1:
+            mixed = self._of_group(mixed)
         heads = mixed.view(mixed.shape[0], self.keys.heads, -1, self.keys.head_size)
-        both, value = heads[:, :, :-1], heads[:, :, -1]
-        if share > 1:  # this rank's queries of the group, and its key
-            size = (both.shape[2] - 1) // share
-            start = self.groups.tensor.rank() % share * size
-            both = torch.cat([both[:, :, start : start + size], both[:, :, -1:]], 2)
-        if self.query_norm is not None:
-            assert self.key_norm is not None
-            query, key = self.query_norm(both[:, :, :-1]), self.key_norm(both[:, :, -1:])
-            both = torch.cat([query, key], 2)
+        if self.share > 1:  # this rank's queries of the group, its key and its value
+            start = self.groups.tensor.rank() % self.share * self.queries
+            own = heads[:, :, start : start + self.queries]
+            heads = torch.cat([own, heads[:, :, -2:]], 2)
+        both = heads.narrow(2, 0, self.queries + 1)
+        found = both if self.head_norm is None else self.head_norm(both)
         if self.plane is not None:
-            both = rotated(both, rotations[self.plane], self.rotary_width)
-        return both[:, :, :-1], both[:, :, -1], value
+            rotate_(found, rotations[self.plane], self.rotary_width, out=both)
+        elif found is not both:
+            both.copy_(found)
+        return heads
 
-    def _of_group(self, mixed: Tensor, share: int) -> Tensor:
+    def _of_group(self, mixed: Tensor) -> Tensor:
         """Return the queries, key and value of the group that this rank has a share of.
 
         With fewer key-value heads than tensor ranks, a rank's rows of the weight are a slice of
@@ -247,11 +315,5 @@ class Layer:
         """
         ranks = [torch.empty_like(mixed) for _ in range(self.groups.tensor.size())]
         dist.all_gather(ranks, mixed.contiguous(), group=self.groups.tensor)
-        first = self.groups.tensor.rank() // share * share
-        return torch.cat(ranks[first : first + share], -1)
-
-
-def _finished(update: Tensor, bias: Tensor | None, norm: Norm | None) -> Tensor:
-    if bias is not None:
-        update = update + bias
-    return update if norm is None else norm(update)
+        first = self.groups.tensor.rank() // self.share * self.share
+        return torch.cat(ranks[first : first + self.share], -1)

@@ -30,13 +30,7 @@ from megatron_distill.models.generation.batches import (
     capacity_of,
     plan_batches,
 )
-from megatron_distill.models.generation.cache import (
-    Cache,
-    KeyBytes,
-    KeyShape,
-    Prefix,
-    integers,
-)
+from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, Prefix, integers
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
 from megatron_distill.models.generation.families import Family, deal, families_of
 from megatron_distill.models.generation.flight import Flight, RowText
@@ -280,7 +274,8 @@ class _Run:
         if self.groups.pipeline.size() > 1:  # stages may have different numbers of layers
             stages *= self.groups.pipeline.size()
             dist.all_gather_object(stages, self.stage.key_shapes, group=self.groups.pipeline)
-        self.key_bytes = KeyBytes(stages, self.stage.dtype)
+        is_capped = model.architecture.attention_softcap is not None
+        self.key_bytes = KeyBytes(stages, self.stage.dtype, is_capped)
         self.prefix: Prefix | None = None
         self.finished: list[RowText] = []
         self.is_broken = False
@@ -306,7 +301,7 @@ class _Run:
             groups=self.groups.pipeline.size(),
             in_step=self.in_step,
             row_bytes=partial(self.key_bytes.most, prefix=len(prefix), copies=copies),
-            cache_bytes=self.model.cache_gib * _GIB - self.key_bytes.row(len(prefix)),
+            cache_bytes=self.model.cache_gib * _GIB - self.key_bytes.shared(len(prefix)),
             positions=positions,
         )
 
@@ -426,9 +421,7 @@ class _Run:
                         continue
                     hidden_NH = self.stage.run(number, flight.ids_b, step[place])
                     if hidden_NH is not None:
-                        rows = slice(0, len(flight.rows))
-                        positions_b = step[place].positions_N[rows]
-                        self._draw(flight, hidden_NH[rows], positions_b)
+                        self._draw(flight, hidden_NH, step[place].positions_N)
             for place, flight in enumerate(flights):
                 if not flight.is_over:
                     step[place].finish()
@@ -446,6 +439,9 @@ class _Run:
 
     def _draw(self, flight: Flight, hidden_bH: Tensor, positions_b: Tensor) -> None:
         """Draw the next ids on the last stage, and send them to the others."""
+        if len(hidden_bH) > len(flight.rows):  # padding
+            rows = slice(0, len(flight.rows))
+            hidden_bH, positions_b = hidden_bH[rows], positions_b[rows]
         keys_b = flight.row_keys_b
         if self.sampling.temperature > 0:
             keys_b = draw_keys(keys_b, positions_b + 1)

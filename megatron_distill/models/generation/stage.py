@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.generation.attend import Step
 from megatron_distill.models.generation.cache import KeyShape
-from megatron_distill.models.generation.layer import Layer, Norm, Rotation, summed
+from megatron_distill.models.generation.layer import Layer, Norm, summed
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.ops import LogitRule, VocabShard
@@ -53,7 +53,8 @@ class Stage:
     model: Sequence[HiddenStateGPT]
     final_norm: Norm | None  # on the last stage
     head: Tensor | None  # this rank's rows, on the last stage
-    tables: list[Rotation] = field(default_factory=list)  # by position, of each distinct rotation
+    # Cosines and signed sines by position, [positions, 2, 1, 1, d], of each distinct rotation.
+    tables: list[Tensor] = field(default_factory=list)
     _sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -111,13 +112,7 @@ class Stage:
             hidden_NH = self._embedded(ids_N, step.positions_N)
         else:
             hidden_NH = self._received(ids_N.shape[0])
-        rotations = [
-            (
-                cosines.index_select(0, step.positions_N)[:, None, None],
-                sines.index_select(0, step.positions_N)[:, None, None],
-            )
-            for cosines, sines in self.tables
-        ]
+        rotations = [table.index_select(0, step.positions_N).unbind(1) for table in self.tables]
         chunk = self.chunks[number]
         for index, layer in enumerate(chunk.layers, chunk.first_layer):
             hidden_NH = layer(hidden_NH, rotations, partial(step.attend, index, layer.core))
@@ -169,7 +164,7 @@ class Stage:
     def reserve(self, positions: int) -> None:
         """Compute the rotations of positions up to this number, once for all steps."""
         model = self.model[0]
-        if not model.rotations or (self.tables and self.tables[0][0].shape[0] >= positions):
+        if not model.rotations or (self.tables and self.tables[0].shape[0] >= positions):
             return
         head, width = self.architecture.head_size, model.rotary_size
         index_1s = torch.arange(positions, device=self.device)[None]
@@ -182,7 +177,8 @@ class Stage:
             sines = torch.cat([-sines[:, : width // 2], sines[:, width // 2 :]], -1)
             cosines = F.pad(cosines, (0, head - width), value=1.0)
             sines = F.pad(sines, (0, head - width))
-            self.tables.append((cosines.to(self.dtype), sines.to(self.dtype)))
+            table = torch.stack([cosines, sines], 1)[:, :, None, None]
+            self.tables.append(table.to(self.dtype))
 
     def _received(self, rows: int) -> Tensor:
         hidden_NH = torch.empty(

@@ -70,7 +70,8 @@ class Reader:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's keys and values, joined for a step, for one position of a row."""
-        return layer_bytes_per_row(self.shapes, 1, self.stage.dtype)
+        is_capped = self.stage.architecture.attention_softcap is not None
+        return layer_bytes_per_row(self.shapes, 1, self.stage.dtype, is_capped=is_capped)
 
     def begin(self, rows: Sequence[Sequence[int]], slots: int) -> Tensor | None:
         """Read the first ids of rows, as `read`; `slots` 0: nothing is read after them."""

@@ -21,7 +21,10 @@ BOUND = 6 * 48 * 512
 
 
 class Stores(TorchDispatchMode):
-    """Counts the live bytes of all keys and values, stored, copied or joined, and operations."""
+    """Counts the live bytes of all keys and values, stored, copied or joined, and operations.
+
+    Of what is copied to another type, that of keys and values alone.
+    """
 
     STORE = torch.ops.aten.zeros.default
     # Stores, rows of them, keys joined for a step, and other orders of a store.
@@ -32,40 +35,56 @@ class Stores(TorchDispatchMode):
         torch.ops.aten.gather.default,
         torch.ops.aten.roll.default,
     )
+    CONVERTED = torch.ops.aten._to_copy.default
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = self.stores = 0
         self.calls: Counter[str] = Counter()
+        self.places: Counter[int] = Counter()  # addresses of live keys and values
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.calls[func._schema.name] += 1
-        for value in tree_leaves(result) if func in self.MAKERS else ():
-            if isinstance(value, Tensor) and value.ndim == 4:
+        is_made = func in self.MAKERS
+        if func is self.CONVERTED:
+            is_made = bool(self.places[args[0].untyped_storage().data_ptr()])
+        for value in tree_leaves(result) if is_made else ():
+            is_pair = isinstance(value, Tensor) and value.ndim == 5 and value.shape[2] == 2
+            if is_pair or func is self.CONVERTED:
                 self.live += value.nbytes
                 self.peak = max(self.peak, self.live)
                 self.stores += func is self.STORE
-                weakref.finalize(value, self._free, value.nbytes)
+                place = value.untyped_storage().data_ptr()
+                self.places[place] += 1
+                weakref.finalize(value, self._free, value.nbytes, place)
         return result
 
-    def _free(self, size: int) -> None:
+    def _free(self, size: int, place: int) -> None:
         self.live -= size
+        self.places[place] -= 1
 
 
 def _peaks(
-    rank: int, world: int, layout: dict[str, Any], prefix: int, window: int | None
+    rank: int, world: int, layout: dict[str, Any], prefix: int, window: int | None, softcap: bool
 ) -> dict[str, Any]:
+    """Return peaks as shares of the bound; `softcap`: of scores, in bf16."""
     with megatron_groups(**layout) as groups:
+        from megatron_distill.models.execution import Execution
         from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.models.gpt import build_gpt
 
-        windows = {"sliding_window": window, "sliding_layers": (0, 2)} if window else {}
-        shape = small_architecture(moe=MOE, max_position_embeddings=64, **windows)
-        chunks = build(shape, groups, seed=11)
-        bound = BOUND // groups.pipeline.size()
+        changes: dict[str, Any] = {"attention_softcap": 2.0} if softcap else {"moe": MOE}
+        if window:
+            changes |= {"sliding_window": window, "sliding_layers": (0, 2)}
+        shape = small_architecture(max_position_embeddings=64, **changes)
+        dtype = torch.bfloat16 if softcap else torch.float32
+        execution = Execution(dtype, torch.device("cpu"))
+        chunks = build_gpt(shape, groups=groups, execution=execution, seed=11)
+        bound = BOUND // groups.pipeline.size() // (2 if softcap else 1)
         model = CachedGPT(chunks, shape, groups, torch.device("cpu"), cache_gib=bound / 2**30)
         # Long prompts with short answers, and the reverse, as other ranks' rows may be.
         rows = [WriteRow((7,) * 30, row, 2 + row % 4) for row in range(12)]
@@ -75,7 +94,7 @@ def _peaks(
         with Stores() as stores:
             model.write(rows, sampling=Sampling(temperature=1.0), stops=Stops(), prefix=shared)
         found["write"] = stores.peak / bound
-        found["batches"] = stores.stores / (2 * shape.num_layers / groups.pipeline.size())
+        found["batches"] = stores.stores / (shape.num_layers / groups.pipeline.size())
         assert not stores.live
         contexts = [(first, *row.ids[1:]) for first, row in enumerate(rows)]  # that share nothing
         answers = {"score": ((1, 2, 3),), "score copies": ((1, 2), (2, 3))}
@@ -90,21 +109,31 @@ def _peaks(
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "prefix", "window"),
+    ("world", "layout", "prefix", "window", "softcap"),
     [
-        (1, {}, 20, None),
-        (1, {}, 20, 7),
-        (2, {"pipeline": 2}, 0, None),
-        pytest.param(2, {"pipeline": 2}, 20, None, marks=pytest.mark.slow),
-        pytest.param(2, {"expert": 2}, 0, None, marks=pytest.mark.slow),
+        (1, {}, 20, None, False),
+        (1, {}, 20, 7, False),
+        (1, {}, 20, None, True),
+        (2, {"pipeline": 2}, 0, None, False),
+        pytest.param(1, {}, 0, None, True, marks=pytest.mark.slow),
+        pytest.param(2, {"pipeline": 2}, 20, None, False, marks=pytest.mark.slow),
+        pytest.param(2, {"expert": 2}, 0, None, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_keys_and_values_stay_within_the_bound(
-    pool: Pool, world: int, layout: dict[str, Any], prefix: int, window: int | None
+    pool: Pool,
+    world: int,
+    layout: dict[str, Any],
+    prefix: int,
+    window: int | None,
+    softcap: bool,
 ) -> None:
-    """Counted: stores, copies of rows, and the keys of a layer that a step joins with a prefix."""
-    for found in pool.run(world, _peaks, layout, prefix, window):
+    """Counted: stores, copies of rows, and the keys of a layer that a step joins with a prefix.
+
+    With a soft cap also the fp32 copy of these keys.
+    """
+    for found in pool.run(world, _peaks, layout, prefix, window, softcap):
         assert found["batches"] >= 3, "the rows should not fit one batch"
         assert found["score"] == 0.0, "keys without a continuation are not stored"
         for name in set(found) - {"batches", "score"}:

@@ -1,0 +1,89 @@
+"""Operations of a step of one position per row, each of which is a launch on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.pool import Pool
+
+STEPS = 10
+# RMSNorm is one operation of CUDA, and these of a CPU.
+NORM = ("pow", "mean", "add", "rsqrt", "mul", "mul")
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed, and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: Counter[str] = Counter()
+        self.views: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        returns = func._schema.returns
+        alias = returns[0].alias_info if returns else None
+        is_view = alias is not None and not alias.is_write
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        (self.views if is_view else self.computed)[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def sums(self) -> tuple[int, int]:
+        """Return the numbers of operations, a norm as one, and of views."""
+        norms = self.computed["rsqrt"]
+        return self.computed.total() - (len(NORM) - 1) * norms, self.views.total()
+
+
+def _per_step(
+    rank: int, world: int, changes: dict[str, Any], sampling: dict[str, Any]
+) -> dict[int, tuple[float, float]]:
+    """Return operations and views of a step, by the number of layers."""
+    with megatron_groups() as groups:
+        import torch
+
+        from megatron_distill.models.generation import Sampling, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+
+        found = {}
+        for layers in (2, 4):
+            shape = small_architecture(num_layers=layers, max_position_embeddings=64, **changes)
+            chunks = build(shape, groups, seed=11)
+            model = CachedGPT(chunks, shape, groups, torch.device("cpu"))
+            counts = []
+            for tokens in (4, 4 + STEPS):
+                rows = [WriteRow((7,) * length, length, tokens) for length in (3, 9, 5)]
+                with Operations() as operations:
+                    model.write(rows, sampling=Sampling(**sampling), stops=Stops())
+                counts.append(operations.sums())
+            (few, few_views), (many, many_views) = counts
+            found[layers] = (many - few) / STEPS, (many_views - few_views) / STEPS
+        return found
+
+
+# Two norms, four products of which two add to the hidden state, a rotation of three, keys with
+# values into the cache, attention, and a gate of two.
+DENSE = 2 + 4 + 3 + 1 + 1 + 2
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "llama": ({}, DENSE),
+    "biases": ({"qkv_bias": True, "linear_bias": True}, DENSE + 2),
+    "head norms": ({"qk_norm": True}, DENSE + 2),  # one for queries and key, and their gains
+    "windows": ({"sliding_window": 32, "sliding_layers": (0, 2)}, DENSE),
+    "post norms": ({"post_norms": True}, DENSE + 4),  # two norms, and two sums of their own
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_has_few_operations_in_each_step(pool: Pool, kind: str) -> None:
+    changes, most = KINDS[kind]
+    (found,) = pool.run(1, _per_step, changes, {})
+    (few, few_views), (many, many_views) = found[2], found[4]
+    assert (many - few) / 2 == most
+    assert (many_views - few_views) / 2 <= 16
+    # Embedding, positions, rotation, norm, head, and five for the likeliest ids.
+    assert few - (many - few) <= 10
