@@ -8,7 +8,7 @@ text, because the acceptance of neighbours is correlated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -27,6 +27,7 @@ from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import HiddenState, Signal, TopK
+from megatron_distill.train.calibration import BINS, Figures, equal_mass_errors, token_figures
 from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.objective import Head
 from megatron_distill.train.step import Student, run_student
@@ -42,7 +43,6 @@ __all__ = [
 ]
 
 LONGEST_DRAFT: Final = 8
-_BINS: Final = 15  # of equal width, as usual for calibration errors
 _AT_ONE = Term(divergence="forward_kl", support="tail")
 _FIGURES = ("label_nll", "brier", "student_entropy", "teacher_entropy", "forward_kl", "reverse_kl")
 _ACCEPTED = ("overlap", "overlap_most")
@@ -55,7 +55,7 @@ def _names() -> tuple[str, ...]:
         for length in range(1, LONGEST_DRAFT + 1)
         for name in ("blocks", *_ACCEPTED)
     ]
-    bins = [f"{name}@bin{number}" for name in _OF_BIN for number in range(_BINS)]
+    bins = [f"{name}@bin{number}" for name in _OF_BIN for number in range(BINS)]
     weights = ("weight", "weight_beside", "weight_whole")
     return (*weights, *_FIGURES, "agreement", *_ACCEPTED, *blocks, *bins)
 
@@ -70,7 +70,8 @@ def compare_held_out(student: Student, held_out: HeldOut) -> dict[str, object]:
     A teacher with another tokenizer, several teachers, and a store without top-k at temperature one
     leave out what needs the teacher's probabilities. A top-k store bounds the acceptance.
 
-    Collective: per held-out batch, those of the teacher's pass and of `run_student`.
+    Collective: per held-out batch, those of the teacher's pass and of `run_student`; at the end
+    those of `equal_mass_errors`.
     """
     objective = _Comparison(
         held_out.objective.shard, held_out.objective.logit_rule, held_out.objective.groups
@@ -88,7 +89,7 @@ def compare_held_out(student: Student, held_out: HeldOut) -> dict[str, object]:
             values = torch.stack([found[name] for name in SUM_NAMES]).tolist()
             for name, value in zip(SUM_NAMES, values, strict=True):
                 sums[name] += value
-    return summary_of(sums)
+    return summary_of(sums) | equal_mass_errors(objective.tokens, objective.groups)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class _Comparison:
     """A `MicroBatchObjective` without a loss, whose report holds sums over tokens and blocks.
 
     All are divided by the positions of the global batch, which is the same for every batch.
+    `tokens` gets the figures of each micro-batch's tokens.
     """
 
     shard: VocabShard
@@ -105,6 +107,7 @@ class _Comparison:
     feature_weights: tuple[float, ...] = ()
     report_names: tuple[str, ...] = ("total", *SUM_NAMES)
     source_report_names: tuple[str, ...] = ()
+    tokens: list[Figures] = field(default_factory=list)
 
     def __call__(
         self,
@@ -131,6 +134,7 @@ class _Comparison:
         )
         found = self._compare(own, signal, batch.labels_bs.reshape(-1), rows)
         weights = batch.kd_weights_bs.reshape(-1)[rows].double()
+        self.tokens.append(token_figures(found, weights))
         sums = token_sums(found, weights) | self._block_sums(found, weights, rows, batch)
         report = {
             name: (sums[name] / step.positions).float() if name in sums else weights.new_zeros(())
@@ -212,7 +216,7 @@ def token_sums(found: TokenComparison, weights: Tensor) -> dict[str, Tensor]:
 
 def _bin_sums(found: TokenComparison, weights: Tensor, agrees: Tensor | None) -> dict[str, Tensor]:
     """Tokens by the student's confidence: count, confidence, and how often its top id is right."""
-    bins = (found.confidence * _BINS).long().clamp_(0, _BINS - 1)
+    bins = (found.confidence * BINS).long().clamp_(0, BINS - 1)
     values = {
         "count": weights,
         "confidence": weights * found.confidence,
@@ -221,7 +225,7 @@ def _bin_sums(found: TokenComparison, weights: Tensor, agrees: Tensor | None) ->
     }
     sums: dict[str, Tensor] = {}
     for name, value in values.items():
-        by_bin = weights.new_zeros(_BINS).index_add_(0, bins, value)
+        by_bin = weights.new_zeros(BINS).index_add_(0, bins, value)
         sums |= {f"{name}@bin{number}": one for number, one in enumerate(by_bin.unbind())}
     return sums
 
@@ -289,7 +293,7 @@ def _interval(bounds: Sequence[float], *, point: bool) -> object:
 
 
 def _calibration_error(sums: Mapping[str, float], right: str) -> float:
-    gaps = (abs(sums[f"{right}@bin{n}"] - sums[f"confidence@bin{n}"]) for n in range(_BINS))
+    gaps = (abs(sums[f"{right}@bin{n}"] - sums[f"confidence@bin{n}"]) for n in range(BINS))
     return sum(gaps) / sums["weight"]
 
 
@@ -297,11 +301,11 @@ def _reliability(sums: Mapping[str, float]) -> list[dict[str, float]]:
     """One row per bin of confidence that has tokens."""
     return [
         {
-            "from": number / _BINS,
+            "from": number / BINS,
             "share": count / sums["weight"],
             "confidence": sums[f"confidence@bin{number}"] / count,
             "accuracy": sums[f"label@bin{number}"] / count,
         }
-        for number in range(_BINS)
+        for number in range(BINS)
         if (count := sums[f"count@bin{number}"])
     ]

@@ -21,6 +21,7 @@ from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.calibration import Figures, equal_mass_errors, token_figures
 from megatron_distill.train.comparison import SUM_NAMES, block_sums, summary_of, token_sums
 from megatron_distill.train.evaluation.reader import Reader
 
@@ -89,7 +90,8 @@ def compare_texts(
     context ranks share the texts; where experts are spread over them, all read every text together.
 
     Collective: those of `Stage.run` and of `compare_with_logits`; at the end 8 bytes per figure,
-    reduced over the data x context group and broadcast over the pipeline.
+    reduced over the data x context group and broadcast over the pipeline, and those of
+    `equal_mass_errors`.
     """
     groups, ranks = student.groups, student.groups.data_context
     in_step = groups.layout.expert > 1
@@ -99,6 +101,7 @@ def compare_texts(
     own = set(chosen[ranks.rank() :: ranks.size()])
     rows = sorted(chosen if in_step else own, key=lambda number: (-_length(texts[number]), number))
     sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=student.device)
+    tokens: list[Figures] = []
     batches = batches_of(
         [RowSize(_length(text), 0) for text in texts],
         rows,
@@ -109,20 +112,22 @@ def compare_texts(
     for numbers in batches:
         part = _sums(readers, [texts[number] for number in numbers], [n in own for n in numbers])
         if part is not None:
-            sums += part
+            sums += part[0]
+            tokens.append(part[1])
     for reader in readers:
         reader.stage.finish()
     if ranks.size() > 1:
         dist.all_reduce(sums, group=ranks)
     if groups.pipeline.size() > 1:
         dist.broadcast(sums, group=groups.pipeline, group_src=groups.pipeline.size() - 1)
-    return summary_of(dict(zip(SUM_NAMES, sums.tolist(), strict=True)))
+    figures = summary_of(dict(zip(SUM_NAMES, sums.tolist(), strict=True)))
+    return figures | equal_mass_errors(tokens, groups)
 
 
 def _sums(
     readers: tuple[Reader, Reader], texts: Sequence[Text], counted: Sequence[bool]
-) -> Tensor | None:
-    """Return the sums of a batch of texts, of those that count, on the last stage."""
+) -> tuple[Tensor, Figures] | None:
+    """Return sums and tokens of a batch of texts, of those that count, on the last stage."""
     teacher, student = readers
     ids = [(*text.prompt, *text.written) for text in texts]
     given, own = (reader.begin([row[:-1] for row in ids], 0) for reader in readers)
@@ -150,11 +155,13 @@ def _sums(
     overlap_bS[inside_bS] = found.overlap
     valid_bS = inside_bS & (counts > 0)[:, None]
     documents_bS = torch.zeros_like(valid_bS, dtype=torch.int64)
-    sums = token_sums(found, counts.repeat_interleave(sizes)) | block_sums(
+    weights = counts.repeat_interleave(sizes)
+    sums = token_sums(found, weights) | block_sums(
         valid_bS, valid_bS, documents_bS, overlap_bS, overlap_bS
     )
     nothing = overlap_bS.new_zeros(())
-    return torch.stack([sums.get(name, nothing).double() for name in SUM_NAMES])
+    values = torch.stack([sums.get(name, nothing).double() for name in SUM_NAMES])
+    return values, token_figures(found, weights)
 
 
 def _length(text: Text) -> int:

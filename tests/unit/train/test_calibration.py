@@ -1,0 +1,68 @@
+"""Calibration errors in bins of equal width and of equal mass, against loops in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_distill.losses.comparison import compare_with_logits
+from megatron_distill.signals import DenseLogits
+from megatron_distill.train.calibration import BINS, equal_mass_error, token_figures
+from megatron_distill.train.comparison import SUM_NAMES, summary_of, token_sums
+
+_TOKENS, _SIZE = 6 * BINS, 11
+
+
+def _softmax(logits: torch.Tensor) -> np.ndarray:
+    values = np.exp(logits.double().numpy())
+    return values / values.sum(1, keepdims=True)
+
+
+def _error(bins: list[np.ndarray], confidence: np.ndarray, right: np.ndarray) -> float:
+    count = sum(map(len, bins))
+    gaps = [abs(right[one].mean() - confidence[one].mean()) * len(one) for one in bins if len(one)]
+    return sum(gaps) / count
+
+
+def test_both_kinds_of_bins_equal_those_of_loops() -> None:
+    generator = torch.Generator().manual_seed(8)
+    student, teacher = (2 * torch.randn(2, _TOKENS, _SIZE, generator=generator)).unbind()
+    labels = torch.randint(_SIZE, (_TOKENS,), generator=generator)
+    rows, weights = torch.arange(_TOKENS), torch.ones(_TOKENS, dtype=torch.float64)
+    found = compare_with_logits(DenseLogits(student), DenseLogits(teacher), labels, rows)
+    sums = dict.fromkeys(SUM_NAMES, 0.0)
+    sums |= {name: float(value) for name, value in token_sums(found, weights).items()}
+    figures = summary_of(sums)
+    q, p = _softmax(student), _softmax(teacher)
+    confidence = q.max(1)
+    widths = [np.flatnonzero((confidence * BINS).astype(int) == number) for number in range(BINS)]
+    masses = np.array_split(np.argsort(confidence), BINS)
+    own_weights, own, label, agrees = token_figures(found, weights)
+    for right, name, kept in (
+        (q.argmax(1) == labels.numpy(), "calibration_error", label),
+        (q.argmax(1) == p.argmax(1), "calibration_error_to_teacher", agrees),
+    ):
+        assert figures[name] == pytest.approx(_error(widths, confidence, right), abs=1e-6)
+        mass = equal_mass_error(own_weights, own, kept)
+        assert mass == pytest.approx(_error(masses, confidence, right), abs=1e-6)
+        assert mass != pytest.approx(figures[name], abs=1e-3)
+
+
+def test_tokens_without_weight_do_not_count_and_weights_move_the_bounds() -> None:
+    confidence, right = np.linspace(0.1, 0.9, 2 * BINS), np.arange(2 * BINS) % 2.0
+    # Each token of the first half has a bin of its own; those of the second weigh next to nothing.
+    weights = np.where(np.arange(2 * BINS) < BINS, 1.0, 1e-9)
+    light = equal_mass_error(weights, confidence, right)
+    alone = equal_mass_error(weights[:BINS], confidence[:BINS], right[:BINS])
+    assert light == pytest.approx(alone, abs=1e-6)
+    assert alone == pytest.approx(np.abs(right - confidence)[:BINS].mean(), abs=1e-9)
+    found = compare_with_logits(
+        *(DenseLogits(torch.randn(4, 5)) for _ in range(2)),
+        torch.zeros(4, dtype=torch.int64),
+        torch.arange(4),
+    )
+    counted = torch.tensor([1.0, 0.0, 2.0, 0.0], dtype=torch.float64)
+    figures = token_figures(found, counted)
+    assert figures.shape == (4, 2)
+    assert figures[0].tolist() == [1.0, 2.0]
