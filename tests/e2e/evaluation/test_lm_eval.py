@@ -23,6 +23,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make 
 pytestmark = pytest.mark.slow
 
 PROSE = "def parse(text):\n    return [line.strip() for line in text.splitlines() if line]\n"
+EDGES = ("", "retu", "for line in ", "import  ")
+ENDS = ("rn line", " text", "in", "")
 TASKS: dict[str, dict[str, Any]] = {
     "own_choices": {
         "output_type": "multiple_choice",
@@ -39,6 +41,15 @@ TASKS: dict[str, dict[str, Any]] = {
         "fewshot_delimiter": "\n",
         "doc_to_text": "{{q}}:",
         "doc_to_choice": "{{options}}",
+        "doc_to_target": "right",
+        "metric_list": [{"metric": "acc"}],
+    },
+    # Nothing before the answer, spaces at its end, and tokens over the boundary.
+    "own_edges": {
+        "output_type": "multiple_choice",
+        "target_delimiter": "",
+        "doc_to_text": "{{before}}",
+        "doc_to_choice": "{{after}}",
         "doc_to_target": "right",
         "metric_list": [{"metric": "acc"}],
     },
@@ -61,9 +72,14 @@ TASKS: dict[str, dict[str, Any]] = {
 def write_tasks(folder: Path) -> None:
     """Write tasks of the harness, and one of ours with the prompts of `own_choices`."""
     rows = [
-        {"q": f"def f{n}", "options": WORDS, "right": n % 4, "text": PROSE * (1 + n % 3) + str(n)}
+        {
+            "q": f"def f{n}", "options": WORDS, "right": n % 4,
+            "text": PROSE * (1 + n % 3) + str(n),
+            "before": EDGES[n % len(EDGES)],
+            "after": [f"{end}{n}" for end in ENDS],
+        }
         for n in range(14)
-    ]
+    ]  # fmt: skip
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")}
     for name, task in TASKS.items():
@@ -145,7 +161,7 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
             answers = ours["answers"]
             assert answers["own_answers"] == theirs["answers"]["own_answers"]
             assert len({text for (text,) in answers["own_answers"]}) > 1
-            for task in ("own_choices", "own_shots"):
+            for task in ("own_choices", "own_shots", "own_edges"):
                 assert len(answers[task]) == 14
                 for own, other in zip(answers[task], theirs["answers"][task], strict=True):
                     assert [greedy for _, greedy in own] == [greedy for _, greedy in other]

@@ -66,6 +66,35 @@ def test_text_that_may_become_a_stop_string_waits() -> None:
     assert pieces(stream, b"a\n\nb\n\nQ") == ["a", "", "", "\n\nb", "", "", "", ""]
 
 
+PIECES = ("a", "b\n\nc: d", "Q", ":", " e", "\n\nc:")
+
+
+def by_pieces(ids: Sequence[int]) -> str:
+    """A decoder with several characters per id."""
+    return "".join(PIECES[token] for token in ids)
+
+
+@pytest.mark.parametrize(
+    ("strings", "ids", "text", "is_stopped"),
+    [
+        ((": ", "\n\n"), (0, 1), "ab", True),  # two in one id: the earliest
+        (("c: d", "\n\nc"), (0, 1), "ab", True),  # one inside of the other
+        (("a\n\n",), (0, 5, 4), "", True),  # over two ids, and the whole text
+        (("Q:",), (4, 2, 3, 4), " e", True),
+        (("Q:",), (3, 4, 2), ": eQ", False),  # the prompt ends with its beginning
+    ],
+)
+def test_stops_in_ids_of_several_characters(
+    strings: tuple[str, ...], ids: tuple[int, ...], text: str, is_stopped: bool
+) -> None:
+    """The prompt has each stop string, which ends nothing."""
+    stream = TextStream(by_pieces, strings, context=(0, 5, 1, 2, 3, 2))
+    for token in ids:
+        if stream.push(token):
+            break
+    assert (stream.finish(), stream.is_stopped) == (text, is_stopped)
+
+
 def test_the_first_space_is_kept_after_a_prompt() -> None:
     stream = TextStream(without_first_space, context=b"ab")
     assert "".join(pieces(stream, b" c d")) == " c d"

@@ -140,3 +140,18 @@ def test_what_a_record_says_is_shown(kind: type[io.StringIO]) -> None:
         assert "stopped at step 1 of 2" in stream.getvalue()
         if "validation" in shown:
             assert f"held-out ce {shown['validation']['ce_loss']:.4f}" in stream.getvalue()  # type: ignore[index]
+
+
+def test_an_evaluation_is_a_line_per_model_with_its_difference_to_the_teacher() -> None:
+    stream = io.StringIO()
+    minus = {"teacher": {"acc": {"difference": -0.125, "low": -0.25, "high": 0.0}}}
+    student = {"quiz": {"acc": 0.5, "acc_stderr": 0.1387, "n": 14, "minus": minus}}
+    display = TrainingProgress(stream, total_steps=4, start_step=0, interval=1, clock=Clock())
+    display.write(
+        {"step": 2, "evaluation": {"teacher": {"quiz": {"acc": 0.625}}, "student": student}}
+    )
+    assert stream.getvalue().splitlines() == [
+        "step 2 teacher:  quiz acc 0.6250",
+        "step 2 student:  quiz acc 0.5000 +- 0.1387"
+        " (minus teacher -0.1250, 95 % -0.2500 to +0.0000)",
+    ]

@@ -16,6 +16,9 @@ VALIDATION = {
     "validation": {"ce_loss": 4.25, "top1_agreement": 0.5, "sources": SOURCES},
 }
 
+QUIZ = {"acc": 0.5, "n": 14, "groups": {"0": {"acc": 0.25}}, "not_comparable": ["limit"]}
+EVALUATION = {"step": 2, "evaluation": {"student": {"quiz": QUIZ}, "teacher": {"quiz": QUIZ}}}
+
 
 def step_record(step: int, loss: float) -> dict[str, object]:
     return {"step": step, "tokens": step * 100, "ce_loss": loss}
@@ -34,7 +37,10 @@ def test_tensorboard_holds_every_scalar_at_its_step(tmp_path: Path) -> None:
     sink.write(step_record(1, 5.0))
     sink.write(step_record(2, 4.5))
     sink.write(VALIDATION)
+    sink.write(EVALUATION)
     sink.close()
+    assert scalars(tmp_path, "evaluation/student/quiz/acc") == [(2, 0.5)]
+    assert scalars(tmp_path, "evaluation/teacher/quiz/n") == [(2, 14.0)]
     assert scalars(tmp_path, "train/ce_loss") == [(1, 5.0), (2, 4.5)]
     assert scalars(tmp_path, "train/tokens") == [(1, 100.0), (2, 200.0)]
     assert scalars(tmp_path, "validation/ce_loss") == [(2, 4.25)]

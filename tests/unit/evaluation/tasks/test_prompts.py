@@ -36,6 +36,7 @@ ALGEBRA = [row for row in published.MMLU if row["subject"] == "abstract_algebra"
 CASES = [
     ("mmlu", ALGEBRA, 0),
     ("mmlu", ALGEBRA, 2),
+    ("mmlu", [*ALGEBRA, *ALGEBRA], 5),
     ("arc_challenge", published.ARC, 0),
     ("hellaswag", published.HELLASWAG, 0),
     ("gsm8k", published.GSM8K, 5),
@@ -106,12 +107,15 @@ def test_letters_of_mmlu_pro_follow_the_number_of_options(tmp_path: Path) -> Non
 
 
 def test_formats_columns_and_limits(tmp_path: Path) -> None:
-    """A CSV without a header, Parquet and JSON lines give the same items."""
+    """A CSV without a header, Parquet, Arrow and JSON lines give the same items."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = [{"q": f"Is {n} odd?", "right": "yes" if n % 2 else "no", "unused": n} for n in range(9)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    whole = pa.Table.from_pylist(rows)
+    pq.write_table(whole, tmp_path / "a.parquet")
+    with pa.ipc.new_file(tmp_path / "a.arrow", whole.schema) as writer:
+        writer.write_table(whole)
     table = "".join(f'"{row["q"]}",{row["right"]}\n' for row in rows)
     (tmp_path / "a.csv").write_text(table, encoding="utf-8")
     (tmp_path / "odd.yaml").write_text(
@@ -124,13 +128,23 @@ def test_formats_columns_and_limits(tmp_path: Path) -> None:
         read_task(load_task(str(tmp_path / "odd.yaml"), {"folder": str(tmp_path), **changes}))
         for changes in (
             {"files": ["a.parquet"]},
+            {"files": ["a.arrow"]},
             {"files": ["a.jsonl"]},
             {"files": ["a.csv"], "column_names": ["q", "right"]},
         )
     ]
     texts = [[(item.prompt.text, item.choices[item.right]) for item in one] for one in found]
-    assert texts[0] == texts[1] == texts[2]
+    assert all(one == texts[0] for one in texts)
     assert texts[0] == [("Is 0 odd?", "no"), ("Is 3 odd?", "yes"), ("Is 6 odd?", "no")]
+
+
+def test_math_500_reads_its_published_columns(tmp_path: Path) -> None:
+    row = {**published.MATH[0], "answer": "2", "subject": "Algebra", "unique_id": "test/1.json"}
+    test = lines(tmp_path / "test.jsonl", [row])
+    (item,) = read_task(load_task("math_500", {"files": [test]}))
+    (plain,) = items(tmp_path, "hendrycks_math", published.MATH, 0)
+    assert item.prompt.text == plain.prompt.text == "Problem: Compute $1+1$.\nAnswer:"
+    assert item.target == plain.target == row["solution"]
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -1,0 +1,29 @@
+"""Text on a terminal while it is written."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_distill.commands.generate import _Terminal
+from megatron_distill.data.tokenizers.open import train_bpe
+
+
+def test_each_call_shows_what_is_certain_and_the_end_shows_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Of single bytes, so that the accented letter is two ids.
+    tokenizer = train_bpe(["a"], vocab_size=260)
+    ids = [int(one) for one in tokenizer.encode_batch(["b\u00e9\n\nc"])[0]]
+    accented = len(ids) - 4, len(ids) - 3
+    terminal = _Terminal(tokenizer, (), ("\n\nQ",), "the prompt: ")
+    shown = [capsys.readouterr().out]
+    for token in ids:
+        terminal.show(0, [token])
+        shown.append(capsys.readouterr().out)
+    terminal.finish()
+    shown.append(capsys.readouterr().out)
+    assert "".join(shown) == "the prompt: b\u00e9\n\nc\n"
+    assert shown[0] == "the prompt: "
+    first, second = (shown[place] for place in accented)
+    assert (first, second) == ("", "\u00e9"), "no half of a character is shown"
+    assert shown[-4:] == ["", "", "\n\nc", "\n"], "a stop string may begin"
