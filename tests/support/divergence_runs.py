@@ -20,9 +20,14 @@ SUPPORTS = ["dense", *KEPT_SUPPORTS]
 PROPER = ["dense", "tail", "renormalized"]
 KEPT = 5
 EACH = [(name, support) for name in NAMES for support in SUPPORTS]
-# Every divergence on all ids; one linear in its slope, a mixture and a blend on every support.
+# One linear in its slope, a mixture and a blend.
 REPRESENTATIVE = ("forward_kl", "js_divergence", "adaptive_kl")
-PAIRWISE = [one for one in EACH if one[1] == "dense" or one[0] in REPRESENTATIVE]
+# Every divergence on all ids, and a representative on each support of kept ones; all pairs are in
+# tests/distributed/losses/test_divergences_tensor_parallel.py.
+PAIRWISE = [
+    *((name, "dense") for name in NAMES),
+    *zip(REPRESENTATIVE, KEPT_SUPPORTS, strict=True),
+]
 
 
 def signal_of(

@@ -22,7 +22,6 @@ from tests.distributed.losses.test_feature_layouts import (
     MAPS,
     PP2,
     SEQUENCE,
-    TP2,
     VIRTUAL,
     assert_close,
 )
@@ -38,17 +37,13 @@ NORMS = replace(MAGNITUDE, mode="gradient_norm")
 # A scale of one would show nothing.
 HEAVY_MAPS = tuple((*pair[:3], 2 * pair[3]) for pair in MAPS)
 CASES: dict[str, tuple[int, Setting]] = {
-    "one rank": (1, MAGNITUDE),
     "PP2, recompute": (2, replace(MAGNITUDE, layout=PP2, recompute="full")),
-    "TP2+sequence": (2, replace(MAGNITUDE, layout=SEQUENCE)),
     "CP2": (2, replace(MAGNITUDE, layout={"context": 2}, micro_batch_size=2)),
     "TP2+sequence x PP2": (4, replace(MAGNITUDE, layout={**SEQUENCE, **PP2})),
     "maps, TP2+sequence x PP2": (
         4,
         replace(MAGNITUDE, layout={**SEQUENCE, **PP2}, pairs=HEAVY_MAPS),
     ),
-    "norms": (1, NORMS),
-    "norms, TP2": (2, replace(NORMS, layout=TP2, micro_batch_size=2)),
     "norms, TP2+sequence x PP2": (4, replace(NORMS, layout={**SEQUENCE, **PP2})),
     "norms, CP2xPP2": (4, replace(NORMS, layout={"context": 2, **PP2}, recompute="full")),
 }
@@ -125,7 +120,6 @@ def test_total_and_gradients_are_those_of_the_formula(pool: Pool, case: str) -> 
 
 
 LITERAL: dict[str, tuple[int, Setting]] = {
-    "one rank": (1, MAGNITUDE),
     "PP2+virtual, recompute": (2, replace(MAGNITUDE, layout=VIRTUAL, recompute="full")),
     "TP2+sequence x PP2": (
         4, replace(MAGNITUDE, layout={**SEQUENCE, **PP2}, micro_batch_size=2),

@@ -91,9 +91,7 @@ def losses(problem: AlignedProblem) -> list[Loss]:
     return [loss_of(form, problem, "reverse_kl", temperature=2.0) for form in FORMS]
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes"), [(1, PADDED[1]), (2, PADDED[0]), (4, PADDED[0]), (4, PADDED[1])]
-)
+@pytest.mark.parametrize(("world", "sizes"), [(2, PADDED[0]), (4, PADDED[0]), (4, PADDED[1])])
 def test_values_per_chunk(pool: Pool, world: int, sizes: tuple[int, int]) -> None:
     problem = AlignedProblem.random(seed=2)
     ranks = pool.run(world, losses_on_shard, problem, sizes)
@@ -207,8 +205,11 @@ def objective_on_shard(
     return total.detach(), sums, hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("kind", TERMS)
-@pytest.mark.parametrize(("world", "tile_tokens"), [(1, 8), (2, 1), (2, 100), (4, 1), (4, 8)])
+# On one rank: tests/unit/ops/test_aligned_linear.py.
+@pytest.mark.parametrize(
+    ("world", "tile_tokens", "kind"),
+    [(2, 100, "ids"), (4, 1, "ids"), (2, 1, "columns"), (4, 8, "columns")],
+)
 def test_objective_from_hidden_states(pool: Pool, world: int, tile_tokens: int, kind: str) -> None:
     problem, sizes = AlignedProblem.random(seed=3), PADDED[tile_tokens % 2]
     answers = pool.run(world, objective_on_shard, kind, problem, sizes, tile_tokens)

@@ -3,7 +3,6 @@ same bits on every rank, the collectives that are promised; and the choice of a 
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from tests.reference.tracing import Trace
 from tests.support.divergence_runs import expected
 
 WORLDS = [1, 2, 4]
-DTYPES = [torch.float32, torch.bfloat16]
 TEMPERATURES = [0.5, 1.0, 2.0, 4.0]
 SUPPORTS = ["dense", "tail", "renormalized", "raw"]
 # A raw sum has terms of both signs, and may be anything, zero included.
@@ -106,21 +104,23 @@ def promised(case: Case, world: int) -> int:
     return 8 if name == "adaptive_kl" else 2
 
 
-QUICK = [(2, torch.float32, SIZES[0])]
+# Every number of ranks in both dtypes; the sizes by turns, so that four ranks have both.
+QUICK = (2, torch.float32, SIZES[0])
+RUNS = [
+    (1, torch.float32, SIZES[0]), (1, torch.bfloat16, SIZES[1]), QUICK,
+    (2, torch.bfloat16, SIZES[1]), (4, torch.float32, SIZES[1]), (4, torch.bfloat16, SIZES[0]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("world", "dtype", "sizes"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in itertools.product(WORLDS, DTYPES, SIZES)
-    ],
+    [pytest.param(*one, marks=() if one == QUICK else pytest.mark.slow) for one in RUNS],
 )
 def test_defect_17_tensor_parallel_1_2_4_equals_dense_for_each_divergence_and_support(
     pool: Pool, world: int, dtype: torch.dtype, sizes: tuple[int, int]
 ) -> None:
     # Two temperatures are enough for each run of the fast tests.
-    cases = CASES[::2] if (world, dtype, sizes) in QUICK else CASES
+    cases = CASES[::2] if (world, dtype, sizes) == QUICK else CASES
     ranks = pool.run(world, all_cases, sizes, dtype, cases)
     student, teacher = logit_pair(6, sizes[0], 7, dtype)
     for number, case in enumerate(cases):
@@ -155,8 +155,8 @@ def near_cases(rank: int, world: int, noise: float) -> list[tuple[Tensor, Tensor
     return answers
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.001])
-@pytest.mark.parametrize("world", WORLDS)
+# On one rank: tests/unit/losses/test_precision.py.
+@pytest.mark.parametrize(("world", "noise"), [(2, 0.1), (4, 0.001)])
 def test_a_student_near_its_teacher_in_some_tokens(pool: Pool, world: int, noise: float) -> None:
     ranks = pool.run(world, near_cases, noise)
     student, teacher = neighbours(9, 203, noise)
@@ -216,9 +216,13 @@ def chosen_on_shard(
     return kept, there, trace.collectives
 
 
-@pytest.mark.parametrize("k", [1, 9, 120])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "k"),
+    [
+        (torch.float32, SIZES[0], 1), (torch.float32, SIZES[1], 120),
+        (torch.bfloat16, SIZES[0], 120), (torch.bfloat16, SIZES[1], 9),
+    ],
+)  # fmt: skip
 def test_a_top_k_is_the_same_for_every_split(
     pool: Pool, dtype: torch.dtype, sizes: tuple[int, int], k: int
 ) -> None:

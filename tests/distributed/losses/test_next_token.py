@@ -13,6 +13,8 @@ from tests.distributed.pool import Pool
 LENGTH = 11
 VOCAB = 197
 SCALE = 0.7
+# Real ids of a vocabulary whose other rows are padding.
+REAL = 203
 
 
 def prompt() -> torch.Tensor:
@@ -67,8 +69,6 @@ def _oracle(rank: int, world: int, logit_softcap: float | None) -> torch.Tensor:
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"tensor": 2},
     {"tensor": 2, "sequence": True},
     {"pipeline": 2},
     {"tensor": 2, "pipeline": 2},
@@ -76,7 +76,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "logit_softcap"), [(LAYOUTS[0], None), *((one, 3.0) for one in LAYOUTS)], ids=str
+    ("layout", "logit_softcap"), [({}, None), *((one, 3.0) for one in LAYOUTS)], ids=str
 )
 def test_every_rank_of_every_layout_sees_the_last_positions_logits(
     pool: Pool, layout: dict[str, Any], logit_softcap: float | None
@@ -88,3 +88,42 @@ def test_every_rank_of_every_layout_sees_the_last_positions_logits(
     for logits in found:
         assert torch.equal(logits, found[0]), "ranks would write different texts"
     torch.testing.assert_close(found[0].double(), everywhere[:, -1], atol=2e-5, rtol=2e-5)
+
+
+def _padded(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the real ids, and of all rows, of a head whose padding is always the largest."""
+    with megatron_groups(tensor=world) as groups:
+        from megatron_distill.models.execution import Execution
+        from megatron_distill.models.gpt import build_gpt, vocab_shard
+        from megatron_distill.train.next_token import logits_after
+
+        device, architecture = torch.device("cpu"), small_architecture(vocab_size=216)
+        execution = Execution(torch.float32, device)
+        (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+        shard = vocab_shard(architecture, groups, tokens=REAL)
+        with torch.no_grad():
+            head = model.head_weight()
+            head[shard.real_width :] *= 50
+        tokens = torch.arange(14).view(2, 7)
+        real, every = (
+            logits_after(
+                model,
+                tokens,
+                positions=slice(6, 7),
+                architecture=architecture,
+                groups=groups,
+                device=device,
+                vocab_size=size,
+            )[:, 0]
+            for size in (REAL, None)
+        )
+        return real, every
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_padding_is_never_the_next_token(pool: Pool, world: int) -> None:
+    for real, every in pool.run(world, _padded):
+        assert real.shape == (2, REAL)
+        assert every.shape == (2, 216)
+        assert torch.equal(real, every[:, :REAL])
+        assert bool((every.argmax(-1) >= REAL).all()), "else this test shows nothing"

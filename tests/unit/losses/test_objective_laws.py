@@ -58,8 +58,16 @@ def signals(problem: Problem) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["logits", "hidden", "top-k", "samples"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("logits", torch.bfloat16),
+        ("hidden", torch.float32),
+        ("hidden", torch.bfloat16),
+        ("top-k", torch.bfloat16),
+        ("samples", torch.float32),
+    ],
+)
 def test_defect_12_calls_repeat_exactly_and_leave_their_inputs_alone(
     kind: str, dtype: torch.dtype
 ) -> None:

@@ -57,8 +57,10 @@ def assert_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, Tensor],
     assert float((bias - expected[1][:, -1]).abs().max()) < at * scale
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 1024])
-@pytest.mark.parametrize("rules", [((None, 1.0), (None, 1.0)), ((3.0, 0.5), (5.0, 1.5))])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "rules"),
+    [(1024, ((None, 1.0), (None, 1.0))), (5, ((3.0, 0.5), (5.0, 1.5)))],
+)
 def test_value_report_and_gradients(rules: tuple[Rule, Rule], chunk_tokens: int) -> None:
     problem = with_ones(Problem.random(seed=2))
     total, report, found = run(

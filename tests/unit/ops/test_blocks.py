@@ -30,8 +30,16 @@ def test_cores_have_as_many_rows_of_a_block(cores: int, monkeypatch: pytest.Monk
         assert abs(first.stop // cores - 2**18 / columns) <= 0.5 or first.stop == cores
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (4, 0), (300, 9001)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((3, 5), torch.bfloat16),
+        ((0, 5), torch.float32),
+        ((4, 0), torch.float64),
+        ((300, 9001), torch.float32),
+        ((300, 9001), torch.bfloat16),
+    ],
+)
 def test_buffers_have_the_shape_and_the_alignment_of_torch(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:

@@ -15,7 +15,7 @@ from megatron_distill.signals import DenseLogits, Sampled
 from tests.reference.distillation import Problem
 from tests.reference.logits import logit_pair
 from tests.reference.tracing import Trace, traced
-from tests.support.divergence_runs import EACH, NAMES, REPRESENTATIVE, term_of
+from tests.support.divergence_runs import EACH, REPRESENTATIVE, term_of
 from tests.support.objective_runs import objective
 from tests.support.objective_runs import run as run_once
 
@@ -70,7 +70,7 @@ def test_peak_memory_is_two_chunks_of_logits_and_does_not_grow_with_tokens() -> 
     assert peaks[0] < 4 * TOKENS * VOCAB / 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_defect_01_no_accumulator_in_the_fused_objective(name: str, one_thread: None) -> None:
     def peak(support: str, tokens: int) -> int:
         problem = Problem.random(tokens, 8, 2048)

@@ -81,9 +81,8 @@ def test_few_columns_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("column", [77, 8195])  # the latter beyond the last whole segment
-@pytest.mark.parametrize("seed", range(2))
-def test_nan_is_never_left_out(dtype: torch.dtype, column: int, seed: int) -> None:
-    logits = drawn(3, 8199, seed=seed).to(dtype)
+def test_nan_is_never_left_out(dtype: torch.dtype, column: int) -> None:
+    logits = drawn(3, 8199).to(dtype)
     logits[1, column] = torch.nan
     values, columns = largest(logits, 16)
     assert columns[1, 0] == column

@@ -16,8 +16,9 @@ def _state(rows: int, *, softcap: float | None = None, dtype=torch.float32) -> H
     return HiddenState(hidden, weight, logit_softcap=softcap, logit_scale=0.5)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("chunk_tokens", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("softcap", "chunk_tokens"), [(None, 1), (2.0, 2), (None, 100), (2.0, 100)]
+)
 def test_scores_are_those_of_the_real_columns(softcap: float | None, chunk_tokens: int) -> None:
     state = _state(5, softcap=softcap)
     rows, ids = torch.tensor([0, 0, 1, 3, 4, 4]), torch.tensor([3, 20, 0, 7, 7, 23])

@@ -33,11 +33,12 @@ from tests.support.aligned_losses import (
 )
 
 EACH = pytest.mark.parametrize("form", FORMS)
-# Every divergence with every form that takes it, the temperatures by turns.
+# Every divergence and every form that takes one, every other one of the former with each form; the
+# temperatures by turns.
 CASES = [
-    (form, name, parameters, (1.0, 2.0)[(number + row) % 2])
+    (form, *divergence, (1.0, 2.0)[(number + row) % 2])
     for number, form in enumerate(("likelihood", "common", "top_k", "projection", "gold"))
-    for row, (name, parameters) in enumerate(DIVERGENCES)
+    for row, divergence in enumerate(DIVERGENCES[number % 2 :: 2])
 ]
 CASES += [("published", "forward_kl", {}, 1.0), ("published", "reverse_kl", {}, 2.0)]
 CASES += [("uld", "forward_kl", {}, 1.0), ("uld", "forward_kl", {}, 2.0)]
@@ -141,23 +142,6 @@ def test_losses_are_never_negative(seed: int, noise: float, same: bool, name: st
         assert bool((values >= 0).all()), loss
         assert bool(values.isfinite().all()), loss
         assert bool(found.isfinite().all()), loss
-
-
-@EACH
-def test_the_gradient_is_the_slope_of_the_loss(form: str) -> None:
-    problem = AlignedProblem.random()
-    student, teacher = (side.double() for side in problem.logits)
-    loss = loss_of(form, problem)
-    leaf = student.clone().requires_grad_()
-    (found,) = torch.autograd.grad(divergence(leaf, teacher, problem.at, loss).sum(), leaf)
-    along = torch.randn(student.shape, generator=torch.Generator().manual_seed(3)).double()
-    ahead, behind = (
-        divergence(student + step * along, teacher, problem.at, loss).sum()
-        for step in (1e-5, -1e-5)
-    )
-    slope = float(ahead - behind) / 2e-5
-    assert abs(slope) > 1e-3
-    assert slope == pytest.approx(float((found * along).sum()), rel=1e-6)
 
 
 @EACH
