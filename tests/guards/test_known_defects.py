@@ -3,9 +3,6 @@ named after it, `test_defect_NN_...`, so that `pytest -k defect_NN` runs it."""
 
 import ast
 import re
-from functools import cache
-
-import pytest
 
 from tests.guards.source_tree import ROOT, read_sources
 
@@ -31,7 +28,6 @@ DEFECTS = {
 NAME = re.compile(r"test_defect_(\d\d)_\w+")
 
 
-@cache
 def named_tests() -> list[tuple[int, str]]:
     found = []
     for source in read_sources(ROOT, ("tests",)):
@@ -41,10 +37,5 @@ def named_tests() -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("number", DEFECTS, ids=lambda number: f"{number:02}")
-def test_every_known_defect_has_a_test_of_its_name(number: int) -> None:
-    assert any(found == number for found, _ in named_tests()), DEFECTS[number]
-
-
-def test_no_test_names_a_defect_that_is_not_listed() -> None:
-    assert {number for number, _ in named_tests()} <= set(DEFECTS)
+def test_every_known_defect_and_no_other_has_a_test_of_its_name() -> None:
+    assert {number for number, _ in named_tests()} == set(DEFECTS), named_tests()

@@ -96,6 +96,10 @@ def assert_is_definition(attend: Attend, case: Case) -> None:
         torch.testing.assert_close(ours, exact, atol=1e-12, rtol=0)
 
 
+# Seeds of cases that have each choice below.
+SEEDS = (2, 3, 4, 6, 7, 9, 10)
+
+
 def random_case(seed: int, *, softcap: bool) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
@@ -121,18 +125,18 @@ def random_case(seed: int, *, softcap: bool) -> Case:
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_tiles_are_the_definition(seed: int) -> None:
     assert_is_definition(tiles.attend, random_case(seed, softcap=False))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_are_the_definition(seed: int) -> None:
     attend = partial(blocked.attend, block_bytes=2**26 if seed % 4 == 0 else 3000)
     assert_is_definition(attend, random_case(seed, softcap=seed % 3 > 0))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_packed_documents_are_what_the_flash_kernel_expects(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -162,9 +166,7 @@ def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("backward_on_cpu")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    "seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5))]
-)
+@pytest.mark.parametrize("seed", range(4))
 def test_flex_masks_and_caps_are_the_definition(seed: int) -> None:
     attend = partial(flex.attend_with, flex_attention.flex_attention)
     assert_is_definition(attend, random_case(seed, softcap=True))
@@ -175,8 +177,7 @@ BLOCKS = ((0, 130, 512), (0, 300, 512))
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("backward_on_cpu")
-@pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize(("window", "rank"), [(None, 1), (200, None)])
 def test_the_compiled_graphs_of_flex_have_the_gradients(
     window: int | None, rank: int | None
 ) -> None:
@@ -208,7 +209,7 @@ def test_the_compiled_flex_kernel_reads_the_lists_of_blocks(window: int | None) 
     torch.testing.assert_close(out.double(), case.definition(torch.float32)[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_flex_blocks_cover_every_visible_key_and_few_others(seed: int) -> None:
     case = random_case(seed, softcap=False)
     index_s = zigzag_index(case.bounds[0][-1], rank=case.rank, size=case.size)

@@ -1,4 +1,4 @@
-"""Text of ids that arrive one by one: whole characters and stop strings; rows into batches."""
+"""Text of ids that arrive one by one: whole characters and stop strings; rows shared by ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_distill.models.generation.batches import (
-    RowSize,
-    batches_of,
-    capacity_of,
-    plan_batches,
-)
+from megatron_distill.models.generation.batches import RowSize, plan_batches
 from megatron_distill.models.generation.text import TextStream
 
 
@@ -105,21 +100,6 @@ def test_an_unfinished_character_is_in_the_text_at_its_end() -> None:
 
 
 sizes_of_rows = st.lists(st.builds(RowSize, st.integers(1, 90), st.integers(0, 40)), max_size=12)
-
-
-@given(sizes_of_rows, st.integers(1, 400), st.integers(1, 200))
-def test_a_batch_fits_the_cache_and_all_rows_are_in_one(
-    sizes: list[RowSize], memory: int, positions: int
-) -> None:
-    batches = batches_of(
-        sizes, range(len(sizes)), row_bytes=add, cache_bytes=memory, positions=positions
-    )
-    assert [row for batch in batches for row in batch] == list(range(len(sizes)))
-    for batch in batches:
-        rows = [sizes[row] for row in batch]
-        if len(rows) > 1:
-            assert len(rows) * capacity_of(rows) <= memory
-            assert sum(row.given for row in rows) <= positions
 
 
 @pytest.mark.parametrize("in_step", [False, True])

@@ -41,8 +41,13 @@ def captured(capture: CaptureSettings, sample_id: int = 0) -> tuple[SampleRecord
     return SampleRecord(sample_id, **plain, entries=entries, scalars=scalars), logits
 
 
-@pytest.mark.parametrize(("codec", "k"), [("f32", 40), ("f32", 7), ("f16", 40), ("u8", 7)])
-@pytest.mark.parametrize("temperature", [1.0, *TEMPERATURES])
+@pytest.mark.parametrize(
+    ("codec", "k", "temperature"),
+    [
+        *(("f32", 40, temperature) for temperature in (1.0, *TEMPERATURES)),
+        ("f32", 7, 2.0), ("f16", 40, 4.0), ("u8", 7, 0.5), ("u8", 7, 1.0),
+    ],
+)  # fmt: skip
 def test_a_temperature_is_that_of_the_whole_softmax(codec: str, k: int, temperature: float) -> None:
     record, logits = captured(wanted(codec))
     signal = top_k_signal([unpack(pack(record, wanted(codec), UID), k)], temperature=temperature)

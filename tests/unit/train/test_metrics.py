@@ -112,10 +112,6 @@ def test_non_finite_values_are_null_and_named() -> None:
     }
 
 
-def test_a_finite_record_has_no_entry_about_finiteness() -> None:
-    assert json.loads(to_json(step_record(1))) == step_record(1)
-
-
 def test_floats_are_written_without_loss() -> None:
     value = 0.1 + 0.2
     assert json.loads(to_json({"step": 1, "ce_loss": value}))["ce_loss"] == value

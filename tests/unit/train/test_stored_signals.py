@@ -165,8 +165,9 @@ def test_a_row_that_is_not_trained_needs_no_record(mode: str) -> None:
     assert torch.equal(kept.ids[:LENGTH], alone.by_term[0].ids)
 
 
-@pytest.mark.parametrize("place", [0, 7, 16])
-@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("place", "rank"), [(7, None), *((place, rank) for place in (0, 7, 16) for rank in (0, 1))]
+)
 def test_another_token_is_found_by_the_rank_that_holds_it(place: int, rank: int | None) -> None:
     wanted = exact()
     batch = batch_of(sample_of(4, wanted))

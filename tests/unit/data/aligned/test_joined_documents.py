@@ -339,20 +339,3 @@ def test_begin_of_text_tokens_shift_no_place(
     # The first token of a text is a label, behind that of its beginning.
     assert firsts >= (20 if kind == "rows" else 1)
     assert used > 500
-
-
-def test_a_piece_of_a_long_document_is_known_by_its_own_text(
-    student: Tokenizer, teacher: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_distill.data.text.documents.PIECE_BYTES", 120)
-    (tmp_path / "long.txt").write_text("\n".join(TEXTS))
-    spec = SourceSpec("text", (str(tmp_path / "long.txt"),))
-    store_of(tmp_path / "store", spec, teacher, samples=70)
-    samples = joined(tmp_path / "store", spec, student, teacher)
-    for _ in range(40):
-        sample = replace(next(samples), sample_id=0)
-        other = sample.teacher
-        assert other is not None
-        assert other.places_U12 is not None
-        assert other.chunks > 3
-        assert (other.places_U12[other.chunks_U1 >= 0] >= 0).all()

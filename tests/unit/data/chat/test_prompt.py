@@ -22,20 +22,15 @@ ENDS = {
 
 
 @pytest.mark.parametrize("style", ENDS)
-def test_the_prompt_equals_that_of_transformers(style: str) -> None:
+def test_the_prompt_is_that_of_transformers_and_the_end_of_its_turn_stops_it(style: str) -> None:
     tokenizer = chat_tokenizer(style)
     messages = [{"role": "user", "content": "Is it sunny?"}]
     expected = tokenizer.hugging_face.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
-    assert list(chat_prompt(tokenizer, "Is it sunny?").ids) == expected
-
-
-@pytest.mark.parametrize("style", ENDS)
-def test_the_end_of_a_turn_and_of_a_document_stop_it(style: str) -> None:
-    tokenizer = chat_tokenizer(style)
-    stops = chat_prompt(tokenizer, "Is it sunny?").stop_ids
-    assert set(stops) == {tokenizer.eos_id, tokenizer.special_ids[ENDS[style]]}
+    found = chat_prompt(tokenizer, "Is it sunny?")
+    assert list(found.ids) == expected
+    assert set(found.stop_ids) == {tokenizer.eos_id, tokenizer.special_ids[ENDS[style]]}
 
 
 def test_a_system_message_comes_first() -> None:

@@ -157,8 +157,13 @@ def test_plain_turns_are_ended_by_an_end_of_document_that_is_no_special_token() 
     assert found.is_closed
 
 
-@pytest.mark.parametrize("says", [None, "", "Wait."])
-@pytest.mark.parametrize("style", ["llama3", "phi3", "gemma", "mistral", "generation_blocks"])
+@pytest.mark.parametrize(
+    ("style", "says"),
+    [
+        ("llama3", None), ("llama3", ""), ("llama3", "Wait."), ("phi3", None), ("gemma", ""),
+        ("mistral", "Wait."), ("generation_blocks", None),
+    ],
+)  # fmt: skip
 def test_calls_that_the_template_does_not_write_are_refused_by_name(
     style: str, says: str | None
 ) -> None:

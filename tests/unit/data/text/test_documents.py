@@ -54,8 +54,13 @@ def test_empty_files_and_records_are_no_documents(tmp_path: Path) -> None:
     assert texts_of(empty, blank, read=jsonl_reader("text")) == []
 
 
-@pytest.mark.parametrize("line", ["abc\n", "a-long-line-without-an-end", "é", "ab漢字\n"])
-@pytest.mark.parametrize("piece", [16, 17, 64])
+@pytest.mark.parametrize(
+    ("line", "piece"),
+    [
+        ("abc\n", 16), ("a-long-line-without-an-end", 16), ("a-long-line-without-an-end", 64),
+        ("é", 16), ("é", 17), ("ab漢字\n", 17), ("ab漢字\n", 64),
+    ],
+)  # fmt: skip
 def test_pieces_of_a_long_file_join_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, piece: int
 ) -> None:
@@ -71,8 +76,9 @@ def test_pieces_of_a_long_file_join_to_it(
         assert all(len(part.text.encode()) <= piece for part in pieces)
 
 
-@pytest.mark.parametrize("kind", ["whole", "lines", "jsonl"])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [("whole", ""), ("lines", ""), ("jsonl", ""), ("jsonl", ".gz")]
+)
 def test_reading_restarts_at_every_cursor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, suffix: str
 ) -> None:
