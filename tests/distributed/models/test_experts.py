@@ -64,17 +64,18 @@ def both(
         return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (1, {}),
-        (2, {"expert": 2}),
-        pytest.param(2, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
-        pytest.param(4, {"tensor": 2, "sequence": True, "expert": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["one rank", "EP2", "TP2", "TP2xEP2"],
-)
+SPLIT: dict[str, Any] = {"tensor": 2, "sequence": True}
+RUNS: list[Any] = [
+    *((shape, 1, {}) for shape in SHAPES),
+    ("gated", 2, {"expert": 2}),
+    ("some layers", 2, {"expert": 2}),
+    pytest.param("plain", 2, SPLIT, marks=pytest.mark.slow),
+    pytest.param("one expert per token", 4, {**SPLIT, "expert": 2}, marks=pytest.mark.slow),
+    pytest.param("some layers", 4, {**SPLIT, "expert": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("shape", "ranks", "layout"), RUNS, ids=str)
 def test_a_grouped_product_is_that_of_each_expert(
     pool: Pool, shape: str, ranks: int, layout: dict[str, Any]
 ) -> None:

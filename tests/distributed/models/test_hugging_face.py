@@ -22,38 +22,32 @@ from tests.distributed.megatron_world import megatron_groups
 from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 
+# On one rank: test_models_against_transformers.py.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "TP1": (1, {}),
-    "TP2": (2, {"tensor": 2}),
     "TP4": (4, {"tensor": 4}),  # more than the KV heads of most
-    "PP2": (2, {"pipeline": 2}),
     "TP2xPP2": (4, {"tensor": 2, "pipeline": 2}),
-}
-EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "EP2": (2, {"expert": 2}),
     "TP2xEP2": (4, {"tensor": 2, "sequence": True, "expert": 2}),
     "PP2xEP2": (4, {"pipeline": 2, "expert": 2}),
 }
-
-
-# One of each kind of rules: windows and biases, fused matrices, post norms, transposed, experts in
-# every layer with a shared one, experts in some layers.
-OFTEN = ("qwen2, windows", "phi3", "gemma3", "gpt2", "qwen2_moe", "glm4_moe")
+# One of each kind of rules, and its layout in the fast tests: windows, biases and two KV heads;
+# fused matrices; post norms; transposed; experts in every layer with a shared one, of which a rank
+# has a half; experts in some layers.
+OFTEN = {
+    "qwen2, windows": "TP4", "phi3": "TP2xPP2", "gemma3": "TP2xPP2", "gpt2": "TP2xPP2",
+    "qwen2_moe": "TP2xEP2", "glm4_moe": "PP2xEP2",
+}  # fmt: skip
 
 
 def all_cases() -> list[Any]:
-    """Every model in every layout; slow, except one four-rank layout of one model per kind."""
+    """Each model cut along both axes, and one per kind of rules on more ranks than KV heads."""
     cases = []
     for name in MODELS:
-        experts = name in WITH_EXPERTS
-        for layout, (ranks, settings) in (LAYOUTS | (EXPERT_LAYOUTS if experts else {})).items():
-            if experts and settings.get("tensor", 1) > 1:
-                settings = {**settings, "sequence": True}  # which experts need under TP
-            often = "PP2xEP2" if experts else "TP2xPP2"
-            often = "TP2xEP2" if name == "qwen2_moe" else often  # halves of the shared expert
-            often = "TP4" if name == "qwen2, windows" else often  # biases, two KV heads
-            marks = [] if layout == often and name in OFTEN else [pytest.mark.slow]
-            cases.append(pytest.param(name, ranks, settings, marks=marks, id=f"{name}-{layout}"))
+        layouts = ["TP2xEP2", "PP2xEP2"] if name in WITH_EXPERTS else ["TP2xPP2"]
+        if name in OFTEN and name not in WITH_EXPERTS:
+            layouts.append("TP4")
+        for layout in layouts:
+            marks = () if layout == OFTEN.get(name) else pytest.mark.slow
+            cases.append(pytest.param(name, *LAYOUTS[layout], marks=marks, id=f"{name}-{layout}"))
     return cases
 
 

@@ -100,19 +100,19 @@ def bits(
     return found, parts
 
 
+ROUNDED = ("some", torch.bfloat16, 9.0)
+
+
 @pytest.mark.parametrize(
-    ("world", "padded"),
+    ("world", "padded", "trained", "dtype", "softcap"),
     [
-        (1, SIZE),
-        pytest.param(1, 384, marks=pytest.mark.slow),
-        pytest.param(2, 384, marks=pytest.mark.slow),
-        (4, 512),
+        (1, SIZE, "some", torch.float32, None),
+        (1, SIZE, *ROUNDED),
+        (4, 512, *ROUNDED),
+        (4, 512, "all", torch.float32, None),
+        pytest.param(2, 384, *ROUNDED, marks=pytest.mark.slow),
     ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    ("trained", "dtype", "softcap"),
-    [("some", torch.float32, None), ("some", torch.bfloat16, 9.0), ("all", torch.float32, None)],
 )
 def test_a_top_k_has_the_bits_that_the_objective_chooses(
     pool: Pool, world: int, padded: int, trained: str, dtype: torch.dtype, softcap: float | None
@@ -197,9 +197,7 @@ def draw_split(rank: int, world: int, log_probs: Tensor, starts: list[int]) -> t
     return draw_ids(own, 25, seed=1, sample_id=9, first=3, shard=shard, group=dist.group.WORLD)
 
 
-@pytest.mark.parametrize(
-    "starts", [[0, 40], [0, 20, 40], [0, 3, 40], [0, 10, 20, 30, 40], [0, 25, 50], [0, 40, 80]]
-)
+@pytest.mark.parametrize("starts", [[0, 3, 40], [0, 10, 20, 30, 40], [0, 25, 50], [0, 40, 80]])
 def test_draws_of_the_same_log_probs_are_the_same_for_every_split(
     pool: Pool, starts: list[int]
 ) -> None:

@@ -104,8 +104,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("announce", [False, True], ids=["asked", "announced"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+ASKED = [("one", False), ("tp2-cp2", False)]
+
+
+@pytest.mark.parametrize(("layout", "announce"), [*((one, True) for one in LAYOUTS), *ASKED])
 def test_every_rank_gets_the_store_s_signals_of_its_positions(
     pool: Pool, folder: Path, layout: str, announce: bool
 ) -> None:
@@ -142,8 +144,10 @@ def _failure(rank: int, world: int, layout: dict[str, Any], folder: Path, announ
     return "no failure"
 
 
-@pytest.mark.parametrize("announce", [False, True], ids=["asked", "announced"])
-@pytest.mark.parametrize("layout", ["tp2-pp2", "dp2", "tp2-cp2"])
+@pytest.mark.parametrize(
+    ("layout", "announce"),
+    [("tp2-pp2", False), ("tp2-pp2", True), ("dp2", True), ("tp2-cp2", True)],
+)
 def test_a_record_that_one_rank_cannot_read_stops_all_with_its_name(
     pool: Pool, tmp_path: Path, layout: str, announce: bool
 ) -> None:
