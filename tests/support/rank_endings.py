@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 
@@ -22,10 +21,6 @@ def end(manner: str) -> int:
         return with_launch(refuse)
     if os.environ["RANK"] == "0":
         time.sleep(600)
-    if manner == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if manner == "bug":
-        raise ValueError("a bug")
     return int(manner)
 
 

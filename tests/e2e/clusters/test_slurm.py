@@ -1,13 +1,13 @@
 """Jobs of a real Slurm that the tests start: two of three nodes, one rank on each.
 
 Regimes: to the end, near the time limit, cancelled, a rank killed, a node lost, a node that fails
-its check, all nodes failing it, an error in the configuration, two jobs side by side, a capture.
+its check, an error in the configuration, two jobs side by side, a capture.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -174,20 +174,6 @@ def test_a_node_that_fails_its_check_is_excluded_from_this_job_and_the_next(
     assert nodes_of(output, 2) == ["n1", "n3"]
 
 
-def test_launches_without_a_new_checkpoint_come_to_an_end(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    words = ("--health-command", "false", "--max-starts", "2", "--", "train",
-             str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS)  # fmt: skip
-    job = cluster.submit(words)
-    assert job.wait_for_end() == "FAILED 1:0", job.log
-    assert job.fields["Restarts"] == "1"
-    assert outcomes(output) == [Status.FAILED, Status.FAILED]
-    assert job.fields["ExcNodeList"] == "(null)"
-    assert "2 launches since step 0 brought no new checkpoint" in job.log
-
-
 def test_an_error_in_the_configuration_is_not_tried_again(
     cluster: Cluster, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -201,18 +187,6 @@ def test_an_error_in_the_configuration_is_not_tried_again(
     assert "parallel.tensor" in within.log
     assert "no further launch" in within.log
     assert "Traceback" not in before.log + within.log
-
-
-def test_a_full_disk_ends_the_job_with_its_name(
-    cluster: Cluster, inputs: Inputs, small_disk: Callable[[str], Path]
-) -> None:
-    output = small_disk("512k") / "run"
-    job = cluster.submit((str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS,
-                          "checkpoint.interval=2"))  # fmt: skip
-    assert job.wait_for_end() == "FAILED 78:0", job.log
-    assert job.fields["Restarts"] == "0"
-    assert "no space left for a checkpoint" in job.log
-    assert "Traceback" not in job.log
 
 
 def test_jobs_share_nodes_but_not_a_folder(

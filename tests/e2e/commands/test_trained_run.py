@@ -182,8 +182,8 @@ def under(launcher: Sequence[str], script: str, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "options"),
-    [(TORCHRUN, []), (SIGNALLING_TORCHRUN, []), (SIGNALLING_TORCHRUN, ["--run"])],
-    ids=["torchrun", "wrapper", "wrapper-run"],
+    [(TORCHRUN, []), (SIGNALLING_TORCHRUN, ["--run"])],
+    ids=["torchrun", "wrapper-run"],
 )
 def test_the_scripts_run_under_torchrun_and_its_wrapper(
     trained: Path, launcher: Sequence[str], options: list[str]

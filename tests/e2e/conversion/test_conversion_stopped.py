@@ -45,7 +45,7 @@ def large(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return commands(pool, root, vocab_size=300_000, hidden_size=256)
 
 
-@pytest.mark.parametrize(("command", "world"), [("import", 2), ("export", 1), ("export", 2)])
+@pytest.mark.parametrize(("command", "world"), [("import", 2), ("export", 1)])
 def test_a_real_disk_that_fills_up_while_converting(
     pool: Pool, small: Sources, small_disk: Callable[[str], Path], command: str, world: int
 ) -> None:

@@ -17,9 +17,7 @@ from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.failing import Ending, call_alone, call_script
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import (
-    CONTEXT,
     CPU,
-    EXPERT,
     PIPELINE,
     SEQUENCE,
     TENSOR,
@@ -75,8 +73,6 @@ def evaluations(output: Path) -> list[tuple[int, dict[str, Any]]]:
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
     "TP2xPP2+sequence+virtual": ("dense", 4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL)),
-    "CP2": ("dense", 2, (CONTEXT,)),
-    "experts EP2": ("moe", 2, (EXPERT,)),
     "two tokenizers": ("aligned", 2, (TENSOR,)),
 }
 

@@ -126,7 +126,7 @@ def descendants_of(launcher: int) -> list[psutil.Process]:
     return []
 
 
-CASES = [f"{fault} {launcher}" for fault in FAULTS for launcher in ("torchrun", "processes")]
+CASES = ("exception torchrun", "memory processes", "killed torchrun", "killed processes")
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ TEMPERATURES = (0.5, 2.0)
 MOE = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 LAYOUTS = (
-    "one rank", "TP2", "TP2+sequence", "PP2", "CP2", "DP2", "DP2, sharded weights", "TP2xPP2",
+    "one rank", "TP2+sequence", "PP2", "CP2", "DP2", "DP2, sharded weights", "TP2xPP2",
     "TP4",
 )  # fmt: skip
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +11,6 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.e2e.faults.test_lone_failures import started
-from tests.e2e.processes import run_python
 from tests.e2e.runs import (
     SECONDS,
     Course,
@@ -31,7 +26,6 @@ from tests.e2e.runs import (
 )
 from tests.e2e.teachers.test_several_teachers import COMPARED, ROUTED, write_several
 from tests.e2e.teachers.test_teacher_ranks import train_in_roles
-from tests.e2e.teachers.test_teacher_ranks_failures import COMMAND, KILLED, SECONDS_TO_THE_END, hook
 
 HELD_OUT = ("validation.samples=4", "validation.interval=6")
 ONE_SAMPLE = "train.micro_batch_size=1"
@@ -70,7 +64,6 @@ def steps(found: Course) -> Course:
 LAW, CODE, MATH = (f"teachers.{name}.ranks=1" for name in ("law", "code", "math"))
 # Ranks of the launch, and the layouts.
 LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
-    "1, and 1": (2, (LAW,)),
     "1, 1 and 1, 0 and 2 ahead, shared memory": (
         3, (LAW, CODE, "teachers.law.steps_ahead=0", "teachers.code.steps_ahead=2",
             "teachers.code.transfer.backend=ipc"),
@@ -114,7 +107,6 @@ TOP_K = (
 )
 # Ranks of the launch, settings of both runs, and of this one.
 OF_TOP_K: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
-    "1, and 1": (2, (), (LAW, sent("law"))),
     "1, and 1 for each": (
         4, (), (LAW, CODE, MATH, sent("law"), sent("code"), sent("math", 20),
                 "teachers.code.transfer.backend=ipc"),
@@ -228,32 +220,3 @@ def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path)
         assert found[name] == pytest.approx(expected[name], rel=1e-4)
     for name, figures in expected["teachers"].items():
         assert found["teachers"][name] == pytest.approx(figures, rel=1e-3), name
-
-
-@pytest.mark.slow
-def test_each_role_is_a_world_under_torchrun(
-    config: Path, shared: Callable[..., Any], tmp_path: Path
-) -> None:
-    program = ("-m", "megatron_distill.cli", "train", str(config), "--processes", "3")
-    run_python(*program, f"output={tmp_path}", LAW, CODE, *HELD_OUT, seconds=SECONDS)
-    assert course(steps(records(tmp_path))) == course(steps(shared(*HELD_OUT)))
-
-
-@pytest.mark.slow
-def test_a_killed_teacher_is_named_and_the_run_goes_on(
-    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
-) -> None:
-    output, saved = tmp_path / "run", ("checkpoint.save=true", "checkpoint.interval=1")
-    words = [sys.executable, "-m", "megatron_distill.cli", "train", str(config)]
-    words += ["--processes", "3", f"output={output}", LAW, CODE, *saved]
-    fault = hook(2, "receive", COMMAND)  # of `law`, after `code`
-    with started(tmp_path, words, KILLED, hook=fault, FAULT_MESSAGE="4") as launch:
-        launch.wait_for_the_fault()
-        assert launch.process.wait(timeout=240) != 0
-        failed = float(launch.fault.read_text().split()[1])
-        assert time.time() - failed < SECONDS_TO_THE_END, launch.output()
-    cause = launch.output().splitlines()[-1]
-    assert cause.startswith("error: rank 2 died of SIGKILL; "), launch.output()
-    assert re.search(r"at step [1-6]\b.* No answer from teachers\.law\.0 on ", cause), cause
-    apart(pool, 3, config, output, LAW, CODE, *saved)
-    assert course(step_records(output)) == course(steps(shared(*saved)))

@@ -79,7 +79,7 @@ def whole(pool: Pool, config: Path, inputs: Inputs) -> list[dict[str, Any]]:
 _HELD_OUT = ("validation.samples=4", "validation.interval=6")
 # Own layouts of teachers, by the student's.
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("TP2", "TP2+sequence", "DP2", "PP2", "CP2"), ()),
+    **dict.fromkeys(("TP2+sequence", "DP2", "PP2", "CP2"), ()),
     "one rank, one sample at a time": ("train.micro_batch_size=1",),
     "DP2, of TP2 and PP2": (
         "teachers.code.parallel={tensor: 2, sequence: true}", "teachers.law.parallel={pipeline: 2}",

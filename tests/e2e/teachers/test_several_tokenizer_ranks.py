@@ -19,9 +19,8 @@ from tests.e2e.runs import (
     assert_same_course,
     course,
     quick_and_slow,
-    run,
 )
-from tests.e2e.teachers.test_several_teacher_ranks import apart, evaluate_here, sent, steps
+from tests.e2e.teachers.test_several_teacher_ranks import apart, sent, steps
 from tests.e2e.tokenizers.test_several_tokenizers import LOSSES, write_config
 
 HELD_OUT = ("validation.samples=8", "validation.interval=6")
@@ -54,8 +53,6 @@ def test_two_steps_with_each_teacher_on_a_rank_are_those_of_shared_ranks(
 
 # Ranks of the launch, and the layouts.
 LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
-    "1, and 1": (2, (FAR,)),
-    "1, and 1 of one tokenizer": (2, (NEAR,)),
     "1, 1 and 1, 0 and 2 ahead, shared memory": (
         3, (FAR, NEAR, "teachers.far.steps_ahead=2", "teachers.far.transfer.backend=ipc",
             "teachers.near.steps_ahead=0"),
@@ -105,7 +102,6 @@ OF_ALL_IDS = (
 OF_TOP_K = ("forward_kl_top8", "likelihood_js_divergence_t6", "reverse_kl_top8_near")
 SENT = sent("far", max(SECOND_SIZES))
 WITH_TOP_K: dict[str, tuple[int, Sequence[str]]] = {
-    "1, and 1": (2, (FAR, SENT)),
     "1, and 1 for each, shared memory": (
         3, (FAR, NEAR, SENT, sent("near"), "teachers.far.transfer.backend=ipc"),
     ),
@@ -132,23 +128,3 @@ def test_a_sent_top_k_gives_the_course_of_live_teachers(
     assert_same_course(steps(found), steps(expected), names)
     assert all(record[name] > 1e-3 for record in steps(found) for name in names)
     assert_same_held_out(found, expected)
-
-
-@pytest.mark.slow
-def test_it_resumes_on_shared_ranks(
-    pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
-) -> None:
-    saved = ("checkpoint.save=true", "train.micro_batch_size=1")
-    apart(pool, 3, config, tmp_path, *saved, FAR, NEAR, stop_after=2)
-    run(pool, 1, config, tmp_path, *saved, stop_after=2)
-    found = apart(pool, 2, config, tmp_path, *saved, FAR)
-    assert course(steps(found)) == course(steps(shared(*saved)))
-
-
-@pytest.mark.slow
-def test_one_process_evaluates_the_run(pool: Pool, config: Path, tmp_path: Path) -> None:
-    own = ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2}", "checkpoint.save=true")
-    expected = apart(pool, 3, config, tmp_path, *HELD_OUT, *own)[-1]["validation"]
-    (found,) = pool.run(1, evaluate_here, str(tmp_path))
-    for name in ("ce_loss", "kd_loss", *LOSSES):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4), name

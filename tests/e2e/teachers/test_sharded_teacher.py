@@ -56,7 +56,6 @@ SEVERAL = (
 CASES: dict[str, tuple[int, Sequence[str]]] = {
     "TP2 x DP2": (4, (TENSOR, SEQUENCE)),
     "PP2 x DP2, virtual": (4, (PIPELINE, VIRTUAL)),
-    "DP4": (4, ()),
     "DP2, bf16, tied, at rest": (2, (BF16, TIED, "teacher.offload=true")),
     "CP2": (2, (CONTEXT,)),
     "EP2 x DP2, a dense layer": (4, (DENSE_FIRST, EXPERT)),
@@ -69,7 +68,6 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     ),
     "own layout, d2 t2 to d4": (4, ("teacher.parallel={tensor: 2, sequence: true}",)),
     "own layout, e2 to t2": (4, (TENSOR, SEQUENCE, EXPERTS, "teacher.parallel={expert: 2}")),
-    "features": (4, (FEATURES, PIPELINE)),
     "features, own layout": (2, (FEATURES, PIPELINE, "teacher.parallel={pipeline: 1}")),
 }
 QUICK = ("own layout, p1 to p2",)

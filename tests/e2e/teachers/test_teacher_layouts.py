@@ -48,28 +48,21 @@ def train(pool: Pool, inputs: Inputs) -> Callable[..., Course]:
 # Ranks, the student's layout and loss, the teacher's layout, and whether all kernels see the same
 # shapes as in the shared layout.
 CASES: dict[str, tuple[int, Sequence[str], str, bool]] = {
-    "t2 to t1": (2, (), "tensor: 2", False),
     "t2 with a split sequence to t1": (2, (), "tensor: 2, sequence: true", False),
-    "t1 to t2": (2, (TENSOR,), "tensor: 1", False),
     "t1 to t2 with a split sequence": (2, (TENSOR, SEQUENCE), "tensor: 1", False),
-    "p2 to p1": (2, (), "pipeline: 2", True),
     "p1 to p2, virtual": (2, (PIPELINE, VIRTUAL), "pipeline: 1", True),
     "c2 to c1": (2, (), "context: 2", False),
     "c1 to c2": (2, (CONTEXT,), "context: 1", False),
-    "e2 to e1": (2, (EXPERTS,), "expert: 2", False),
     "e2 to t2": (2, (TENSOR, SEQUENCE, EXPERTS), "expert: 2", False),
     "d4 to d1": (4, (TENSOR, SEQUENCE, PIPELINE), "tensor: 1", False),
-    "d4 to d2": (4, (CONTEXT,), "tensor: 1", False),
     "c2 t2 to p2 d2": (4, (PIPELINE,), "context: 2, tensor: 2, sequence: true", False),
     "p2 to c2 t2": (4, (CONTEXT, TENSOR, SEQUENCE), "pipeline: 2", False),
     "six terms": (4, (TERMS, TENSOR, SEQUENCE, PIPELINE), "context: 2", False),
-    "features, p1 to p2": (2, (FEATURES, PIPELINE), "pipeline: 1", True),
     "features, p2 to p1": (2, (FEATURES,), "pipeline: 2", True),
     "features, c2 p2 to t2 p2": (
         4, (FEATURES, TENSOR, SEQUENCE, PIPELINE), "context: 2, pipeline: 2", False,
     ),
     "balanced": (2, (PIPELINE, "objective.balance.mode=magnitude"), "pipeline: 1", True),
-    "host memory": (2, (PIPELINE, "teacher.offload_hidden=true"), "pipeline: 1", True),
     "more rows in the teacher's vocabulary": (
         2, ("teacher.architecture.vocab_divisible_by=8", TENSOR), "tensor: 1", False,
     ),
@@ -112,7 +105,6 @@ KEY_HEADS = "teacher.architecture.num_kv_heads=1"
 RECOMPUTED = "train.recompute=full"
 # As `CASES`.
 WITH_MAPS: dict[str, tuple[int, Sequence[str], str, bool]] = {
-    "t2 to t1": (2, (), "tensor: 2, sequence: true", False),
     "t1 to t2 with a split sequence": (2, (TENSOR, SEQUENCE), "tensor: 1", False),
     "t2 to c2": (2, (CONTEXT,), "tensor: 2", False),
     "c2 to t2, shared key heads": (2, (TENSOR, KEY_HEADS), "context: 2", False),

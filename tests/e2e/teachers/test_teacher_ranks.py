@@ -133,9 +133,8 @@ def runs_of_roles(
 
 EXACT = {"first": 0.0, "later": 0.0}
 LAYOUTS = (
-    "1 and 1", "TP2 and 1", "TP2+sequence and 1", "1 and TP2", "1 and TP2+sequence", "DP2 and 1",
-    "1 and DP2", "DP2 and DP2", "1 and DP3", "PP2 and 1", "PP2+virtual and 1", "1 and PP2",
-    "CP2 and 1", "1 and CP2",
+    "1 and 1", "TP2+sequence and 1", "1 and TP2+sequence", "DP2 and 1", "DP2 and DP2", "1 and DP3",
+    "PP2+virtual and 1", "1 and PP2", "CP2 and 1", "1 and CP2",
 )  # fmt: skip
 
 
@@ -156,8 +155,6 @@ AHEAD, SHARED_MEMORY = "teacher.steps_ahead=2", "teacher.transfer.backend=ipc"
 # Settings of both runs, and of the second alone.
 WAYS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "0 ahead": ((), ("teacher.steps_ahead=0",)),
-    "2 ahead": ((), (AHEAD,)),
-    "shared memory": ((), (SHARED_MEMORY,)),
     "shared memory, 2 ahead": ((), (AHEAD, SHARED_MEMORY)),
     "top-k, shared memory, 2 ahead": ((SENT, TOP_K), (AHEAD, SHARED_MEMORY)),
 }
@@ -209,12 +206,6 @@ CHANGING: dict[str, Sequence[str]] = {
         "objective.terms=[{temperature: 3.0, temperature_schedule: {to: 1.0, steps: 4}}, "
         "{divergence: adaptive_kl, weight_schedule: {to: 0.2, steps: 3, kind: cosine}}]",
     ),
-    "divergences": (
-        "objective.terms=[{divergence: reverse_kl}, {divergence: js_divergence, beta: 0.3}, "
-        "{divergence: skewed_forward_kl}, {divergence: skewed_reverse_kl}, "
-        "{divergence: adaptive_kl}, {divergence: total_variation}, "
-        "{divergence: squared_hellinger, temperature: 2.0}]",
-    ),
     "supports": (
         "objective.terms=[{top_k: 8}, {top_k: 7, support: raw}, "
         "{top_k: 6, support: renormalized, temperature: 2.0}]",
@@ -260,9 +251,10 @@ def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers
     assert len(found) == 200
     peaks = [record["peak_memory_bytes"] for record in found]
     assert peaks[-1] - peaks[40] < 4e6, peaks[::20]
-    waited = sum(record["teacher_seconds"] for record in found[40:])
-    total = sum(record["step_seconds"] for record in found[40:])
-    assert (waited > 0.3 * total) == (layers == 64), (waited, total)
+    if layers == 64:
+        waited = sum(record["teacher_seconds"] for record in found[40:])
+        total = sum(record["step_seconds"] for record in found[40:])
+        assert waited > 0.3 * total, "this teacher is not slow"
 
 
 @pytest.mark.slow
@@ -296,9 +288,7 @@ def test_numbers_of_replicas_need_not_divide_each_other(
 # Settings of this run, and of both.
 AT_ONCE = ("teacher.steps_ahead=0", SHARED_MEMORY)
 WITH_FEATURES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-    "1 and 1": ((), ()),
     "1 and 1, 0 ahead": (AT_ONCE, ()),
-    "PP2 and PP2": ((), ()),
     "PP2+virtual and DP2, recomputed": (("train.recompute=full", SHARED_MEMORY), ()),
     "TP2+sequence and PP2": ((), ()),
     "CP2 and TP2+sequence": ((), ()),

@@ -58,10 +58,8 @@ TP2_AND_DP2 = ("parallel.tensor=2", "teacher.parallel={tensor: 1}")
 # The rank that fails, its message, the fault, ranks of each role, and their layout. The first
 # command is of step 1; the sixth is of step 6, one ahead, after a checkpoint of step 2.
 FAILURES: dict[str, tuple[str, str, int, str, int, Sequence[str]]] = {
-    "student raises at step 1": ("student.0", HOOKS["student"], 1, EXCEPTION, 1, ()),
     "teacher raises at step 1": ("teacher.0", HOOKS["teacher"], 1, EXCEPTION, 1, ()),
     "student killed later": ("student.0", HOOKS["student"], 6, KILLED, 1, ()),
-    "teacher killed later": ("teacher.0", HOOKS["teacher"], 6, KILLED, 1, ()),
     # A step has four answers for each rank of the student.
     "second of the student": ("student.1", hook(1, "receive", HEADER), 22, KILLED, 2, TP2_AND_DP2),
     # A round has a credit for each of two teachers, which wait for it.
@@ -248,26 +246,26 @@ def test_killed_while_it_loads_it_starts_again(
     assert goes_on(pool, inputs, tmp_path)
 
 
+# A killed student: tests/e2e/faults/test_kill.py.
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "role"), [(0, "student"), (1, "teacher")])
-def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
-    pool: Pool, inputs: Inputs, tmp_path: Path, number: int, role: str
+def test_a_teacher_killed_during_a_save_goes_on_from_the_checkpoint_before(
+    pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     with started(tmp_path, words(inputs, output, *STEPS), "pass", hook="FAULT\n") as launch:
         ranks = Started(launch.process, launch.log, tmp_path)
         hold_during_a_save(ranks, output, after=7)
         failed = time.monotonic()
-        ranks.ranks()[number].kill()
+        ranks.ranks()[1].kill()
         send_to_all(ranks, signal.SIGCONT)
         assert launch.process.wait(timeout=240) != 0
         seconds = time.monotonic() - failed
     text = launch.output()
     assert seconds < SECONDS_TO_THE_END, text
     cause = text.splitlines()[-1]
-    assert cause.startswith(f"error: rank {number} died of SIGKILL; "), text
+    assert cause.startswith("error: rank 1 died of SIGKILL; "), text
     # Between two steps the other role is in no unit.
-    assert re.search(rf"at step \d+(, unit \d+)?, or .* No answer from {role}.0 on ", cause), text
+    assert re.search(r"at step \d+(, unit \d+)?, or .* No answer from teacher.0 on ", cause), text
     assert goes_on(pool, inputs, tmp_path)
 
 

@@ -53,7 +53,7 @@ def train(pool: Pool, inputs: Inputs, weights: Callable[[str], str]) -> Runner:
 
 
 LAYOUTS = (
-    "TP2+sequence", "PP2", "PP2+virtual", "DP2", "CP2", "TP2xPP2", "TP4, on 2 KV heads", "EP2",
+    "TP2+sequence", "PP2+virtual", "DP2", "CP2", "TP2xPP2", "TP4, on 2 KV heads", "EP2",
 )  # fmt: skip
 
 
@@ -88,10 +88,6 @@ TERMS = """objective.terms=[
 COMBINATIONS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "TP2+sequence": ("dense", (), ()),
     "one rank, no accumulation": ("dense", (), ("train.micro_batch_size=8",)),
-    "DP2, overlapped parameter gather": ("dense", (), ("optimizer.overlap_param_gather=true",)),
-    "DP2xPP2+virtual, overlapped parameter gather": (
-        "dense", (), ("optimizer.overlap_param_gather=true",),
-    ),
     "DP2, whole optimizer on every rank": ("dense", (), ("optimizer.distributed=false",)),
     "one rank, recompute attention": ("dense", (), ("train.recompute=selective",)),
     "TP2+sequence, recompute layers": ("dense", (), ("train.recompute=full",)),
@@ -101,13 +97,9 @@ COMBINATIONS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "CP2, documents see each other": ("dense", ("data.isolate_documents=false",), ()),
     "CP2, six terms": ("dense", (TERMS,), ("train.micro_batch_size=4",)),
     "TP2xPP2+sequence, six terms": ("dense", (TERMS,), ()),
-    "CP2xTP2+sequence": ("dense", (), ()),
     "CP2xPP2": ("dense", (), ()),
-    "TP2+sequence, GPT-like": ("gpt", (), ()),
     "PP2, GPT-like": ("gpt", (), ()),
-    "TP2xDP2+sequence, experts EP2": ("moe", (), (EXPERT,)),
     "CP2, experts EP2": ("moe", (), (EXPERT,)),
-    "EP2xPP2, experts": ("moe", (), ()),
     "TP2xDP2+sequence, mixture EP2": ("mixture", (), (EXPERT,)),
     "EP2xPP2, mixture": ("mixture", (), ()),
     "one rank, mixture, feed-forward recomputed": (
@@ -186,9 +178,8 @@ OF_REMARK = {
     "longer teacher": "teacher.sequence_length=48",
 }
 ALIGNED = (
-    "TP2", "TP2+sequence, tied", "TP4, smaller", "PP2, smaller", "PP2+virtual",
-    "CP2, longer teacher", "DP2, smaller", "TP2xPP2, tied", "TP2xCP2+sequence", "PP2xCP2",
-    "one rank, micro-batch 1",
+    "TP2+sequence, tied", "PP2+virtual", "CP2, longer teacher", "DP2, smaller", "TP2xPP2, tied",
+    "TP2xCP2+sequence", "one rank, micro-batch 1",
 )  # fmt: skip
 ALIGNED_NAMES = ("likelihood_js_divergence_t6", "common_forward_kl_t2", "common_reverse_kl_top8")
 
@@ -220,10 +211,7 @@ def test_a_teacher_of_another_tokenizer_gives_the_losses_of_one_rank(
     assert expected[0]["coverage"]["student_bytes"] > 0.8
 
 
-MEANS = (
-    "TP2+sequence", "TP4, smaller", "CP2", "PP2+virtual", "DP2", "TP2xCP2+sequence",
-    "one rank, micro-batch 1",
-)  # fmt: skip
+MEANS = ("CP2", "PP2+virtual", "DP2", "TP2xCP2+sequence", "one rank, micro-batch 1")
 
 
 @pytest.mark.slow
@@ -237,9 +225,8 @@ def test_losses_on_chunk_means_are_those_of_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["one rank", "TP2+sequence"])
-def test_bf16_is_close_to_fp32(train: Runner, case: str) -> None:
-    world, overrides = layout(case)
+def test_bf16_is_close_to_fp32(train: Runner) -> None:
+    world, overrides = layout("TP2+sequence")
     exact = train("dense", 1)
     rounded = train("dense", world, "train.precision=bf16", *overrides)
     assert exact[0]["ce_loss"] != rounded[0]["ce_loss"]

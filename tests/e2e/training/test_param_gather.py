@@ -37,7 +37,6 @@ LLAMA = (
     "schedule.warmup_steps=1", "checkpoint.asynchronous=true",
 )  # fmt: skip
 CASES: dict[str, tuple[int, Sequence[str]]] = {
-    "untied": (2, ()),
     "tied": (2, (TIED,)),
     "tied PP2": (4, (TIED, PIPELINE)),
     "PP2+virtual": (4, (PIPELINE, "parallel.virtual_pipeline=2")),

@@ -38,14 +38,12 @@ VOCABULARY = 301
 
 Run = tuple[int, Sequence[str]]
 LAYOUTS: dict[str, tuple[str, Run, Run]] = {
-    "one rank to TP2xPP2": ("dense", (1, ()), (4, (TENSOR, PIPELINE))),
     "TP4 on 2 KV heads to one rank": ("dense", (4, (FOUR,)), (1, ())),
     "DP4 to TP2xPP2, bf16": ("dense", (4, (BF16,)), (4, (TENSOR, PIPELINE, BF16))),
     "TP2xPP2 to DP3, bf16": ("dense", (4, (TENSOR, PIPELINE, BF16)), (3, (BF16,))),
     "uneven PP2+virtual to DP2": ("dense", (2, (PIPELINE, VIRTUAL, *UNEVEN)), (2, UNEVEN)),
     "TP2xDP2 to PP2+virtual, tied": ("gpt", (4, (TENSOR, TIED)), (2, (PIPELINE, VIRTUAL, TIED))),
     "PP2xDP2 to CP2, tied": ("gpt", (4, (PIPELINE, TIED)), (2, (CONTEXT, TIED))),
-    "DP4 to DP2, whole": ("dense", (4, (WHOLE, BF16)), (2, (WHOLE, BF16))),
     "TP2xDP2 whole to PP2xDP2": ("dense", (4, (WHOLE, TENSOR)), (4, (PIPELINE,))),
     "DP4 to TP2 whole, bf16": ("dense", (4, (BF16,)), (2, (WHOLE, TENSOR, BF16))),
     "EP2xDP2 to TP2xEP2": ("moe", (4, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
