@@ -69,6 +69,11 @@ def test_a_run_is_shipped_for_each_subject_that_people_look_for():
     assert any(run.teacher is not None and run.teacher.store for run in runs)
     assert any(term.top_k for run in runs for term in run.objective.terms or ())
     assert any(run.objective.features for run in runs)
+    assert any(
+        term.alignment and run.student.hf and run.teacher is not None and run.teacher.hf
+        for run in runs
+        for term in run.objective.terms or ()
+    )
     assert any(run.objective.balance.mode == "magnitude" for run in runs)
 
 

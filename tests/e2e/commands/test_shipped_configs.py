@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.hugging_face_models import save_model
+from megatron_distill.data.tokenizers.open import load_tokenizer
+from tests.distributed.hugging_face_models import reference, save_model
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in
+from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import Inputs, run
+from tests.e2e.runs import SECOND_SIZES, Inputs, run
 
 CONFIGS = ROOT / "configs"
 CHAT = CONFIGS / "qwen25_7b_to_1.5b_chat.yaml"
@@ -21,6 +23,7 @@ CAPTURE = CONFIGS / "llama31_8b_pruned_topk_store_capture.yaml"
 PRUNED = CONFIGS / "llama31_8b_pruned_topk_store.yaml"
 FEATURES = CONFIGS / "llama_features_balanced.yaml"
 TEACHERS = CONFIGS / "two_teachers.yaml"
+TOKENIZERS = CONFIGS / "qwen25_7b_to_llama32_1b.yaml"
 
 HERE = ("runtime.device=cpu", "runtime.backend=gloo", "runtime.threads=1")
 SHORT = (
@@ -57,6 +60,16 @@ def qwens(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_position_embeddings=160,
         )  # fmt: skip
         pool.run(1, give_tokenizer, folder / "tokenizer", folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_qwen(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen whose folder has another tokenizer than the Llamas', and rows beyond its tokens."""
+    folder = tmp_path_factory.mktemp("models") / "qwen"
+    size = max(SECOND_SIZES)
+    save_model(folder, "qwen2", vocab_size=size + 27)
+    pool.run(1, give_tokenizer, inputs.second_tokenizer(size), folder)
     return folder
 
 
@@ -175,6 +188,77 @@ def test_features_of_two_sizes_are_projected_and_balanced(
         assert record["projector_grad_norm"] > 0
         assert record["balance"]["kd_scale"] > 0
         assert record["balance"]["feature_scale"] > 0
+
+
+def test_a_qwen_teaches_a_llama_that_leaves_with_its_own_tokenizer(
+    pool: Pool, inputs: Inputs, llamas: Path, other_qwen: Path, tmp_path: Path
+) -> None:
+    output, student = tmp_path / "run", llamas / "1B"
+    changes = (
+        *HERE, *SHORT, "parallel.tensor=2", "teacher.sequence_length=40",
+        f"student.hf={student}", f"teacher.hf={other_qwen}",
+        f"data.sources.0.paths={inputs.corpus}", "data.validation_fraction=0.1",
+    )  # fmt: skip
+    records = run(pool, 2, TOKENIZERS, output, *changes)
+    assert_two_steps(records)
+    for record in records:
+        assert record["common_forward_kl"] == pytest.approx(record["kd_loss"])
+        assert record["kd_loss"] > 0
+        assert record["chunks"] > 0
+        assert record["coverage"]["student_bytes"] > 0.8
+        assert record["coverage"]["teacher_bytes"] > 0.8
+    words = ("export", "--checkpoint", output, "--hf", tmp_path / "out")
+    ending = call_alone(pool, ROOT / "tools" / "convert_checkpoint.py", *words)
+    assert ending.status == 0, ending.stderr
+    exported = reference(tmp_path / "out")
+    assert exported.config.vocab_size == reference(student).config.vocab_size == 301
+    assert load_tokenizer(tmp_path / "out").identity == load_tokenizer(student).identity
+    assert load_tokenizer(other_qwen).identity != load_tokenizer(student).identity
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_two_tokenizers_work_on_that_run(
+    pool: Pool, inputs: Inputs, llamas: Path, other_qwen: Path, tmp_path: Path
+) -> None:
+    models = (f"student.hf={llamas / '1B'}", f"teacher.hf={other_qwen}")
+    changes = (
+        *HERE, *SHORT, *ALONE, "teacher.sequence_length=40", *models, f"output={tmp_path / 'run'}",
+        f"data.sources.0.paths={inputs.corpus}", "data.validation_fraction=0.1",
+    )  # fmt: skip
+    ending = call_alone(
+        pool, ROOT / "tools" / "preview_data.py", TOKENIZERS, *changes,
+        *("--samples", 1, "--counted", 4, "--chunks", 6, "--width", 100),
+    )  # fmt: skip
+    assert ending.status == 0, ending.stderr
+    assert "in chunks, student" in ending.stdout
+    path = tmp_path / "map.safetensors"
+    sides = ("--student", llamas / "1B", "--teacher", other_qwen)
+    for words in (("build", *sides, "--output", path), ("verify", path, *sides)):
+        ending = call_alone(pool, ROOT / "tools" / "vocabulary_map.py", *words)
+        assert ending.status == 0, ending.stderr
+    run(pool, 1, TOKENIZERS, tmp_path / "run", *changes)
+    write_rows(tmp_path / "rows.jsonl", [{"text": "def parse(self, text):\n    return text"}] * 3)
+    task, measured = tmp_path / "held_out.yaml", tmp_path / "results.json"
+    task.write_text(f"base: text\nfolder: {tmp_path}\nfiles: ['rows.jsonl']\n")
+    ending = call_alone(
+        pool, ROOT / "launch" / "evaluate.py", tmp_path / "run",
+        *("--tasks", task, "--teacher", "--json", measured),
+    )  # fmt: skip
+    assert ending.status == 0, ending.stderr
+    found = bits_per_byte(json.loads(measured.read_text()))
+    assert len(found) == 2
+    assert all(0 < value < 100 for value in found)
+
+
+def bits_per_byte(results: dict[str, Any]) -> list[float]:
+    """The measure of each model, wherever it stands, differences between models apart."""
+    found: list[float] = []
+    for name, value in results.items():
+        if name == "bits_per_byte":
+            found.append(value)
+        elif isinstance(value, dict) and "minus" not in name:
+            found += bits_per_byte(value)
+    return found
 
 
 @pytest.mark.slow
