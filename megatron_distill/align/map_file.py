@@ -156,6 +156,7 @@ def cached_vocabulary_map(
     path = folder / f"vocabulary-map-{_key(student, teacher, special_pairs)}.safetensors"
     found = _stored(path)
     if found is not None:
+        _report(found, student, teacher, "read", path)
         return found
     with partial_file(path, waits=True) as (partial, descriptor):
         found = _stored(path)  # of the process that held the lock
@@ -164,8 +165,24 @@ def cached_vocabulary_map(
             partial.write_bytes(map_bytes(found))
             os.fsync(descriptor)
             partial.replace(path)
-            _LOGGER.info("vocabulary map of %s and %s: %s", student.name, teacher.name, path)
+            _report(found, student, teacher, "built", path)
     return found
+
+
+def _report(
+    found: VocabularyMap,
+    student: MappedTokenizer,
+    teacher: MappedTokenizer,
+    verb: str,
+    path: Path,
+) -> None:
+    """Log how many tokens both have: with few of them, terms on common tokens teach little."""
+    _LOGGER.info(
+        "vocabulary map of %s and %s: %s exact pairs of %s and %s tokens, %s ids with a row; %s %s",
+        *(student.name, teacher.name, f"{found.exact_pairs:,}"),
+        *(f"{found.student.size:,}", f"{found.teacher.size:,}"),
+        *(f"{int(np.count_nonzero(np.diff(found.row_offsets))):,}", verb, path),
+    )
 
 
 def _key(

@@ -98,7 +98,14 @@ def test_the_cache_is_built_once_for_all_that_wait(
             pool.map(lambda _: cached_vocabulary_map(*pair, folder=tmp_path / "new"), range(4))
         )
     assert {map_bytes(one) for one in all_maps} == {map_bytes(found)}
-    assert sum("vocabulary map of" in line for line in caplog.messages) == 1
+    (built,) = [line for line in caplog.messages if "; built" in line]
+    rows = sum(len(found.row(number)[0]) > 0 for number in range(found.student.size))
+    sizes = f"of {found.student.size:,} and {found.teacher.size:,} tokens, {rows:,} ids with a row"
+    assert f": {found.exact_pairs:,} exact pairs {sizes}; built {tmp_path}" in built
+    caplog.clear()
+    cached_vocabulary_map(*pair, folder=tmp_path / "new")
+    (again,) = caplog.messages
+    assert again == built.replace("; built", "; read")
     (path,) = (tmp_path / "new").iterdir()
     # The other direction and further pairs of special tokens have files of their own.
     cached_vocabulary_map(*reversed(pair), folder=tmp_path / "new")
