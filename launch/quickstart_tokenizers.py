@@ -2,9 +2,10 @@
 
 Each run is one of launch/pretrain_distill.py under torchrun. The first trains the teacher of the
 quickstart. The next trains a small student, whose tokenizer differs from the teacher's, without
-distillation. Then one run per loss trains the same student with the teacher, from the same initial
-weights and on the same texts. The result is in bits per byte of the held-out documents. The same
-command resumes an interrupted run.
+distillation. Both are exported, and their held-out losses must be those that `transformers` alone
+gives. Then one run per loss trains the same student with the teacher, from the same initial weights
+and on the same texts. The result is in bits per byte of the held-out documents. The same command
+resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from megatron_distill.commands.quickstart import (
     write_result,
 )
 from megatron_distill.config import RunConfig, load_config
+from megatron_distill.data.samples import Sample
 from megatron_distill.data.sources import (
     DataOptions,
     TeacherReading,
@@ -41,7 +43,8 @@ from megatron_distill.evaluation.bits_per_byte import (
     measure_text,
     require_comparable,
 )
-from megatron_distill.evaluation.quickstart import ChildRun
+from megatron_distill.evaluation.independent_loss import IndependentLoss, independent_loss
+from megatron_distill.evaluation.quickstart import ChildRun, ask
 from megatron_distill.evaluation.quickstart_tokenizers import (
     ALONE,
     ALONE_NOTE,
@@ -50,6 +53,7 @@ from megatron_distill.evaluation.quickstart_tokenizers import (
     Comparison,
     carry_out,
     chosen_losses,
+    exported_folder,
     margins_over_seeds,
     remove,
     show_margins,
@@ -59,14 +63,19 @@ from megatron_distill.train.assemble.sources import data_options, source_specs
 ROOT = Path(__file__).resolve().parent.parent
 TEACHER = os.path.relpath(ROOT / "configs" / "quickstart_teacher.yaml")
 STUDENT = os.path.relpath(ROOT / "configs" / "quickstart_tokenizers_student.yaml")
+CONVERT = ROOT / "tools" / "convert_checkpoint.py"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One model's tokenizer in the folder of results, and the held-out documents in its tokens."""
+    """One model's tokenizer in the folder of results, and the held-out documents in its tokens.
+
+    samples: reads them anew.
+    """
 
     folder: Path
     text: HeldOutText
+    samples: Callable[[], Iterator[Sample]]
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -91,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.fresh:
             for flow in flows:
                 remove(flow)
-        outcomes = [carry_out(flow, console) for flow in flows]
+        outcomes = [
+            carry_out(flow, independent_of(flow, teacher, student), console) for flow in flows
+        ]
         margins = margins_over_seeds(flows, outcomes)
         if len(flows) > 1:
             show_margins(margins, console)
@@ -99,6 +110,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_result(arguments.result, outcomes, {"margin_bits_per_byte": margins})
 
     return exit_status(all_seeds)
+
+
+def independent_of(
+    flow: Comparison, teacher: Tokens, student: Tokens
+) -> Callable[[ChildRun], IndependentLoss]:
+    """The held-out loss of a baseline's exported model by `transformers` alone."""
+
+    def measured(child: ChildRun) -> IndependentLoss:
+        folder, tokens = exported_folder(child), teacher if child is flow.teacher else student
+        words = ("export", "--checkpoint", str(child.folder), "--hf", str(folder))
+        ask(CONVERT, words, answer=folder / "config.json")
+        return independent_loss(folder, tokens.samples())
+
+    return measured
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -138,9 +163,9 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Tokens, To
     )
     reading = TeacherReading(teacher, _teacher_length(configs[1]), 1.0, workers=0)
     options = [_options(config) for config in configs]
+    options[1] = replace(options[1], teacher=reading)
     found = [
-        Tokens(folders[0], _held_out(configs[0], teacher, options[0])),
-        Tokens(folders[1], _held_out(configs[1], student, replace(options[1], teacher=reading))),
+        _tokens(*one) for one in zip(folders, configs, (teacher, student), options, strict=True)
     ]
     require_comparable(student=found[1].text, teacher=found[0].text)
     return found[0], found[1]
@@ -167,11 +192,14 @@ def _teacher_length(config: RunConfig) -> int:
     return config.teacher.sequence_length or config.data.sequence_length
 
 
-def _held_out(config: RunConfig, tokenizer: Tokenizer, options: DataOptions) -> HeldOutText:
-    data = config.data
-    specs = source_specs(data.sources)
-    samples = all_held_out(specs, tokenizer=tokenizer, options=options)
-    return measure_text(samples, tokenizer.token_bytes(), isolate_documents=data.isolate_documents)
+def _tokens(folder: Path, config: RunConfig, tokenizer: Tokenizer, options: DataOptions) -> Tokens:
+    def samples() -> Iterator[Sample]:
+        specs = source_specs(config.data.sources)
+        return all_held_out(specs, tokenizer=tokenizer, options=options)
+
+    isolate = config.data.isolate_documents
+    text = measure_text(samples(), tokenizer.token_bytes(), isolate_documents=isolate)
+    return Tokens(folder, text, samples)
 
 
 def plan(

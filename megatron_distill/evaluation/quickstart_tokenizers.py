@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.bits_per_byte import HeldOutText
+from megatron_distill.evaluation.independent_loss import IndependentLoss, require_equal
 from megatron_distill.evaluation.plot import plot_losses
 from megatron_distill.evaluation.quickstart import (
     ChildRun,
@@ -33,8 +37,10 @@ __all__ = [
     "BitsPerByte",
     "Comparison",
     "carry_out",
+    "check_baseline",
     "chosen_losses",
     "compare",
+    "exported_folder",
     "margins_over_seeds",
     "remove",
     "show",
@@ -71,6 +77,7 @@ class Comparison:
     """The runs of one seed: a teacher, a student alone, and a student for each loss.
 
     The texts are those of all held-out documents, in the teacher's tokens and in the students'.
+    The baselines are the teacher and the student alone.
     """
 
     place: Path
@@ -90,6 +97,15 @@ class Comparison:
     def children(self) -> Sequence[ChildRun]:
         """All runs, in order of execution."""
         return (self.teacher, *self.students)
+
+    @property
+    def baselines(self) -> Mapping[str, HeldOutText]:
+        """The held-out text of each baseline, by the name of its run."""
+        return {self.teacher.name: self.teacher_text, self.alone.name: self.student_text}
+
+
+# The held-out loss of a run's exported model without this package; see `independent_loss`.
+Independent = Callable[[ChildRun], IndependentLoss]
 
 
 @dataclass(frozen=True)
@@ -130,20 +146,64 @@ def remove(comparison: Comparison) -> None:
     """Delete the runs and the results of earlier calls, and nothing else."""
     for child in comparison.children:
         remove_child(child)
+        _checked_file(child).unlink(missing_ok=True)
+        shutil.rmtree(exported_folder(child), ignore_errors=True)
     for name in ("result.md", "result.json", "curves.png"):
         (comparison.place / name).unlink(missing_ok=True)
 
 
-def carry_out(comparison: Comparison, console: Console) -> Mapping[str, Any]:
+def exported_folder(child: ChildRun) -> Path:
+    """The Hugging Face folder of a baseline."""
+    return child.place / f"{child.name}_exported"
+
+
+def _checked_file(child: ChildRun) -> Path:
+    return child.place / f"{child.name}_by_transformers.json"
+
+
+def check_baseline(
+    child: ChildRun, text: HeldOutText, independent: Independent, console: Console
+) -> Mapping[str, float]:
+    """Compare the held-out loss of a finished run with that of `transformers` alone.
+
+    Returns both in bits per byte. They are also written beside the run, and compared again only
+    where the run's own has changed. Raises DataError where the two differ.
+    """
+    nats, file = _held_out_loss(child.log()), _checked_file(child)
+    ours = text.bits_per_byte(nats)
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if known.get("run") != ours:
+        found = independent(child)
+        require_equal(found, nats_per_label=nats, labels=text.labels, run=child.label)
+        known = {"run": ours, "transformers": text.bits_per_byte(found.nats_per_label)}
+        write_json(file, known)
+    console.print(
+        f"  checked: {known['run']:.4f} bits per byte in the run, {known['transformers']:.4f} by "
+        "transformers alone",
+        markup=False,
+    )
+    checked: Mapping[str, float] = known
+    return checked
+
+
+def carry_out(
+    comparison: Comparison, independent: Independent, console: Console
+) -> Mapping[str, Any]:
     """Make all unfinished runs, show the result, and return it as plain values.
 
-    It is also written to `result.md` and `result.json`, with the picture `curves.png`. Raises
-    RunStoppedError after a signal, and a MegatronDistillError if a run failed.
+    Both baselines are checked before any distilled student is trained. The result is also written
+    to `result.md` and `result.json`, with the picture `curves.png`. Raises RunStoppedError after a
+    signal, and a MegatronDistillError if a run failed or a baseline's loss is not that of
+    `transformers`.
     """
     count = len(comparison.children)
+    baselines: dict[str, Mapping[str, float]] = {}
     for number, child in enumerate(comparison.children, start=1):
         announce(child, console, f"{number}/{count}", seed=comparison.seed)
         make(child)
+        text = comparison.baselines.get(child.name)
+        if text is not None:
+            baselines[child.label] = check_baseline(child, text, independent, console)
     logs = [run.log() for run in comparison.students]
     for log in logs[1:]:
         check_equal_start(logs[0], log)
@@ -159,6 +219,8 @@ def carry_out(comparison: Comparison, console: Console) -> Mapping[str, Any]:
     outcome = {
         "seed": comparison.seed,
         "rows": [asdict(row) for row in rows],
+        "baselines": baselines,
+        "data_wait": {log.label: _data_wait(log) for log in logs},
         "teacher_text": asdict(comparison.teacher_text),
         "student_text": asdict(comparison.student_text),
         "runs": [asdict(summarize(run.log())) for run in comparison.children],
@@ -220,6 +282,12 @@ def show_margins(margins: Mapping[str, Mapping[str, float]], console: Console) -
         table.add_row(loss, *(f"{value:.4f}" for value in margin_of.values()))
     console.print()
     console.print(table)
+
+
+def _data_wait(run: RunLog) -> float | None:
+    """The median share of a step that waited for its batches; None without a record of it."""
+    shares = run.training("data_wait").values
+    return float(np.median(shares)) if len(shares) else None
 
 
 def _held_out_loss(run: RunLog) -> float:

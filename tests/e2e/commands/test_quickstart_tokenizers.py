@@ -44,6 +44,16 @@ def test_it_ends_with_a_table_of_the_losses_and_a_picture(tmp_path: Path) -> Non
         assert f"{row['bits_per_byte']:.4f}" in text
         # After four steps a loss is that of a nearly uniform choice: log2(ids) per label.
         assert 2 < row["bits_per_byte"] < 5
+    # Both baselines are those of transformers on the exported folders, before any loss is shown.
+    assert result["baselines"].keys() == {"teacher", "student alone"}
+    for row in result["rows"][:2]:
+        found = result["baselines"][row["label"]]
+        assert found["run"] == row["bits_per_byte"]
+        assert found["transformers"] == pytest.approx(found["run"], rel=1e-5)
+    assert text.index("2/4 student alone") < text.rindex("by transformers alone")
+    assert text.rindex("by transformers alone") < text.index(f"3/4 {LOSSES[0]}")
+    assert (tmp_path / "student_alone_exported" / "model.safetensors").exists()
+    assert all(0 <= share < 1 for share in result["data_wait"].values())
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     students = [records(tmp_path / f"student_{name}") for name in ("alone", *LOSSES)]
     for other in students[1:]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,12 @@ from megatron_distill.commands.quickstart import STOPPED_STATUS, exit_status
 from megatron_distill.config import load_config
 from megatron_distill.errors import DataError
 from megatron_distill.evaluation.bits_per_byte import HeldOutText
+from megatron_distill.evaluation.independent_loss import IndependentLoss
+from megatron_distill.evaluation.quickstart import ChildRun
 from megatron_distill.evaluation.quickstart_tokenizers import (
     LOSSES,
     Comparison,
+    check_baseline,
     compare,
     margins_over_seeds,
     show,
@@ -33,8 +38,8 @@ def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
     monkeypatch.chdir(quickstart_tokenizers.ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = parsed("--output", str(tmp_path), "--steps", "10", "train.micro_batch_size=2")
-    teacher = quickstart_tokenizers.Tokens(tmp_path / "a", TEACHER_TEXT)
-    student = quickstart_tokenizers.Tokens(tmp_path / "b", STUDENT_TEXT)
+    teacher = quickstart_tokenizers.Tokens(tmp_path / "a", TEACHER_TEXT, lambda: iter(()))
+    student = quickstart_tokenizers.Tokens(tmp_path / "b", STUDENT_TEXT, lambda: iter(()))
     return quickstart_tokenizers.plan(arguments, 7, NAMES, teacher, student)
 
 
@@ -83,6 +88,49 @@ def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: Compari
     assert [row.gap_closed for row in rows[2:]] == pytest.approx([0.5] * len(NAMES))
     with pytest.raises(DataError, match="no held-out loss"):
         compare(log("teacher", None), students, comparison)
+
+
+def finished(comparison: Comparison, loss: float) -> None:
+    """Write the log of the student alone with a held-out loss."""
+    comparison.alone.folder.mkdir(exist_ok=True)
+    lines = [{"step": 10, "ce_loss": 1.0}, {"step": 10, "validation": {"ce_loss": loss}}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (comparison.alone.folder / "metrics.jsonl").write_text(text)
+
+
+def test_a_baseline_is_the_figure_of_transformers_or_the_comparison_stops(
+    comparison: Comparison,
+) -> None:
+    alone, text = comparison.alone, comparison.baselines[comparison.alone.name]
+    assert text == STUDENT_TEXT
+    assert comparison.baselines[comparison.teacher.name] == TEACHER_TEXT
+    asked: list[str] = []
+
+    def check(found: IndependentLoss) -> Mapping[str, float]:
+        def independent(child: ChildRun) -> IndependentLoss:
+            asked.append(child.name)
+            return found
+
+        console = Console(file=io.StringIO())
+        return check_baseline(alone, text, independent, console)
+
+    finished(comparison, 2.0)
+    wrong = {
+        "2.000000 nats of 1,250 labels in the run and 2.000300": IndependentLoss(2.0003, 1250),
+        "of 1,249 by transformers alone": IndependentLoss(2.0, 1249),
+        "and nan of 1,250": IndependentLoss(math.nan, 1250),
+    }
+    for message, found in wrong.items():
+        with pytest.raises(DataError, match=f"student alone: .*{message}"):
+            check(found)
+    figures = check(IndependentLoss(2.00001, 1250))
+    assert figures["run"] == text.bits_per_byte(2.0) < figures["transformers"]
+    # A comparison that goes on does not ask again, unless the run has another loss.
+    assert check(IndependentLoss(9.0, 1)) == figures
+    assert asked == [alone.name] * 4
+    finished(comparison, 3.0)
+    with pytest.raises(DataError, match="3.000000 nats"):
+        check(IndependentLoss(2.0, 1250))
 
 
 def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> None:
