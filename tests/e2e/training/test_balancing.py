@@ -107,6 +107,44 @@ def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: KnownRuns) -> 
         assert ours["kd_loss"] == pytest.approx(2 * other["kd_loss"], rel=1e-6)
 
 
+# Between two tokenizers: a weight from nothing, and a temperature on its way down.
+OF_CHUNKS = """objective.terms=[
+    {alignment: likelihood, divergence: js_divergence, weight: 0,
+     weight_schedule: {to: 1, steps: 3}},
+    {alignment: common, temperature: 4, scale_by_temperature_squared: true,
+     temperature_schedule: {to: 2, steps: 4, start_step: 1}}]"""
+
+
+def test_losses_between_tokenizers_have_schedules_and_a_balance(train: KnownRuns) -> None:
+    found = train("aligned", 1, *MAGNITUDE, OF_CHUNKS)
+    weights, temperatures = [0, 1 / 3, 2 / 3, 1, 1, 1], [4, 4, 3.5, 3, 2.5, 2]
+    first, second = "likelihood_js_divergence", "common_forward_kl_t4to2"
+    for step, record in enumerate(found):
+        kd = weights[step] * record[first] + record[second]
+        assert record["kd_loss"] == pytest.approx(kd, rel=1e-6)
+        balance, scale = record["balance"], record["ce_loss"] / kd
+        assert balance["kd_scale"] == pytest.approx(scale, rel=1e-5)
+        assert balance[f"{first}_weight"] == pytest.approx(0.5 * scale * weights[step], rel=1e-5)
+        assert balance[f"{second}_weight"] == pytest.approx(0.5 * scale, rel=1e-5)
+        assert balance[f"{second}_temperature"] == pytest.approx(temperatures[step])
+        assert record["total_loss"] == pytest.approx(1.5 * record["ce_loss"], rel=1e-5)
+        assert min(record[first], record[second]) > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", [MAGNITUDE, NORMS], ids=["magnitude", "gradient norms"])
+@pytest.mark.parametrize("overrides", [(TENSOR,), (PIPELINE,), ()], ids=["TP2", "PP2", "DP2"])
+def test_the_balance_of_losses_between_tokenizers_is_that_of_one_rank(
+    train: KnownRuns, balance: tuple[str, ...], overrides: tuple[str, ...]
+) -> None:
+    found = train("aligned", 2, *balance, OF_CHUNKS, *overrides)
+    expected = train("aligned", 1, *balance, OF_CHUNKS)
+    for ours, other in zip(found, expected, strict=True):
+        assert ours["total_loss"] == pytest.approx(other["total_loss"], rel=LAST)
+        assert ours["balance"] == pytest.approx(other["balance"], rel=LAST)
+        assert other["balance"]["kd_scale"] > 0
+
+
 CLAMPED: dict[str, Sequence[str]] = {
     "magnitude, TP2": ("objective.balance={mode: magnitude, clamp: 1.01}", TENSOR),
     "per micro-batch, DP2": (

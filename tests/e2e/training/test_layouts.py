@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -222,6 +223,42 @@ def test_losses_on_chunk_means_are_those_of_one_rank(
     found, expected = runs_of_two_tokenizers(train, inputs, case, SHORT, MEANS_TERMS)
     assert min(expected[0][name] for name in MEANS_NAMES) > 0.01
     assert_same_course(found, expected, (*QUANTITIES, *MEANS_NAMES))
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Pool]:
+    """Eight gloo workers, for tensor, pipeline and context parallelism together."""
+    workers = Pool(8)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "terms", "names"),
+    [
+        ("TP2xPP2xCP2+sequence", (), ALIGNED_NAMES),
+        ("TP2xPP2xCP2+sequence", (MEANS_TERMS,), MEANS_NAMES),
+        ("TP4xPP2", (MEANS_TERMS,), MEANS_NAMES),
+    ],
+)
+def test_losses_between_tokenizers_on_eight_ranks_are_those_of_one(
+    eight_ranks: Pool,
+    train: Runner,
+    weights: Callable[[str], str],
+    inputs: Inputs,
+    tmp_path: Path,
+    case: str,
+    terms: tuple[str, ...],
+    names: tuple[str, ...],
+) -> None:
+    world, overrides = layout(case)
+    assert world == 8
+    given = (weights("aligned"), SHORT, *terms)
+    found = run(eight_ranks, 8, inputs.folder / "aligned.yaml", tmp_path, *given, *overrides)
+    expected = train("aligned", 1, SHORT, *terms)
+    assert min(expected[0][name] for name in names) > 0.005
+    assert_same_course(found, expected, (*QUANTITIES, *names))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from megatron_distill.align import align_spans, coverage, token_spans
 from megatron_distill.errors import DataError
@@ -41,6 +42,7 @@ any_text = st.text(characters, max_size=40).map(
     lambda text: text.replace("\u2581", "_").replace("<", "(").replace("[", "(")
 )
 examples = settings(max_examples=60, deadline=None)
+Ints = NDArray[np.int64]
 
 
 def encoded(kind: str, text: str) -> list[int]:
@@ -109,21 +111,43 @@ def test_a_range_is_the_text_that_its_token_rewrites(kind: str, text: str) -> No
             assert written == "", "a token without a range adds a space"
 
 
-# Each kind beside two others.
-@pytest.mark.parametrize(
-    ("first", "second"), list(itertools.pairwise([*WRITES_ALL, WRITES_ALL[0]]))
+# Python's own source, parts of it, and bytes that are no UTF-8, read with replacement characters.
+code = st.sampled_from(Path(json.decoder.__file__).read_text(encoding="utf-8").splitlines())
+repaired = st.binary(max_size=24).map(lambda data: data.decode(errors="replace"))
+texts = st.one_of(any_text, code, st.tuples(code, any_text, code).map("\n".join), repaired).map(
+    lambda text: text.replace("\u2581", "_").replace("<", "(").replace("[", "(")
 )
-@settings(max_examples=12, deadline=None)
-@given(text=any_text)
-def test_chunks_of_two_kinds_cover_every_byte(first: str, second: str, text: str) -> None:
-    sides = [np.array(spans(kind, text)).reshape(-1, 2) for kind in (first, second)]
-    chunks = align_spans(*sides)
-    figures = coverage(chunks, *sides)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=texts)
+@example(text=HARD_TEXTS[7])
+@example(text="E\u0301te\u0301 \U0001f44d\U0001f3fd \ufffd\ufffd def f(x):\n\treturn 漢字")
+def test_chunks_of_every_two_kinds_cover_every_byte(text: str) -> None:
+    kinds = (*WRITES_ALL, "hf_wordpiece")
+    sides = {kind: np.array(spans(kind, text), np.int64).reshape(-1, 2) for kind in kinds}
     size = len(text.encode())
-    assert figures.student.aligned_bytes == figures.teacher.aligned_bytes == size
-    for (start, stop), (begin, end) in zip(chunks.student, chunks.teacher, strict=True):
-        assert sides[0][start, 0] == sides[1][begin, 0]
-        assert sides[0][stop - 1, 1] == sides[1][end - 1, 1]
+    for first, second in itertools.permutations(kinds, 2):
+        own, others = sides[first], sides[second]
+        chunks = align_spans(own, others)
+        figures = coverage(chunks, own, others)
+        aligned = (figures.student.aligned_bytes, figures.teacher.aligned_bytes)
+        assert (first, second, *aligned) == (first, second, *covered_bytes(own, others, size))
+        assert np.array_equal(own[chunks.student[:, 1] - 1, 1], others[chunks.teacher[:, 1] - 1, 1])
+
+
+def covered_bytes(own: Ints, others: Ints, size: int) -> tuple[int, int]:
+    """Bytes of the tokens of both sides up to their last common end.
+
+    That is the whole text where both sides write all of it. WordPiece leaves out white space and
+    control characters, also at the end of the text.
+    """
+    ends = [set(side[side[:, 0] < side[:, 1], 1].tolist()) for side in (own, others)]
+    last = max(ends[0] & ends[1], default=0)
+    found = [int((side[:, 1] - side[:, 0])[side[:, 1] <= last].sum()) for side in (own, others)]
+    if all(int((side[:, 1] - side[:, 0]).sum()) == size for side in (own, others)):
+        assert found == [size, size]
+    return found[0], found[1]
 
 
 def test_real_text_is_in_chunks_but_for_a_thousandth_under_all_pairs_of_kinds() -> None:

@@ -178,6 +178,55 @@ def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8)
 
 
+def chunks_of_one_token(count: int, number: int) -> AlignedDocument:
+    """A document with so many labels, each a chunk of one token on both sides."""
+    tokens = np.arange(count + 1, dtype=np.int32) + number
+    numbers = np.arange(count + 1, dtype=np.int32)
+    return AlignedDocument(Side.of_chunks(tokens, numbers), Side.of_chunks(tokens, numbers))
+
+
+def test_a_term_is_a_mean_over_the_chunks_of_all_micro_batches() -> None:
+    """Three chunks with a loss of 2 and one with a loss of 1: 1.75, not the 3.0 or 1.5 of means."""
+    samples = []
+    for number, count in enumerate((3, 1)):
+        packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(LENGTH + 1, 0))
+        packer.add(chunks_of_one_token(count, number), number)
+        sample = packer.flush(number)
+        assert sample is not None
+        samples.append(sample)
+    packed = pack_samples(samples)
+    (counts,) = count_labels(packed, isolate_documents=True)
+    assert (counts.chunks, counts.pairs) == (4, 4)
+    shared = vocabularies()
+    teacher_id = int(torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[0])
+    micro_batches = [micro_batch(packed, slice(at, at + 1), isolate_documents=True)
+                     for at in range(2)]  # fmt: skip
+    step = StepBatches(tuple(micro_batches), counts.ce, counts.kd, 2 * LENGTH, chunks=4, pairs=4)
+    # The teacher is sure of a common token, and the student gives it e^-2, then e^-1.
+    certain = torch.full((1, TEACHER), -600.0, dtype=torch.float64)
+    certain[0, teacher_id] = 0.0
+    means = []
+    for batch, loss in zip(micro_batches, (2.0, 1.0), strict=True):
+        p = torch.tensor(-loss, dtype=torch.float64).exp()
+        row = torch.full((1, STUDENT), float((1 - p) / (STUDENT - 1)), dtype=torch.float64)
+        row[0, 4] = p
+        aligned = AlignedLoss(shared, ChunkPlanner(4, 9))
+        total, report = aligned(
+            HiddenState(row.log().repeat(LENGTH, 1), torch.eye(STUDENT, dtype=torch.float64)),
+            HiddenState(certain.repeat(LENGTH, 1), torch.eye(TEACHER, dtype=torch.float64)),
+            aligned.planner.planned(batch),
+            step,
+            ce_weight=0.0,
+            terms=(ChunkTerm("common"),),
+            sources=0,
+            weight_gradient_sum=None,
+        )
+        assert float(total) == pytest.approx(float(report["kd"]))
+        means.append(float(report["common_forward_kl"]))
+    assert means == pytest.approx([6 / 4, 1 / 4])
+    assert sum(means) == pytest.approx(1.75)
+
+
 def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     batch, step = two_sided_batch()
     batch = replace(batch, teacher_numbers=(1, 0))

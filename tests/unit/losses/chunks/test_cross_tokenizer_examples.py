@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_distill.losses import token_divergence
 from megatron_distill.signals import DenseLogits
 from tests.reference.cross_tokenizer import Alignment
-from tests.support.aligned_losses import Loss, divergence
+from tests.support.aligned_losses import Loss, divergence, identity_rows
 
 
 def logs(*rows: list[float]) -> Tensor:
@@ -115,6 +115,64 @@ def test_published_projection(k: int) -> None:
         assert float(values.mean()) == pytest.approx(expected, abs=2e-6), (temperature, direction)
 
 
+# The chunk of each row, the student's and the teacher's, and the loss of each chunk. The first case
+# reads the rows of a chunk's own tokens, as the first version published did.
+SHAPES = {
+    "own rows": ([0, 1, 2], [0, 0, 1, 2, 2], [2.101178, 1.984755, 3.246358], 2.444097),
+    "one chunk of two and four rows": ([0, 0, -1], [0, 0, 0, 0, -1], [1.972702], 1.972702),
+    "two rows each, then one and two": (
+        [0, 1, -1], [0, 0, 1, 1, -1], [2.101178, 1.946029], 2.023603,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_published_projection_of_chunks_of_every_shape(case: str) -> None:
+    own, others, expected, mean = SHAPES[case]
+    # The loss takes no label; the rows without one in the example have one here.
+    labels = (EXAMPLE.student_labels.clamp(min=0), EXAMPLE.teacher_labels.clamp(min=0))
+    at = Alignment(ints(*own), ints(*others), *labels, len(expected))
+    loss = {"alignment": "projection", "divergence": "forward_kl", "top_k": 4, "published": True}
+    values = slopes_of_chunks(STUDENT, TEACHER, at, loss | {"map_rows": first_rows(4)})
+    assert values.tolist() == pytest.approx(expected, abs=2e-6)
+    assert float(values.mean()) == pytest.approx(mean, abs=2e-6)
+
+
+# Both models are one, each token maps to itself, and a chunk has two rows on each side.
+TWO_ROWS = logs([0.7, 0.1, 0.1, 0.1], [0.2, 0.5, 0.2, 0.1])
+TOGETHER = Alignment(ints(0, 0), ints(0, 0), ints(0, 1), ints(0, 1), count=1)
+APART = Alignment(ints(0, 1), ints(0, 1), ints(0, 1), ints(0, 1), count=2)
+
+
+@pytest.mark.parametrize(
+    ("direction", "expected"), [("forward_kl", -0.143097), ("reverse_kl", 0.180049)]
+)
+def test_equal_models_have_a_published_loss_and_none_of_the_others(
+    direction: str, expected: float
+) -> None:
+    """A mean of log-probabilities sums to 0.839194; a mean of probabilities to one."""
+    assert float(TWO_ROWS.mean(0).exp().sum()) == pytest.approx(0.839194, abs=1e-6)
+    maps = {"map_rows": identity_rows(4)}
+    published = {"alignment": "projection", "divergence": direction, "published": True, "top_k": 4}
+    (value,) = divergence(TWO_ROWS, TWO_ROWS, TOGETHER, published | maps).tolist()
+    assert value == pytest.approx(expected, abs=1e-6)
+    apart = divergence(TWO_ROWS, TWO_ROWS, APART, published | maps)
+    assert float(apart.abs().max()) < 1e-8
+    ids = {"common_ids": (ints(0, 1, 2), ints(0, 1, 2))}
+    for at in (TOGETHER, APART):
+        for loss in (
+            {"alignment": "likelihood"},
+            {"alignment": "common", **ids},
+            {"alignment": "common", "top_k": 2, **ids},
+            {"alignment": "projection", **maps},
+            {"alignment": "projection", "top_k": 2, **maps},
+            {"alignment": "gold", **ids},
+            {"alignment": "uld", "divergence": "forward_kl"},
+        ):
+            values = divergence(TWO_ROWS, TWO_ROWS, at, {"divergence": direction, **loss})
+            assert not values.any(), loss
+
+
 def test_the_gradient_of_the_published_projection_is_that_of_the_example() -> None:
     loss = {"alignment": "projection", "divergence": "forward_kl", "top_k": 3, "published": True}
     leaf = STUDENT.clone().requires_grad_()
@@ -152,6 +210,51 @@ def test_gold_of_common_and_uncommon_tokens() -> None:
     torch.testing.assert_close(divergence(STUDENT, TEACHER, EXAMPLE, loss), expected)
 
 
+# Direction and temperature -> divergence and distance of the gold loss as it was published
+PUBLISHED_GOLD = {
+    ("forward_kl", 1.0): (0.439606, 0.4),
+    ("reverse_kl", 1.0): (-0.224175, 0.4),
+    ("forward_kl", 2.0): (4 * 0.213526, 4 * 0.200849),
+}
+
+
+@pytest.mark.parametrize(("direction", "temperature"), PUBLISHED_GOLD)
+def test_gold_as_published_is_no_divergence_and_ours_is(direction: str, temperature: float) -> None:
+    """It adds p log(p/q) of common tokens alone, of means of log-probabilities: that has any sign.
+
+    Ours has the rest as a class and means of probabilities; the distance is of the same tokens.
+    """
+    parts: list[tuple[float, float]] = []
+    for chunk in range(EXAMPLE.count):
+        of_student, of_teacher = (
+            (logits[rows] / temperature).log_softmax(1).mean(0)
+            for logits, rows in zip((STUDENT, TEACHER), EXAMPLE.rows(chunk), strict=True)
+        )
+        log_q, log_p = of_student[[0, 1, 3]], of_teacher[[0, 1, 2]]
+        of = log_p.exp() if direction == "forward_kl" else -log_q.exp()
+        distance = (of_student[2].exp() - of_teacher[3].exp()).abs()
+        parts.append((float((of * (log_p - log_q)).sum()), float(distance)))
+    factor = temperature**2 / EXAMPLE.count
+    found = [factor * sum(one) for one in zip(*parts, strict=True)]
+    assert found == pytest.approx(list(PUBLISHED_GOLD[direction, temperature]), abs=4e-6)
+    loss = {"alignment": "gold", "divergence": direction, "temperature": temperature}
+    loss |= {"common_ids": (ints(0, 1, 3), ints(0, 1, 2))}
+    q, p = (
+        torch.stack([
+            (logits[EXAMPLE.rows(chunk)[side]] / temperature).softmax(1).mean(0)
+            for chunk in range(EXAMPLE.count)
+        ])
+        for side, logits in enumerate((STUDENT, TEACHER))
+    )  # fmt: skip
+    q, p = q[:, [0, 1, 3, 2]], p[:, [0, 1, 2, 3]]
+    first, second = (p, q) if direction == "forward_kl" else (q, p)
+    of_classes = (first * (first / second).log()).sum(1)
+    expected = of_classes + (q[:, 3] - p[:, 3]).abs()
+    values = slopes_of_chunks(STUDENT, TEACHER, EXAMPLE, loss)
+    torch.testing.assert_close(values, expected)
+    assert bool((of_classes > 0).all())
+
+
 # One student token of text "201" beside the teacher's three digits.
 NUMBER = logs([0.1, 0.5, 0.2, 0.2])
 DIGITS = logs([0.05, 0.05, 0.8, 0.1], [0.6, 0.2, 0.1, 0.1], [0.2, 0.5, 0.2, 0.1])
@@ -165,6 +268,22 @@ def test_likelihood_of_a_chain(name: str) -> None:
         value = float(slopes_of_chunks(NUMBER, DIGITS, CHAIN, loss))
         if (name, tau) == ("forward_kl", 1.0):
             assert value == pytest.approx(0.142067, abs=1e-6)
+
+
+def test_the_binary_cross_entropy_of_a_chain_has_a_floor_and_the_likelihood_none() -> None:
+    """The text has 0.24 and 0.5. Cross-entropy is the forward KL plus the teacher's entropy."""
+    loss = {"alignment": "likelihood", "divergence": "forward_kl"}
+    same = logs([0.1, 0.24, 0.2, 0.46])
+    # tau -> cross-entropy. The last is published with an offset of 1e-6 on the logarithms.
+    for tau, expected in ((1.0, 0.693147), (2.0, 0.796164), (100.0, 0.077334)):
+        p = torch.tensor(0.24, dtype=torch.float64) ** (1 / tau)
+        entropy = float(-p * p.log() - (1 - p) * (1 - p).log())
+        given = {**loss, "temperature": tau}
+        (value,) = divergence(NUMBER, DIGITS, CHAIN, given).tolist()
+        assert value + entropy == pytest.approx(expected, abs=1e-6 if tau < 100 else 1e-5)
+        (nothing,) = divergence(same, DIGITS, CHAIN, given).tolist()
+        assert nothing == pytest.approx(0.0, abs=1e-15)
+    assert entropy == pytest.approx(0.074389, abs=1e-5)
 
 
 def slopes_of_tokens(student: Tensor, teacher: Tensor, name: str, **given: Any) -> float:
@@ -217,6 +336,10 @@ def test_a_top_k_with_the_rest_and_without(k: int) -> None:
         for support, expected in (("tail", tail[number]), ("renormalized", renormalized[number])):
             found = slopes_of_tokens(student, teacher, name, top_k=k, support=support)
             assert found == pytest.approx(expected, abs=1e-6), support
+    if k == 2:
+        both = [slopes_of_tokens(student, teacher, name, top_k=k, support="renormalized")
+                for name in DIRECTIONS.values()]  # fmt: skip
+        assert sum(both) / 2 == pytest.approx(0.044901, abs=1e-6)
     found = slopes_of_tokens(student, teacher, "forward_kl", top_k=k, support="raw")
     assert found == pytest.approx(TRUNCATED[k], abs=1e-6)
 

@@ -1,0 +1,97 @@
+"""Memory of every loss between tokenizers: neither vocabulary and no number of chunks is in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_distill.losses import ChunkTerm, SharedVocabularies
+from megatron_distill.losses.cross_tokenizer import _projected
+from megatron_distill.ops.aligned.columns import CommonColumns
+from megatron_distill.ops.aligned.executor import (
+    AlignedLinear,
+    AlignedRows,
+    LabelLoss,
+    WeightedTerm,
+    aligned_linear,
+)
+from megatron_distill.ops.aligned.gold import GoldColumns
+from megatron_distill.ops.aligned.plan import TilePlan
+from megatron_distill.ops.vocab import VocabShard
+from megatron_distill.signals import HiddenState
+from tests.reference.cross_tokenizer import AlignedProblem
+from tests.reference.tracing import traced
+from tests.support.aligned_losses import map_rows
+
+TERMS = (
+    ChunkTerm("likelihood"),
+    ChunkTerm("common"),
+    ChunkTerm("common", top_k=64),
+    ChunkTerm("projection"),
+    ChunkTerm("gold"),
+    ChunkTerm("uld"),
+)
+SMALL, LARGE = (2048, 1536), (8192, 6144)
+TILE = 2**15  # numbers of the larger vocabulary in a tile, as `tile_tokens_for` has 2^23
+
+
+def peak_of(sizes: tuple[int, int], term: ChunkTerm, *, chunks: int, tile_tokens: int) -> int:
+    """Most bytes alive at once in the forward and backward pass, above those before it."""
+    problem = AlignedProblem.random(chunks, sizes=sizes, common_tokens=min(sizes) * 2 // 3)
+    shard, teacher_shard = (VocabShard(size, 0, size) for size in sizes)
+    columns = CommonColumns.of(*problem.ids, [shard], [teacher_shard], 0)
+    shared = SharedVocabularies(
+        shard,
+        teacher_shard,
+        columns,
+        None,
+        None,
+        projected=_projected(map_rows(sizes), shard, teacher_shard),
+        gold={"strict": GoldColumns.of(columns, (shard, teacher_shard))},
+    )
+    at = problem.at
+    label_weights = torch.full((len(problem.hidden),), 0.01)
+    plan = TilePlan.of_chunks(
+        at.student_chunks,
+        at.teacher_chunks,
+        at.count,
+        tile_tokens=tile_tokens,
+        has_label=label_weights > 0,
+    )
+    rows = AlignedRows(
+        plan,
+        HiddenState(problem.teacher_hidden, problem.teacher_weight),
+        at.student_labels,
+        at.teacher_labels,
+        shard,
+        teacher_shard,
+        None,
+    )
+    weight = problem.weight.requires_grad_()
+    student = HiddenState(problem.hidden.requires_grad_(), weight)
+    weighted = WeightedTerm(term.on(shared, rows), 1.0, torch.ones(at.count))
+    total = torch.zeros(weight.shape)
+    work = AlignedLinear(
+        rows, (weighted,), LabelLoss(label_weights, 0.5), weight_gradient_sum=total
+    )
+    # Both heads and the sum of gradients are there before.
+    before = (problem.hidden, problem.teacher_hidden, weight, problem.teacher_weight, total)
+    return traced(lambda: aligned_linear(student, work)[0].backward(), *before).peak_bytes
+
+
+# Gold has the parts of projection, common tokens and sorted ranks together.
+@pytest.mark.parametrize(
+    "term",
+    [
+        pytest.param(term, id=term.name, marks=() if term.alignment == "gold" else pytest.mark.slow)
+        for term in TERMS
+    ],
+)
+def test_memory_is_that_of_a_tile(term: ChunkTerm) -> None:
+    small = peak_of(SMALL, term, chunks=40, tile_tokens=TILE // SMALL[0])
+    # Four times the vocabularies: a tile has a quarter of the rows.
+    assert peak_of(LARGE, term, chunks=40, tile_tokens=TILE // LARGE[0]) < 1.3 * small
+    # Four times the chunks: only numbers per row are added.
+    assert peak_of(SMALL, term, chunks=160, tile_tokens=TILE // SMALL[0]) < 1.3 * small
+    # The same rows in a tile would show the vocabulary.
+    assert peak_of(LARGE, term, chunks=40, tile_tokens=TILE // SMALL[0]) > 2 * small
