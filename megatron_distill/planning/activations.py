@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from megatron_distill.planning.run import Choice, PlannedRun
     from megatron_distill.runtime.layout import Layout
 
-__all__ = ["Activations", "LayerBytes", "activation_bytes", "forward_bytes", "layer_bytes"]
+__all__ = [
+    "Activations",
+    "LayerBytes",
+    "activation_bytes",
+    "forward_bytes",
+    "layer_bytes",
+    "norm_input",
+]
 
 _FP32: Final = 4
 
@@ -51,7 +58,7 @@ def layer_bytes(
     count = 4 if shape.post_norms else 2
     # The output of a post norm goes into a sum, which saves nothing.
     norms = 2 * hidden * width * across
-    inputs = count * _norm_input(shape, width, is_fused=is_fused) * across
+    inputs = count * norm_input(shape, width, is_fused=is_fused) * across
     scores = _core_attention(shape, width / split, is_fused=is_fused)
     if has_experts:
         inner = _experts(run, choice, is_fused=is_fused)
@@ -73,7 +80,7 @@ def layer_bytes(
     return LayerBytes(saved, saved - gone, max(dropped[module] for module in choice.modules))
 
 
-def _norm_input(shape: Architecture, width: int, *, is_fused: bool) -> float:
+def norm_input(shape: Architecture, width: int, *, is_fused: bool) -> float:
     """Return the bytes that a norm saves: its input, and torch's RMSNorm two fp32 matrices."""
     if is_fused or shape.norm == "layernorm":
         return shape.hidden_size * width + _FP32

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import Final
 
 from megatron_distill.models.pipeline_stages import ranks_of_layers
-from megatron_distill.planning.activations import activation_bytes, forward_bytes
+from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 
-__all__ = ["MemoryNeed", "memory_need", "student_states", "teacher_rank_need"]
+__all__ = ["MemoryNeed", "chunk_bytes", "memory_need", "student_states", "teacher_rank_need"]
 
 _FP32: Final = 4
 # Bytes that Transformer Engine keeps of each weight of a student's layer in FP8: a copy for the
@@ -32,9 +33,10 @@ _WIDE_PRODUCT: Final = 2**21
 class MemoryNeed:
     """Bytes of one rank at its peak, by part.
 
-    teacher: its weights. hidden_states: its answers that wait for the student. loss_chunk: logits
-    of both models, and the blocks in which they are reduced. buffers: of a backward pass, or of the
-    teacher's forward pass beyond the student's activations. reserved: by the driver and libraries.
+    teacher: its weights. hidden_states: its answers that wait for the student. loss_chunk: inputs
+    of the heads, logits of both models, and the blocks in which they are reduced. buffers: of a
+    backward pass, or of the teacher's forward pass beyond the student's activations. reserved: by
+    the driver and libraries.
     """
 
     weights: float = 0.0
@@ -109,7 +111,9 @@ def stage_need(
         weights += _FP8_COPIES * min(numbers.total, layers * numbers.largest_layer)
     held = activation_bytes(run, choice, stage, is_fused=device.kind == "gpu")
     is_last = stage == choice.layout.pipeline - 1
-    chunk = _loss_chunk(run, choice, device) if is_last else 0.0
+    chunk = 0.0
+    if is_last:
+        chunk = chunk_bytes(run, choice, device) + _head_inputs(run, choice, device)
     teachers = teachers_apart(run, choice) if choice.place == "shared" else []
     # Answers of several teachers wait for the student together.
     waiting = sum(
@@ -169,7 +173,28 @@ def _embedding_gradient(run: PlannedRun, choice: Choice, stage: int) -> float:
     return float(rows * run.student.hidden_size * run.width)
 
 
-def _loss_chunk(run: PlannedRun, choice: Choice, device: Device) -> float:
+def _heads_of_teachers(run: PlannedRun, choice: Choice) -> int:
+    """Return the number of teachers whose heads run at once on the student's last stage."""
+    live = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
+    return run.mixed if live and run.teacher is not None else 0
+
+
+def _head_inputs(run: PlannedRun, choice: Choice, device: Device) -> float:
+    """Return the bytes of the final norm and of the states that the heads read.
+
+    Saved are the norm's input and its output. The products read copies, a row for each token. With
+    tensor ranks and without `sequence` the gradient of these rows is summed in a copy, too.
+    """
+    layout, hidden, width = choice.layout, run.student.hidden_size, run.width
+    tokens = choice.micro_batch_size * run.sequence_length / layout.context
+    norm = norm_input(run.student, width, is_fused=device.kind == "gpu") + hidden * width
+    copies = hidden * (2 if layout.tensor > 1 and not layout.sequence else 1)
+    if run.teacher is not None:
+        copies += run.teacher.hidden_size * _heads_of_teachers(run, choice)
+    return tokens * (norm / (layout.tensor if layout.sequence else 1) + copies * width)
+
+
+def chunk_bytes(run: PlannedRun, choice: Choice, device: Device) -> float:
     """Return the logits of a chunk of each model that has a head here, and their row blocks.
 
     Source: docstring of `ops.fused_linear.fused_linear`.
@@ -177,9 +202,9 @@ def _loss_chunk(run: PlannedRun, choice: Choice, device: Device) -> float:
     split = choice.layout.tensor
     tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
     columns = run.student.padded_vocab_size(split) // split
-    rows = min(tokens, run.chunk_tokens or max(1, _CHUNK[device.kind] // columns))
-    live = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
-    heads = 1 + (run.mixed if live and run.teacher is not None else 0)
+    chosen = run.chunk_tokens or max(1, _CHUNK[device.kind] // columns)
+    rows = ceil(tokens / ceil(tokens / chosen))  # chunks of equal size
+    heads = 1 + _heads_of_teachers(run, choice)
     per_block = max(1, round(_BLOCK[device.kind] / columns)) * device.threads
     buffers = _BLOCK_BUFFERS + (heads if run.width < _FP32 else 0)
     block = min(rows, per_block) * columns * _FP32 * buffers
@@ -210,7 +235,7 @@ def _hidden_states(
     if choice.place == "own ranks":
         layers = _layer_answers(run, choice, stage, tokens=tokens)
         if run.sent_ids is not None:
-            per_token = run.sent_ids * 8.0 + 8
+            per_token = run.answer_bytes
         return (layers + tokens * per_token * is_last) * count * (run.steps_ahead + 1)
     if not is_last:
         return 0.0

@@ -1,4 +1,7 @@
-"""Memory of the recorded steps of every layout against the planner, without building a model."""
+"""Memory of the recorded steps and losses against the planner, without building a model.
+
+The other peaks among the records are of whole processes, or of work that is no step of a plan.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,77 @@ import pytest
 from benchmarks.steps.cases import Case, layout_cases, peer_cases
 from benchmarks.steps.planned import planned_peaks
 from megatron_distill.planning.device import load_device
+from megatron_distill.planning.memory import chunk_bytes
+from megatron_distill.planning.run import Choice
+from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
+from tests.unit.planning.shapes import llama, run_of
 
-RECORD = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text())["rounds"]
+RESULTS = ROOT / "benchmarks" / "results"
+STEPS = json.loads((RESULTS / "step.json").read_text())["rounds"]
+BESIDE = json.loads((RESULTS / "planning.json").read_text())["rounds"]
+RECORDS = {
+    "step": {name: rounds["ours"][0]["ranks"] for name, rounds in STEPS.items()},
+    "planning": {name: rounds[0]["ranks"] for name, rounds in BESIDE.items()},
+}
 CASES = {case.name: case for case in (*layout_cases(), *peer_cases())}
 # The figures of memory have nothing of the rates.
 CPU = load_device("a100-80gb").model_copy(update={"kind": "cpu", "cores": 2, "reserved_gib": 0.0})
 
 
-def ranks_of(case: Case) -> list[Any]:
+def ranks_of(record: str, case: Case) -> list[Any]:
     """The first rank of each stage."""
-    ranks = RECORD[case.name]["ours"][0]["ranks"]
+    ranks = RECORDS[record][case.name]
     return list(ranks[:: len(ranks) // case.ranks.pipeline])
 
 
+def test_every_recorded_step_is_compared() -> None:
+    assert all(set(found) == set(CASES) for found in RECORDS.values())
+
+
+@pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("name", CASES)
-def test_states_are_exact_on_every_stage(name: str) -> None:
+def test_states_are_exact_on_every_stage(name: str, record: str) -> None:
     case = CASES[name]
-    for measured, (lasting, _) in zip(ranks_of(case), planned_peaks(case, CPU), strict=True):
+    stages = zip(ranks_of(record, case), planned_peaks(case, CPU), strict=True)
+    for measured, (lasting, _) in stages:
         there = sum(measured["persistent"].values())
         # Adam counts the steps of each tensor in four bytes, a tensor of a shard twice.
         assert 0 < there - lasting <= 4 * 2 * 60
         assert (there - lasting) % 4 == 0
 
 
+@pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_highest_peak_is_within_ten_per_cent_and_hardly_below(name: str) -> None:
+def test_the_highest_peak_is_within_ten_per_cent_and_at_most_five_below(
+    name: str, record: str
+) -> None:
     case = CASES[name]
-    peaks = [rank["peak"]["tensors"] for rank in ranks_of(case)]
+    peaks = [rank["peak"]["tensors"] for rank in ranks_of(record, case)]
     planned = [peak for _, peak in planned_peaks(case, CPU)]
-    assert 0.94 * max(peaks) < max(planned) < 1.10 * max(peaks)
+    assert 0.95 * max(peaks) <= max(planned) <= 1.10 * max(peaks)
+
+
+def recorded_losses() -> list[tuple[str, int, int, float]]:
+    """Precision, vocabulary, tokens and MiB of the losses as training runs them."""
+    rows = [line.split("|")[1:-1] for line in (RESULTS / "memory.md").read_text().splitlines()]
+    found = [[cell.strip().replace(",", "") for cell in row] for row in rows]
+    return [
+        (precision, int(vocabulary), int(tokens), float(peak))
+        for loss, precision, vocabulary, tokens, peak, *_ in (row for row in found if len(row) > 5)
+        if loss == "fused into a buffer"
+    ]
+
+
+def test_the_recorded_losses_need_the_planned_memory() -> None:
+    rows = recorded_losses()
+    assert len(rows) == 24
+    for precision, vocabulary, tokens, peak in rows:
+        shape = llama(1, 256, 512, 4, 4, vocab_size=vocabulary)
+        run = run_of(shape, teacher=shape, sequence_length=tokens, precision=precision)
+        choice = Choice(
+            layout=Layout(), ranks=1, micro_batch_size=1, layers=(1,), place="shared",
+            teacher_layout=Layout(), teacher_layers=(1,),
+        )  # fmt: skip
+        planned = chunk_bytes(run, choice, CPU.shared_by(1)) / 2**20
+        assert planned == pytest.approx(peak, rel=0.05), (precision, vocabulary, tokens)
