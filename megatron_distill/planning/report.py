@@ -14,6 +14,7 @@ from megatron_distill.planning.device import Device
 from megatron_distill.planning.memory import MemoryNeed
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import USABLE, Capture, Planned, Ranking, layout_name
+from megatron_distill.planning.traffic import step_bytes
 
 __all__ = ["changed_settings", "choice_name", "need_in_words", "plan_report", "settings", "table"]
 
@@ -48,10 +49,11 @@ def plan_report(
     lines += [] if note is None else [note, ""]
     best = ranking.fitting[:shown]
     if not best:
-        lines += ["Nothing fits. The popular layouts:", ""]
+        lines += ["Nothing fits; the reasons for popular layouts are below."]
     else:
         lines += [*_ranked(run, device, best), "", "Time of a step (ms):", ""]
         lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
+        lines += [*_messages(run, best)]
         lines += ["", *_cost(run, best[0])]
     lines += ["", *_configured(run, device, devices, configured, best)]
     if run.several:
@@ -200,6 +202,17 @@ def _times(best: Sequence[Planned]) -> list[str]:
 
 def _memory(best: Sequence[Planned]) -> list[str]:
     return _parts([one.memory.parts for one in best], scale=1 / _GIB)
+
+
+def _messages(run: PlannedRun, best: Sequence[Planned]) -> list[str]:
+    """Return the table of bytes; nothing where no rank sends any."""
+    found = [step_bytes(run, one.choice) for one in best]
+    largest = max(one.total for one in found)
+    if not largest:
+        return []
+    unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6)
+    heading = f"Messages of a step to the rank that receives most ({unit}):"
+    return ["", heading, "", *_parts([one.parts for one in found], scale=scale)]
 
 
 def _cost(run: PlannedRun, best: Planned) -> Iterator[str]:

@@ -95,6 +95,17 @@ class PlannedRun:
         """Positions of the student in one step."""
         return self.global_batch_size * self.sequence_length
 
+    @property
+    def answer_bytes(self) -> float:
+        """Bytes per token of what a teacher sends: a hidden state, or ids with their values.
+
+        With the ids go two numbers of their distribution and two of its temperature.
+        """
+        assert self.teacher is not None
+        if self.sent_ids is None:
+            return float(self.teacher.hidden_size * self.width)
+        return 8.0 * self.sent_ids + 16.0
+
     def attended(self, shape: Architecture, length: int) -> tuple[float, float]:
         """Return the mean attended positions of layers without and with a window."""
         document = self.document_length

@@ -312,10 +312,8 @@ def _answer(choice: Choice, run: PlannedRun, device: Device, task: Task, teacher
     operation = task.operation
     units, micro_batches = choice.teacher_micro_batches(run), choice.micro_batches(run)
     unit = -(-(operation.micro_batch + 1) * units // micro_batches) - 1
-    assert run.teacher is not None
-    per_token = run.teacher.hidden_size * run.width if run.sent_ids is None else 8 * run.sent_ids
     tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
-    delay = device.link(choice.devices).message(tokens * per_token)
+    delay = device.link(choice.devices).message(tokens * run.answer_bytes)
     answer = Operation("teacher", operation.step, unit, -teachers)
     return Task(operation, task.seconds, (*task.needs, (answer, delay)))
 

@@ -152,6 +152,7 @@ def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ra
         configured=ranking.fitting[2],
     )
     wanted = ["tokens/s", "Time of a step", "Memory of the fullest rank", "it pays from"]
+    wanted += ["Messages of a step to the rank that receives most (GB)"]
     wanted += ["Recommended live: shared ranks", "Popular layouts", "Configured: ", "fits, "]
     for words in wanted:
         assert words in text, words

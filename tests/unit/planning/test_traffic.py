@@ -1,0 +1,117 @@
+"""Bytes of a plan's messages: the answers of a teacher against the run's own routes, and the rest
+against counts by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.run import Choice
+from megatron_distill.planning.traffic import StepBytes, stage_bytes, step_bytes
+from megatron_distill.runtime.layout import Layout
+from megatron_distill.runtime.roles import Roles
+from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
+from megatron_distill.train.reports.planned_run import configured_choice, open_shapes, planned_run
+from tests.support.sample_configs import TAUGHT, load_tree
+from tests.unit.planning.shapes import llama, run_of
+
+SENT = ("teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 4}]")
+
+
+@pytest.mark.parametrize("what", [(), SENT], ids=["hidden states", "top-k"])
+@pytest.mark.parametrize(
+    ("students", "teachers", "changes"),
+    [
+        (1, 1, ()),
+        (2, 3, ()),
+        (2, 1, ("parallel.tensor=2", "parallel.sequence=true", "teacher.parallel={tensor: 1}")),
+        (4, 2, ("parallel.pipeline=2", "parallel.context=2", "teacher.parallel={tensor: 2}")),
+    ],
+)
+def test_answers_have_the_bytes_of_the_routes(
+    what: tuple[str, ...], students: int, teachers: int, changes: tuple[str, ...], tmp_path: Path
+) -> None:
+    import torch
+
+    given = (f"teacher.ranks={teachers}", "train.global_batch_size=12", *changes, *what)
+    config = load_tree(tmp_path, TAUGHT, "train.precision=bf16", *given)
+    shapes = open_shapes(config)
+    run = planned_run(config, shapes)
+    ranks = students + teachers
+    choice = configured_choice(config, run, ranks=ranks, teachers=teachers)
+    roles = Roles(ranks, (("teacher", teachers),))
+    (role,) = roles.teachers
+    plan = answer_plan(
+        config, role, roles, shapes["teacher"], shapes["student"], torch.bfloat16,
+        sent_records(config, "teacher"),
+    )  # fmt: skip
+    last = choice.layout.pipeline - 1
+    rank = plan.student.rank(stage=last)
+    received = sum(count for (_, to), count in plan.step_bytes().items() if to == rank)
+    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    assert stage_bytes(run, choice, numbers[last], last).answers == received > 0
+
+
+SHAPE = llama(4, 256, 512, 4, 2, vocab_size=1024)
+RUN = run_of(SHAPE, sequence_length=1024, global_batch_size=8)
+STATES = 1024 * 256 * 2  # of a micro-batch, in bf16
+
+
+def choice_of(layout: Layout, ranks: int, **changes: object) -> Choice:
+    layers = (SHAPE.num_layers // layout.stages,) * layout.stages
+    choice = Choice(layout=layout, ranks=ranks, micro_batch_size=1, layers=layers)
+    return replace(choice, **changes)  # type: ignore[arg-type]
+
+
+def test_one_rank_receives_nothing() -> None:
+    assert step_bytes(RUN, choice_of(Layout(), 1)) == StepBytes()
+
+
+def test_replicas_exchange_gradients_in_fp32_and_weights_in_bf16() -> None:
+    (numbers,) = stage_numbers(SHAPE, Layout(), (4,))
+    found = step_bytes(RUN, choice_of(Layout(), 4))
+    assert found == StepBytes(data_parallel=numbers.total * 6 * 3 / 4)
+    plain = step_bytes(replace(RUN, is_distributed=False), choice_of(Layout(), 4))
+    assert plain == StepBytes(data_parallel=numbers.total * 8 * 3 / 4)
+
+
+def test_tensor_ranks_exchange_the_hidden_states_of_every_layer() -> None:
+    half, statistics = STATES / 2, 80 * 1024
+    # Four sums forward and backward are eight halves twice; the heads add one sum's half.
+    whole = step_bytes(RUN, choice_of(Layout(2), 2))
+    assert whole == StepBytes(tensor=8 * (4 * 8 * half + half + statistics))
+    split = step_bytes(RUN, choice_of(Layout(2, sequence=True), 2))
+    assert split == StepBytes(tensor=8 * (4 * 10 * half + 2 * half + statistics))
+    full = step_bytes(RUN, choice_of(Layout(2), 2, recompute="full"))
+    assert full == StepBytes(tensor=8 * (4 * 12 * half + half + statistics))
+
+
+def test_context_ranks_exchange_keys_and_values() -> None:
+    keys = 2 * 128 * 2 * 512  # of half the sequence, as many as the other half has
+    (numbers,) = stage_numbers(SHAPE, Layout(context=2), (4,))
+    found = step_bytes(RUN, choice_of(Layout(context=2), 2))
+    assert found == StepBytes(context=8 * 4 * 3 * keys, data_parallel=numbers.total * 6 / 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "messages"),
+    [(Layout(pipeline=2), 1), (Layout(pipeline=4), 2), (Layout(1, 2, 2), 3)],
+    ids=str,
+)
+def test_stages_send_hidden_states_and_their_gradients(layout: Layout, messages: int) -> None:
+    found = step_bytes(RUN, choice_of(layout, layout.pipeline))
+    assert found == StepBytes(pipeline=8 * messages * STATES)
+
+
+def test_a_teacher_on_the_same_ranks_has_the_messages_of_its_forward_pass() -> None:
+    teacher = llama(2, 512, 1024, 4, 2, vocab_size=1024)
+    layout = Layout(2)
+    run = replace(RUN, teacher=teacher)
+    choice = choice_of(layout, 2, place="shared", teacher_layout=layout, teacher_layers=(2,))
+    found = step_bytes(run, choice)
+    assert found.teacher == 8 * 2 * 4 * STATES
+    assert found.answers == 0
+    assert replace(found, teacher=0.0) == step_bytes(RUN, choice_of(layout, 2))

@@ -1,0 +1,100 @@
+"""The times of distillation against counted work, on a device whose rates have no loss.
+
+A product takes its FLOPs over the peak there, and nothing else takes time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
+from megatron_distill.planning.device import Link, load_device
+from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.search import Search
+from megatron_distill.planning.step_time import StepTime, step_time
+from megatron_distill.runtime.layout import Layout
+from tests.guards.source_tree import ROOT
+from tests.unit.planning.shapes import llama, run_of
+
+PEAK = 1e12
+FAST = Link(devices=64, gb_per_s=1e15, efficiency=1.0, latency_us=0.0)
+DEVICE = load_device("h100-80gb").model_copy(
+    update={
+        "peak_tflops": {"bf16": PEAK / 1e12, "fp32": PEAK / 1e12},
+        "product_efficiency": ((1.0, 1.0),),
+        "attention_efficiency": (1.0, 1.0),
+        "memory_gb_per_s": 1e15,
+        "memory_efficiency": ((1.0, 1.0),),
+        "kernel_us": 0.0,
+        "node": FAST,
+        "network": FAST,
+    }
+)
+STUDENT = llama(4, 512, 1408, 8, 4, vocab_size=32_768)
+TEACHER = llama(8, 1024, 2816, 16, 8, vocab_size=32_768)
+LENGTH, BATCH = 1024, 8
+RUN = run_of(STUDENT, teacher=TEACHER, sequence_length=LENGTH, global_batch_size=BATCH)
+
+
+def work(run: PlannedRun, **changes: object) -> StepTime:
+    """The FLOPs of one rank, in the fields of a step's times."""
+    choice = Choice(
+        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,), place="shared",
+        teacher_layout=Layout(), teacher_layers=(TEACHER.num_layers,),
+    )  # fmt: skip
+    choice = replace(choice, **changes)  # type: ignore[arg-type]
+    return step_time(run, choice, DEVICE, stage_numbers(STUDENT, Layout(), choice.layers))
+
+
+def layer_flops(shape: object) -> float:
+    whole = forward_flops_per_token(shape, sequence_length=LENGTH)  # type: ignore[arg-type]
+    return whole - head_flops_per_token(shape)  # type: ignore[arg-type]
+
+
+def test_the_teacher_takes_the_flops_of_its_layers() -> None:
+    found = work(RUN)
+    assert found.teacher * PEAK == pytest.approx(BATCH * LENGTH * layer_flops(TEACHER), rel=1e-6)
+    assert found.forward * PEAK == pytest.approx(BATCH * LENGTH * layer_flops(STUDENT), rel=1e-6)
+
+
+def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -> None:
+    student, teacher = map(head_flops_per_token, (STUDENT, TEACHER))
+    heads = BATCH * LENGTH * (3 * student + teacher)
+    assert work(RUN).heads * PEAK == pytest.approx(heads, rel=1e-6)
+    alone = work(replace(RUN, teacher=None), place="none", teacher_layout=None)
+    assert alone.heads * PEAK == pytest.approx(BATCH * LENGTH * 3 * student, rel=1e-6)
+
+
+def test_a_teacher_on_its_own_rank_hides_behind_the_student_or_is_waited_for() -> None:
+    shared = work(RUN)
+    own = work(RUN, place="own ranks", teacher_ranks=1)
+    longer = max(shared.teacher, shared.total - shared.teacher)
+    assert own.total == pytest.approx(longer, rel=1e-6)
+    serial = work(replace(RUN, steps_ahead=0), place="own ranks", teacher_ranks=1)
+    assert serial.total == pytest.approx(shared.total, rel=1e-6)
+
+
+def test_a_step_from_a_store_takes_its_reading_where_that_is_longer() -> None:
+    """At the rate of a core that the record has, k = 64 with u8."""
+    text = (ROOT / "benchmarks" / "results" / "store.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    (recorded,) = (float(row[3]) for row in rows if row[:3] == ["ours, u8", "64", "read"])
+    tiny = llama(1, 64, 64, 1, 1, vocab_size=128)
+    numbers = stage_numbers(tiny, Layout(), (1,))
+    run = replace(RUN, student=tiny)
+    choice = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(1,), place="store")
+    fast = DEVICE.model_copy(update={"peak_tflops": {"bf16": 1e6, "fp32": 1e6}})
+    found = step_time(run, choice, fast, numbers)
+    assert found.total == pytest.approx(run.tokens / (recorded * 1e6), rel=0.05)
+    assert work(RUN, place="store", teacher_layout=None).waiting == 0.0
+
+
+def test_a_capture_takes_the_flops_of_the_teacher_and_its_head() -> None:
+    search = Search(RUN, DEVICE, 1, lambda role, layout: None, ("shared",))
+    found = search.capture()
+    assert found is not None
+    whole = forward_flops_per_token(TEACHER, sequence_length=LENGTH)
+    assert found.seconds_per_step * PEAK == pytest.approx(BATCH * LENGTH * whole, rel=1e-6)
