@@ -55,8 +55,9 @@ class Command:
     description: text of `megatron-distill COMMAND --help`. run: does the work and returns the exit
     status; a MegatronDistillError ends with 1. check: returns the error of an invalid combination
     of arguments, or None. in_ranks: torchrun may run it in several ranks. has_actions: the first
-    argument is an action such as `export`. tidies_up: SIGTERM and SIGINT let it remove unfinished
-    files. stopped: the line after an interruption.
+    argument is an action such as `export`. passes_on: what follows `--` are words of another
+    program, unread. tidies_up: SIGTERM and SIGINT let it remove unfinished files. stopped: the line
+    after an interruption.
     """
 
     description: str
@@ -65,6 +66,7 @@ class Command:
     check: Callable[[argparse.Namespace], str | None] = _accept
     in_ranks: bool = False
     has_actions: bool = False
+    passes_on: bool = False
     tidies_up: bool = False
     stopped: str = "stopped"
 
@@ -90,7 +92,11 @@ class Command:
         parser.set_defaults(is_script=False)
         # Allow options between positional arguments; argparse cannot combine that with actions.
         read = parser.parse_args if self.has_actions else parser.parse_intermixed_args
-        given: argparse.Namespace = read(arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        own = words.index("--") if self.passes_on and "--" in words else len(words)
+        given: argparse.Namespace = read(words[:own])
+        if own < len(words):
+            given.words = [*given.words, *words[own + 1 :]]
         objection = self.check(given)
         if objection is not None:
             parser.error(objection)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 from pathlib import Path
+from typing import Final
 
 import yaml
 
 from megatron_distill.commands.command import Command
-from megatron_distill.commands.submitted_layout import check_submission
+from megatron_distill.commands.submitted_layout import (
+    add_command,
+    check_submission,
+    missing_words,
+)
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.kubernetes import PodDemand, job_set
 from megatron_distill.launching.program import Program
 
+# Of Kubernetes: numbers of cores or bytes.
+_QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|k|[MGTPE]|[KMGTPE]i)?")
 _DESCRIPTION = """Write the manifest of a JobSet of Kubernetes, for `kubectl apply`.
 
     megatron-distill submit kubernetes llama31_8b_to_1b.yaml output=/data/runs/a --nodes 4 \\
@@ -44,8 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-starts", type=int, default=3, metavar="N")
     parser.add_argument("--grace-seconds", type=float, metavar="S")
-    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
-    parser.add_argument("words", nargs="+", metavar="CONFIG key=value", help="of the command")
+    add_command(parser)
 
 
 def _objection(given: argparse.Namespace) -> str | None:
@@ -56,18 +64,29 @@ def _objection(given: argparse.Namespace) -> str | None:
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more; or leave it out"
-    if given.grace_seconds is not None and not given.grace_seconds > 0:
-        return f"--grace-seconds {given.grace_seconds:g}: must be more than 0"
+    seconds = given.grace_seconds
+    if seconds is not None and not 0 < seconds < math.inf:
+        return f"--grace-seconds {seconds:g}: must be more than 0"
+    for name in ("cpus_per_node", "memory_per_node"):
+        amount = getattr(given, name)
+        if amount is not None and _QUANTITY.fullmatch(amount) is None:
+            example = "64" if name == "cpus_per_node" else "512Gi"
+            return f"--{name.replace('_', '-')} {amount}: is no quantity; write as {example}"
+    folders = [claim.partition(":")[2] for claim in given.claim] + [given.work_folder or "/"]
+    relative = [folder for folder in folders if not folder.startswith("/")]
+    if relative:
+        return f"{relative[0]}: a folder in the pods has a path from the root, as /data"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
-    return None
+    return missing_words(given)
 
 
 def _run(given: argparse.Namespace) -> int:
-    program = Program(given.command, tuple(given.words))
-    launches = program.launches([sys.executable])
+    program = Program(given.command, tuple(given.words), given.folder)
+    launches = program.launches([sys.executable], sees_results=False)
     ranks = given.ranks_per_node or given.gpus_per_node or 1
     rules = ["--max-starts", str(given.max_starts), "--ranks-per-node", str(ranks)]
+    rules += [] if given.folder is None else ["--folder", given.folder]
     # Models and data are on the claims of the pods.
     check_submission(program, nodes=given.nodes, ranks=ranks, run=None)
     demand = PodDemand(
@@ -89,5 +108,9 @@ def _run(given: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    description=_DESCRIPTION, add_arguments=_add_arguments, run=_run, check=_objection
+    description=_DESCRIPTION,
+    add_arguments=_add_arguments,
+    run=_run,
+    check=_objection,
+    passes_on=True,
 )

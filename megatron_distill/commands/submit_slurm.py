@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
 from megatron_distill.commands.command import PROGRAM, Command
-from megatron_distill.commands.submitted_layout import check_submission
+from megatron_distill.commands.submitted_layout import (
+    add_command,
+    check_submission,
+    missing_words,
+)
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import Demand, batch_script
 from megatron_distill.launching.program import Program
@@ -22,6 +27,7 @@ _DESCRIPTION = """Submit a job to Slurm and print its number.
 
     megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8
     megatron-distill submit slurm cache.yaml --command capture --nodes 2 --gpus-per-node 8
+    megatron-distill submit slurm runs/a --command evaluate --nodes 1 -- --tasks mmlu=data/mmlu
     megatron-distill submit slurm tiny.yaml --nodes 2 --ranks-per-node 4 --partition cpu --dry-run
 
 The job checks its nodes, saves before its time limit, and is requeued while its launches bring new
@@ -58,9 +64,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--array", type=int, default=1, metavar="N", help="the same as tasks of one array"
     )
     add_rules(parser)
-    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
+    add_command(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the batch script, stop")
-    parser.add_argument("words", nargs="+", metavar="CONFIG key=value", help="of the command")
 
 
 def _objection(given: argparse.Namespace) -> str | None:
@@ -76,7 +81,7 @@ def _objection(given: argparse.Namespace) -> str | None:
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more; or leave it out"
-    if given.grace_seconds is not None and not given.grace_seconds > 0:
+    if given.grace_seconds is not None and not 0 < given.grace_seconds < math.inf:
         return f"--grace-seconds {given.grace_seconds:g}: must be more than 0"
     for name in ("job_name", "partition", "account", "qos"):
         text = getattr(given, name)
@@ -91,11 +96,11 @@ def _objection(given: argparse.Namespace) -> str | None:
         return f"--spare-nodes {given.spare_nodes}: must be 0 or more"
     if given.chain > 1 and given.array > 1:
         return "--chain and --array: choose one"
-    return None
+    return missing_words(given)
 
 
 def _run(given: argparse.Namespace) -> int:
-    program = Program(given.command, tuple(given.words))
+    program = Program(given.command, tuple(given.words), given.folder)
     launches = program.launches([sys.executable])
     ranks = given.ranks_per_node or given.gpus_per_node
     check_submission(program, nodes=given.nodes, ranks=ranks, run=[sys.executable])
@@ -150,6 +155,7 @@ def _rules(given: argparse.Namespace) -> Sequence[str]:
         "max_starts",
         "health_command",
         "grace_seconds",
+        "folder",
         "container",
         "container_mounts",
     ):
@@ -185,5 +191,9 @@ def _submit(script: str, launches: Launches) -> str:
 
 
 COMMAND = Command(
-    description=_DESCRIPTION, add_arguments=_add_arguments, run=_run, check=_objection
+    description=_DESCRIPTION,
+    add_arguments=_add_arguments,
+    run=_run,
+    check=_objection,
+    passes_on=True,
 )

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 
 from megatron_distill import log
 from megatron_distill.commands.command import Command
-from megatron_distill.commands.submitted_layout import check_submission
+from megatron_distill.commands.submitted_layout import (
+    add_command,
+    check_submission,
+    missing_words,
+)
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.program import Program
@@ -52,9 +56,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shell", default=SSH, help="that runs a line on {host} (default: %(default)s)"
     )
-    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
+    add_command(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the remote command, stop")
-    parser.add_argument("words", nargs="+", metavar="CONFIG key=value", help="of the command")
 
 
 def _objection(given: argparse.Namespace) -> str | None:
@@ -70,12 +73,12 @@ def _objection(given: argparse.Namespace) -> str | None:
     if given.pause < 0:
         return f"--pause {given.pause:g}: must be 0 or more"
     wrong = [one for one in given.variable if not one.partition("=")[1]]
-    return f"--variable {wrong[0]}: write NAME=VALUE" if wrong else None
+    return f"--variable {wrong[0]}: write NAME=VALUE" if wrong else missing_words(given)
 
 
 def _run(given: argparse.Namespace) -> int:
     log.configure(0, name="job")
-    program = Program(given.command, tuple(given.words))
+    program = Program(given.command, tuple(given.words), given.folder)
     pairs = [host.partition("=") for host in given.hosts.split(",")]
     hosts = Hosts(
         names=[name for name, _, _ in pairs],
@@ -129,5 +132,9 @@ def _environment(given: Sequence[str]) -> dict[str, str]:
 
 
 COMMAND = Command(
-    description=_DESCRIPTION, add_arguments=_add_arguments, run=_run, check=_objection
+    description=_DESCRIPTION,
+    add_arguments=_add_arguments,
+    run=_run,
+    check=_objection,
+    passes_on=True,
 )

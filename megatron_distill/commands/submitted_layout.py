@@ -7,9 +7,23 @@ from collections.abc import Sequence
 
 from megatron_distill.commands import capture, train
 from megatron_distill.commands.job import file_and_overrides
-from megatron_distill.launching.program import Program
+from megatron_distill.launching.program import Program, add_folder
 
-__all__ = ["check_submission"]
+__all__ = ["add_command", "check_submission", "missing_words"]
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Add the command of a submission, its words, and the folder of its records."""
+    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
+    add_folder(parser)
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="of the command")
+
+
+def missing_words(given: argparse.Namespace) -> str | None:
+    """Return the objection to a submission without words; a script may have none."""
+    if given.words or given.command.endswith(".py"):
+        return None
+    return f"give the words of {given.command}, such as a configuration, configs/tiny.yaml"
 
 
 def check_submission(

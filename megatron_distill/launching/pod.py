@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from megatron_distill import log
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.node import NodePart, node_index, ranks_here
-from megatron_distill.launching.program import Program
+from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.launching.records import (
     EXIT_STATUS,
     Launch,
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks-per-node", type=int, help="default: one per GPU, else 1")
     parser.add_argument("--max-starts", type=int, default=3)
     parser.add_argument("--stop-seconds", type=float, default=300.0)
+    add_folder(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- COMMAND, words")
     given = parser.parse_args(arguments)
     log.configure(0, name=f"pod {node_index()}")
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    program = Program.of(given.program[1:] if given.program[:1] == ["--"] else given.program)
+    words = given.program[1:] if given.program[:1] == ["--"] else given.program
+    program = Program.of(words, given.folder)
     launches, index = program.launches([sys.executable]), node_index()
     if launches.is_done():
         _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,15 +16,28 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.node_view import named_paths
 from megatron_distill.launching.records import LAUNCHES, Launches
 
-__all__ = ["NoAnswerError", "Program"]
+__all__ = ["NoAnswerError", "Program", "add_folder"]
 
 _CLI: Final = ("-m", "megatron_distill.cli")
 # Commands with settings, which show them by --print-config.
 _JOBS: Final = ("train", "capture")
-# Commands whose first word is the folder of a run that they read.
+# Commands that read the folder of a run or of a model, and the options that name one.
 _READERS: Final = ("evaluate", "generate", "evaluate.py", "generate.py")
+_READ: Final = ("--run", "--hf", "--checkpoint")
+# Commands in ranks without a folder that their words name alike.
+_OTHERS: Final = ("convert",)
 _SECONDS: Final = 300.0  # an import from a slow shared disk
 _ERROR: Final = "error: "
+_NO_SETTINGS: Final = (
+    "a script without --print-config needs --folder, a folder for the records of its launches"
+)
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the records' folder, which every way to submit has."""
+    parser.add_argument(
+        "--folder", metavar="FOLDER", help="for the records of a script or of convert"
+    )
 
 
 class NoAnswerError(ConfigError):
@@ -36,13 +50,17 @@ class NoAnswerError(ConfigError):
 
 @dataclass(frozen=True)
 class Program:
-    """A command with its words: `train tiny.yaml output=runs/a`, or the path of a script."""
+    """A command with its words: `train tiny.yaml output=runs/a`, or the path of a script.
+
+    folder: of the records, for a program that does not name one.
+    """
 
     command: str
     words: tuple[str, ...]
+    folder: str | None = None
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Program:
+    def of(cls, words: Sequence[str], folder: str | None = None) -> Program:
         """Read a script or a command, with its words; a configuration alone is one to train.
 
         Raises ConfigError where there is none.
@@ -51,8 +69,8 @@ class Program:
             raise ConfigError("give a configuration, such as configs/tiny.yaml")
         first = words[0]
         if Path(first).suffix in (".yaml", ".yml"):
-            return cls("train", tuple(words))
-        return cls(first, tuple(words[1:]))
+            return cls("train", tuple(words), folder)
+        return cls(first, tuple(words[1:]), folder)
 
     @property
     def torchrun_words(self) -> list[str]:
@@ -66,23 +84,57 @@ class Program:
         """The command and its words, for records and messages."""
         return [self.command, *self.words]
 
-    def launches(self, run: Sequence[str]) -> Launches:
+    def launches(self, run: Sequence[str], *, sees_results: bool = True) -> Launches:
         """Return the folder of the program's launches; `run` starts Python on a node.
 
-        Raises ConfigError: the configuration is wrong, with the program's own message;
-        NoAnswerError: the program cannot start.
+        sees_results: whether this machine sees the folder that a command reads. Raises ConfigError:
+        the configuration is wrong, with the program's own message; NoAnswerError: the program
+        cannot start.
         """
         name = Path(self.command).name
         if name in _READERS:
-            folder = Path(self.words[0] if self.words else "runs")
-            kind = name.removesuffix(".py")
-            return Launches(folder / f"{LAUNCHES}_{kind}", folder, f"{kind} {folder}")
-        if name not in _JOBS and not name.endswith(".py"):
-            known = ", ".join((*_JOBS, *_READERS[:2]))
+            return self._reading(name.removesuffix(".py"), sees_results=sees_results)
+        if name not in (*_JOBS, *_OTHERS) and not name.endswith(".py"):
+            known = ", ".join((*_JOBS, *_READERS[:2], *_OTHERS))
             raise ConfigError(f"{name}: is no command for a cluster; {known} are, and scripts")
-        text = self._answer(run, "--print-config")
-        settings, digest = yaml.safe_load(text), hashlib.sha256(text.encode()).hexdigest()
-        assert isinstance(settings, dict), "--print-config writes a mapping"
+        if self.folder is not None and name not in _JOBS:
+            folder = Path(self.folder)
+            return Launches(folder / LAUNCHES, folder, f"--folder {folder}")
+        if name in _OTHERS:
+            raise ConfigError(f"{name}: give --folder, a folder for the records of its launches")
+        return self._settled(run)
+
+    def _reading(self, name: str, *, sees_results: bool) -> Launches:
+        """Return the folder of the launches of a command that reads a run or a model."""
+        results = Path(_read_folder(name, self.words))
+        if sees_results and not results.is_dir():
+            raise ConfigError(
+                f"{name} {results}: there is no such folder; give the folder of a run, or of "
+                "weights with --hf or --checkpoint"
+            )
+        folder = results if self.folder is None else Path(self.folder)
+        beside = folder / f"{LAUNCHES}_{name}"
+        return Launches(beside, results, f"{name} {results}", paths=(str(results),))
+
+    def _settled(self, run: Sequence[str]) -> Launches:
+        """Return the folder of the launches of a program that shows its settings."""
+        if self.folder is not None:
+            raise ConfigError(
+                f"--folder {self.folder}: {self.command} keeps its records beside its results; "
+                "leave the option out"
+            )
+        try:
+            text = self._answer(run, "--print-config")
+            settings = yaml.safe_load(text)
+        except NoAnswerError as error:
+            if "--print-config" not in error.last_line:
+                raise
+            raise ConfigError(f"{self.command}: {error.last_line}; {_NO_SETTINGS}") from None
+        except yaml.YAMLError:
+            settings = None
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"{self.command}: writes no YAML of its settings; {_NO_SETTINGS}")
+        digest = hashlib.sha256(text.encode()).hexdigest()
         paths = tuple(dict.fromkeys(named_paths(settings)))
         if "output" in settings:
             folder = Path(str(settings["output"]))
@@ -116,3 +168,14 @@ class Program:
             last = "\n".join(lines[-5:])
             raise NoAnswerError(command, f"status {done.returncode}: {last}".strip())
         return done.stdout
+
+
+def _read_folder(name: str, words: Sequence[str]) -> str:
+    """Return the folder that a reading command names; raises ConfigError where it names none."""
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in _READ and (equals or place + 1 < len(words)):
+            return value or words[place + 1]
+    if words and not words[0].startswith("-"):
+        return words[0]
+    raise ConfigError(f"{name}: give the folder of a run first, e.g. runs/first, or --hf DIR")

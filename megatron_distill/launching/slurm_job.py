@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron_distill import log
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.program import Program
+from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.slurm import Container, SlurmJob
 from megatron_distill.launching.supervisor import Policy, supervise
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one launch of this job and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add_arguments(parser)
+    add_folder(parser)
     parser.add_argument("--wanted-nodes", type=int, metavar="N", help="further ones are spare")
     parser.add_argument("--submission", help="launches of the same one are counted together")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- COMMAND, words")
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         container = Container(given.container, given.container_mounts, given.container_python)
     try:
         job = SlurmJob.from_environment(container)
-        program = Program.of(words)
+        program = Program.of(words, given.folder)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_STATUS[Status.MISCONFIGURED]

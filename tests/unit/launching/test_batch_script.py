@@ -157,8 +157,8 @@ def test_a_dry_run_shows_the_script_and_writes_nothing(
     assert not (tmp_path / "a").exists()
     assert main([*words, "--dry-run", "train.stops=7"]) == 1
     assert "train.stops" in capsys.readouterr().err
-    assert main([*words, "--command", "convert"]) == 1
-    assert "convert: is no command for a cluster; train, capture, evaluate, generate are" in (
+    assert main([*words, "--command", "data"]) == 1
+    assert "data: is no command for a cluster; train, capture, evaluate, generate, convert are" in (
         capsys.readouterr().err
     )
     for wrong, message in WRONG.items():

@@ -118,7 +118,16 @@ def test_the_command_writes_the_manifest(
     assert main([*words, "--dry-run"]) == 0
     assert list(violations(yaml.safe_load(capsys.readouterr().out), SCHEMA)) == []
     assert not (tmp_path / "a").exists()
-    for wrong, text in ((words, "give --dry-run"), ([*words, "--claim", "data"], "NAME:FOLDER")):
+    for more, text in (
+        ([], "give --dry-run"),
+        (["--claim", "data"], "NAME:FOLDER"),
+        (["--claim", "data:data"], "data: a folder in the pods has a path from the root"),
+        (["--work-folder", "code"], "code: a folder in the pods has a path from the root"),
+        (["--memory-per-node", "512GB"], "--memory-per-node 512GB: is no quantity; write as 512Gi"),
+        (["--cpus-per-node", "all"], "--cpus-per-node all: is no quantity; write as 64"),
+        (["--grace-seconds", "inf"], "--grace-seconds inf: must be more than 0"),
+    ):
+        wrong = [*words, *more]
         with pytest.raises(SystemExit):
             main(wrong)
         assert text in capsys.readouterr().err

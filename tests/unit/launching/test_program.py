@@ -1,0 +1,122 @@
+"""The commands of a launch, and the folder of each one's records."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_distill.cli import COMMANDS, main
+from megatron_distill.errors import ConfigError
+from megatron_distill.launching.program import Program
+
+PYTHON = [sys.executable]
+# Of the program's commands, those that need no ranks: they run where they are called.
+HERE = {"plan", "calibrate", "store", "data", "submit", "status"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "records", "results"),
+    [
+        ("evaluate", ("a", "parallel.tensor=2"), "a/launches_evaluate", "a"),
+        ("evaluate", ("--tasks", "mmlu", "--hf", "a"), "a/launches_evaluate", "a"),
+        ("evaluate.py", ("--run=a",), "a/launches_evaluate", "a"),
+        ("generate", ("--checkpoint", "a", "--prompt", "x"), "a/launches_generate", "a"),
+        ("convert", ("export", "--checkpoint", "a", "--hf", "b"), "records/launches", "records"),
+        ("prune.py", ("a",), "records/launches", "records"),
+        ("evaluate", ("a",), "records/launches_evaluate", "a"),
+    ],
+)
+def test_records_are_beside_what_a_command_reads_or_in_the_folder_that_is_given(
+    command: str,
+    words: tuple[str, ...],
+    records: str,
+    results: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    folder = "records" if records.startswith("records") else None
+    found = Program(command, words, folder).launches(PYTHON)
+    assert (found.folder, found.results) == (Path(records), Path(results))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "folder", "message"),
+    [
+        ("evaluate", ("typo",), None, "evaluate typo: there is no such folder; give the folder"),
+        ("evaluate", ("--tasks", "mmlu"), None, "evaluate: give the folder of a run first"),
+        ("generate", (), None, "generate: give the folder of a run first"),
+        ("convert", ("import",), None, "convert: give --folder, a folder for the records"),
+        ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records beside its results"),
+        ("trian", ("tiny.yaml",), None, "trian: is no command for a cluster; train, capture"),
+        ("data", ("preview",), None, "data: is no command for a cluster"),
+    ],
+)
+def test_a_command_without_a_folder_is_named(
+    command: str,
+    words: tuple[str, ...],
+    folder: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        Program(command, words, folder).launches(PYTHON)
+    assert str(error.value).startswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import argparse; argparse.ArgumentParser().parse_args()", "unrecognized arguments"),
+        ("print('pruned')", "writes no YAML of its settings"),
+        ("print('a: [')", "writes no YAML of its settings"),
+    ],
+)
+def test_a_script_without_settings_is_told_of_the_option(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "prune.py"
+    script.write_text(text)
+    with pytest.raises(ConfigError, match="needs --folder, a folder for the records") as error:
+        Program(str(script), ()).launches(PYTHON)
+    assert message in str(error.value)
+
+
+def test_every_command_in_ranks_can_be_submitted(tmp_path: Path) -> None:
+    refused = set()
+    for command in COMMANDS:
+        try:
+            Program(command, (str(tmp_path),), str(tmp_path)).launches(PYTHON)
+        except ConfigError as error:
+            if "is no command for a cluster" in str(error):
+                refused.add(command)
+    assert refused == HERE
+
+
+def test_options_of_the_command_follow_two_hyphens_into_the_batch_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").mkdir()
+    submit = ["submit", "slurm", str(tmp_path / "a"), "--command", "evaluate", "--nodes", "1"]
+    assert main([*submit, "--dry-run", "--", "--tasks", "mmlu=data/mmlu", "--limit", "5"]) == 0
+    text = capsys.readouterr().out
+    (line,) = [line for line in text.splitlines() if line.startswith("exec ")]
+    program = [str(tmp_path / "a"), "--tasks", "mmlu=data/mmlu", "--limit", "5"]
+    assert shlex.split(line)[-7:] == ["--", "evaluate", *program]
+    assert f"{tmp_path}/a/launches_evaluate/log-%j.txt" in text
+
+    # The pods alone see the run.
+    submit = ["submit", "kubernetes", "/data/runs/a", "--command", "evaluate", "--nodes", "1"]
+    folder = ["--folder", "/data/records"]
+    assert main([*submit, *folder, "--image", "i", "--dry-run"]) == 0
+    (group,) = yaml.safe_load(capsys.readouterr().out)["spec"]["replicatedJobs"]
+    (container,) = group["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-5:] == [*folder, "--", "evaluate", "/data/runs/a"]
