@@ -30,6 +30,7 @@ __all__ = [
     "EXIT_STATUS",
     "LAUNCHES",
     "LOST_PEER",
+    "SHARDS",
     "BadNode",
     "Launch",
     "Launches",
@@ -45,6 +46,7 @@ __all__ = [
 
 LAUNCHES: Final = "launches"
 LOST_PEER: Final = 10
+SHARDS: Final = "logits-*.array_record"  # of a store, beside their descriptions
 _CHECKPOINT: Final = re.compile(r"step_(\d{7,})")
 T = TypeVar("T")
 
@@ -159,6 +161,11 @@ class Launches:
     digest: str | None = None
     paths: tuple[str, ...] = ()
 
+    @property
+    def unit(self) -> str:
+        """The unit of the progress: a step, or a shard of a store."""
+        return "shard" if self.named.startswith("store.path") else "step"
+
     def of(self, launch: Launch) -> Path:
         """Return the folder of one launch."""
         return self.folder / launch.name
@@ -254,8 +261,7 @@ def progress_of(results: Path) -> int:
         names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
         return max((int(found[1]) for found in names if found), default=0)
     with suppress(FileNotFoundError, NotADirectoryError):
-        files = (results / "shards").glob("logits-*")
-        return sum(".partial" not in file.name for file in files)
+        return len(list((results / "shards").glob(SHARDS)))
     return 0
 
 

@@ -1,4 +1,7 @@
-"""The state of a run from its folder's files: no process is asked, any machine may read it."""
+"""The state of a run or a capture from its folder's files: no process is asked.
+
+Any machine that sees the folder may read it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ import yaml
 
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import newest_records
-from megatron_distill.launching.records import LAUNCHES, Launch, Launches, Outcome, progress_of
+from megatron_distill.launching.records import (
+    LAUNCHES,
+    SHARDS,
+    Launch,
+    Launches,
+    Outcome,
+    progress_of,
+)
 from megatron_distill.runtime.folder_lock import is_locked
 from megatron_distill.runtime.progress import duration
 
@@ -28,17 +38,19 @@ _SILENT_STEPS: Final = 10.0
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run; times in seconds, None: not known from the files.
+    """The state of a run or a capture; times in seconds, None: not known from the files.
 
     Attributes:
         state: `running`, `starting`, `waiting`, `done`, `stopped` or `failed`.
         detail: about the state, in words.
-        step, steps: done, and of the whole run.
-        step_seconds: median of the newest steps. tokens_per_second: mean of them.
+        step, steps: done, and of the whole run; of a capture its shards.
+        step_seconds: median of the newest steps, or mean of the newest shards. tokens_per_second:
+            mean of the steps.
         seconds_left: until the last step.
         checkpoint: the newest one's name; its age, and the time that its save took.
         launches: number; restarts: of the newest job.
         slowest_ranks: with the phases in which they are slow, see `logging.straggler_interval`.
+        unit: `step`, or `shard` of a capture.
     """
 
     run: str
@@ -55,6 +67,7 @@ class RunStatus:
     launches: int
     restarts: int
     slowest_ranks: str | None
+    unit: str = "step"
 
     def lines(self) -> list[str]:
         """Return the state as lines of a name and a text."""
@@ -62,19 +75,22 @@ class RunStatus:
         done = f"{self.step:,}"
         if self.steps:
             done += f" of {self.steps:,} ({100 * self.step / self.steps:.1f} %)"
-        rows.append(("step", done))
+        rows.append((self.unit, done))
         if self.step_seconds is not None:
-            speed = f"{self.step_seconds:.3g} s per step"
+            speed = f"{self.step_seconds:.3g} s per {self.unit}"
             if self.tokens_per_second is not None:
                 speed += f", {self.tokens_per_second:,.0f} tokens/s"
             rows.append(("speed", speed))
         if self.seconds_left is not None:
             rows.append(("left", duration(self.seconds_left)))
-        rows.append(("checkpoint", self._checkpoint()))
+        if self.unit == "step":
+            rows.append(("checkpoint", self._checkpoint()))
         if self.launches:
             restarts = counted(self.restarts, "restart")
             rows.append(("launches", f"{self.launches}, with {restarts} of the newest job"))
-        rows.append(("slowest", self.slowest_ranks or "not known: set logging.straggler_interval"))
+        if self.unit == "step":
+            slowest = self.slowest_ranks or "not known: set logging.straggler_interval"
+            rows.append(("slowest", slowest))
         return [self.run, *(f"{name:<11} {text}" for name, text in rows)]
 
     def _checkpoint(self) -> str:
@@ -87,14 +103,16 @@ class RunStatus:
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the state of a run; raises ConfigError where the folder is no run."""
+    """Return the state of a run or a capture; raises ConfigError where the folder is neither."""
+    if (run / "shards").is_dir() or _beside(run).is_dir():
+        return _capture_status(run)
     launches = Launches(run / LAUNCHES, run, f"output={run}")
     begun = launches.all()
     settings = _settings(run / "config.yaml")
     if settings is None and not begun:
         raise ConfigError(
             f"{run}: no run has started here (no config.yaml, no {LAUNCHES}); name the folder "
-            "`output` of a run"
+            "`output` of a run, or `store.path` of a capture"
         )
     records = newest_records(run)
     steps = [one for one in records if "step_seconds" in one]
@@ -102,7 +120,10 @@ def read_status(run: Path) -> RunStatus:
     step = max((int(one["step"]) for one in steps), default=progress_of(run))
     wanted = (settings or {}).get("train", {}).get("steps")
     seconds = statistics.median(float(one["step_seconds"]) for one in recent) if recent else None
-    state, detail = _state(run, launches, begun, step=step, steps=wanted, step_seconds=seconds)
+    log = run / "metrics.jsonl"
+    state, detail = _state(
+        run, launches, begun, log=log, step=step, steps=wanted, step_seconds=seconds
+    )
     left = None if seconds is None or not wanted else max(0, wanted - step) * seconds
     newest, age, save = _checkpoint(run)
     return RunStatus(
@@ -125,18 +146,57 @@ def read_status(run: Path) -> RunStatus:
     )
 
 
+def _beside(store: Path) -> Path:
+    """Return the folder of the launches that write a store."""
+    return store.with_name(f"{store.name}.{LAUNCHES}")
+
+
+def _capture_status(store: Path) -> RunStatus:
+    launches = Launches(_beside(store), store, f"store.path={store}")
+    begun, wanted = launches.all(), None
+    with suppress(OSError, ValueError, LookupError):
+        plan = json.loads((store / "plan.json").read_text(encoding="utf-8"))
+        wanted = -(-int(plan["samples"]) // int(plan["samples_per_shard"]))
+    files = list((store / "shards").glob(SHARDS))
+    newest = max(files, key=_changed, default=store / "shards" / "none")
+    since = begun[-1].started if begun else 0.0
+    ends = sorted(time for time in map(_changed, files) if time > since)[-_RECENT_STEPS:]
+    seconds = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
+    done = progress_of(store)
+    state, detail = _state(
+        store, launches, begun, log=newest, step=done, steps=wanted, step_seconds=seconds
+    )
+    return RunStatus(
+        run=str(store),
+        state=state,
+        detail=detail,
+        step=done,
+        steps=wanted,
+        step_seconds=seconds,
+        tokens_per_second=None,
+        seconds_left=None if seconds is None or not wanted else (wanted - done) * seconds,
+        checkpoint=None,
+        checkpoint_age=None,
+        save_seconds=None,
+        launches=len(begun),
+        restarts=begun[-1].restart if begun else 0,
+        slowest_ranks=None,
+        unit="shard",
+    )
+
+
 def _state(
     run: Path,
     launches: Launches,
     begun: Sequence[Launch],
     *,
+    log: Path,
     step: int,
     steps: int | None,
     step_seconds: float | None,
 ) -> tuple[str, str]:
     launch = begun[-1] if begun else None
     outcome = None if launch is None else launches.outcome(launch)
-    log = run / "metrics.jsonl"
     if launch is None or outcome is not None:
         if outcome is not None and not _is_later(log, outcome):
             return _of_outcome(outcome)
@@ -150,12 +210,12 @@ def _state(
     begun_at = 0.0 if launch is None else launch.started
     silence = time.time() - max(begun_at, *(_changed(file) for file in files))
     patience = max(_LEAST_SILENCE, _SILENT_STEPS * (step_seconds or 0.0))
-    lock = run / ".lock"
-    if (lock.is_file() and is_locked(lock)) or silence < patience:
+    locks = [lock for lock in (run / ".lock", launches.lock_file) if lock.is_file()]
+    if any(map(is_locked, locks)) or silence < patience:
         return ("running" if log.is_file() else "starting"), place
     if place:
         return "failed", f"{place} has given no sign for {duration(silence)}"
-    return "stopped", f"at step {step}"
+    return "stopped", f"at {'step' if log.name == 'metrics.jsonl' else 'shard'} {step}"
 
 
 def _of_outcome(outcome: Outcome) -> tuple[str, str]:

@@ -190,6 +190,8 @@ def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
     with _Stop() as stop:
         try:
             launches, unanswered = _settings(job, program, policy)
+            if launches.digest is None:  # only the jobs of one chain have nothing left to do
+                launches = replace(launches, digest=policy.submission)
             if launches.is_done():
                 _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")
                 return EXIT_STATUS[Status.DONE]
@@ -360,9 +362,10 @@ def _run_ranks(
         words += ["--ranks-per-node", str(policy.ranks_per_node)]
     command = [*job.on_nodes(launch.nodes), policy.python, *words, "--", *program.torchrun_words]
     _LOGGER.info(
-        "launch %s on %s, from step %d; ranks write to %s",
+        "launch %s on %s, from %s %d; ranks write to %s",
         launch.name,
         ", ".join(launch.nodes),
+        launches.unit,
         launch.progress,
         folder,
     )
@@ -434,7 +437,7 @@ def _decide(
     silent: Sequence[str],
 ) -> int:
     """Decide about the next launch, record it, ask for it, and return this one's exit status."""
-    status, reaches = EXIT_STATUS[outcome.status], f"step {outcome.progress}"
+    status, reaches = EXIT_STATUS[outcome.status], f"{launches.unit} {outcome.progress}"
     starts = launches.starts_without_progress(policy.submission)
     goes_on, pause = False, 0.0
     if outcome.status is Status.DONE:

@@ -42,7 +42,8 @@ def test_progress_is_the_newest_complete_checkpoint_or_the_number_of_shards(tmp_
     (run / "checkpoints" / "step_0000200.partial").mkdir()
     assert progress_of(run) == 100
     (store / "shards").mkdir(parents=True)
-    for name in ("logits-0.array_record", "logits-1.array_record", "logits-2.partial-n1"):
+    for name in ("logits-0.array_record", "logits-1.array_record", "logits-1.json",
+                 "logits-2.partial-n1"):  # fmt: skip
         (store / "shards" / name).touch()
     (store / "shards" / "documents-2.json").touch()  # before the shard itself
     assert progress_of(store) == 2

@@ -120,3 +120,41 @@ def test_the_command_prints_lines_or_json_and_refuses_other_folders(
     assert text.out.count("state       stopped: at step 25") == 2
     with pytest.raises(ConfigError, match="no run has started here"):
         read_status(tmp_path / "nowhere")
+
+
+def test_a_capture_has_its_shards_speed_and_state(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    (store / "shards").mkdir(parents=True)
+    (store / "plan.json").write_text('{"samples": 45, "samples_per_shard": 10}')
+    now = time.time()
+    for shard in range(3):
+        file = store / "shards" / f"logits-{shard:06d}.array_record"
+        file.touch()
+        os.utime(file, (now - 60 + 20 * shard,) * 2)
+    (store / "shards" / "logits-000003.partial-n1").touch()
+    launches = Launches(tmp_path / "store.launches", store, "")
+    folder = launches.begin(Launch("7", 1, "7", ["capture"], ["n1"], ["n1"], 0, now - 100))
+    status = read_status(store)
+    assert (status.state, status.detail) == ("running", "launch 7-1 on n1")
+    assert (status.step, status.steps) == (3, 5)
+    assert status.step_seconds == pytest.approx(20)
+    assert status.seconds_left == pytest.approx(40)
+    text = "\n".join(status.lines())
+    assert "shard       3 of 5 (60.0 %)" in text
+    assert "20 s per shard" in text
+    assert "checkpoint" not in text
+    write_record(folder / "outcome.json", Outcome(Status.UNFINISHED, "why", 3, now, "goes on"))
+    assert read_status(store).state == "waiting"
+    for shard in (3, 4):
+        (store / "shards" / f"logits-{shard:06d}.array_record").touch()
+    write_record(folder / "outcome.json", Outcome(Status.DONE, "done", 5, time.time() + 1, "done"))
+    assert read_status(store).state == "done"
+
+
+def test_a_launch_whose_job_holds_its_lock_is_running_however_silent(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    launch(run, None)
+    assert read_status(run).state == "failed"
+    with (run / "launches" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert read_status(run).state == "running"
