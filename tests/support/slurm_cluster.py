@@ -83,12 +83,13 @@ class Cluster:
         number = self.call("sbatch", "--parsable", *asked, "launch/slurm.sbatch", *words).strip()
         return Job(self, number, self.folder / f"job-{number}.log")
 
-    def submit_by_command(self, words: Sequence[str], *, output: Path) -> list[Job]:
-        """Submit by `megatron-distill submit slurm`, for a run with this output."""
+    def submit_by_command(
+        self, words: Sequence[str], *, logs: Path, nodes: int = 2, ranks: int = 1
+    ) -> list[Job]:
+        """Submit by `megatron-distill submit slurm`; `logs`: the folder of the launches."""
         program = [sys.executable, "-m", "megatron_distill.cli", "submit", "slurm"]
-        asked = ["--nodes", "2", "--cpus-per-task", "1", "--ranks-per-node", "1"]
-        numbers = self.call(*program, *words, *asked).split()
-        logs = output / "launches"
+        asked = ["--nodes", f"{nodes}", "--cpus-per-task", "1", "--ranks-per-node", f"{ranks}"]
+        numbers = self.call(*program, *asked, *words).split()
         return [Job(self, number, logs / f"log-{number}.txt") for number in numbers]
 
     def kill_node(self, name: str) -> None:
@@ -156,6 +157,24 @@ class Job:
         ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
         self.wait_for(lambda: self.fields["JobState"].startswith(ended))
         return f"{self.fields['JobState']} {self.fields['ExitCode']}"
+
+    def task(self, number: int) -> Job:
+        """Return a task of this array."""
+        name = f"{self.number}_{number}"
+        return Job(self.cluster, name, self.file.with_name(f"log-{name}.txt"))
+
+    def warn(self) -> None:
+        """Tell the batch script what Slurm tells it before the time limit."""
+        self.cluster.call("scancel", "--batch", "--signal=USR1", self.fields["JobId"])
+
+    def batch_process(self) -> psutil.Process:
+        """Return the process of the batch script."""
+        for process in self.cluster.processes():
+            with suppress(psutil.Error):
+                is_of_job = process.environ().get("SLURM_JOB_ID") == self.fields["JobId"]
+                if is_of_job and "megatron_distill.launching.slurm_job" in process.cmdline():
+                    return process
+        raise AssertionError(f"no batch script\n{self.log}")
 
     def cancel(self) -> None:
         """Cancel the job and wait for its end."""

@@ -7,7 +7,6 @@ its check, an error in the configuration, two jobs side by side, a capture.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,51 +15,19 @@ from megatron_distill.launching.records import Launches, Status, bad_nodes
 from megatron_distill.launching.run_status import read_status
 from tests.distributed.pool import Pool
 from tests.e2e.captures import contents, run_in, write_capture
+from tests.e2e.clusters.jobs import (
+    ENDLESS,
+    SAVING,
+    launches_of,
+    next_launch_steps,
+    nodes_of,
+    outcomes,
+    steps_done,
+)
 from tests.e2e.runs import Inputs, course, run, step_records
-from tests.support.slurm_cluster import Cluster, Job, missing_programs, slurm_cluster
+from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
-
-SAVING = ("checkpoint.save=true", "checkpoint.keep=2")
-ENDLESS = ("train.steps=100000", *SAVING)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm of three nodes."""
-    missing = missing_programs()
-    if missing:
-        pytest.skip(f"needs Debian's slurm-wlm and munge: there is no {', '.join(missing)}")
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2", "n3")) as found:
-        yield found
-
-
-def launches_of(output: Path) -> Launches:
-    return Launches(output / "launches", output, "")
-
-
-def outcomes(output: Path) -> list[Status | None]:
-    """How each launch of a run ended, oldest first."""
-    launches = launches_of(output)
-    found = [launches.outcome(launch) for launch in launches.all()]
-    return [None if one is None else one.status for one in found]
-
-
-def steps_done(output: Path) -> int:
-    log = output / "metrics.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def nodes_of(output: Path, launch: int) -> list[str]:
-    return launches_of(output).all()[launch].nodes
-
-
-def next_launch_steps(job: Job, output: Path, launches: int, steps: int = 2) -> None:
-    """Wait until that many launches have begun and the newest has logged further steps."""
-    job.wait_for(lambda: len(launches_of(output).all()) >= launches)
-    # A launch drops the lines after the checkpoint that it resumes from.
-    before = steps_done(output)
-    job.wait_for(lambda: steps_done(output) >= before + steps)
 
 
 def test_two_nodes_train_to_the_end_and_the_same_job_has_then_nothing_to_do(
@@ -79,6 +46,9 @@ def test_two_nodes_train_to_the_end_and_the_same_job_has_then_nothing_to_do(
     logs = sorted(path.name for path in launches.of(launch).glob("rank_*.err"))
     assert logs == ["rank_00000.err", "rank_00001.err"]
     assert "Traceback" not in job.log
+    # The check of healthy nodes is far below its limit.
+    (seconds,) = re.findall(r"2 nodes checked in (\d+) s", job.log)
+    assert int(seconds) < 50
 
     again = cluster.submit(words)
     assert again.wait_for_end() == "COMPLETED 0:0", again.log
@@ -154,7 +124,7 @@ def test_a_node_that_fails_its_check_is_excluded_from_this_job_and_the_next(
     output = tmp_path / "run"
     words = (str(inputs.folder / "dense.yaml"), f"output={output}", "train.steps=2", *SAVING)
     check = ("--health-command", 'test "$SLURMD_NODENAME" != n2')
-    (job,) = cluster.submit_by_command((*words, *check), output=output)
+    (job,) = cluster.submit_by_command((*words, *check), logs=output / "launches")
     assert job.wait_for_end() == "COMPLETED 0:0", job.log
     assert outcomes(output) == [Status.FAILED, Status.DONE]
     assert nodes_of(output, 1) == ["n1", "n3"]
@@ -165,7 +135,7 @@ def test_a_node_that_fails_its_check_is_excluded_from_this_job_and_the_next(
 
     # A chain of jobs: the first goes on, the second has nothing to do.
     more = (*words[:-3], "train.steps=3", *SAVING, "--chain", "2")
-    first, second = cluster.submit_by_command(more, output=output)
+    first, second = cluster.submit_by_command(more, logs=output / "launches")
     assert "#SBATCH --exclude=n2" in (output / "launches" / "job.sbatch").read_text()
     assert first.wait_for_end() == "COMPLETED 0:0", first.log
     assert second.wait_for_end() == "COMPLETED 0:0", second.log

@@ -167,31 +167,35 @@ def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path) -> None
     assert_ended_well(started, output)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["write", "score"])
-def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
-    inputs: Inputs, tmp_path: Path, kind: str
-) -> None:
-    """Its step is saved, and all ranks leave with 0 before the evaluation is done."""
-    output = tmp_path / "run"
+def scoring_of_minutes(folder: Path, kind: str) -> tuple[str, ...]:
+    """Settings of an evaluation after every step, of texts to write or of answers to score."""
     rows = [{"q": f"def f{n}", "options": ["a", "b"], "right": 0} for n in range(6_000)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "write.yaml").write_text(
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "write.yaml").write_text(
         "kind: generation\nquestion: '{{ q }}'\nanswer: q\ngraders: [exact]\n"
-        f"max_new_tokens: 4000\nlimit: 600\nfolder: {tmp_path}\nfiles: [rows.jsonl]\n"
+        f"max_new_tokens: 4000\nlimit: 600\nfolder: {folder}\nfiles: [rows.jsonl]\n"
     )
-    (tmp_path / "score.yaml").write_text(
+    (folder / "score.yaml").write_text(
         "kind: multiple_choice\nquestion: '{{ q }}'\nchoices: options\nanswer: right\n"
-        f"folder: {tmp_path}\nfiles: [rows.jsonl]\n"
+        f"folder: {folder}\nfiles: [rows.jsonl]\n"
     )
-    overrides = (
-        f"evaluation.tasks=[{tmp_path / f'{kind}.yaml'}]",
+    return (
+        f"evaluation.tasks=[{folder / f'{kind}.yaml'}]",
         "evaluation.interval=1",
         "evaluation.at_start=false",
         "evaluation.teacher=false",
         "evaluation.batch_tokens=8",  # many waves of one request
         "student.architecture.max_position_embeddings=4096",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["write", "score"])
+def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
+    inputs: Inputs, tmp_path: Path, kind: str
+) -> None:
+    """Its step is saved, and all ranks leave with 0 before the evaluation is done."""
+    output, overrides = tmp_path / "run", scoring_of_minutes(tmp_path, kind)
     with torchrun(tmp_path, arguments(inputs, output, *overrides)) as started:
         started.wait_until(has_steps(output, 1))
         to_the_last_rank(started, signal.SIGTERM)

@@ -1,0 +1,39 @@
+"""The records of a run that jobs of a cluster make, and waiting for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_distill.launching.records import Launches, Status
+from tests.support.slurm_cluster import Job
+
+SAVING = ("checkpoint.save=true", "checkpoint.keep=2")
+ENDLESS = ("train.steps=100000", *SAVING)
+
+
+def launches_of(output: Path, folder: str = "launches") -> Launches:
+    return Launches(output / folder, output, "")
+
+
+def outcomes(output: Path, folder: str = "launches") -> list[Status | None]:
+    """How each launch of a run ended, oldest first."""
+    launches = launches_of(output, folder)
+    found = [launches.outcome(launch) for launch in launches.all()]
+    return [None if one is None else one.status for one in found]
+
+
+def steps_done(output: Path) -> int:
+    log = output / "metrics.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def nodes_of(output: Path, launch: int) -> list[str]:
+    return launches_of(output).all()[launch].nodes
+
+
+def next_launch_steps(job: Job, output: Path, launches: int, steps: int = 2) -> None:
+    """Wait until that many launches have begun and the newest has logged further steps."""
+    job.wait_for(lambda: len(launches_of(output).all()) >= launches)
+    # A launch drops the lines after the checkpoint that it resumes from.
+    before = steps_done(output)
+    job.wait_for(lambda: steps_done(output) >= before + steps)
