@@ -154,8 +154,8 @@ def _of_teachers(run: PlannedRun, choice: Choice, stage: int) -> float:
         assert teacher is not None
         assert layout is not None
         rank = stage if its.is_same_layout else 0
-        tokens = its.micro_batch_size * (one.teacher_length or one.sequence_length)
-        tokens /= layout.context
+        length = one.teacher_length or one.sequence_length
+        tokens = its.micro_batch_size * length / layout.context
         layer = _Layer.of(teacher, layout, tokens, one.width)
         layers = its.teacher_stage(rank)
         experts = sum(layer_kinds(teacher)[number][0] for number in layers)
