@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -165,13 +166,16 @@ class Job:
 
     def warn(self) -> None:
         """Tell the batch script what Slurm tells it before the time limit."""
-        self.cluster.call("scancel", "--batch", "--signal=USR1", self.fields["JobId"])
+        self.batch_process().send_signal(signal.SIGUSR1)
 
     def batch_process(self) -> psutil.Process:
         """Return the process of the batch script."""
+        number, _, task = self.number.partition("_")
         for process in self.cluster.processes():
             with suppress(psutil.Error):
-                is_of_job = process.environ().get("SLURM_JOB_ID") == self.fields["JobId"]
+                found = process.environ()
+                job = found.get("SLURM_ARRAY_JOB_ID", found.get("SLURM_JOB_ID"))
+                is_of_job = (job, found.get("SLURM_ARRAY_TASK_ID", "")) == (number, task)
                 if is_of_job and "megatron_distill.launching.slurm_job" in process.cmdline():
                     return process
         raise AssertionError(f"no batch script\n{self.log}")
