@@ -72,6 +72,7 @@ def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_a
     assert job.wait_for_end() == "FAILED 1:0", job.log
     assert job.fields["Restarts"] == "1"
     assert outcomes(folder) == [Status.FAILED, Status.FAILED]
+    assert "2 launches since step 0 brought no new checkpoint" in job.log
     assert job.log.count("rank 1 on n1 failed first") == 2
     assert job.log.count("Traceback (most recent call last)") == 2
     assert job.log.count("RuntimeError: the cause") == 2
