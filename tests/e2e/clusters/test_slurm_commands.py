@@ -1,6 +1,7 @@
-"""Further jobs of a real Slurm: other commands, an array, and warnings outside of a step.
+"""Further jobs of a real Slurm: other commands, and warnings outside of a step.
 
-Regimes: an evaluation and a text, a script that raises, the warning of the time limit in warm-up, evaluation and capture, a killed batch script.
+Regimes: an evaluation and a text, a script that raises, the warning of the time limit in warm-up,
+evaluation and capture, a killed batch script.
 """
 
 from __future__ import annotations
