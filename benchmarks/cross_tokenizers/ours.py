@@ -21,7 +21,7 @@ from megatron_distill.data.collation import count_labels, micro_batch, pack_samp
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary, load_tokenizer
 from megatron_distill.losses import AlignedSide, ChunkTerm, cross_tokenizer_divergence
 from megatron_distill.models.execution import Execution
-from megatron_distill.models.gpt import vocab_shard
+from megatron_distill.models.gpt import run_model, vocab_shard
 from megatron_distill.models.hugging_face.model import HuggingFaceWeights, describe_checked
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.batch import Batch, StepBatches
@@ -85,6 +85,21 @@ class Ours:
             return own.step(self.batches).kd
 
         return run
+
+    def baseline_logits(self) -> dict[str, tuple[Batch, torch.Tensor]]:
+        """By role the side of the batch and the logits `[b, s, V]` before any step."""
+        (batch,) = self.batches.micro_batches
+        assert batch.teacher is not None
+        step = self.step
+        with torch.no_grad():
+            hidden_sbh = run_model(step.student.wrapped[0], batch, context_size=1)
+            student = hidden_sbh.transpose(0, 1) @ step.student.chunks[0].head_weight().t()
+            signal = step.teacher.signals([batch])[0]
+            source = None if signal is None else signal.logit_source()
+            assert isinstance(source, HiddenState), "the teacher is live, in one stage"
+            teacher = source.hidden @ source.weight.t()
+        shape = (*batch.teacher.tokens_bs.shape, -1)
+        return {"student": (batch, student), "teacher": (batch.teacher, teacher.view(shape))}
 
     def from_hidden(self, scale: float) -> dict[str, Run]:
         """The loss with cross-entropy from hidden states, forward and backward, by row."""

@@ -106,11 +106,10 @@ class Peer:
 
         return {name: lambda loss=loss: run(loss) for name, loss in self.losses.items()}  # type: ignore[misc]
 
-    def student_logits(self, tokens: Tensor) -> Tensor:
-        """Of the first tokens, to compare the models."""
-        with torch.no_grad():
-            logits: Tensor = self.trainer.model(input_ids=tokens).logits
-        return logits
+    @property
+    def models(self) -> Mapping[str, Any]:
+        """The models of `transformers` by role."""
+        return {"student": self.trainer.model, "teacher": self.trainer.teacher_model}
 
 
 def _backward(loss: Tensor) -> float:

@@ -19,6 +19,7 @@ from megatron_distill.runtime.launch import joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
 
 _TIMEOUT_SECONDS: Final = 600
+_LARGEST_DIFFERENCE: Final = 1e-4  # fp32 rounds to 1e-5 of logits, and to 1e-6 of a loss
 _HIDDEN_SCALE: Final = 1.5
 _LOGIT_SCALE: Final = 2.0
 
@@ -59,7 +60,7 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
         chosen = arguments.peers.split(",") if arguments.peers else None
         peer = build_peer(arguments.folder, Path(output), chosen)
         facts = dict(ours.facts)
-        difference = _logit_difference(ours, peer)
+        baselines = _checked_baselines(ours, peer)
         if arguments.part == "step":
             runs = {**ours.steps, **peer.steps}
             buffers = persistent_bytes(ours.step).gradient_buffers
@@ -75,7 +76,7 @@ def _measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
         "rows": rows,
         "facts": facts,
         "prepare_seconds": ours.prepare_seconds,
-        "logit_difference": difference,
+        "baselines": baselines,
     }
 
 
@@ -104,19 +105,37 @@ def _in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, di
     return rows
 
 
-def _logit_difference(ours: Any, peer: Any) -> float:
-    """The largest difference between both students' logits on the first sequence."""
-    from megatron_distill.models.gpt import run_model
+def _checked_baselines(ours: Any, peer: Any) -> dict[str, dict[str, float]]:
+    """Teacher and untrained student on all texts: ours, and `transformers` alone.
 
-    (batch,) = ours.batches.micro_batches
-    chunk = ours.step.student.chunks[0]
-    with torch.no_grad():
-        hidden_sbh = run_model(ours.step.student.wrapped[0], batch, context_size=1)
-        own = hidden_sbh[:, 0] @ chunk.head_weight().t()
-    theirs = peer.student_logits(batch.tokens_bs[:1])[0]
-    length = int((batch.document_ids_bS[0] >= 0).sum())
-    width = theirs.shape[1]
-    return float((own[:length, :width] - theirs[:length]).abs().max())
+    Cross-entropies in nats per label, and the largest difference of a logit. Raises SystemExit
+    where both differ: then nothing is measured, since the two sides train other models.
+    """
+    found = {}
+    for role, (side, logits) in ours.baseline_logits().items():
+        model = peer.models[role]
+        differences, sums, count = [], [0.0, 0.0], 0
+        for row, ids in enumerate(side.document_ids_bS):
+            tokens, length = side.tokens_bs[row], int((ids >= 0).sum())
+            with torch.no_grad():
+                theirs = model(input_ids=tokens[None, :length]).logits[0]
+            own = logits[row, :length, : theirs.shape[1]]
+            differences.append(float((own - theirs).abs().max()))
+            # Each row is one document: the next token is the label of each but the last position.
+            for at, values in enumerate((own, theirs)):
+                log_probs = values[:-1].double().log_softmax(1)
+                sums[at] -= float(log_probs.gather(1, tokens[1:length, None]).sum())
+            count += length - 1
+        means = [one / count for one in sums]
+        largest = max(differences)
+        # Each on its own: a number that is none fails too.
+        if not all(one <= _LARGEST_DIFFERENCE for one in (*differences, abs(means[0] - means[1]))):
+            raise SystemExit(
+                f"the {role} is not the same model on both sides: cross-entropy {means[0]:.6f} "
+                f"here and {means[1]:.6f} by transformers, logits differ by up to {largest:.1e}"
+            )
+        found[role] = {"ours": means[0], "transformers": means[1], "logit_difference": largest}
+    return found
 
 
 def _profile(run: Callable[[], float]) -> str:
