@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from megatron_distill.launching.records import LOST_PEER, NodeOutcome, Status, local_time
+from megatron_distill.launching.records import (
+    LOST_PEER,
+    LOST_RENDEZVOUS,
+    NodeOutcome,
+    Status,
+    local_time,
+)
 from megatron_distill.log import get_logger
 
 __all__ = ["classified", "report"]
@@ -20,6 +26,11 @@ def classified(
     nodes: Sequence[NodeOutcome], silent: Sequence[str], status: int, *, was_told: bool
 ) -> tuple[Status, str]:
     """Return the outcome of all nodes together, and its reason."""
+    # Ranks that end after the first node's, as those of a teacher, lose the rendezvous there.
+    late = [one for one in nodes if one.order == LOST_RENDEZVOUS]
+    ended = [one for one in nodes if one.order != LOST_RENDEZVOUS]
+    if late and any(one.index == 0 for one in ended):
+        nodes = ended
     kinds = {one.status for one in nodes}
     first = _first_failed(nodes)
     if Status.MISCONFIGURED in kinds:

@@ -27,7 +27,13 @@ from torch.distributed.launcher import api as launcher
 from torch.distributed.run import config_from_args, parse_args
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from megatron_distill.launching.records import LOST_PEER, NodeOutcome, Status, write_record
+from megatron_distill.launching.records import (
+    LOST_PEER,
+    LOST_RENDEZVOUS,
+    NodeOutcome,
+    Status,
+    write_record,
+)
 from megatron_distill.runtime.local_ranks import FirstFailure, first_failure
 from megatron_distill.runtime.lone_failure import LOST_PEER_STATUS, unfinished_file
 
@@ -114,6 +120,9 @@ def _run(folder: Path, words: Sequence[str]) -> tuple[Status, float, int | None,
         )
     except (RendezvousError, dist.DistError) as error:
         lines = str(error).strip().splitlines()
+        if logs.error_files:  # the ranks had begun: the first node, which has the store, has ended
+            message = "error: the rendezvous on the first node ended before these ranks"
+            return Status.FAILED, time.time(), None, LOST_RENDEZVOUS, message
         message = f"error: the nodes did not meet: {type(error).__name__}: {lines[:1]}"
         return Status.FAILED, time.time(), None, 9, message
     unfinished = any(unfinished_file(file).exists() for file in logs.error_files)

@@ -30,6 +30,7 @@ __all__ = [
     "EXIT_STATUS",
     "LAUNCHES",
     "LOST_PEER",
+    "LOST_RENDEZVOUS",
     "SHARDS",
     "BadNode",
     "Launch",
@@ -46,6 +47,7 @@ __all__ = [
 
 LAUNCHES: Final = "launches"
 LOST_PEER: Final = 10
+LOST_RENDEZVOUS: Final = 20  # order of a node whose ranks outlived the first node's torchrun
 SHARDS: Final = "logits-*.array_record"  # of a store, beside their descriptions
 _CHECKPOINT: Final = re.compile(r"step_(\d{7,})")
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_distill import log
 from megatron_distill.launching.outcomes import _end_of, classified, report
-from megatron_distill.launching.records import LOST_PEER, NodeOutcome, Status
+from megatron_distill.launching.records import LOST_PEER, LOST_RENDEZVOUS, NodeOutcome, Status
 
 DONE, UNFINISHED, ENDED = Status.DONE, Status.UNFINISHED, Status.ENDED
 FAILED, MISCONFIGURED = Status.FAILED, Status.MISCONFIGURED
@@ -52,6 +52,14 @@ def test_a_node_without_a_report_is_the_reason_of_ranks_that_lost_a_peer() -> No
     assert classified([lost], ["n1"], 1, was_told=False)[1] == "no report from n1 (status 1)"
     assert classified([own], ["n1"], 1, was_told=False)[1] == "of n0"
     assert classified([lost], [], 1, was_told=False)[1] == "of n0"
+
+
+def test_ranks_that_outlive_the_first_node_end_as_it_did() -> None:
+    late = node(1, FAILED, order=LOST_RENDEZVOUS)
+    for status in (UNFINISHED, DONE, FAILED):
+        first = node(0, status, rank=0 if status is FAILED else None)
+        assert classified([first, late], [], 0, was_told=status is UNFINISHED)[0] is status
+    assert classified([late], ["n0"], 1, was_told=False)[0] is FAILED
 
 
 def test_the_first_failure_is_no_lost_peer_and_then_the_earliest(tmp_path: Path) -> None:
