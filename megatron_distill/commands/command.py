@@ -92,11 +92,7 @@ class Command:
         parser.set_defaults(is_script=False)
         # Allow options between positional arguments; argparse cannot combine that with actions.
         read = parser.parse_args if self.has_actions else parser.parse_intermixed_args
-        words = list(sys.argv[1:] if arguments is None else arguments)
-        own = words.index("--") if self.passes_on and "--" in words else len(words)
-        given: argparse.Namespace = read(words[:own])
-        if own < len(words):
-            given.words = [*given.words, *words[own + 1 :]]
+        given = _read_own(read, arguments) if self.passes_on else read(arguments)
         objection = self.check(given)
         if objection is not None:
             parser.error(objection)
@@ -117,6 +113,17 @@ class Command:
             if rank == 0:
                 sys.stderr.write(f"{self.stopped}\n")
             return interruption.status if interruption.received else INTERRUPTED_STATUS
+
+
+def _read_own(
+    read: Callable[[list[str]], argparse.Namespace], arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Read the words before `--`, and add those after it to `words` as they are."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own = words.index("--") if "--" in words else len(words)
+    given = read(words[:own])
+    given.words = [*given.words, *words[own + 1 :]]
+    return given
 
 
 def with_launch(work: Callable[[Launch], None]) -> int:

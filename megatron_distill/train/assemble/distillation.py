@@ -47,12 +47,11 @@ from megatron_distill.train.assemble.models import (
     resolve_model,
 )
 from megatron_distill.train.assemble.routing import sample_routing
-from megatron_distill.train.assemble.site import Site
+from megatron_distill.train.assemble.site import Site, TeacherFit
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.stores.teacher import Stored
 from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input
 from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher, with_movement
-from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.balancing import Balancing, Schedules
 from megatron_distill.train.features import (
     FeatureLosses,

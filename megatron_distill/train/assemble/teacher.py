@@ -20,9 +20,8 @@ from megatron_distill.train.assemble.models import resolve_model, teacher_execut
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
 from megatron_distill.train.assemble.several import open_several
 from megatron_distill.train.assemble.shapes import layout_of
-from megatron_distill.train.assemble.site import Site
+from megatron_distill.train.assemble.site import Site, TeacherFit
 from megatron_distill.train.assemble.stores.teacher import SeveralStores, Stored, open_stored
-from megatron_distill.train.assemble.teacher_fit import TeacherFit
 from megatron_distill.train.several_loss import SeveralLoss
 from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
 from megatron_distill.train.teachers.own_layout import OwnLayout
