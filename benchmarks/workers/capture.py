@@ -68,7 +68,7 @@ def _measure(case: Case, repeats: int, device: torch.device) -> dict[str, float]
             assert signal is not None, "one stage"
             state = signal.logit_source()
             assert isinstance(state, HiddenState)
-            positions(state, batch).whole(batch, groups.context).on_host()
+            positions(state, batch).whole(batch, groups.context).begin_copy()()
 
     return {
         "tokens": float(case.tokens_per_step),

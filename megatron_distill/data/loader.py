@@ -110,7 +110,7 @@ class StepLoader:
         Raises and communicates as `take_on_host`.
         """
         batches = self.take_on_host(step)
-        on_device = tuple(batch.to(self._device) for batch in batches.micro_batches)
+        on_device = tuple(batch.copied_to(self._device) for batch in batches.micro_batches)
         return replace(batches, micro_batches=on_device)
 
     def take_on_host(self, step: int) -> StepBatches:

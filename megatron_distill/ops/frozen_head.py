@@ -55,15 +55,15 @@ def output_chunks(
 ) -> Iterator[OutputChunk]:
     """Raw outputs of every token over the leading columns: counted tokens first, then the rest.
 
-    Shapes: counted ``[n]`` int64, ascending. Logits exist for ``chunk_tokens`` tokens at once. One
-    device synchronisation finds the remaining tokens, if there are any.
+    Shapes: counted ``[n]`` int64, ascending. Logits exist for ``chunk_tokens`` tokens at once. The
+    number of remaining tokens is known, so that nothing waits for the device.
     """
     total, device = state.tokens, state.weight.device
     uncounted = counted[:0]
     if counted.numel() < total:
         is_uncounted = torch.ones(total, dtype=torch.bool, device=device)
-        is_uncounted[counted] = False
-        uncounted = is_uncounted.nonzero().squeeze(1)
+        is_uncounted.index_fill_(0, counted, False)
+        uncounted = is_uncounted.nonzero_static(size=total - counted.numel()).squeeze(1)
     # The same selection as in the objective: without a copy where all tokens count.
     both = ((Rows.of_indices(total, counted), counted), (Rows(total, uncounted), uncounted))
     for rows, indices in both:

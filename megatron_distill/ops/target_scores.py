@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from megatron_distill.ops.frozen_head import output_chunks
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import accumulation_dtype, chunk_tokens_for
+from megatron_distill.runtime.segments import copied
 from megatron_distill.signals import HiddenState, LogitRule
 
 __all__ = ["TargetScores", "target_scores"]
@@ -34,33 +37,35 @@ def target_scores(
     shard: VocabShard,
     group: dist.ProcessGroup | None,
     *,
-    rows: Tensor,
+    rows: Sequence[int],
     ids: Tensor,
     chunk_tokens: int | None = None,
 ) -> TargetScores:
     """Score ids at rows of hidden states; logits exist for one chunk of rows at a time.
 
-    Shapes: rows ``[Q]`` int64, ascending, index the state's tokens ``[N]``; ids ``[Q]`` int64 are
-    global. A row may have several ids. An id outside of the real vocabulary has no probability.
+    Shapes: rows ``[Q]``, ascending, index the state's tokens ``[N]``; they are on the host, which
+    then knows those of each chunk without a wait. Ids ``[Q]`` int64 are global. A row may have
+    several ids. An id outside of the real vocabulary has no probability.
 
     Collective: over ``group`` per chunk one all-gather of 12 bytes per row and one all-reduce of 4
     bytes per pair (twice that for fp64 states).
     """
     total, device = state.tokens, state.weight.device
-    log_prob = torch.empty(rows.numel(), dtype=torch.float64, device=device)
-    is_greedy = torch.empty(rows.numel(), dtype=torch.bool, device=device)
+    log_prob = torch.empty(len(rows), dtype=torch.float64, device=device)
+    is_greedy = torch.empty(len(rows), dtype=torch.bool, device=device)
     most = chunk_tokens or chunk_tokens_for(shard.width, device)
     counted = torch.arange(total, device=device)
-    first = 0
+    rows_Q = copied(torch.tensor(rows, dtype=torch.int64), device)
+    first = begin = 0
     for chunk in output_chunks(state, counted, chunk_tokens=most, columns=shard.real_width):
         stop = first + chunk.rows.numel()
-        edges = torch.searchsorted(rows, rows.new_tensor([first, stop])).tolist()
-        pairs = slice(*edges)
+        end = bisect_left(rows, stop)
+        pairs = slice(begin, end)
         found = _chunk_scores(
-            chunk.raw, state.rule, shard, group, rows=rows[pairs] - first, ids=ids[pairs]
+            chunk.raw, state.rule, shard, group, rows=rows_Q[pairs] - first, ids=ids[pairs]
         )
         log_prob[pairs], is_greedy[pairs] = found
-        first = stop
+        first, begin = stop, end
     return TargetScores(log_prob, is_greedy)
 
 

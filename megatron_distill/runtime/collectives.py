@@ -19,6 +19,8 @@ from megatron_distill.errors import (
     StoreError,
     TrainingError,
 )
+from megatron_distill.runtime.host_copy import HostCopy
+from megatron_distill.runtime.segments import copied
 
 Result = TypeVar("Result")
 
@@ -72,9 +74,20 @@ def highest(
 
     Collective: `group` (the world), one all-reduce of 8 bytes per value.
     """
-    largest = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    (largest,) = begin_highest(*values, device=device, group=group).read()
     return tuple(largest.tolist())
+
+
+def begin_highest(
+    *values: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> HostCopy:
+    """Begin what `highest` does; the answer is read later, as int64, and nothing waits before.
+
+    Collective: that of `highest`.
+    """
+    largest = copied(torch.tensor(values, dtype=torch.int64), device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return HostCopy.begin(largest)
 
 
 def any_rank(flag: bool, *, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:

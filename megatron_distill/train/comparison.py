@@ -169,7 +169,7 @@ class _Comparison:
         )
         fields = self._whole(local.view(3, *shape))
         begins_bS = torch.zeros_like(fields[0], dtype=torch.bool)
-        begins_bS[:, batch.sequence_index_s] = True
+        begins_bS.index_fill_(1, batch.sequence_index_s, True)
         return block_sums(fields[0] > 0, begins_bS, batch.document_ids_bS, fields[1], fields[2])
 
     def _whole(self, local_fbs: Tensor) -> Tensor:

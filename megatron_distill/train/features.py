@@ -35,6 +35,7 @@ from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import sum_over
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.segments import copied
 from megatron_distill.signals import Signals, WithFeatures
 from megatron_distill.train.optimizer import allocate_adam
 
@@ -146,7 +147,7 @@ class FeatureLosses:
         """
         step = self._finished()
         shares_MP = self._shares(step)
-        weights_MP = torch.tensor(step.pair_weights, device=self._device)
+        weights_MP = copied(torch.tensor(step.pair_weights), self._device)
         weighted_MP = shares_MP if step.of_gradients else weights_MP * shares_MP
         sums = torch.cat([weighted_MP.sum().reshape(1), shares_MP.sum(0)])
         groups = self._groups

@@ -1,9 +1,10 @@
-"""One rank's training on the fake device; prints what was seen of its steps as JSON.
+"""One rank's work on the fake device; prints what was seen of it as JSON.
 
-python -m tests.fake_cuda STUB RANK WORLD CONFIG [KEY=VALUE ...]
+python -m tests.fake_cuda STUB (train|capture|generate) RANK WORLD SUBJECT [OVERRIDE ...]
 """
 
 import ctypes
+import importlib
 import os
 import sys
 
@@ -11,6 +12,5 @@ import sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled code would want the numbers
 
-from tests.fake_cuda.train import main  # noqa: E402
-
-main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+program = importlib.import_module(f"tests.fake_cuda.{sys.argv[2]}")
+program.main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6:])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -16,8 +17,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from megatron_distill.data import loader, prefetch
 from megatron_distill.data.loader import Wire
 from megatron_distill.runtime.batch import Batch, StepBatches
-from megatron_distill.runtime.segments import PackedPiece, Segments
 from tests.fake_cuda.watching_mode import WatchingMode
+
+_ON_HOST = ("copied_from", "whole_teacher")  # of a batch: real tensors that the host reads
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def read_on_the_host(mode: WatchingMode) -> None:
     def taken(self: loader.StepLoader, step: int) -> StepBatches:
         with as_first_rank():
             batches = take(self, step)
-        fakes = tuple(_fake(batch, mode) for batch in batches.micro_batches)
+        fakes = tuple(fake(batch, mode) for batch in batches.micro_batches)
         return replace(batches, micro_batches=fakes)
 
     def begun(self: prefetch._Ahead[Any], step: int) -> Future[Any]:
@@ -56,17 +58,23 @@ def read_on_the_host(mode: WatchingMode) -> None:
     patch.object(prefetch._Ahead, "_begin", begun).start()
 
 
-def _fake(batch: Batch, mode: WatchingMode) -> Batch:
-    def faked(value: Any) -> Any:
-        if isinstance(value, Segments):
-            return replace(value, packed=tuple(faked(piece) for piece in value.packed))
-        if isinstance(value, PackedPiece):
-            ends = {name: faked(getattr(value, name)) for name in ("query_ends", "key_ends")}
-            return replace(value, **ends)
-        return mode.from_tensor(value) if isinstance(value, Tensor) else value
-
-    found = {field.name: faked(getattr(batch, field.name)) for field in fields(batch)}
-    return Batch(**{**found, "copied_from": batch})
+def fake(value: Any, mode: WatchingMode, device: torch.device | None = None) -> Any:
+    """Return it with fake tensors in place of real ones, on a device if one is given."""
+    if isinstance(value, Tensor):
+        found = mode.from_tensor(value)
+        return found if device is None else found.to(device)
+    if isinstance(value, dict):
+        return {name: fake(one, mode, device) for name, one in value.items()}
+    if type(value) is tuple:
+        return tuple(fake(one, mode, device) for one in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    named = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    on_host = {name: named[name] for name in _ON_HOST if name in named}
+    own = {name: fake(one, mode, device) for name, one in named.items()} | on_host
+    if isinstance(value, Batch):
+        own["copied_from"] = value
+    return replace(value, **own)
 
 
 def agree_with_itself() -> None:

@@ -22,6 +22,7 @@ from megatron_distill.models.generation.request import (
     Written,
 )
 from megatron_distill.models.generation.text import Decode, TextStream
+from megatron_distill.runtime.host_copy import HostCopy
 
 __all__ = ["Flight", "RowText"]
 
@@ -92,7 +93,7 @@ class Flight:
     Attributes:
         row_keys_b: of draws, int64. ids_b: the ids to read next, int64.
         padding: positions besides the rows, which keep expert ranks in step.
-        history: drawn ids and log-probabilities that the host has not read.
+        history: drawn ids and log-probabilities, of which no copy to the host has begun.
     """
 
     rows: list[RowText]
@@ -102,24 +103,46 @@ class Flight:
     padding: int = 0
     is_over: bool = False
     history: list[Drawn] = field(default_factory=list)
+    # Steps, and their ids and log-probabilities, each [steps, b] or, of one step, [b].
+    _looks: list[tuple[int, HostCopy]] = field(default_factory=list)
 
-    def read_history(self, on_tokens: OnTokens | None) -> bool:
-        """Give the drawn ids to their rows; returns whether a log-probability is no number."""
-        ids, log_probs = (
-            [parts[0].tolist()] if len(parts) == 1 else torch.stack(parts).tolist()
-            for parts in zip(*self.history, strict=True)
-        )
+    @property
+    def is_full(self) -> bool:
+        """Whether every row has ended or drawn all of its ids, as far as the host knows."""
+        drawn = len(self.history) + sum(steps for steps, _ in self._looks)
+        return all(not row.is_live or len(row.ids) + drawn >= row.limit for row in self.rows)
+
+    def begin_look(self) -> None:
+        """Begin to copy the drawn ids to the host."""
+        if not self.history:
+            return
+        parts = [
+            one[0] if len(one) == 1 else torch.stack(one) for one in zip(*self.history, strict=True)
+        ]
+        self._looks.append((len(self.history), HostCopy.begin(*parts)))
         self.history.clear()
+
+    def finish_look(self, on_tokens: OnTokens | None) -> bool:
+        """Give copied ids to their rows; returns whether a log-probability is no number."""
+        drawn: list[tuple[list[int], list[float]]] = []
+        for steps, look in self._looks:
+            ids, log_probs = (part.tolist() for part in look.read())
+            if steps == 1:
+                drawn.append((ids, log_probs))
+            else:
+                drawn.extend(zip(ids, log_probs, strict=True))
+        self._looks.clear()
         is_broken = False
         for place, row in enumerate(self.rows):
             new = []
-            for drawn, drawn_probs in zip(ids, log_probs, strict=True):
+            for ids, log_probs in drawn:
                 if not row.is_live:
                     break
-                is_broken |= not math.isfinite(drawn_probs[place])
-                row.push(drawn[place], min(drawn_probs[place], 0.0))
+                is_broken |= not math.isfinite(log_probs[place])
+                token = ids[place]
+                row.push(token, min(log_probs[place], 0.0))
                 if row.ended != "id":
-                    new.append(drawn[place])
+                    new.append(token)
             if new and on_tokens is not None:
                 assert row.index is not None
                 on_tokens(row.index, new)
@@ -147,3 +170,4 @@ class Flight:
         self.rows = [self.rows[place] for place in alive]
         self.cache.reduce_to(alive)
         self.row_keys_b, self.ids_b = self.row_keys_b[index], self.ids_b[index]
+        self.history = [Drawn(*(part[index] for part in drawn)) for drawn in self.history]

@@ -34,6 +34,7 @@ from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, 
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
 from megatron_distill.models.generation.families import Family, deal, families_of
 from megatron_distill.models.generation.flight import Flight, RowText
+from megatron_distill.models.generation.pace import PACES, Questions
 from megatron_distill.models.generation.request import (
     OnTokens,
     Sampling,
@@ -62,10 +63,6 @@ _NO_NUMBERS = (
     "the model's next-token logits are not numbers; its weights are damaged or its training "
     "diverged: choose an earlier checkpoint"
 )
-# Steps between two looks at the drawn ids: a look waits for the device.
-_STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}
-# Steps between two questions whether to stop: all stages wait for the answer.
-_STEPS_BETWEEN_QUESTIONS = 16
 _GIB = 2**30
 
 
@@ -130,15 +127,15 @@ class CachedGPT:
             index: RowText.of(index, rows[index], limits[index], stops, self.decode, prefix)
             for index in written
         }
-        sizes = [RowSize(len(rows[index].ids), limits[index] + run.interval) for index in written]
+        sizes = [RowSize(len(rows[index].ids), limits[index] + run.pace.spare) for index in written]
         run.take(prefix, sizes, run.planned(sizes, prefix))
         for number in range(run.plan.most):
-            if run.is_stopped:
+            if run.questions.is_stopped:
                 break
             if number < len(run.plan.mine):
                 batch = run.plan.mine[number]
                 run.write(number, [[texts[written[row]] for row in group] for group in batch], rows)
-            while run.asks_to_stop(is_running=False):
+            while run.questions.ask():
                 pass  # other ranks are in their batches
         found = self._gathered(run.finished, run.is_broken)
         empty = Written((), (), "length", None if self.decode is None else "")
@@ -258,7 +255,6 @@ class _Run:
         stop_requested: Callable[[], bool] | None = None,
     ) -> None:
         self.model, self.sampling, self.on_tokens = model, sampling, on_tokens
-        self.stop_requested, self.is_stopped = stop_requested, False
         self.groups, self.device = model.groups, model.device
         self.stage = Stage.of(
             model.chunks,
@@ -267,7 +263,8 @@ class _Run:
             device=model.device,
             vocab_size=model.vocab_size,
         )
-        self.interval = _STEPS_BETWEEN_LOOKS[model.device.type]
+        self.pace = PACES[model.device.type]
+        self.questions = Questions(stop_requested, self.groups, self.device, self.pace.delay)
         # Ranks with different experts and different rows.
         self.in_step = model.architecture.moe is not None and model.groups.layout.expert > 1
         stages: list[list[KeyShape]] = [self.stage.key_shapes]
@@ -377,7 +374,7 @@ class _Run:
                 batch, group, lambda rows: max(1, sum(self.sizes[row].given for row in rows))
             )
             padding = longest - sum(map(len, ids))
-        added = max((text.limit for text in texts), default=0) + self.interval
+        added = max((text.limit for text in texts), default=0) + self.pace.spare
         if self.in_step:  # the rows of other ranks may be longer
             added = max(size.added for size in self.sizes)
         cache = self.empty_cache(len(ids), max(map(len, ids)) + added)
@@ -410,12 +407,11 @@ class _Run:
         step: dict[int, Step] = {}
         count = 0
         while not all(flight.is_over for flight in flights):
-            if count % _STEPS_BETWEEN_QUESTIONS == 0:
-                self.asks_to_stop(is_running=True)
+            self.questions.before_step(count)
             for number in range(len(self.stage.chunks)):
                 for place, flight in enumerate(flights):
                     if number == 0 and not flight.is_over:
-                        self._read(flight, is_look=count % self.interval == 0)
+                        self._take(flight, count)
                         step[place] = Append(flight.cache, flight.padding)
                     if flight.is_over:
                         continue
@@ -426,16 +422,8 @@ class _Run:
                 if not flight.is_over:
                     step[place].finish()
             count += 1
+        self.questions.finish()
         self.stage.finish()
-
-    def asks_to_stop(self, *, is_running: bool) -> bool:
-        """Ask all ranks whether to stop; returns whether one of them is still in its batch."""
-        if self.stop_requested is None:
-            return False
-        is_asked = self.is_stopped or self.stop_requested()
-        stop, running = highest(is_asked, is_running, device=self.device, group=self.groups.world)
-        self.is_stopped = bool(stop)
-        return bool(running)
 
     def _draw(self, flight: Flight, hidden_bH: Tensor, positions_b: Tensor) -> None:
         """Draw the next ids on the last stage, and send them to the others."""
@@ -457,18 +445,24 @@ class _Run:
             both = torch.stack([drawn.ids_b.to(torch.float64), drawn.log_probs_b])
             self.stage.broadcast(both)
 
-    def _read(self, flight: Flight, *, is_look: bool) -> None:
-        """Take the ids that were drawn last; at a look, end rows and drop them."""
+    def _take(self, flight: Flight, step: int) -> None:
+        """Take the ids that were drawn last; where they are read, end rows and drop them."""
         if not self.groups.is_last_stage:
             both = torch.empty(2, len(flight.rows), dtype=torch.float64, device=self.device)
             self.stage.broadcast(both)
             flight.history.append(Drawn(both[0].to(torch.int64), both[1]))
         flight.ids_b = flight.history[-1].ids_b
+        # Nothing is left to do for rows that have all their ids: the host waits for these.
+        begins, is_look = self.pace.begins(step), self.pace.reads(step)
+        if not (begins and is_look) and not self.in_step and flight.is_full:
+            begins = is_look = True
+        if begins:
+            flight.begin_look()
         if is_look:
-            if flight.read_history(self.on_tokens):
+            if flight.finish_look(self.on_tokens):
                 self.is_broken = True
                 flight.end_all()
-            if self.is_stopped:
+            if self.questions.is_stopped:
                 flight.end_all()
             live = flight.live
             if self.in_step:

@@ -5,6 +5,7 @@ Shapes: N positions, A pairs of a position and a token, H hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,12 +176,13 @@ def shared_scores(
     if groups.pipeline.size() > 1:
         dist.broadcast(values, group=groups.pipeline, group_src=groups.pipeline.size() - 1)
     owners = [owner for _, pairs in found for owner in pairs.owners]
+    numbers: list[list[float]] = values.tolist()  # the one look at the device
     log_probs: dict[tuple[int, int], list[float]] = {}
     greedy: dict[tuple[int, int], bool] = {}
-    for owner, log_prob, is_top in zip(owners, *values.tolist(), strict=True):
+    for owner, log_prob, is_top in zip(owners, *numbers, strict=True):
         log_probs.setdefault(owner, []).append(log_prob)
         greedy[owner] = greedy.get(owner, True) and is_top > 0
-    is_broken = not bool(torch.isfinite(values).all())
+    is_broken = not all(math.isfinite(value) for row in numbers for value in row)
     scores = {
         row: tuple(
             Score(tuple(log_probs[row, index]), greedy[row, index])
@@ -290,7 +292,7 @@ def _scored(stage: Stage, hidden_NH: Tensor, pairs: Pairs) -> Tensor:
         stage.states(hidden_NH[integers(index_P.tolist(), stage.device)]),
         stage.shard,
         stage.groups.tensor,
-        rows=integers(row_A[order].tolist(), stage.device),
+        rows=row_A[order].tolist(),
         ids=integers([pairs.tokens[place] for place in order], stage.device),
     )
     found = torch.empty(2, len(pairs.tokens), dtype=torch.float64, device=stage.device)

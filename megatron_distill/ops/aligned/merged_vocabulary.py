@@ -378,7 +378,7 @@ class SolvedCommon:
                 of_rest = self.rests.shares[block] * (part[:, -1:] * self.rests.ranks)
                 on_logits[:, columns.student_rest] = of_rest
             elif len(columns.student_rest):
-                on_logits[:, columns.student_rest] = 0.0
+                on_logits.index_fill_(1, columns.student_rest, 0.0)
             # Zero times a number that is not finite is none either.
             clear_rows_(on_logits, (weight[block] == 0).unsqueeze(1))
             out.index_add_(0, rows, on_logits)

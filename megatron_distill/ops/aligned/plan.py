@@ -165,14 +165,12 @@ class TilePlan:
     def pair_chunks(self) -> Tensor:
         """bool ``[C]``: the chunks with one row on each side."""
         is_pair = torch.zeros(self.count, dtype=torch.bool, device=self.chunks.device)
-        is_pair[self.chunks[self.pairs[0]]] = True
-        return is_pair
+        return is_pair.index_fill_(0, self.chunks[self.pairs[0]], True)
 
     def used_chunks(self) -> Tensor:
         """bool ``[C]``: the chunks with rows on both sides."""
         is_used = torch.zeros(self.count, dtype=torch.bool, device=self.chunks.device)
-        is_used[self.chunks] = True
-        return is_used
+        return is_used.index_fill_(0, self.chunks, True)
 
 
 def _check_numbers(name: str, chunks: Tensor, count: int) -> None:

@@ -14,6 +14,7 @@ from megatron_distill.errors import StoreError
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import agree, sum_over
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.segments import copied
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.store import SampleRecord, ShardWriter, StoreWriter
 from megatron_distill.train.capture.order import CaptureOrder, HoleSource, StreamPositions
@@ -89,7 +90,7 @@ def _capture_step(parts: CaptureParts, batches: StepBatches) -> None:
         found = parts.positions(signal.logit_source(), batch).whole(batch, parts.groups.context)
         if parts.filler is not None:
             settings = parts.positions.settings
-            parts.filler.submit(build_records(samples[index], found.on_host(), settings))
+            parts.filler.submit(build_records(samples[index], found.begin_copy(), settings))
 
 
 def _exchange(parts: CaptureParts, *, is_asked: bool) -> tuple[bool, Done]:
@@ -101,10 +102,9 @@ def _exchange(parts: CaptureParts, *, is_asked: bool) -> tuple[bool, Done]:
     failure = None if filler is None else filler.failure
     failure = failure or _save_positions(parts)
     counts = (0, 0, 0) if filler is None else (filler.shards, filler.samples, filler.file_bytes)
-    status = torch.tensor(
-        [failure is not None, is_asked, *counts], dtype=torch.int64, device=parts.device
-    )
-    failures, asked, *done = sum_over(status, parts.groups.world).tolist()
+    status = torch.tensor([failure is not None, is_asked, *counts], dtype=torch.int64)
+    total = sum_over(copied(status, parts.device), parts.groups.world)
+    failures, asked, *done = total.tolist()
     if failures:
         agree(failure)
     return bool(asked), Done(*done)

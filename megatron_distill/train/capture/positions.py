@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from megatron_distill.ops.frozen_head import OutputChunk, output_chunks, row_sta
 from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.batch import Batch, zigzag_index
+from megatron_distill.runtime.host_copy import HostCopy
 from megatron_distill.signals import HiddenState
 from megatron_distill.store import (
     CaptureSettings,
@@ -55,9 +56,10 @@ class CapturedPositions:
             )
         )
 
-    def on_host(self) -> CapturedPositions:
-        """Return a copy in host memory."""
-        return CapturedPositions(self.integers.cpu(), self.floats.cpu())
+    def begin_copy(self) -> Callable[[], CapturedPositions]:
+        """Begin a copy to host memory; returns what waits for it, in any thread."""
+        copies = HostCopy.begin(self.integers, self.floats)
+        return lambda: CapturedPositions(*copies.read())
 
 
 def _whole_sequences(values_bsC: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -141,12 +143,14 @@ class PositionCapture:
 
 
 def build_records(
-    samples: Sequence[Sample], found: CapturedPositions, settings: CaptureSettings
+    samples: Sequence[Sample], copied: Callable[[], CapturedPositions], settings: CaptureSettings
 ) -> Iterator[SampleRecord]:
     """Yield the records of a micro-batch's samples; rows without a sample have none.
 
-    `found` is of whole sequences, on the host.
+    `copied` returns the positions of whole sequences, on the host; it is called with the first
+    record, in the thread that writes.
     """
+    found = copied()
     integers, floats = found.integers.numpy(), found.floats.numpy()
     for row, sample in enumerate(samples):
         if sample.sample_id < 0:

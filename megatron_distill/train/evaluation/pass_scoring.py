@@ -22,6 +22,7 @@ from megatron_distill.ops.target_scores import target_scores
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.collectives import any_rank
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.segments import copied
 from megatron_distill.signals import HiddenState
 from megatron_distill.train.step import run_schedule
 
@@ -128,7 +129,7 @@ class PassScorer:
         shape = self.architecture
         # Padding beyond learned positions takes the last one.
         last = shape.max_position_embeddings - 1 if shape.positions == "learned" else None
-        inputs = Batch.untrained(tokens_bs, last_position=last).to(self.device)
+        inputs = Batch.untrained(tokens_bs, last_position=last).copied_to(self.device)
         return run_model(chunk, inputs, context_size=1), partial(self._scores, batch=batch)
 
     def _scores(
@@ -144,7 +145,7 @@ class PassScorer:
         hidden_NH = hidden_for_head(hidden_sbh, groups=self.groups)
         shape = self.architecture
         state = HiddenState(
-            hidden=hidden_NH[torch.from_numpy(positions).to(device)],
+            hidden=hidden_NH[copied(torch.from_numpy(positions), device)],
             weight=self.chunk.head_weight().detach(),
             logit_softcap=shape.logit_softcap,
             logit_scale=shape.logit_scale,
@@ -153,8 +154,8 @@ class PassScorer:
             state,
             self.shard,
             self.groups.tensor,
-            rows=torch.from_numpy(place.astype(np.int64)).to(device),
-            ids=torch.from_numpy(batch.ids).to(device),
+            rows=place.tolist(),
+            ids=copied(torch.from_numpy(batch.ids), device),
         )
         scores_Q2 = torch.stack((found.log_prob, (~found.is_greedy).double()), 1)
-        return torch.from_numpy(batch.requests).to(device), scores_Q2
+        return copied(torch.from_numpy(batch.requests), device), scores_Q2

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from megatron_distill.models.generation.attend import step_for
@@ -16,6 +15,7 @@ from megatron_distill.models.generation.cache import (
     Cache,
     KeyShape,
     bytes_per_row,
+    integers,
     layer_bytes_per_row,
 )
 from megatron_distill.models.generation.model import CachedGPT
@@ -89,7 +89,7 @@ class Reader:
         flat = [token for row in rows for token in row]
         if not flat:
             return None
-        ids_N = torch.tensor(flat, dtype=torch.int64, device=self.stage.device)
+        ids_N = integers(flat, self.stage.device)
         step = step_for(self.cache, [len(row) for row in rows])
         hidden_NH = None
         for number in range(len(self.stage.chunks)):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_distill.losses.comparison import compare_with_logits
 from megatron_distill.models.generation.batches import RowSize, batches_of
+from megatron_distill.models.generation.cache import integers
 from megatron_distill.models.generation.draw import draw, draw_keys, gumbel_noise, row_key
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.generation.request import Sampling
@@ -246,7 +247,7 @@ class _Run:
 
         The student reads the last draft too, so that both caches have the same positions.
         """
-        ids_b = torch.tensor([row.ids[-1] for row in rows], device=self.device)
+        ids_b = integers([row.ids[-1] for row in rows], self.device)
         drafted: list[Tensor] = []
         hidden: list[Tensor] = []
         for place in range(self.draft + 1):
@@ -269,8 +270,8 @@ class _Run:
         """
         stream, count = _PURPOSES.index(purpose), len(_PURPOSES)
         keys = [row_key(self.seed, row.number * count + stream) for row in rows]
-        positions_b = torch.tensor([len(row.ids) for row in rows], device=self.device)
-        return draw_keys(torch.tensor(keys, device=self.device), positions_b + ahead)
+        positions_b = integers([len(row.ids) for row in rows], self.device)
+        return draw_keys(integers(keys, self.device), positions_b + ahead)
 
     def _drawn(self, logits_bV: Tensor, keys_b: Tensor) -> Tensor:
         sampling = _GREEDY if self.rule == "greedy" else _SAMPLED
@@ -298,8 +299,8 @@ class _Run:
         verified: of the teacher, with one position more than hidden, of the student.
         """
         count, length = drafted_bg.shape
-        labels_n = drafted_bg.flatten()
-        index_n = torch.arange(count * length, device=self.device)
+        labels_n, places = drafted_bg.flatten(), range(count * length)
+        index_n = torch.arange(len(places), device=self.device)
         shard, group = self.student.stage.shard, self.groups.tensor
         teacher = self.teacher.stage.states(verified_bgH[:, :-1].flatten(0, 1))
         found = compare_with_logits(
@@ -312,7 +313,7 @@ class _Run:
         )
         assert found.overlap is not None
         assert found.teacher_top is not None
-        own = target_scores(teacher, shard, group, rows=index_n, ids=labels_n).log_prob
+        own = target_scores(teacher, shard, group, rows=places, ids=labels_n).log_prob
         ratio_bg = (own + found.label_nll).view(count, length)  # log p - log q
         if self.rule == "greedy":
             accepts_bg = found.teacher_top.view(count, length) == drafted_bg

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from megatron_distill.losses.comparison import compare_with_logits
 from megatron_distill.models.generation.batches import RowSize, batches_of
+from megatron_distill.models.generation.cache import integers
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.segments import copied
 from megatron_distill.train.calibration import Figures, equal_mass_errors, token_figures
 from megatron_distill.train.comparison import SUM_NAMES, block_sums, summary_of, token_sums
 from megatron_distill.train.evaluation.reader import Reader
@@ -142,20 +144,23 @@ def _sums(
     found = compare_with_logits(
         student.stage.states(own),
         teacher.stage.states(given),
-        torch.tensor([token for row in ids for token in row[1:]], device=device),
-        torch.tensor([index for place in places for index in place], device=device),
+        integers([token for row in ids for token in row[1:]], device),
+        integers([index for place in places for index in place], device),
         shard=shard,
         group=student.stage.groups.tensor,
     )
     assert found.overlap is not None
-    sizes = torch.tensor([len(place) for place in places], device=device)
-    counts = torch.tensor(counted, dtype=torch.float64, device=device)
-    inside_bS = torch.arange(int(sizes.max()), device=device) < sizes[:, None]
+    # Where each counted token is, known on the host: nothing waits for the device.
+    row_n = integers([row for row, place in enumerate(places) for _ in place], device)
+    column_n = integers([column for place in places for column in range(len(place))], device)
+    sizes = [len(place) for place in places]
+    counts = copied(torch.tensor(counted, dtype=torch.float64), device)
+    inside_bS = torch.arange(max(sizes), device=device) < integers(sizes, device)[:, None]
     overlap_bS = torch.zeros(inside_bS.shape, dtype=torch.float64, device=device)
-    overlap_bS[inside_bS] = found.overlap
+    overlap_bS[row_n, column_n] = found.overlap
     valid_bS = inside_bS & (counts > 0)[:, None]
     documents_bS = torch.zeros_like(valid_bS, dtype=torch.int64)
-    weights = counts.repeat_interleave(sizes)
+    weights = counts[row_n]
     sums = token_sums(found, weights) | block_sums(
         valid_bS, valid_bS, documents_bS, overlap_bS, overlap_bS
     )

@@ -96,7 +96,7 @@ class TopKColumns:
         is_trained_n = torch.zeros(
             batch.tokens_bs.numel(), dtype=torch.bool, device=batch.tokens_bs.device
         )
-        is_trained_n[batch.trained_rows_n] = True
+        is_trained_n.index_fill_(0, batch.trained_rows_n, True)
         return [
             torch.where(is_trained_n.unsqueeze(1), values, 0)
             .view(*size, values.shape[1])

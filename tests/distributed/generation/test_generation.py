@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -122,6 +124,18 @@ def test_every_family_writes_and_scores_as_transformers(
         close(score.log_probs, theirs.log_probs((*prefix, 7), ids)[0])
 
 
+EVERY_STEP, AS_ON_CUDA = (1, 0), (4, 1)
+
+
+@contextmanager
+def looking(interval: int, delay: int) -> Iterator[None]:
+    """Let the host look at the drawn ids every few steps, some steps later, as beside a GPU."""
+    from megatron_distill.models.generation.pace import PACES, Pace
+
+    with patch.dict(PACES, {"cpu": Pace(interval, delay)}):
+        yield
+
+
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"sliding_window": 7, "sliding_layers": (0, 2), "qkv_bias": True},
@@ -141,8 +155,9 @@ def _sampled(
     kind: str,
     order: tuple[int, ...] = (0, 1, 2, 3),
     cache_gib: float = 1.0,
+    pace: tuple[int, int] = EVERY_STEP,
 ) -> dict[str, Any]:
-    with megatron_groups(**layout) as groups:
+    with megatron_groups(**layout) as groups, looking(*pace):
         from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
 
@@ -239,6 +254,27 @@ def test_order_and_size_of_batches_do_not_change_the_ids(
     same(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("world", "kind", "layout"),
+    [
+        (1, "dense", {}),
+        pytest.param(2, "dense", {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
+        (2, "experts", {"expert": 2}),
+    ],
+    ids=str,
+)
+def test_a_look_some_steps_later_does_not_change_the_ids(
+    pool: Pool,
+    alone: Callable[[str], dict[str, Any]],
+    world: int,
+    kind: str,
+    layout: dict[str, Any],
+) -> None:
+    found = pool.run(world, _sampled, layout, kind, (3, 1, 0, 2), 1.0, AS_ON_CUDA)
+    for one in found:
+        same(one, alone(kind))
+
+
 def _refused(rank: int, world: int) -> dict[str, str]:
     with megatron_groups(tensor=2) as groups:
         from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
@@ -285,9 +321,11 @@ def test_what_cannot_be_written_is_named_on_all_ranks(pool: Pool) -> None:
     assert "logits are not numbers" in one["damaged"]
 
 
-def _asked_to_stop(rank: int, world: int, layout: dict[str, Any], kind: str) -> list[int]:
+def _asked_to_stop(
+    rank: int, world: int, layout: dict[str, Any], kind: str, pace: tuple[int, int]
+) -> list[int]:
     """Write rows of one batch each until the last rank's second question; returns their lengths."""
-    with megatron_groups(**layout) as groups:
+    with megatron_groups(**layout) as groups, looking(*pace):
         from megatron_distill.models.generation import Sampling, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
 
@@ -304,6 +342,7 @@ def _asked_to_stop(rank: int, world: int, layout: dict[str, Any], kind: str) -> 
         return [len(text.ids) for text in texts]
 
 
+@pytest.mark.parametrize("pace", [EVERY_STEP, AS_ON_CUDA], ids=str)
 @pytest.mark.parametrize(
     ("world", "kind", "layout", "lengths"),
     [
@@ -315,7 +354,12 @@ def _asked_to_stop(rank: int, world: int, layout: dict[str, Any], kind: str) -> 
     ids=str,
 )
 def test_a_request_to_one_rank_to_stop_ends_the_rows_of_all(
-    pool: Pool, world: int, kind: str, layout: dict[str, Any], lengths: list[int]
+    pool: Pool,
+    world: int,
+    kind: str,
+    layout: dict[str, Any],
+    lengths: list[int],
+    pace: tuple[int, int],
 ) -> None:
     """Rows begin from the longest prompt on; the second question comes before the 17th id."""
-    assert pool.run(world, _asked_to_stop, layout, kind) == [lengths] * world
+    assert pool.run(world, _asked_to_stop, layout, kind, pace) == [lengths] * world

@@ -17,7 +17,7 @@ import torch
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.processes import run_python
-from tests.e2e.runs import CONTEXT, Inputs
+from tests.e2e.runs import CONTEXT, MEANS_TERMS, Inputs
 from tests.fake_cuda.stub import COMPILER, compile_stub
 
 pytestmark = [
@@ -96,8 +96,6 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "maps CP2": ("dense", 1, 2, (MAPS, CONTEXT)),
 }
 STEP_WAITS = {"step.py:train_step": STEPS, "clip_grads.py:get_grad_norm_fp32": STEPS}
-# Made of plain numbers, once per schedule and just before the report is waited for.
-COPIES = {"features.py:finish"}
 
 PREVIOUS = "objective.balance.raw_losses=previous"
 # Overrides, and what a step waits for besides.
@@ -124,11 +122,20 @@ def train(
     stub: Path, inputs: Inputs, output: Path, name: str, rank: int, world: int, *overrides: str
 ) -> dict[str, Any]:
     """Train as one rank on the fake device; returns what was seen."""
-    words = [str(stub), str(rank), str(world), str(inputs.folder / f"{name}.yaml")]
-    words += [f"output={output}", *SHORT, *overrides]
+    config = inputs.folder / f"{name}.yaml"
+    words = (f"output={output}", *SHORT, *overrides)
+    found = seen_of(stub, "train", rank, world, config, *words)
+    assert found["is_done"]
+    return found
+
+
+def seen_of(
+    stub: Path, program: str, rank: int, world: int, subject: str | Path, *overrides: str
+) -> dict[str, Any]:
+    """Run a program of `tests.fake_cuda`; returns what was seen."""
+    words = [str(stub), program, str(rank), str(world), str(subject), *overrides]
     printed = run_python("-m", "tests.fake_cuda", *words, seconds=SECONDS)
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    assert found["is_done"]
     return found
 
 
@@ -140,8 +147,7 @@ def test_a_step_stays_on_its_device_and_waits_twice(
     seen = train(stub, inputs, tmp_path, name, rank, world, *overrides)
     assert seen["waits"] == STEP_WAITS
     assert seen["from_host"] == {}
-    assert set(seen["copies"]) <= COPIES
-    assert all(count == STEPS for count in seen["copies"].values())
+    assert seen["copies"] == seen["unpinned"] == {}
     # The flash kernel in 16 bits; soft caps in blocks of documents.
     expected = {"blocked"}
     if "bf16" in case:
@@ -172,5 +178,74 @@ def test_a_stored_teacher_is_asked_once_whether_it_failed(
     stored = (f"teacher.store={store}", "teacher.architecture=null")
     seen = train(stub, inputs, tmp_path / "run", "dense", 0, 1, *stored)
     assert seen["waits"] == {**STEP_WAITS, "collectives.py:highest": STEPS}
-    assert seen["copies"].keys() == {"collectives.py:highest"}  # records come from pinned memory
+    assert seen["copies"] == seen["unpinned"] == {}
     assert seen["from_host"] == {}
+
+
+# Terms of a teacher with a tokenizer of its own; rank, world, further overrides.
+ALIGNED: dict[str, tuple[int, int, Sequence[str]]] = {
+    "tokens": (0, 1, ()),
+    "tokens, second stage": (1, 2, (PIPELINE,)),
+    "tokens, second context rank": (1, 2, (CONTEXT,)),
+    "means": (0, 1, (MEANS_TERMS,)),
+}
+
+
+@pytest.mark.parametrize("case", ALIGNED)
+def test_a_step_between_two_tokenizers_waits_twice(
+    stub: Path, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    rank, world, overrides = ALIGNED[case]
+    seen = train(stub, inputs, tmp_path, "aligned", rank, world, *overrides)
+    assert seen["waits"] == STEP_WAITS
+    assert seen["from_host"] == seen["copies"] == seen["unpinned"] == {}
+
+
+@pytest.mark.parametrize("kept", [(), ("capture.chunk_tokens=16",)], ids=["whole", "chunks"])
+def test_a_capture_waits_once_per_step(
+    stub: Path, inputs: Inputs, tmp_path: Path, kept: tuple[str, ...]
+) -> None:
+    config = write_capture(inputs, "fake-capture", samples=16)
+    seen = seen_of(stub, "capture", 0, 1, config, f"store.path={tmp_path / 'store'}", *kept)
+    (steps,) = seen["steps"]
+    assert seen["records"] == 2 * steps  # of each micro-batch, for the thread that writes
+    assert seen["waits"] == {"loop.py:_exchange": steps + 1}
+    assert seen["from_host"] == seen["copies"] == seen["unpinned"] == {}
+
+
+# Rank, world, layout, and changes of the architecture.
+WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (0, 1, {}, {}),
+    "windows": (0, 1, {}, {"sliding_window": 7, "sliding_layers": (0, 2)}),
+    "soft caps": (0, 1, {}, {"attention_softcap": 1.5, "logit_softcap": 3.0}),
+    "TP2": (1, 2, {"tensor": 2}, {}),
+    "first stage": (0, 2, {"pipeline": 2}, {}),
+    "last stage, virtual": (1, 2, {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "experts": (0, 1, {}, {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}),
+}
+
+
+@pytest.mark.parametrize("case", WRITERS)
+def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(stub: Path, case: str) -> None:
+    rank, world, layout, changes = WRITERS[case]
+    seen = seen_of(stub, "generate", rank, world, json.dumps(layout), json.dumps(changes))
+    groups = layout.get("pipeline", 1)
+    for name, found in seen["requests"].items():
+        assert found["from_host"] == found["copies"] == found["unpinned"] == {}, name
+    for name in ("greedy", "whole", "cut"):
+        found = seen["requests"][f"write {name}"]
+        assert found["lengths"] == [40, 12, 9, 33]
+        # After steps 1, 17 and 33, and where the longest row has its last id; a group of short rows
+        # ends in step 11.
+        looks = 4 if groups == 1 else found["waits"]["flight.py:finish_look"]
+        assert found["waits"] == {"flight.py:finish_look": looks}, name
+        assert looks <= 4 * groups
+    asked = seen["requests"]["write until asked to stop"]["waits"]
+    assert asked.keys() == {"flight.py:finish_look", "pace.py:finish"}
+    assert asked["pace.py:finish"] == 4  # in steps 1, 17 and 33, and at the end
+    for name in ("score", "score after"):
+        assert seen["requests"][name]["waits"] == {"scoring.py:shared_scores": 1}
+    if "score by passes" in seen["requests"]:
+        passes = seen["requests"]["score by passes"]["waits"]
+        assert passes.keys() == {"collectives.py:highest", "pass_scoring.py:_shared"}
+        assert passes["pass_scoring.py:_shared"] == 1

@@ -21,7 +21,7 @@ def _state(rows: int, *, softcap: float | None = None, dtype=torch.float32) -> H
 )
 def test_scores_are_those_of_the_real_columns(softcap: float | None, chunk_tokens: int) -> None:
     state = _state(5, softcap=softcap)
-    rows, ids = torch.tensor([0, 0, 1, 3, 4, 4]), torch.tensor([3, 20, 0, 7, 7, 23])
+    rows, ids = [0, 0, 1, 3, 4, 4], torch.tensor([3, 20, 0, 7, 7, 23])
     found = target_scores(
         state, VocabShard(21, 0, 24), None, rows=rows, ids=ids, chunk_tokens=chunk_tokens
     )
@@ -39,9 +39,7 @@ def test_the_lowest_of_equal_ids_is_greedy() -> None:
     weight[[2, 4]] = 1.0
     state = HiddenState(torch.ones(1, 2), weight)
     ids = torch.tensor([2, 4])
-    found = target_scores(
-        state, VocabShard(6, 0, 6), None, rows=torch.zeros(2, dtype=torch.int64), ids=ids
-    )
+    found = target_scores(state, VocabShard(6, 0, 6), None, rows=[0, 0], ids=ids)
     assert found.log_prob[0] == found.log_prob[1]
     assert found.is_greedy.tolist() == [True, False]
 
@@ -49,10 +47,10 @@ def test_the_lowest_of_equal_ids_is_greedy() -> None:
 def test_no_row_and_a_row_that_is_not_finite() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     empty = HiddenState(torch.zeros(0, 2), torch.ones(4, 2))
-    found = target_scores(empty, VocabShard(4, 0, 4), None, rows=nothing, ids=nothing)
+    found = target_scores(empty, VocabShard(4, 0, 4), None, rows=[], ids=nothing)
     assert found.log_prob.shape == (0,)
     broken = HiddenState(torch.full((1, 2), torch.nan), torch.ones(4, 2))
     one = torch.zeros(1, dtype=torch.int64)
-    found = target_scores(broken, VocabShard(4, 0, 4), None, rows=one, ids=one)
+    found = target_scores(broken, VocabShard(4, 0, 4), None, rows=[0], ids=one)
     assert found.log_prob.isnan().all()
     assert not found.is_greedy.any()
