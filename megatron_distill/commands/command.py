@@ -92,7 +92,7 @@ class Command:
         parser.set_defaults(is_script=False)
         # Allow options between positional arguments; argparse cannot combine that with actions.
         read = parser.parse_args if self.has_actions else parser.parse_intermixed_args
-        given = _read_own(read, arguments) if self.passes_on else read(arguments)
+        given = _read_own(parser, arguments) if self.passes_on else read(arguments)
         objection = self.check(given)
         if objection is not None:
             parser.error(objection)
@@ -116,12 +116,17 @@ class Command:
 
 
 def _read_own(
-    read: Callable[[list[str]], argparse.Namespace], arguments: Sequence[str] | None
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     """Read the words before `--`, and add those after it to `words` as they are."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words.index("--") if "--" in words else len(words)
-    given = read(words[:own])
+    given, unknown = parser.parse_known_intermixed_args(words[:own])
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}; options of the submitted command "
+            "follow --, as in ... -- --tasks mmlu"
+        )
     given.words = [*given.words, *words[own + 1 :]]
     return given
 

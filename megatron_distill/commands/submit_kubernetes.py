@@ -63,10 +63,10 @@ def _objection(given: argparse.Namespace) -> str | None:
     for name in ("nodes", "max_starts", "ranks_per_node", "gpus_per_node"):
         count = getattr(given, name)
         if count is not None and count < 1:
-            return f"--{name.replace('_', '-')} {count}: must be 1 or more; or leave it out"
+            return f"--{name.replace('_', '-')} {count}: must be 1 or more"
     seconds = given.grace_seconds
     if seconds is not None and not 0 < seconds < math.inf:
-        return f"--grace-seconds {seconds:g}: must be more than 0"
+        return f"--grace-seconds {seconds:g}: must be a finite number of seconds above 0"
     for name in ("cpus_per_node", "memory_per_node"):
         amount = getattr(given, name)
         if amount is not None and _QUANTITY.fullmatch(amount) is None:

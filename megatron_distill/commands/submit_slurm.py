@@ -80,9 +80,10 @@ def _objection(given: argparse.Namespace) -> str | None:
     ):
         count = getattr(given, name)
         if count is not None and count < 1:
-            return f"--{name.replace('_', '-')} {count}: must be 1 or more; or leave it out"
-    if given.grace_seconds is not None and not 0 < given.grace_seconds < math.inf:
-        return f"--grace-seconds {given.grace_seconds:g}: must be more than 0"
+            return f"--{name.replace('_', '-')} {count}: must be 1 or more"
+    seconds = given.grace_seconds
+    if seconds is not None and not 0 < seconds < math.inf:
+        return f"--grace-seconds {seconds:g}: must be a finite number of seconds above 0"
     for name in ("job_name", "partition", "account", "qos"):
         text = getattr(given, name)
         if text is not None and (not text or any(map(str.isspace, text))):

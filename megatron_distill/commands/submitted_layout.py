@@ -14,16 +14,25 @@ __all__ = ["add_command", "check_submission", "missing_words"]
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     """Add the command of a submission, its words, and the folder of its records."""
-    parser.add_argument("--command", default="train", help="e.g. capture (default: %(default)s)")
+    parser.add_argument(
+        "--command", default="train",
+        help="train, capture, evaluate, generate, convert, or a script such as prune.py "
+        "(default: %(default)s)",
+    )  # fmt: skip
     add_folder(parser)
-    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="of the command")
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG key=value",
+        help="arguments of the command; its options follow --",
+    )  # fmt: skip
 
 
 def missing_words(given: argparse.Namespace) -> str | None:
     """Return the objection to a submission without words; a script may have none."""
     if given.words or given.command.endswith(".py"):
         return None
-    return f"give the words of {given.command}, such as a configuration, configs/tiny.yaml"
+    if given.command in ("train", "capture"):
+        return f"{given.command}: give a configuration, such as configs/tiny.yaml"
+    return f"{given.command}: give its arguments, and its options after --"
 
 
 def check_submission(

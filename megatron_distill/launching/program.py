@@ -36,8 +36,10 @@ _NO_SETTINGS: Final = (
 def add_folder(parser: argparse.ArgumentParser) -> None:
     """Add the option of the records' folder, which every way to submit has."""
     parser.add_argument(
-        "--folder", metavar="FOLDER", help="for the records of a script or of convert"
-    )
+        "--folder", metavar="FOLDER",
+        help="for the records of a script, of convert, or of a run "
+        "or model whose folder cannot be written",
+    )  # fmt: skip
 
 
 class NoAnswerError(ConfigError):
@@ -87,9 +89,9 @@ class Program:
     def launches(self, run: Sequence[str], *, sees_results: bool = True) -> Launches:
         """Return the folder of the program's launches; `run` starts Python on a node.
 
-        sees_results: whether this machine sees the folder that a command reads. Raises ConfigError:
-        the configuration is wrong, with the program's own message; NoAnswerError: the program
-        cannot start.
+        sees_results: whether this machine sees the folder that a command reads, and a script.
+        Raises ConfigError: the configuration is wrong, with the program's own message;
+        NoAnswerError: the program cannot start.
         """
         name = Path(self.command).name
         if name in _READERS:
@@ -97,6 +99,8 @@ class Program:
         if name not in (*_JOBS, *_OTHERS) and not name.endswith(".py"):
             known = ", ".join((*_JOBS, *_READERS[:2], *_OTHERS))
             raise ConfigError(f"{name}: is no command for a cluster; {known} are, and scripts")
+        if name.endswith(".py") and sees_results and not Path(self.command).is_file():
+            raise ConfigError(f"{self.command}: there is no such script in {Path.cwd()}")
         if self.folder is not None and name not in _JOBS:
             folder = Path(self.folder)
             return Launches(folder / LAUNCHES, folder, f"--folder {folder}")

@@ -25,8 +25,8 @@ WRONG = {
     "--chain|2|--array|2": "--chain and --array: choose one",
     "--nodes|0": "--nodes 0: must be 1 or more",
     "--spare-nodes|-1": "--spare-nodes -1: must be 0 or more",
-    "--gpus-per-node|0": "--gpus-per-node 0: must be 1 or more; or leave it out",
-    "--grace-seconds|-5": "--grace-seconds -5: must be more than 0",
+    "--gpus-per-node|0": "--gpus-per-node 0: must be 1 or more",
+    "--grace-seconds|-5": "--grace-seconds -5: must be a finite number",
     "--job-name|my run": "--job-name 'my run': Slurm's script takes a name without spaces",
     "--sbatch|mem=64G": "--sbatch mem=64G: write it as sbatch takes it, --sbatch=--mem=64G",
 }

@@ -125,7 +125,7 @@ def test_the_command_writes_the_manifest(
         (["--work-folder", "code"], "code: a folder in the pods has a path from the root"),
         (["--memory-per-node", "512GB"], "--memory-per-node 512GB: is no quantity; write as 512Gi"),
         (["--cpus-per-node", "all"], "--cpus-per-node all: is no quantity; write as 64"),
-        (["--grace-seconds", "inf"], "--grace-seconds inf: must be more than 0"),
+        (["--grace-seconds", "inf"], "--grace-seconds inf: must be a finite number"),
     ):
         wrong = [*words, *more]
         with pytest.raises(SystemExit):

@@ -40,6 +40,7 @@ def test_records_are_beside_what_a_command_reads_or_in_the_folder_that_is_given(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
+    Path("prune.py").touch()
     folder = "records" if records.startswith("records") else None
     found = Program(command, words, folder).launches(PYTHON)
     assert (found.folder, found.results) == (Path(records), Path(results))
@@ -55,6 +56,7 @@ def test_records_are_beside_what_a_command_reads_or_in_the_folder_that_is_given(
         ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records beside its results"),
         ("trian", ("tiny.yaml",), None, "trian: is no command for a cluster; train, capture"),
         ("data", ("preview",), None, "data: is no command for a cluster"),
+        ("prun.py", (), "x", "prun.py: there is no such script in /"),
     ],
 )
 def test_a_command_without_a_folder_is_named(
@@ -99,6 +101,22 @@ def test_every_command_in_ranks_can_be_submitted(tmp_path: Path) -> None:
             if "is no command for a cluster" in str(error):
                 refused.add(command)
     assert refused == HERE
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "--command", "evaluate", "--tasks", "mmlu"], "options of the submitted command"),
+        (["--command", "convert", "--folder", "a"], "convert: give its arguments, and its options"),
+        ([], "train: give a configuration, such as configs/tiny.yaml"),
+    ],
+)
+def test_a_submission_names_the_words_that_are_missing_or_too_early(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["submit", "slurm", *words, "--nodes", "1", "--dry-run"])
+    assert message in capsys.readouterr().err
 
 
 def test_options_of_the_command_follow_two_hyphens_into_the_batch_script(
