@@ -19,22 +19,27 @@ class HostCopy:
     """
 
     _host: tuple[Tensor, ...]
+    _device: torch.device  # of the originals
     _arrived: torch.cuda.Event | None
 
     @classmethod
     def begin(cls, *values: Tensor) -> HostCopy:
         """Copy tensors of one device; in host memory each is its own copy, and must not change."""
-        if all(one.device.type != "cuda" for one in values):
-            return cls(values, None)
+        device = values[0].device
+        if device.type != "cuda":
+            return cls(values, device, None)
         host = tuple(torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in values)
         for copy, one in zip(host, values, strict=True):
             copy.copy_(one, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(host, arrived)
+        with torch.cuda.device(device):
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return cls(host, device, arrived)
 
     def read(self) -> tuple[Tensor, ...]:
         """Return the copies once they have arrived; any thread may call it."""
         if self._arrived is not None:
-            self._arrived.synchronize()
+            # That of a new thread is GPU 0, where the wait would make a context of some 500 MB.
+            with torch.cuda.device(self._device):
+                self._arrived.synchronize()
         return self._host
