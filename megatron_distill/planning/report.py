@@ -309,8 +309,8 @@ def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
     runs = max(1, ceil(capture.seconds_per_step / saved))
     return (
         f"{text}, and each run with it saves {saved:.3f} s per step: it pays from "
-        f"{counted(runs, 'run')} or epochs over the same tokens on. It serves terms on top-k or "
-        "sampled ids, not those on the whole vocabulary."
+        f"{counted(runs, 'run')} on, or as many epochs over the same tokens. It serves terms on "
+        "top-k or sampled ids, not those on the whole vocabulary."
     )
 
 
