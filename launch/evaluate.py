@@ -1,4 +1,4 @@
-"""Compute held-out losses of a trained student and its teacher.
+"""Compute held-out losses of a trained student and its teacher, or results of tasks.
 
     python launch/evaluate.py runs/first
     torchrun --nproc-per-node 2 launch/evaluate.py runs/first parallel.tensor=2

@@ -87,5 +87,6 @@ def require_equal(found: IndependentLoss, *, nats_per_label: float, labels: int,
         raise DataError(
             f"{run}: the held-out loss is {nats_per_label:.6f} nats of {labels:,} labels in the "
             f"run and {found.nats_per_label:.6f} of {found.labels:,} by transformers alone; no "
-            "figure is shown until both agree. Start anew with --fresh, and report it if it stays"
+            "figure is shown until both agree. Start anew with --fresh; report a difference that "
+            "stays"
         )

@@ -236,7 +236,7 @@ def _configured(
     run: PlannedRun, device: Device, devices: int, one: Planned | str, best: Sequence[Planned]
 ) -> Iterator[str]:
     if isinstance(one, str):
-        yield f"Configured: does not run on {devices:,} devices. {one}"
+        yield f"Configured: does not run on {counted(devices, 'device')}. {one}"
     else:
         verdict = "fits" if one.fits(device) else "does not fit"
         text = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import log2
 from typing import Final
 
+from megatron_distill.errors import counted
 from megatron_distill.models.flops import balanced_stages, step_flops_per_token
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import Device
@@ -369,7 +370,7 @@ class Search:
             name = f"TP{tensor} PP{pipeline}" + (f" CP{context}" if context > 1 else "")
             same = next((one for one in found if _sizes(one.choice.layout) == sizes), None)
             if self.devices % (tensor * pipeline * context):
-                reason = f"does not divide {self.devices} devices"
+                reason = f"does not divide {counted(self.devices, 'device')}"
             elif same is not None:
                 reason = f"slower: {same.time.total / best - 1:.0%} above the best"
             elif sizes in self._least:

@@ -147,7 +147,7 @@ def _balance(
         return
     alone = _slower(wanted, total - best, best) / (1 + wanted) * total
     yield (
-        f"  of {counted(total, 'rank')} the teacher's share is {share * total:.1f}; recommended: "
+        f"  of {counted(total, 'rank')} the teacher's share is {share * total:.1f}; best division: "
         f"teacher.ranks={best}, {alone:.2f} times the time of shared ranks at equal efficiency"
     )
     for role in roles.teachers:
