@@ -180,7 +180,12 @@ def exchange(rank: int, world: int, steps_ahead: int, device: torch.device) -> l
     kind = "cuda" if device.type == "cuda" else "cpu"
     own = Device(kind, "gloo", device, bridge=bridge)
     if bridge.is_teacher:
-        send_rounds(plan, teacher_way(transfer, plan, own), bridge, device)
+        with ExitStack() as resources:
+            sending = teacher_way(transfer, plan, own, resources)
+            send_rounds(plan, sending, bridge, device)
+        mapped = sending.shared if isinstance(sending, CudaIpcWay) else sending
+        assert isinstance(mapped, SharedMemoryWay)
+        assert not mapped.slots, "the mapping outlives its sender"
         return []
     with ExitStack() as resources:
         way, slots, _ = student_way(transfer, plan, own, resources)

@@ -28,7 +28,7 @@ from megatron_distill.train.teachers.device_slots import (
     InterprocessEvent,
     open_memory,
     require_peer,
-    share_memory,
+    share_with,
     shared_events,
 )
 from megatron_distill.train.teachers.mapped_slots import (
@@ -101,8 +101,10 @@ def student_way(
     return HostWay(bridge), slots, None
 
 
-def teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
-    """Return how a rank of the teacher sends.
+def teacher_way(
+    transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
+) -> AnswerWay:
+    """Return how a rank of the teacher sends; `resources` end after its sender.
 
     Raises ConfigError: the way is not for this device, or it should share memory with another
     machine, or with a GPU that its own cannot access.
@@ -110,7 +112,7 @@ def teacher_way(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> A
     bridge, backend = device.bridge, _backend(transfer, plan.role, device)
     assert bridge is not None
     if backend == "ipc":
-        return _mapped_slots(transfer, plan, device)
+        return _mapped_slots(transfer, plan, device, resources)
     if backend == "nccl" and transfer.what == "hidden":
         return NcclWay(bridge.nccl(plan.role), device.torch_device)
     return HostWay(bridge)
@@ -136,7 +138,7 @@ def _offered_slots(
         size = mapped_bytes(plan, rank, on_gpu)
         whole = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
         tensors |= map_slots(whole, plan, rank, on_gpu)
-        published["gpu"] = share_memory(whole, _key(plan))
+        published["gpu"] = share_with(whole, plan.sources(rank), _key(plan))
         free, published["free"] = shared_events(CudaEvents(device.torch_device), plan.blocks)
     if on_host:
         path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
@@ -149,16 +151,21 @@ def _offered_slots(
     if not on_gpu:
         return shared, slots, path
     way = CudaIpcWay(shared, plan, bridge, CudaEvents(device.torch_device), {rank: free})
+    resources.callback(way.written.clear)
     return way, slots, path
 
 
-def _mapped_slots(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> AnswerWay:
+def _mapped_slots(
+    transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
+) -> AnswerWay:
     """Map the slots of the ranks of the student that this rank of the teacher sends to."""
     bridge, own = device.bridge, device.torch_device
     assert bridge is not None
     events = CudaEvents(own)
     slots: dict[int, Slots] = {}
     free: dict[int, list[InterprocessEvent]] = {}
+    resources.callback(slots.clear)
+    resources.callback(free.clear)
     for rank in [destination for source, destination in plan.routes if source == bridge.rank]:
         _require_same_host(plan, bridge, rank)
         published = bridge.published(f"slots/{plan.role}/{rank}")
@@ -166,8 +173,9 @@ def _mapped_slots(transfer: TransferConfig, plan: AnswerPlan, device: Device) ->
         tensors: dict[int, Tensor] = {}
         if on_gpu:
             names = {"receiver": bridge.roles.name(rank), "sender": bridge.roles.name(bridge.rank)}
-            require_peer(published["gpu"], own, key=_key(plan), **names)
-            whole = open_memory(published["gpu"], own, _key(plan))
+            shared_here = published["gpu"][str(bridge.rank)]
+            require_peer(shared_here, own, key=_key(plan), **names)
+            whole = open_memory(shared_here, own, _key(plan))
             tensors |= map_slots(whole, plan, rank, on_gpu)
             free[rank] = [events.open(bytes.fromhex(handle)) for handle in published["free"]]
         if on_host:

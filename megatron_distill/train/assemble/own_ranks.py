@@ -280,7 +280,7 @@ def _open_server(
         if bridge.rank == bridge.role.first:
             require_same_files(config.data, bridge)
         if plan.sends(bridge.rank):
-            way = teacher_way(config.models[plan.role].transfer, plan, device)
+            way = teacher_way(config.models[plan.role].transfer, plan, device, resources)
     if way is not None:
         sender = AnswerSender(
             plan,

@@ -1,11 +1,14 @@
 """Slots on a GPU that two processes of one machine have mapped, by CUDA's interprocess handles.
 
-The receiver allocates them once and sends the handle once. The sender copies from device to device
-on a stream of its own. Events of both processes order that copy and the receiver's streams; no
-thread of a host waits for a copy.
+The receiver allocates them once, and gives each sender a handle once. The sender copies from device
+to device on a stream of its own. Events of both processes order that copy and the receiver's
+streams; no thread of a host waits for a copy.
 
 A wait for an event that has not been recorded yet returns at once. So a message over the bridge
 follows each record: the header of an answer, and the credit of a round (`mapped_slots.Credits`).
+
+Memory and events have to outlive their use elsewhere. So each process lets go of what it has opened
+when its teacher or student is closed, before the launch meets, and of its own things after that.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ __all__ = [
     "open_memory",
     "require_peer",
     "share_memory",
+    "share_with",
     "shared_events",
 ]
 
@@ -189,6 +193,15 @@ def share_memory(whole: Tensor, key: str) -> list[Any]:
         shared = whole.untyped_storage()._share_cuda_()
     gpu = str(torch.cuda.get_device_properties(whole.device).uuid)
     return [gpu, *(one.hex() if isinstance(one, bytes) else one for one in shared)]
+
+
+def share_with(whole: Tensor, senders: Sequence[int], key: str) -> dict[str, list[Any]]:
+    """Return `share_memory` for each rank that sends, by its number as text.
+
+    torch counts whether one opener has let go of what it shared. With two of one handle the count
+    wraps below zero, and the memory is never free again in this process.
+    """
+    return {str(sender): share_memory(whole, key) for sender in senders}
 
 
 def _is_expandable(whole: Tensor) -> bool:

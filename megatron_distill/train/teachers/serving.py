@@ -157,6 +157,8 @@ class AnswerSender:
         with self._alone, own_stream(self._device):
             while (answer := self._work.get()) is not None:
                 self._send(answer)
+            if self._device.type == "cuda":  # slots are unmapped after this thread's end
+                torch.cuda.current_stream().synchronize()
 
     def _send(self, answer: _Answer) -> None:
         command, plan = answer.command, self._plan

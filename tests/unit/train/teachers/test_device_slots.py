@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.train.teachers.device_slots import open_memory, require_peer, share_memory
+from megatron_distill.train.teachers.device_slots import (
+    open_memory,
+    require_peer,
+    share_memory,
+    share_with,
+)
 
 KEY = "teacher.transfer.backend"
 HANDLES = (3, b"\x01\x02", 64, 0, b"/torch_1", 7, b"\xff\x00", True)
@@ -68,6 +73,18 @@ def test_handles_travel_as_json_and_open_on_the_own_device(
     assert opened == [(0, *HANDLES[1:])]
     assert found.data_ptr() == whole.data_ptr()
     assert found.shape == (64,)
+
+
+def test_each_sender_has_a_count_of_its_own(
+    whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter(range(7, 10))  # torch makes one whenever memory is shared
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_share_cuda_", lambda _: (*HANDLES[:5], next(counts), *HANDLES[6:])
+    )
+    published = json.loads(json.dumps(share_with(whole, (2, 5), KEY)))
+    assert published.keys() == {"2", "5"}
+    assert [shared[6] for shared in published.values()] == [7, 8]
 
 
 @pytest.mark.parametrize(
