@@ -1,12 +1,13 @@
 """Jobs of a real Slurm that the tests start: two of three nodes, one rank on each.
 
 Regimes: to the end, near the time limit, cancelled, a rank killed, a node lost, a node that fails
-its check, an error in the configuration, two jobs side by side, a capture.
+its check, an error in the configuration, a full disk, two jobs side by side, a capture.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,18 @@ def test_an_error_in_the_configuration_is_not_tried_again(
     assert "parallel.tensor" in within.log
     assert "no further launch" in within.log
     assert "Traceback" not in before.log + within.log
+
+
+def test_a_full_disk_ends_the_job_with_its_name(
+    cluster: Cluster, inputs: Inputs, small_disk: Callable[[str], Path]
+) -> None:
+    output = small_disk("512k") / "run"
+    job = cluster.submit((str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS,
+                          "checkpoint.interval=2"))  # fmt: skip
+    assert job.wait_for_end() == "FAILED 78:0", job.log
+    assert job.fields["Restarts"] == "0"
+    assert "no space left for a checkpoint" in job.log
+    assert "Traceback" not in job.log
 
 
 def test_jobs_share_nodes_but_not_a_folder(

@@ -1,12 +1,13 @@
-"""Further jobs of a real Slurm: other commands, and warnings outside of a step.
+"""Further jobs of a real Slurm: other commands, an array, and warnings outside of a step.
 
-Regimes: an evaluation and a text, a script that raises, the warning of the time limit in warm-up,
-evaluation and capture, a killed batch script.
+Regimes: an evaluation and a text, a script that raises, an array whose tasks go on from one
+another, the warning of the time limit in warm-up, evaluation and capture, a killed batch script.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.e2e.clusters.jobs import (
     SAVING,
     launches_of,
     next_launch_steps,
+    nodes_of,
     outcomes,
     steps_done,
 )
@@ -83,6 +85,29 @@ def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_a
         for rank in (0, 1):
             assert (launch / f"rank_0000{rank}.out").read_text() == f"rank {rank} says hello\n"
         assert "RuntimeError: the cause" in (launch / "rank_00001.err").read_text()
+
+
+def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned(
+    cluster: Cluster, inputs: Inputs, tmp_path: Path
+) -> None:
+    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    words = (str(config), f"output={output}", "train.steps=120", "teacher.ranks=1", *SAVING)
+    (array,) = cluster.submit_by_command((*words, "--array", "3"), logs=output / "launches")
+    first, second, third = map(array.task, (1, 2, 3))
+    first.wait_for(lambda: bool(launches_of(output).all()))
+    script = first.batch_process()  # found now, so that the warning comes right behind two steps
+    first.wait_for(lambda: steps_done(output) >= 2)
+    script.send_signal(signal.SIGUSR1)
+    # Saved, but not finished: the scheduler has the status, the supervisor's record the outcome.
+    assert first.wait_for_end() == "FAILED 75:0", first.log
+    assert second.wait_for_end() == "COMPLETED 0:0", second.log
+    assert third.wait_for_end() == "COMPLETED 0:0", third.log
+    assert outcomes(output) == [Status.UNFINISHED, Status.DONE]
+    assert "the next job goes on from step" in first.log
+    assert "nothing to do" in third.log
+    assert "Traceback" not in first.log + second.log
+    assert [one["step"] for one in step_records(output)] == list(range(1, 121))
+    assert len(nodes_of(output, 1)) == 2
 
 
 def test_a_warning_in_the_warm_up_is_followed_by_the_next_launch(
