@@ -175,8 +175,7 @@ def _embedding_gradient(run: PlannedRun, choice: Choice, stage: int) -> float:
 
 def _heads_of_teachers(run: PlannedRun, choice: Choice) -> int:
     """Return the number of teachers whose heads run at once on the student's last stage."""
-    live = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
-    return run.mixed if live and run.teacher is not None else 0
+    return run.mixed if run.keeps_head(choice.place) else 0
 
 
 def _head_inputs(run: PlannedRun, choice: Choice, device: Device) -> float:

@@ -106,6 +106,21 @@ class PlannedRun:
             return float(self.teacher.hidden_size * self.width)
         return 8.0 * self.sent_ids + 16.0
 
+    def keeps_head(self, place: TeacherPlace) -> bool:
+        """Whether the losses on the student's last stage run a live teacher's head.
+
+        One that sends top-k ids has run it on its own ranks.
+        """
+        is_live = place == "shared" or (place == "own ranks" and self.sent_ids is None)
+        return is_live and self.teacher is not None
+
+    def head_in_stages(self, place: TeacherPlace) -> Architecture | None:
+        """Return the teacher whose head the balance of the student's stages counts.
+
+        Of several, the samples decide whose heads run, and a run's balance counts none of them.
+        """
+        return self.teacher if self.keeps_head(place) and not self.several else None
+
     def attended(self, shape: Architecture, length: int) -> tuple[float, float]:
         """Return the mean attended positions of layers without and with a window."""
         document = self.document_length

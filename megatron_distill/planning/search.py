@@ -103,7 +103,7 @@ class Search:
     places: Sequence[TeacherPlace]
     _tried: int = 0
     _least: dict[tuple[int, int, int], MemoryNeed] = field(default_factory=dict)
-    _layers: dict[tuple[int, bool, bool], tuple[int, ...]] = field(default_factory=dict)
+    _layers: dict[tuple[int, TeacherPlace, bool], tuple[int, ...]] = field(default_factory=dict)
     _refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
     def ranking(self, *, shown: int) -> Ranking:
@@ -180,9 +180,7 @@ class Search:
         modules: tuple[str, ...],
         place: TeacherPlace,
     ) -> Choice:
-        # As a run with several teachers has its stages, see `stage_layers`.
-        live = place in ("shared", "own ranks") and not self.run.several
-        layers = self._stage_layers(layout.stages, live=live, full=recompute == "full")
+        layers = self._stage_layers(layout.stages, place, full=recompute == "full")
         choice = Choice(
             layout=layout,
             ranks=ranks,
@@ -196,19 +194,25 @@ class Search:
             return self._with_teacher(choice, layout.without_virtual_stages(), 0)
         return choice
 
-    def _stage_layers(self, stages: int, *, live: bool, full: bool) -> tuple[int, ...]:
-        key = (stages, live, full)
+    def _stage_layers(self, stages: int, place: TeacherPlace, *, full: bool) -> tuple[int, ...]:
+        key = (stages, place, full)
         if key not in self._layers:
             run = self.run
             self._layers[key] = balanced_stages(
                 run.student,
-                run.teacher if live else None,
+                run.head_in_stages(place),
                 sequence_length=run.sequence_length,
                 teacher_length=run.teacher_length,
                 stages=stages,
                 is_recomputed=full,
             )
         return self._layers[key]
+
+    def _moved(self, choice: Choice, place: TeacherPlace) -> Choice:
+        """Return the choice with the teacher elsewhere, and the stages that a run has then."""
+        full = choice.recompute == "full"
+        layers = self._stage_layers(choice.layout.stages, place, full=full)
+        return replace(choice, place=place, layers=layers)
 
     def _with_teacher(self, choice: Choice, layout: Layout, ranks: int) -> Choice:
         assert self.run.teacher is not None
@@ -287,7 +291,7 @@ class Search:
         """Return choices whose teacher has a layout of its own on the student's ranks."""
         alone = _best_of_each(self._fitting(self._choices(self.devices, "none"), is_partner=True))
         choices = (
-            self._with_teacher(replace(one.choice, place="shared"), layout, 0)
+            self._with_teacher(self._moved(one.choice, "shared"), layout, 0)
             for layout, one in self._partners(self.devices, alone)
             if layout != one.choice.layout.without_virtual_stages()
         )
@@ -310,7 +314,7 @@ class Search:
             choices_alone = self._choices(self.devices - size, "none")
             alone = _best_of_each(self._fitting(choices_alone, is_partner=True))
             choices += [
-                self._with_teacher(replace(one.choice, place="own ranks"), layout, size)
+                self._with_teacher(self._moved(one.choice, "own ranks"), layout, size)
                 for layout, one in self._partners(size, alone)
             ]
         return self._all_fitting(iter(choices))

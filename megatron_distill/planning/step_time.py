@@ -137,11 +137,10 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     """Return the student's stages; a teacher that runs within them is not in their times."""
     rank = student_rank(run, choice, device)
     last = choice.layout.pipeline - 1
-    has_head = choice.place == "shared" or (choice.place == "own ranks" and run.sent_ids is None)
     chunks = loss_chunks(run, choice, device)
-    own = run.teacher if has_head and not run.several else None
-    heads = head_passes(run.student, own, rank, chunks=chunks)
-    for one, _, share in teachers_apart(run, choice) if has_head and run.several else ():
+    heads = head_passes(run.student, run.head_in_stages(choice.place), rank, chunks=chunks)
+    several = run.several and run.keeps_head(choice.place)
+    for one, _, share in teachers_apart(run, choice) if several else ():
         heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
     heads = heads.scaled(device.factor("loss"), device.factor("loss"))
     factors = device.factor("forward"), device.factor("backward")

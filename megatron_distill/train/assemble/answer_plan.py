@@ -91,14 +91,18 @@ def answer_plan(
         student_grid,
         length=section.sequence_length or config.data.sequence_length,
         sequences=train.micro_batch_size,
-        outputs=(last, *_layer_outputs(config, teacher, student, dtype)),
+        outputs=(last, *_layer_outputs(config, teacher, student, dtype, settings)),
         steps_ahead=section.steps_ahead,
         role=role.name,
     )
 
 
 def _layer_outputs(
-    config: RunConfig, teacher: Architecture, student: Architecture, dtype: torch.dtype
+    config: RunConfig,
+    teacher: Architecture,
+    student: Architecture,
+    dtype: torch.dtype,
+    settings: CaptureSettings | None,
 ) -> Iterator[Output]:
     """Yield what feature losses need of layers, once for each stage of the student."""
     features = config.objective.features
@@ -106,7 +110,8 @@ def _layer_outputs(
         return
     check_features(features, student.num_layers, teacher.num_layers)
     own = config.parallel
-    of_student = ranks_of_layers(_student_layers(config, student), own.pipeline)
+    in_losses = teacher if settings is None else None
+    of_student = ranks_of_layers(_student_layers(config, student, in_losses), own.pipeline)
     stages = teacher_parallel(config).pipeline
     layers = own.layers_per_stage.teacher or even_layers(teacher.num_layers, stages)
     of_teacher = ranks_of_layers(layers, stages)
@@ -142,14 +147,20 @@ def _layer_columns(
     }
 
 
-def _student_layers(config: RunConfig, student: Architecture) -> tuple[int, ...]:
-    """Return the layers of each stage of the student, whose ranks have no work of the teacher."""
+def _student_layers(
+    config: RunConfig, student: Architecture, teacher: Architecture | None
+) -> tuple[int, ...]:
+    """Return the layers of each stage of the student, the same as on its own ranks.
+
+    teacher: whose head runs in the student's losses; None: it sends top-k ids.
+    """
     train, parallel = config.train, config.parallel
     recompute = Recompute.of(train.recompute, train.recompute_modules, train.recompute_layers)
     return parallel.layers_per_stage.student or balanced_stages(
         student,
-        None,
+        teacher,
         sequence_length=config.data.sequence_length,
+        teacher_length=config.models["teacher"].sequence_length,
         stages=layout_of(parallel).stages,
         is_recomputed=recompute.layers is None,
     )

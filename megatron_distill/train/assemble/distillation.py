@@ -12,6 +12,7 @@ import torch
 from megatron_distill.config import (
     EvaluationConfig,
     FeatureConfig,
+    ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ProjectorConfig,
@@ -134,11 +135,10 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     if config.teachers:
         options = replace(options, routing=sample_routing(config))
     teacher = open_teacher(config, TeacherFit(terms, student, vocabulary, own), site)
-    online = teacher.models.get("teacher")  # one elsewhere is no work of these ranks
     layers = stage_layers(
         groups.layout,
         student,
-        online.architecture if online else None,
+        _head_in_stages(config.teacher, teacher),
         given=config.parallel.layers_per_stage.student,
         sequence_length=config.data.sequence_length,
         teacher_length=own.sequence_length if own else None,
@@ -172,6 +172,15 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     )
     site = replace(site, execution=replace(execution, layers_per_stage=layers))
     return OpenRun(vocabulary, source, teacher, objective, samples, site, tasks, tasks_of_student)
+
+
+def _head_in_stages(section: ModelConfig | None, teacher: OpenTeacher) -> Architecture | None:
+    """Return the teacher whose head runs in the student's losses, on its last stage.
+
+    One that sends top-k ids has run it on its own ranks. Of several the samples decide.
+    """
+    sends_ids = section is not None and section.transfer.what == "top_k"
+    return None if teacher.remotes and sends_ids else teacher.shapes.get("teacher")
 
 
 def _of_student(

@@ -294,7 +294,7 @@ def configured_choice(config: RunConfig, run: PlannedRun, *, ranks: int, teacher
     given = config.parallel.layers_per_stage
     layers = given.student or balanced_stages(
         run.student,
-        run.teacher if is_live and not run.several else None,
+        run.head_in_stages(place),
         sequence_length=run.sequence_length,
         teacher_length=run.teacher_length,
         stages=layout.stages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron_distill.config import TeacherRanks, teacher_ranks
+from megatron_distill import log
+from megatron_distill.config import TeacherRanks, load_config, teacher_ranks
 from megatron_distill.runtime.launch import Device, Launch, joined_world
 from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.train.reports.planned_run import (
+    configured_choice,
+    open_shapes,
+    planned_run,
+)
 from tests.distributed.pool import Pool
 from tests.e2e.processes import run_python
 from tests.e2e.runs import (
@@ -352,6 +359,31 @@ def test_a_stage_of_several_chunks_decodes_an_answer_once(
     given += [SENT, TOP_K, "train.steps=3"]
     taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, timeout=SECONDS)
     assert taken == [0, 3 * 4, 0]
+
+
+def log_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
+    """Run one training; returns the log of this rank."""
+    stream, configure_log = io.StringIO(), log.configure
+    with patch.object(log, "configure", lambda *_, **__: configure_log(rank, stream=stream)):
+        train_in_roles(rank, world, config, overrides, None)
+    return stream.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "layers"), [((), (3, 1)), ((SENT, TOP_K), (2, 2))])
+def test_the_stages_of_a_run_are_those_of_its_plan(
+    pool: Pool, inputs: Inputs, tmp_path: Path, sent: tuple[str, ...], layers: tuple[int, ...]
+) -> None:
+    """The teacher's head counts where hidden states are sent: the student's losses run it."""
+    sizes = ("student.architecture.ffn_hidden_size=96", "teacher.architecture.hidden_size=80")
+    given = [f"output={tmp_path}", "teacher.ranks=1", *of_roles("PP2 and 1")[2], *sizes, *sent]
+    path = inputs.folder / "dense.yaml"
+    config, rows = load_config(path, given), 301  # of the tokenizer of `inputs`
+    planned = planned_run(config, open_shapes(config, rows={"student": rows, "teacher": rows}))
+    assert configured_choice(config, planned, ranks=2, teachers=1).layers == layers
+    text = pool.run(3, log_in_roles, path, [*given, "train.steps=1"], timeout=SECONDS)[0]
+    assert ("student: 3, 1 layers per pipeline stage" in text) == (layers == (3, 1)), text
+    assert len(records(tmp_path)) == 1
 
 
 EVERY_ALIGNMENT = (

@@ -11,8 +11,9 @@ from megatron_distill.config import load_config
 from megatron_distill.planning.device import load_device
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.search import Search
 from megatron_distill.runtime.roles import Roles
-from megatron_distill.train.assemble.answer_plan import answer_plan
+from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
 from megatron_distill.train.reports.planned_run import (
     configured_choice,
     open_shapes,
@@ -131,3 +132,36 @@ def test_slots_of_layers_are_those_of_the_answers(tmp_path: Path, layout: str, o
     for stage in range(choice.layout.pipeline):
         need = stage_need(run, choice, load_device("h100-80gb"), numbers[stage], stage)
         assert need.hidden_states == plan.slot_bytes(plan.student.rank(stage=stage))
+
+
+@pytest.mark.parametrize(
+    ("sent", "layers"),
+    [
+        ([], (7, 1)),
+        (["teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 8}]"], (6, 2)),
+    ],
+)
+def test_stages_count_the_head_of_a_teacher_elsewhere_where_the_losses_run_it(
+    tmp_path: Path, sent: list[str], layers: tuple[int, ...]
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    given = ["parallel.pipeline=2", "teacher.ranks=2", "teacher.parallel={pipeline: 2}"]
+    features = "objective.features=[{student: 7, teacher: 9}]"
+    config = load_config(tmp_path / "run.yaml", [*given, features, *sent])
+    shapes = open_shapes(config)
+    run = planned_run(config, shapes)
+    choice = configured_choice(config, run, ranks=2, teachers=2)
+    assert choice.layers == layers
+    found = Search(run, load_device("h100-80gb"), 4, lambda role, layout: None, ("own ranks",))
+    assert {
+        one.choice.layers
+        for one in found.ranking(shown=1).fitting
+        if one.choice.layout.stages == 2 and one.choice.recompute != "full"
+    } == {layers}
+    roles = Roles(4, (("teacher", 2),))
+    plan = answer_plan(
+        config, roles.teacher("teacher"), roles, shapes["teacher"], shapes["student"],
+        torch.bfloat16, sent_records(config, "teacher"),
+    )  # fmt: skip
+    (sent_layer,) = plan.outputs[1:]
+    assert sent_layer.destination == (0 if layers[0] >= 7 else 1)
