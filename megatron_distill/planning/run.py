@@ -56,6 +56,7 @@ class PlannedRun:
         chunk_tokens: of the losses; None: chosen by the device.
         sent_ids: ids per token that a teacher on its own ranks sends; None: hidden states.
         store_ids: ids per token of a store.
+        reading_seconds: in which the rank that reads has a token; 0: the samples are a store's.
     """
 
     student: Architecture
@@ -84,6 +85,7 @@ class PlannedRun:
     sent_ids: int | None = None
     store_ids: int = 64
     writes_scores: bool = False
+    reading_seconds: float = 0.0
 
     @property
     def width(self) -> int:

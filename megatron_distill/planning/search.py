@@ -411,11 +411,16 @@ def _sizes(layout: Layout) -> tuple[int, int, int]:
 def _best_of_each(found: Iterator[Planned] | Sequence[Planned]) -> list[Planned]:
     """Keep the fastest choice of each layout of the student and place of the teacher, sorted."""
     kept: dict[object, Planned] = {}
-    for one in sorted(found, key=lambda one: one.time.total):
+    for one in sorted(found, key=_order):
         choice = one.choice
         has_own = choice.place == "shared" and not choice.is_same_layout
         kept.setdefault((choice.layout, choice.place, has_own), one)
     return list(kept.values())
+
+
+def _order(one: Planned) -> tuple[float, float]:
+    """Return the key of a ranking: where data decides all times, the shortest rest comes first."""
+    return round(one.time.total, 9), one.time.total - one.time.data
 
 
 def planned(run: PlannedRun, choice: Choice, device: Device) -> Planned:

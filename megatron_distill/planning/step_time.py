@@ -7,7 +7,7 @@ v chunks per rank the fill and the drain are v times shorter. That is exact for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import ceil
 from statistics import mean
@@ -52,7 +52,8 @@ class StepTime:
     """Seconds of a step by part; the sum is the step.
 
     tensor, context, expert, pipeline, data_parallel: messages that no work hides. waiting: for a
-    teacher on its own ranks, or for a store.
+    teacher on its own ranks, or for a store. data: for batches that are read more slowly than the
+    rest of a step takes; reading goes on beside all of it.
     """
 
     teacher: float = 0.0
@@ -67,6 +68,7 @@ class StepTime:
     bubble: float = 0.0
     optimizer: float = 0.0
     waiting: float = 0.0
+    data: float = 0.0
 
     @property
     def total(self) -> float:
@@ -275,7 +277,7 @@ def step_time(
         teacher = teacher_bubble = 0.0
     elif choice.place == "store":
         waiting = max(0.0, run.tokens / choice.data / _STORE_TOKENS_PER_SECOND - own)
-    return StepTime(
+    time = StepTime(
         teacher=teacher,
         forward=micro_batches * slow.layers.forward,
         backward=micro_batches * slow.layers.backward,
@@ -289,6 +291,14 @@ def step_time(
         optimizer=optimizer,
         waiting=waiting,
     )
+    return replace(time, data=max(0.0, _reading(run, choice) - time.total))
+
+
+def _reading(run: PlannedRun, choice: Choice) -> float:
+    """Return the time in which one rank reads the samples of a step, for all ranks."""
+    if choice.place == "store" and run.teacher is not None:
+        return 0.0  # a store that would be captured has the samples
+    return run.tokens * run.reading_seconds
 
 
 def phase_seconds(

@@ -15,6 +15,7 @@ from megatron_distill.config import (
     TokenizerConfig,
     check_architecture,
     check_features,
+    is_aligned,
     matched_layers,
     named_teachers,
     own_tokenizers,
@@ -25,6 +26,7 @@ from megatron_distill.config import (
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import balanced_stages, forward_flops_per_token
 from megatron_distill.models.pipeline_stages import even_layers
+from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.layout import Layout
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _STORE_IDS: Final = 64
+_ALIGNING: Final = 2  # processes of a run on a machine of several cores
 
 
 def open_shapes(
@@ -215,7 +218,21 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
         or _STORE_IDS,
+        reading_seconds=_reading_seconds(config),
     )
+
+
+def _reading_seconds(config: RunConfig) -> float:
+    """Return `PlannedRun.reading_seconds`, by the sources' shares of the samples."""
+    sources, workers = config.data.sources, config.data.workers
+    if not sources:
+        return 0.0
+    texts = [one for one in sources if one.format != "megatron" and one.conversation is None]
+    share = sum(one.weight for one in texts) / sum(one.weight for one in sources)
+    if not is_aligned(config):
+        return reading_seconds(texts=share, aligned_by=None)
+    # The run's own choice depends on its machine's cores, which a plan does not know.
+    return reading_seconds(texts=share, aligned_by=_ALIGNING if workers is None else workers)
 
 
 def _paired_layers(

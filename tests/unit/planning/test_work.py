@@ -5,13 +5,16 @@ A product takes its FLOPs over the peak there, and nothing else takes time.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
 from megatron_distill.planning.device import Link, load_device
 from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import Search
 from megatron_distill.planning.step_time import StepTime, step_time
@@ -90,6 +93,29 @@ def test_a_step_from_a_store_takes_its_reading_where_that_is_longer() -> None:
     found = step_time(run, choice, fast, numbers)
     assert found.total == pytest.approx(run.tokens / (recorded * 1e6), rel=0.05)
     assert work(RUN, place="store", teacher_layout=None).waiting == 0.0
+
+
+def test_a_step_shorter_than_its_reading_takes_as_long_as_it() -> None:
+    """At the rates of the records: data is the part that the other parts do not hide."""
+    cases = json.loads((ROOT / "benchmarks" / "results" / "data.json").read_text())["cases"]
+    rates = {one["task"]: median(one["rates"]["ours"]) * one["cores"] for one in cases}
+    texts, loaded = (reading_seconds(texts=share, aligned_by=None) for share in (1.0, 0.0))
+    assert rates["stream"] * texts == pytest.approx(1.0, rel=0.05)
+    assert rates["load"] * loaded == pytest.approx(1.0, rel=0.05)
+    assert reading_seconds(texts=0.25, aligned_by=None) == pytest.approx(texts / 4 + loaded * 3 / 4)
+    three, one, none = (reading_seconds(texts=1.0, aligned_by=n) for n in (3, 1, 0))
+    assert three == pytest.approx(one / 3)
+    assert none == one > texts
+
+    alone = work(RUN)
+    assert alone.data == 0.0
+    slow = work(replace(RUN, reading_seconds=2 * alone.total / RUN.tokens))
+    assert slow.total == pytest.approx(2 * alone.total)
+    assert slow.data == pytest.approx(alone.total)
+    assert work(replace(RUN, reading_seconds=alone.total / RUN.tokens / 2)) == alone
+    own = replace(RUN, reading_seconds=1.0)
+    assert work(own, place="store", teacher_layout=None).data == 0.0
+    assert work(replace(own, teacher=None), place="store", teacher_layout=None).data > 0.0
 
 
 def test_a_capture_takes_the_flops_of_the_teacher_and_its_head() -> None:

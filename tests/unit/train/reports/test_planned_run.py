@@ -11,6 +11,7 @@ from megatron_distill.config import load_config
 from megatron_distill.planning.device import load_device
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.search import Search
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
@@ -165,3 +166,29 @@ def test_stages_count_the_head_of_a_teacher_elsewhere_where_the_losses_run_it(
     )  # fmt: skip
     (sent_layer,) = plan.outputs[1:]
     assert sent_layer.destination == (0 if layers[0] >= 7 else 1)
+
+
+CHATS = "{format: jsonl, paths: c.jsonl, weight: 3, conversation: {}}"
+ALIGNED = (
+    "teacher.tokenizer.path=tokenizers/qwen3",
+    "objective.terms=[{alignment: likelihood, divergence: forward_kl}]",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts", "processes"),
+    [
+        ([], 1.0, None),
+        ([*UNREAD, "data.sources=[{format: megatron, paths: a}]"], 0.0, None),
+        ([f"data.sources=[{CHATS}, {{format: text, paths: a.txt}}]"], 0.25, None),
+        ([*ALIGNED, "data.workers=5"], 1.0, 5),
+        ([*ALIGNED], 1.0, 2),
+    ],
+)
+def test_the_time_of_reading_is_that_of_the_sources(
+    tmp_path: Path, changes: list[str], texts: float, processes: int | None
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    config = load_config(tmp_path / "run.yaml", changes)
+    found = planned_run(config, open_shapes(config)).reading_seconds
+    assert found == pytest.approx(reading_seconds(texts=texts, aligned_by=processes))
