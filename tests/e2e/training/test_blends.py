@@ -38,11 +38,15 @@ def blend(inputs: Inputs) -> tuple[str, ...]:
     letters = inputs.folder / "letters.txt"
     lines = [f"{chr(97 + i % 26) * (5 + i % 40)} {i}" for i in range(600)]
     letters.write_text("\n".join(lines))
-    module = Path(__file__)
+    code = inputs.folder / "code"
+    code.mkdir()
+    for number in range(40):
+        function = f"def scaled_{number}(value: int) -> int:\n    return {number} * value\n\n\n"
+        (code / f"{number}.py").write_text(function * (8 + number % 7))
     sources = (
         f"data.sources=[{{format: jsonl, paths: {inputs.corpus}, weight: 2}}, "
         f"{{format: text, paths: {letters}, documents: line}}, "
-        f"{{format: text, paths: '{module.parent}/*.py', name: code, weight: 2.5}}]"
+        f"{{format: text, paths: '{code}/*.py', name: code, weight: 2.5}}]"
     )
     return (*SHORT, TERMS, sources)
 
