@@ -182,5 +182,5 @@ def test_a_rank_that_stops_answering_is_named(
         status = run.wait()
     text = run.output()
     assert status != 0, text
-    assert "rank 0 waited in all_reduce (highest, collectives.py:" in text
+    assert "rank 0 waited in all_reduce (begin_highest, collectives.py:" in text
     assert "No answer from rank 1: look at its output and its machine" in text
