@@ -298,8 +298,10 @@ class AnswerPlan:
         replica, stage, found = self.teacher.replica(rank), self.teacher.stage(rank), {}
         for number, (output, _) in enumerate(self.columns):
             if output.source == stage:
-                grid = _grid(self.teacher, output)
-                holdings = grid.holdings(self.length, replica=replica, stage=stage)
+                grid, is_whole = _grid(self.teacher, output), output.kind == "key"
+                holdings = grid.holdings(
+                    self.length, replica=replica, stage=stage, is_whole=is_whole
+                )
                 (found[number],) = [one.rows for one in holdings if one.rank == rank]
         return found
 
