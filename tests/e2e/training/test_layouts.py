@@ -240,6 +240,7 @@ def eight_ranks() -> Iterator[Pool]:
         ("TP2xPP2xCP2+sequence", (), ALIGNED_NAMES),
         ("TP2xPP2xCP2+sequence", (MEANS_TERMS,), MEANS_NAMES),
         ("TP4xPP2", (MEANS_TERMS,), MEANS_NAMES),
+        ("TP4xCP2", (), ALIGNED_NAMES),
     ],
 )
 def test_losses_between_tokenizers_on_eight_ranks_are_those_of_one(
