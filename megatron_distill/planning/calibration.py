@@ -33,11 +33,12 @@ from megatron_distill.signals import HiddenState
 __all__ = ["measure_machine"]
 
 _DTYPES: Final[dict[Precision, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Square products, and matrices of element-wise work in bytes.
+# Square products, and the hidden states of a layer's element-wise work in bytes, of which it holds
+# some thirty times as many.
 _CPU_SIDES: Final = (128, 256, 512, 1024)
 _GPU_SIDES: Final = (1024, 2048, 4096, 8192)
 _CPU_BYTES: Final = (2**18, 2**20, 2**23, 2**26)
-_GPU_BYTES: Final = (2**20, 2**23, 2**26, 2**29)
+_GPU_BYTES: Final = (2**18, 2**21, 2**24, 2**27)
 _SECONDS: Final = 0.6  # of one measurement
 _CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
 _MESSAGES: Final = (2**12, 2**20, 2**24)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
@@ -11,6 +11,7 @@ from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
+from megatron_distill.planning.parts import Parts
 from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 
 __all__ = ["MemoryNeed", "chunk_bytes", "memory_need", "student_states", "teacher_rank_need"]
@@ -30,7 +31,7 @@ _WIDE_PRODUCT: Final = 2**21
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
+class MemoryNeed(Parts):
     """Bytes of one rank at its peak, by part.
 
     teacher: its weights. hidden_states: its answers that wait for the student. loss_chunk: inputs
@@ -48,16 +49,6 @@ class MemoryNeed:
     loss_chunk: float = 0.0
     buffers: float = 0.0
     reserved: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Bytes in all."""
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def lasting(self) -> float:

@@ -7,7 +7,7 @@ v chunks per rank the fill and the drain are v times shorter. That is exact for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from statistics import mean
@@ -23,6 +23,7 @@ from megatron_distill.planning.operations import (
     head_passes,
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
+from megatron_distill.planning.parts import Parts
 from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(Parts):
     """Seconds of a step by part; the sum is the step.
 
     tensor, context, expert, pipeline, data_parallel: messages that no work hides. waiting: for a
@@ -69,16 +70,6 @@ class StepTime:
     optimizer: float = 0.0
     waiting: float = 0.0
     data: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)

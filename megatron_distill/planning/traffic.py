@@ -6,11 +6,12 @@ receives that twice. Of several stages it is the rank that receives most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.operations import Recomputed, layer_kinds
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
+from megatron_distill.planning.parts import Parts
 from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _STATISTICS: Final = 80
 
 
 @dataclass(frozen=True)
-class StepBytes:
+class StepBytes(Parts):
     """Bytes that one rank receives in a step.
 
     teacher: of its passes on shared ranks. answers: of a teacher in another layout, or on its own
@@ -39,16 +40,6 @@ class StepBytes:
     context: float = 0.0
     expert: float = 0.0
     data_parallel: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Bytes in all."""
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def step_bytes(run: PlannedRun, choice: Choice) -> StepBytes:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.ops import VocabShard
-from megatron_distill.signals import DenseLogits
+from megatron_distill.ops.aligned.executor import AlignedRows
+from megatron_distill.ops.aligned.plan import TilePlan
+from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference import cross_tokenizer as oracles
 from tests.reference.cross_tokenizer import AlignedProblem, Alignment
 
@@ -135,4 +137,29 @@ def shards_for(rank: int, world: int, sizes: tuple[int, int]) -> tuple[VocabShar
     return (
         VocabShard.for_rank(SIZES[0], sizes[0], rank, world),
         VocabShard.for_rank(SIZES[1], sizes[1], rank, world),
+    )
+
+
+def aligned_rows(
+    problem: AlignedProblem, label_weights: Tensor, *, tile_tokens: int
+) -> AlignedRows:
+    """The rows of a problem in tiles of so many tokens, with both vocabularies whole."""
+    at = problem.at
+    plan = TilePlan.of_chunks(
+        at.student_chunks,
+        at.teacher_chunks,
+        at.count,
+        tile_tokens=tile_tokens,
+        has_label=label_weights > 0,
+    )
+    sizes = len(problem.weight), len(problem.teacher_weight)
+    shard, teacher_shard = (VocabShard(size, 0, size) for size in sizes)
+    return AlignedRows(
+        plan,
+        HiddenState(problem.teacher_hidden, problem.teacher_weight),
+        at.student_labels,
+        at.teacher_labels,
+        shard,
+        teacher_shard,
+        None,
     )

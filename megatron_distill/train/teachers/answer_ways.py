@@ -93,12 +93,23 @@ class AnswerWay(Protocol):
         ...
 
 
+class _ByMessages:
+    """What ways by messages have in common: no slot is written before its receiver takes it."""
+
+    writes_slots: ClassVar[bool] = False
+
+    def offer(self, command: Command, sources: Sequence[int]) -> None:
+        """Nothing: a message waits for its receiver."""
+
+    def claim(self, command: Command, rank: int) -> None:
+        """Nothing: a message waits for its receiver."""
+
+
 @dataclass(frozen=True)
-class HostWay:
+class HostWay(_ByMessages):
     """Through host memory and the bridge; from and to a GPU by copies of the calling thread."""
 
     bridge: Bridge
-    writes_slots: ClassVar[bool] = False
 
     def connect(self, source: int, destination: int) -> None:
         """Nothing: `connect_routes` has used the bridge."""
@@ -111,12 +122,6 @@ class HostWay:
         rows = [columns[part.column][part.message.sent] for part in parts]
         held = [one.contiguous().cpu() for one in rows]
         return [self.bridge.send(one, to.rank, tag=ROWS_TAG) for one in held]
-
-    def offer(self, command: Command, sources: Sequence[int]) -> None:
-        """Nothing: a message waits for its receiver."""
-
-    def claim(self, command: Command, rank: int) -> None:
-        """Nothing: a message waits for its receiver."""
 
     def receive(
         self,
@@ -141,12 +146,11 @@ class HostWay:
 
 
 @dataclass(frozen=True)
-class NcclWay:
+class NcclWay(_ByMessages):
     """From GPU to GPU; each pair of ranks has a communicator of its own, made by `connect`."""
 
     group: dist.ProcessGroup
     device: torch.device
-    writes_slots: ClassVar[bool] = False
 
     def connect(self, source: int, destination: int) -> None:
         """Make the communicator of the two ranks, which NCCL does in their first message.
@@ -167,12 +171,6 @@ class NcclWay:
         """
         rows = [columns[part.column][part.message.sent].contiguous() for part in parts]
         return [_OnStream(self.group.send([one], to.rank, ROWS_TAG), one) for one in rows]
-
-    def offer(self, command: Command, sources: Sequence[int]) -> None:
-        """Nothing: a message waits for its receiver."""
-
-    def claim(self, command: Command, rank: int) -> None:
-        """Nothing: a message waits for its receiver."""
 
     def receive(
         self,

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.aligned.executor import (
     AlignedLinear,
-    AlignedRows,
     LabelLoss,
     WeightedTerm,
     aligned_divergence,
@@ -19,7 +18,6 @@ from megatron_distill.ops.aligned.executor import (
 )
 from megatron_distill.ops.aligned.likelihood import LikelihoodTerm
 from megatron_distill.ops.aligned.merged_vocabulary import CommonTerm
-from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.aligned.tile import AlignedTerm
 from megatron_distill.ops.divergences import WeightedDivergence, divergence_named
 from megatron_distill.ops.fused_linear import Partition
@@ -28,6 +26,7 @@ from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.distillation import row_error
 from tests.reference.tracing import traced
+from tests.support.aligned_losses import aligned_rows
 
 KL = WeightedDivergence(divergence_named("forward_kl"), 1.0, 1.0)
 
@@ -43,25 +42,9 @@ def terms_for(problem: AlignedProblem) -> tuple[AlignedTerm, ...]:
 
 
 def work_for(problem: AlignedProblem, tile_tokens: int = 6) -> AlignedLinear:
-    at = problem.at
     label_weights = (torch.arange(len(problem.hidden)) % 3).to(problem.hidden.dtype) / 10
-    plan = TilePlan.of_chunks(
-        at.student_chunks,
-        at.teacher_chunks,
-        at.count,
-        tile_tokens=tile_tokens,
-        has_label=label_weights > 0,
-    )
-    rows = AlignedRows(
-        plan,
-        HiddenState(problem.teacher_hidden, problem.teacher_weight),
-        at.student_labels,
-        at.teacher_labels,
-        VocabShard(len(problem.weight), 0, len(problem.weight)),
-        VocabShard(len(problem.teacher_weight), 0, len(problem.teacher_weight)),
-        None,
-    )
-    weights = torch.linspace(0, 1, at.count)
+    rows = aligned_rows(problem, label_weights, tile_tokens=tile_tokens)
+    weights = torch.linspace(0, 1, problem.at.count)
     terms = [WeightedTerm(term, 1.0 + i, weights) for i, term in enumerate(terms_for(problem))]
     return AlignedLinear(rows, tuple(terms), LabelLoss(label_weights, 0.5))
 

@@ -10,18 +10,16 @@ from megatron_distill.losses.cross_tokenizer import _projected
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.aligned.executor import (
     AlignedLinear,
-    AlignedRows,
     LabelLoss,
     WeightedTerm,
     aligned_linear,
 )
 from megatron_distill.ops.aligned.gold import GoldColumns
-from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import HiddenState
 from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.tracing import traced
-from tests.support.aligned_losses import map_rows
+from tests.support.aligned_losses import aligned_rows, map_rows
 
 TERMS = (
     ChunkTerm("likelihood"),
@@ -49,27 +47,11 @@ def peak_of(sizes: tuple[int, int], term: ChunkTerm, *, chunks: int, tile_tokens
         projected=_projected(map_rows(sizes), shard, teacher_shard),
         gold={"strict": GoldColumns.of(columns, (shard, teacher_shard))},
     )
-    at = problem.at
     label_weights = torch.full((len(problem.hidden),), 0.01)
-    plan = TilePlan.of_chunks(
-        at.student_chunks,
-        at.teacher_chunks,
-        at.count,
-        tile_tokens=tile_tokens,
-        has_label=label_weights > 0,
-    )
-    rows = AlignedRows(
-        plan,
-        HiddenState(problem.teacher_hidden, problem.teacher_weight),
-        at.student_labels,
-        at.teacher_labels,
-        shard,
-        teacher_shard,
-        None,
-    )
+    rows = aligned_rows(problem, label_weights, tile_tokens=tile_tokens)
     weight = problem.weight.requires_grad_()
     student = HiddenState(problem.hidden.requires_grad_(), weight)
-    weighted = WeightedTerm(term.on(shared, rows), 1.0, torch.ones(at.count))
+    weighted = WeightedTerm(term.on(shared, rows), 1.0, torch.ones(problem.at.count))
     total = torch.zeros(weight.shape)
     work = AlignedLinear(
         rows, (weighted,), LabelLoss(label_weights, 0.5), weight_gradient_sum=total
