@@ -119,11 +119,12 @@ def _run(folder: Path, words: Sequence[str]) -> tuple[Status, float, int | None,
             failure.message,
         )
     except (RendezvousError, dist.DistError) as error:
-        lines = str(error).strip().splitlines()
         if logs.error_files:  # the ranks had begun: the first node, which has the store, has ended
             message = "error: the rendezvous on the first node ended before these ranks"
             return Status.FAILED, time.time(), None, LOST_RENDEZVOUS, message
-        message = f"error: the nodes did not meet: {type(error).__name__}: {lines[:1]}"
+        cause = error.__cause__ or error  # torch's own text names no port
+        text = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        message = f"error: the nodes did not meet: {text}"
         return Status.FAILED, time.time(), None, 9, message
     unfinished = any(unfinished_file(file).exists() for file in logs.error_files)
     return (Status.UNFINISHED if unfinished else Status.DONE), time.time(), None, 0, None

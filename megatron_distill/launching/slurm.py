@@ -23,6 +23,7 @@ _LOGGER = get_logger(__name__)
 _SECONDS: Final = 60.0  # of a call of Slurm's programs
 _RUNNING: Final = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING"})
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux, 32,768 and up
+_STRIDE: Final = 7919  # to another port, so that jobs with numbers side by side never meet there
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,13 @@ class SlurmJob:
     def endpoint(self, address: str) -> str:
         """Return the rendezvous of this job on its first node, on which this process runs.
 
-        The port follows from the job's number, and is the next free one where that is taken.
+        The port follows from the job's number, and is another free one where that is taken.
         """
-        first = int(self.job) % _PORTS
-        for offset in range(_PORTS):
-            port = _LEAST_PORT + (first + offset) % _PORTS
+        for place in range(_PORTS):
+            port = _LEAST_PORT + (int(self.job) + place * _STRIDE) % _PORTS
             with socket.socket() as probe, suppress(OSError):
+                # As the store binds it: connections of a launch before, now closed, are no use.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", port))
                 return f"{address}:{port}"
         raise ConfigError(f"no free port from {_LEAST_PORT} on for the rendezvous")

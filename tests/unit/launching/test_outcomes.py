@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import socket
 from pathlib import Path
 
 import pytest
 
 from megatron_distill import log
 from megatron_distill.launching.outcomes import _end_of, classified, report
+from megatron_distill.launching.ranks import _run
 from megatron_distill.launching.records import LOST_PEER, LOST_RENDEZVOUS, NodeOutcome, Status
 
 DONE, UNFINISHED, ENDED = Status.DONE, Status.UNFINISHED, Status.ENDED
@@ -87,3 +89,17 @@ def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
     assert _end_of(log) == f"{trace.format(2)}\nafter"
     assert _end_of("\n".join(map(str, range(40)))) == "\n".join(map(str, range(25, 40)))
     assert _end_of("") == ""
+
+
+def test_a_taken_port_of_the_rendezvous_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+                 "--rdzv-conf=is_host=1", "--local-addr=127.0.0.1", "-m", "json.tool"]  # fmt: skip
+        status, _, _, _, message = _run(tmp_path, words)
+    assert status is FAILED
+    assert message is not None
+    assert message.startswith("error: the nodes did not meet: The server socket has failed")
+    assert f"port: {port}" in message

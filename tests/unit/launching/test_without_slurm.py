@@ -147,8 +147,22 @@ def test_jobs_on_one_node_have_ports_of_their_own() -> None:
     ports = [int(job.endpoint("n1").rpartition(":")[2]) for job in jobs]
     assert all(10_000 <= port < 30_000 for port in ports)
     assert ports[0] != ports[1]
-    # The job 20,000 later has the same number, and takes the next free port while that is used.
+    # The job 20,000 later has the same number. While that port is used it takes another one, which
+    # is not its neighbour's: both may be about to begin.
     with socket.socket() as used:
         with suppress(OSError):  # another program's
             used.bind(("", ports[0]))
-        assert int(jobs[2].endpoint("n1").rpartition(":")[2]) != ports[0]
+            used.listen()
+        assert int(jobs[2].endpoint("n1").rpartition(":")[2]) not in ports[:2]
+
+
+def test_the_launch_after_a_requeue_has_the_port_of_the_one_before() -> None:
+    job = SlurmJob("4713", "4713", 1, ("n1",), None)
+    before = job.endpoint("n1")
+    with socket.socket() as store:
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("", int(before.rpartition(":")[2])))
+        store.listen()
+        with socket.create_connection(store.getsockname()) as _:
+            store.accept()[0].close()  # first, so that the address stays in TIME_WAIT
+    assert job.endpoint("n1") == before
