@@ -1,9 +1,9 @@
 """Tokens per second of text written with a cache, beside recomputation and `transformers`.
 
-python benchmarks/generate.py                       # all sizes, some minutes on one core
-python benchmarks/generate.py --batches 1 16        # some sizes
+python benchmarks/generate.py                       # all sizes, a quarter of an hour on one core
+python benchmarks/generate.py --batches 1 16 --widths 128          # some sizes
 
-One random model of the Llama family in fp32 on one thread, greedy, prompts of unequal length. The
+Random models of the Llama family in fp32 on one thread, greedy, prompts of unequal length. The
 peers are `transformers.generate` with its cache, and a forward pass over the whole text per token.
 """
 
@@ -30,17 +30,17 @@ TOKENS = 512
 SHORT = 64
 PROMPTS = (17, 32, 24, 9)
 EARLY, LATE = slice(56, 73), slice(184, 201)  # of the new tokens, around 64 and 192
-MODEL = {
-    "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096,
-    "max_position_embeddings": 1024, "tie_word_embeddings": False,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+WIDTHS = {  # of the models: layers, query heads, key-value heads, inner width
+    96: (2, 6, 3, 256),
+    128: (4, 8, 4, 352),
+    512: (8, 8, 4, 1408),
+}
+VOCABULARY = 4096
 _NOTE = """\
 tokens/s are new tokens of all rows over the CPU time of one thread, which other work on the machine
 disturbs less than the clock; the shorter of two runs. Prompts have 9 to 32 tokens. `growth` is the
 time per token around the 192nd new token over that around the 64th. All write the same tokens in
-the first row. The model has width 128, 4 layers and 4,096 ids. With a wider one more of the time is
+the first row. The models have 2, 4 and 8 layers and 4,096 ids. With a wider one more of the time is
 that of products, which are the same in both, and the ratio falls.
 """
 
@@ -58,7 +58,7 @@ def prompts(batch: int) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(5)
     lengths = [PROMPTS[row % len(PROMPTS)] for row in range(batch)]
     return [
-        tuple(torch.randint(3, MODEL["vocab_size"], (size,), generator=generator).tolist())
+        tuple(torch.randint(3, VOCABULARY, (size,), generator=generator).tolist())
         for size in lengths
     ]
 
@@ -69,15 +69,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS, choices=WIDTHS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     with (
-        tempfile.TemporaryDirectory() as place,
         joined_world(device="cpu", backend="gloo", threads=1, timeout_seconds=600.0),
     ):
         torch.set_num_threads(1)
-        lines = _measured(Path(place), arguments.batches, arguments.tokens)
+        lines = [
+            line
+            for width in arguments.widths
+            for line in _measured(width, arguments.batches, arguments.tokens)
+        ]
     environment = describe("benchmarks/generate.py", sys.argv[1:])
     text = "\n".join(
         [
@@ -85,9 +89,9 @@ def main() -> int:
             _NOTE,
             *(f"* {name}: {value}" for name, value in environment.items()),
             "",
-            f"| rows | ours, {SHORT} tokens | transformers | ratio | recompute | ratio "
+            f"| width | rows | ours, {SHORT} tokens | transformers | ratio | recompute | ratio "
             f"| ours, {arguments.tokens} tokens | transformers | ratio | growth |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
             *lines,
             "",
         ]
@@ -97,9 +101,10 @@ def main() -> int:
     return 0
 
 
-def _measured(place: Path, batches: Sequence[int], tokens: int) -> list[str]:
-    reference = _save(place)
-    ours, recompute, model = _ours(place)
+def _measured(width: int, batches: Sequence[int], tokens: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as place:
+        reference = _save(Path(place), width)
+        ours, recompute, model = _ours(Path(place))
     peer = Subject("transformers", lambda rows, count: _by_transformers(reference, rows, count))
     lines = []
     for batch in batches:
@@ -107,7 +112,7 @@ def _measured(place: Path, batches: Sequence[int], tokens: int) -> list[str]:
         short, near, recomputed = _rates((ours, peer, recompute), rows, SHORT)
         own, other = _rates((ours, peer), rows, tokens)
         cells = [
-            str(batch),
+            str(width), str(batch),
             f"{short:,.0f}", f"{near:,.0f}", f"{short / near:.2f}x",
             f"{recomputed:,.0f}", f"{short / recomputed:.1f}x",
             f"{own:,.0f}", f"{other:,.0f}", f"{own / other:.2f}x",
@@ -137,11 +142,17 @@ def _rates(
     return [len(rows) * tokens / seconds[subject.name] for subject in subjects]
 
 
-def _save(place: Path) -> Any:
+def _save(place: Path, width: int) -> Any:
     import transformers
 
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(**MODEL)
+    layers, heads, key_value_heads, inner = WIDTHS[width]
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_value_heads, vocab_size=VOCABULARY,
+        max_position_embeddings=1024, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
