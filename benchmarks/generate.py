@@ -23,6 +23,7 @@ from rich.console import Console
 
 from benchmarks.harness.environment import ROOT, describe
 from megatron_distill.models.generation.request import Sampling, Stops, WriteRow
+from megatron_distill.runtime.groups import Groups, Layout, create_groups
 from megatron_distill.runtime.launch import joined_world
 
 BATCHES = (1, 4, 16, 64)  # rows
@@ -77,10 +78,11 @@ def main() -> int:
         joined_world(device="cpu", backend="gloo", threads=1, timeout_seconds=600.0),
     ):
         torch.set_num_threads(1)
+        groups = create_groups(Layout(), timeout_minutes=10)
         lines = [
             line
             for width in arguments.widths
-            for line in _measured(width, arguments.batches, arguments.tokens)
+            for line in _measured(width, arguments.batches, arguments.tokens, groups)
         ]
     environment = describe("benchmarks/generate.py", sys.argv[1:])
     text = "\n".join(
@@ -101,10 +103,10 @@ def main() -> int:
     return 0
 
 
-def _measured(width: int, batches: Sequence[int], tokens: int) -> list[str]:
+def _measured(width: int, batches: Sequence[int], tokens: int, groups: Groups) -> list[str]:
     with tempfile.TemporaryDirectory() as place:
         reference = _save(Path(place), width)
-        ours, recompute, model = _ours(Path(place))
+        ours, recompute, model = _ours(Path(place), groups)
     peer = Subject("transformers", lambda rows, count: _by_transformers(reference, rows, count))
     lines = []
     for batch in batches:
@@ -170,17 +172,16 @@ def _by_transformers(model: Any, rows: Sequence[tuple[int, ...]], count: int) ->
     return found[0, longest:].tolist()
 
 
-def _ours(place: Path) -> tuple[Subject, Subject, Any]:
+def _ours(place: Path, groups: Groups) -> tuple[Subject, Subject, Any]:
     from megatron_distill.models.execution import Execution
     from megatron_distill.models.generation.model import CachedGPT
     from megatron_distill.models.gpt import build_gpt
     from megatron_distill.models.hugging_face.description import describe as read
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights
     from megatron_distill.models.weights import fill
-    from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
+    from megatron_distill.runtime.groups import seed_everything
     from megatron_distill.train.next_token import logits_after
 
-    groups = create_groups(Layout(), timeout_minutes=10)
     seed_everything(1, groups)
     device = torch.device("cpu")
     shape = read(place).architecture
