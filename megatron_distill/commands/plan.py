@@ -167,7 +167,8 @@ def _simulated(plan: Plan, row: int, folder: Path) -> str:
         raise ConfigError(
             f"--simulate {folder}: cannot be written ({error.strerror}); name another folder"
         ) from error
-    idle = [timeline.idle_share(lane) for lane in range(len(timeline.names))]
+    # Without the lane that reads, where there is one: it stands for no ranks.
+    idle = [timeline.idle_share(lane) for lane, ranks in enumerate(timeline.ranks) if ranks]
     difference = timeline.seconds / chosen.time.total - 1
     return (
         f"\nSimulated: {name}: {timeline.seconds:.3f} s, {difference:+.1%} of the prediction; "

@@ -2,7 +2,8 @@
 
 A lane is a pipeline stage: the tensor, context and data ranks of a stage do the same at the same
 time. Each lane works through its operations in Megatron-Core's order, and an operation starts when
-the lane is free and its inputs have arrived.
+the lane is free and its inputs have arrived. Where batches are read more slowly than the rest of a
+step takes, reading is one more lane.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ __all__ = [
     "walk",
 ]
 
-Kind = Literal["teacher", "forward", "backward", "update"]
-# Steps that are walked with a teacher on its own ranks, besides those that it is ahead. The one
-# before the last counts: in the last the teacher has nothing further to do.
+Kind = Literal["data", "teacher", "forward", "backward", "update"]
+# Steps that are walked where work for later ones goes on beside them, besides those that a teacher
+# is ahead. The one before the last counts: in the last that work has ended.
 _STEPS: Final = 5
 
 
@@ -65,7 +66,8 @@ class Done:
 class Timeline:
     """The operations of all lanes that touch one step.
 
-    names: of the lanes. ranks: of the launch that a lane stands for. start, end: of the step.
+    names: of the lanes. ranks: of the launch that a lane stands for; 0: reading beside their work.
+    start, end: of the step.
     """
 
     names: tuple[str, ...]
@@ -78,6 +80,10 @@ class Timeline:
     def seconds(self) -> float:
         """Time of the step."""
         return self.end - self.start
+
+    def lane_ranks(self, lane: int) -> str:
+        """Return the ranks of a lane in words."""
+        return f"{self.ranks[lane]:,} ranks" if self.ranks[lane] else "beside a rank"
 
     def idle_share(self, lane: int) -> float:
         """Return the share of the step in which a lane waits."""
@@ -173,7 +179,11 @@ def simulate(run: PlannedRun, choice: Choice, device: Device, time: StepTime) ->
     """Walk a step of a choice; `time`: its prediction, for the updates at the end of the step."""
     stages = student_stages(run, choice, device)
     teacher = teacher_stages(run, choice, device) if choice.teacher_layout is not None else []
-    steps = _STEPS + run.steps_ahead if choice.place == "own ranks" else 1
+    steps = 1
+    if choice.place == "own ranks":
+        steps = _STEPS + run.steps_ahead
+    elif time.data:
+        steps = _STEPS
     update = time.data_parallel + time.optimizer
     lanes = [
         _student_lane(run, choice, device, stages, teacher, rank=rank, steps=steps, update=update)
@@ -190,6 +200,12 @@ def simulate(run: PlannedRun, choice: Choice, device: Device, time: StepTime) ->
         ]
         names += [f"teacher {rank}" for rank in range(len(teacher))]
         ranks += [choice.teacher_ranks // len(teacher)] * len(teacher)
+    if time.data:
+        lanes = [_after_reading(lane) for lane in lanes]
+        # Reading takes the whole step, or `data` would be zero. The rank that reads also computes.
+        lanes.append([Task(Operation("data", step, 0, 0), time.total) for step in range(steps)])
+        names.append("reading")
+        ranks.append(0)
     done = walk(lanes)
     last = [one for one in done if one.operation.kind == "update"]
     ends = [max(one.end for one in last if one.operation.step == step) for step in range(steps)]
@@ -233,6 +249,20 @@ def _student_lane(
                 one = _answer(choice, run, device, one, len(teacher))
             tasks.append(one)
         tasks.append(Task(Operation("update", step, 0, rank), update))
+    return tasks
+
+
+def _after_reading(lane: Sequence[Task]) -> list[Task]:
+    """Let the first task of each step wait until the step's samples are read."""
+    begun: set[int] = set()
+    tasks = []
+    for task in lane:
+        step = task.operation.step
+        if step not in begun:
+            begun.add(step)
+            read = (Operation("data", step, 0, 0), 0.0)
+            task = Task(task.operation, task.seconds, (*task.needs, read))
+        tasks.append(task)
     return tasks
 
 
@@ -326,7 +356,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, object]:
             "ph": "M",
             "pid": 0,
             "tid": lane,
-            "args": {"name": f"{name} ({timeline.ranks[lane]:,} ranks)"},
+            "args": {"name": f"{name} ({timeline.lane_ranks(lane)})"},
         }
         for lane, name in enumerate(timeline.names)
     ]

@@ -1,4 +1,4 @@
-"""A timeline as a picture: one row per pipeline stage, waiting left white."""
+"""A timeline as a picture: a row per pipeline stage, and one of reading; waiting left white."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ __all__ = ["draw_timeline"]
 
 # Okabe and Ito's palette, distinct with any colour vision.
 _COLOURS: Final = {
+    "data": "#CC79A7",
     "teacher": "#E69F00",
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "update": "#009E73",
 }
 _WORDS: Final = {
+    "data": "reading of data",
     "teacher": "teacher",
     "forward": "student forward",
     "backward": "student backward",
@@ -35,7 +37,7 @@ _DOTS_PER_INCH: Final = 150
 def draw_timeline(timeline: Timeline, path: Path, *, title: str) -> Path:
     """Draw the step of a timeline as a PNG; return `path`.
 
-    Each row is a stage with the share of the step in which it waits.
+    Each row is a stage, or the reading of data, with the share of the step in which it waits.
     """
     rows = len(timeline.names)
     height = min(20.0, 1.8 + 0.42 * rows)
@@ -77,7 +79,7 @@ def _number(axes: Axes, timeline: Timeline, scale: float) -> None:
     narrow = timeline.seconds * scale / 90
     for one in timeline.done:
         width = (one.end - one.start) * scale
-        if width < narrow or one.operation.kind == "update":
+        if width < narrow or one.operation.kind in ("update", "data"):
             continue
         axes.text(
             (one.start + one.end - 2 * timeline.start) / 2 * scale,
@@ -90,20 +92,13 @@ def _number(axes: Axes, timeline: Timeline, scale: float) -> None:
         )
 
 
-def _lanes(timeline: Timeline) -> list[tuple[str, int]]:
-    return list(zip(timeline.names, timeline.ranks, strict=True))
-
-
 def _label(axes: Axes, timeline: Timeline, scale: float, unit: str) -> None:
     rows = len(timeline.names)
     axes.set_xlim(0, timeline.seconds * scale)
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_yticks(
         range(rows),
-        [
-            f"{name}\n{count:,} ranks"
-            for name, count in zip(timeline.names, timeline.ranks, strict=True)
-        ]
+        [f"{name}\n{timeline.lane_ranks(lane)}" for lane, name in enumerate(timeline.names)]
         if rows <= 16
         else timeline.names,
         fontsize=8,

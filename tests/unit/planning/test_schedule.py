@@ -109,6 +109,33 @@ def test_a_teacher_ahead_on_its_own_ranks_hides_the_shorter_side(ahead: int, own
         assert 0.5 * one.time.total < timeline.seconds <= 1.01 * one.time.total
 
 
+@pytest.mark.parametrize("place", ["none", "shared", "own ranks"])
+def test_slow_reading_is_a_lane_that_every_step_waits_for(place: str) -> None:
+    run = run_of(global_batch_size=64, teacher=None if place == "none" else TEACHER)
+    layout, own = Layout(8, 2), Layout(8, 4)
+    more: dict[str, object] = {}
+    if place != "none":
+        ranks = 64 if place == "own ranks" else 0
+        kept = own if ranks else layout
+        layers = (TEACHER.num_layers // kept.pipeline,) * kept.pipeline
+        more = {"teacher_layout": kept, "teacher_layers": layers, "teacher_ranks": ranks}
+    choice = chosen(layout, 64, place=place, **more)
+    quick = planned(run, choice, EVEN)
+    slow = replace(run, reading_seconds=1.5 * quick.time.total / run.tokens)
+    one = planned(slow, choice, EVEN)
+    assert one.time.data == pytest.approx(0.5 * quick.time.total)
+    assert "reading" not in simulate(run, choice, EVEN, quick.time).names
+    timeline = simulate(slow, choice, EVEN, one.time)
+    assert timeline.seconds == pytest.approx(one.time.total, rel=1e-6)
+    assert timeline.names[-1] == "reading"
+    reading = len(timeline.names) - 1
+    assert timeline.idle_share(reading) == pytest.approx(0, abs=1e-6)
+    assert timeline.lane_ranks(reading) == "beside a rank"
+    # Stages wait for the samples, and in their bubble.
+    assert timeline.idle_share(0) >= 0.999 * one.time.data / one.time.total
+    assert sum(timeline.ranks) == choice.devices
+
+
 def test_an_order_has_every_pass_once_and_no_backward_before_its_forward() -> None:
     for rank in range(4):
         for order in (one_forward_one_backward(rank, 4, 8), interleaved_order(rank, 4, 3, 8)):
