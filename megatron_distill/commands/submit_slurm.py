@@ -17,7 +17,7 @@ from megatron_distill.commands.submitted_layout import (
     missing_words,
 )
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.batch_script import Demand, batch_script
+from megatron_distill.launching.batch_script import Demand, batch_script, option_objection
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import Launches
 from megatron_distill.launching.slurm_job import add_arguments as add_rules
@@ -91,8 +91,8 @@ def _objection(given: argparse.Namespace) -> str | None:
                 f"--{name.replace('_', '-')} {text!r}: Slurm's script takes a name without spaces"
             )
     for option in given.sbatch:
-        if not option.startswith("-"):
-            return f"--sbatch {option}: write it as sbatch takes it, --sbatch=--{option}"
+        if (refused := option_objection(option)) is not None:
+            return refused
     if given.spare_nodes < 0:
         return f"--spare-nodes {given.spare_nodes}: must be 0 or more"
     if given.chain > 1 and given.array > 1:

@@ -17,15 +17,37 @@ from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import Launches, bad_nodes
 
-__all__ = ["Demand", "batch_script", "limit_seconds", "python_path"]
+__all__ = ["Demand", "batch_script", "limit_seconds", "option_objection", "python_path"]
 
 # The forms of a time limit that sbatch takes, as `time` of its manual lists them.
 _LIMIT: Final = re.compile(
     r"(?P<minutes>\d+)(:(?P<seconds>\d+))?|(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)"
     r"|(?P<days>\d+)-(?P<hours>\d+)(:(?P<min>\d+)(:(?P<sec>\d+))?)?"
 )
+_NO_REQUEUE: Final = "--no-requeue"
 _UNLIMITED: Final = ("0", "INFINITE", "UNLIMITED")
 _INSTALLED: Final = ("site-packages", "dist-packages")
+# Characters that sbatch takes in a line of #SBATCH as they are.
+_PLAIN: Final = re.compile(r"[\w@%+=:,./\[\]*?~^-]*", re.ASCII)
+_LETTERS: Final = {
+    "J": "job-name", "N": "nodes", "n": "ntasks", "t": "time", "p": "partition", "A": "account",
+    "q": "qos", "G": "gpus", "c": "cpus-per-task", "a": "array", "d": "dependency", "o": "output",
+    "D": "chdir", "x": "exclude",
+}  # fmt: skip
+# Options that a submission has itself, and those that its batch script needs as they are.
+_OWN: Final = (
+    "job-name", "nodes", "time", "partition", "account", "qos", "gpus-per-node", "cpus-per-task",
+    "array", "no-requeue",
+)  # fmt: skip
+_FIXED: Final = {
+    "ntasks": "a node has one task, which starts its ranks",
+    "ntasks-per-node": "a node has one task, which starts its ranks",
+    "signal": "set --grace-seconds for an earlier warning",
+    "output": "the job's log is beside its records",
+    "open-mode": "launches write one log after the other",
+    "chdir": "the job works in the folder of the submission",
+    "requeue": "a job is requeued without it",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +79,7 @@ class Demand:
     @property
     def requeues(self) -> bool:
         """Whether a job goes on by itself; a chain and an array have their next job instead."""
-        return self.chain == 1 and self.array == 1
+        return self.chain == 1 and self.array == 1 and _NO_REQUEUE not in self.rules
 
 
 def batch_script(
@@ -72,9 +94,12 @@ def batch_script(
 
     submission: a name that the launches of this submission share. grace: seconds of the save
     before the time limit; None: as the run has measured it. Raises ConfigError: the time limit
-    leaves no time for a step, or a path has a space.
+    leaves no time for a step, or Slurm cannot write to a path.
     """
-    lines = ["#!/usr/bin/env bash", f"# {' '.join(program.spelled)}", *_demands(demand)]
+    # A line break in a word would end the comment, and with it the part that sbatch reads.
+    comment = " ".join(shlex.join(program.spelled).split())
+    excluded = [one.node for one in bad_nodes(launches.folder)]
+    lines = ["#!/usr/bin/env bash", f"# {comment}", *_demands(demand, excluded)]
     warned = grace or grace_seconds(launches.results) or USUAL_SECONDS
     limit = None if demand.time is None else limit_seconds(demand.time)
     if limit is not None and limit <= warned:
@@ -84,14 +109,12 @@ def batch_script(
             "set --grace-seconds"
         )
     lines.append(f"#SBATCH --signal=B:USR1@{math.ceil(warned)}")
-    excluded = sorted({one.node for one in bad_nodes(launches.folder)})
-    if excluded:
-        lines.append(f"#SBATCH --exclude={','.join(excluded)}")
     place = "%A_%a" if demand.array > 1 else "%j"
+    folder = _writable(launches.folder.resolve()).replace("%", "%%")
     lines += [
         "#SBATCH --open-mode=append",
-        f"#SBATCH --output={_unspaced(launches.folder.resolve() / f'log-{place}.txt')}",
-        f"#SBATCH --chdir={_unspaced(Path.cwd())}",
+        _line("output", f"{folder}/log-{place}.txt"),
+        _line("chdir", _writable(Path.cwd())),
         "",
         "set -euo pipefail",
     ]
@@ -99,7 +122,8 @@ def batch_script(
     if path is not None:
         lines.append(f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}")
     rules = [*demand.rules, "--submission", submission, "--wanted-nodes", str(demand.nodes)]
-    rules += [] if demand.requeues else ["--no-requeue"]
+    if not demand.requeues and _NO_REQUEUE not in rules:
+        rules.append(_NO_REQUEUE)
     words = [sys.executable, "-m", "megatron_distill.launching.slurm_job", *rules, "--"]
     lines += [
         "trap '' USR1 # until Python handles it",
@@ -128,8 +152,54 @@ def limit_seconds(text: str) -> float | None:
     return 60.0 * minutes + of["seconds"] + of["s"] + of["sec"]
 
 
-def _demands(demand: Demand) -> list[str]:
-    """Return the lines of Slurm's options."""
+def option_objection(option: str) -> str | None:
+    """Return why a further option of sbatch is refused, None if it is not."""
+    name, value = _parts(option)
+    if not option.startswith("-") or not name:
+        return f"--sbatch {option}: write it as sbatch takes it, --sbatch=--{option}"
+    if re.search(r"(^|\s)-\D", value) or "\n" in option:
+        return f"--sbatch {option}: give one option, and repeat --sbatch for the next"
+    if name in _OWN:
+        text = f"write --{name}" + (f" {value}" if value else "")
+        return f"--sbatch {option}: submit has this option itself; {text}"
+    if name in _FIXED:
+        return f"--sbatch {option}: the batch script sets --{name}; {_FIXED[name]}"
+    return None
+
+
+def _parts(option: str) -> tuple[str, str]:
+    """Return the long name of an option of sbatch, and its value."""
+    if option.startswith("--"):
+        name, _, value = option[2:].replace("=", " ", 1).partition(" ")
+        return name, value
+    letter, value = option[1:2], option[2:].lstrip(" =")
+    return _LETTERS.get(letter, letter), value
+
+
+def _line(name: str, value: str) -> str:
+    """Return a line of #SBATCH; sbatch reads quotes and backslashes as a shell does."""
+    if _PLAIN.fullmatch(value) is None:
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return f"#SBATCH --{name}={value}"
+
+
+def _demands(demand: Demand, excluded: Sequence[str]) -> list[str]:
+    """Return the lines of Slurm's options; the last of two with one name would replace the first.
+
+    excluded: bad nodes.
+    """
+    dependencies = ["singleton"] if demand.chain > 1 else []
+    nodes = sorted(set(excluded))
+    further = []
+    for option in demand.options:
+        name, value = _parts(option)
+        if name == "exclude":
+            nodes.append(value)
+        elif name == "dependency":
+            dependencies.append(value)
+        else:
+            is_long = re.match(r"--[\w-]+=", option) is not None
+            further.append(_line(name, value) if is_long else f"#SBATCH {option}")
     given = {
         "job-name": demand.name,
         "nodes": demand.nodes + demand.spare,
@@ -140,19 +210,23 @@ def _demands(demand: Demand) -> list[str]:
         "qos": demand.qos,
         "gpus-per-node": demand.gpus_per_node,
         "cpus-per-task": demand.cpus_per_task,
-        "dependency": "singleton" if demand.chain > 1 else None,
+        "dependency": ",".join(dependencies) or None,
         "array": f"1-{demand.array}%1" if demand.array > 1 else None,
+        "exclude": ",".join(nodes) or None,
     }
-    lines = [f"#SBATCH --{key}={value}" for key, value in given.items() if value is not None]
+    lines = [_line(key, str(value)) for key, value in given.items() if value is not None]
     lines.append("#SBATCH --requeue" if demand.requeues else "#SBATCH --no-requeue")
-    return lines + [f"#SBATCH {option}" for option in demand.options]
+    return lines + further
 
 
-def _unspaced(path: Path) -> str:
-    """Return a path for a line of #SBATCH, which ends at a space."""
+def _writable(path: Path) -> str:
+    """Return a path for a line of #SBATCH."""
     text = str(path)
-    if " " in text:
-        raise ConfigError(f"{text}: Slurm's script takes no path with a space; rename the folder")
+    if "\\" in text or "\n" in text:
+        raise ConfigError(
+            f"{text!r}: Slurm replaces no job number in a path with a backslash or a line break; "
+            "rename the folder"
+        )
     return text
 
 

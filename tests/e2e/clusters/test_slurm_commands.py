@@ -66,7 +66,7 @@ def test_a_run_is_evaluated_and_continues_a_text_on_the_nodes(
 def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_and_launch(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "records"
+    script, folder = tmp_path / "script.py", tmp_path / "50% of run #2"  # as Slurm reads no word
     script.write_text(RAISING)
     words = ("--command", str(script), "--folder", str(folder), "--max-starts", "2", "word")
     (job,) = cluster.submit_by_command(words, logs=folder / "launches", nodes=1, ranks=2)

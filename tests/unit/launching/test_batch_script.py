@@ -29,6 +29,12 @@ WRONG = {
     "--grace-seconds|-5": "--grace-seconds -5: must be a finite number",
     "--job-name|my run": "--job-name 'my run': Slurm's script takes a name without spaces",
     "--sbatch|mem=64G": "--sbatch mem=64G: write it as sbatch takes it, --sbatch=--mem=64G",
+    "--sbatch=--nodes=8": "--sbatch --nodes=8: submit has this option itself; write --nodes 8",
+    "--sbatch=-t 1-0": "--sbatch -t 1-0: submit has this option itself; write --time 1-0",
+    "--sbatch=--ntasks=8": "the batch script sets --ntasks; a node has one task",
+    "--sbatch=-o log": "the batch script sets --output; the job's log is beside its records",
+    "--sbatch=--mem=1G --exclusive": "give one option, and repeat --sbatch for the next",
+    "--sbatch=--exclusive -p h100": "give one option, and repeat --sbatch for the next",
 }
 
 
@@ -100,7 +106,7 @@ def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("90", 5400), ("24:00", 1440), ("24:00:00", 86400), ("1-0", 86400), ("2-1:30", 178200),
-     ("0-0:5:30", 330), ("0", None), ("UNLIMITED", None)],
+     ("0-0:5:30", 330), ("1-12:00:00", 129_600), ("0", None), ("UNLIMITED", None)],
 )  # fmt: skip
 def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: float | None) -> None:
     assert limit_seconds(text) == seconds
@@ -128,9 +134,47 @@ def test_a_chain_has_a_name_that_no_other_run_has(
     assert names[2] == "megatron-distill"
 
 
-def test_a_path_that_slurm_cannot_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="takes no path with a space"):
-        script(tmp_path / "a folder")
+def test_a_path_is_written_as_slurm_reads_it(tmp_path: Path) -> None:
+    """Slurm reads quotes; it replaces %j, and after a backslash nothing at all."""
+    found = options(script(tmp_path / "50% of a run #2"))
+    assert found["output"] == f'"{tmp_path}/50%% of a run #2/launches/log-%j.txt"'
+    for name in ("a\\b", "a\nb"):
+        with pytest.raises(ConfigError, match="backslash or a line break; rename the folder"):
+            script(tmp_path / name)
+
+
+def test_a_word_of_several_lines_does_not_end_the_options_of_slurm(tmp_path: Path) -> None:
+    launches = Launches(tmp_path / "launches", tmp_path, "")
+    program = Program("generate", ("runs/a", "--prompt", "two\ntouch lines"))
+    text = batch_script(Demand(name="a", nodes=1), program, launches, submission="s", grace=None)
+    lines = text.splitlines()
+    before = lines[: lines.index("set -euo pipefail")]
+    assert all(line.startswith("#") or not line for line in before)
+    assert shlex.split(text[text.index("exec ") :])[-4:] == ["generate", *program.words]
+
+
+def test_further_options_join_those_of_the_script(tmp_path: Path) -> None:
+    """sbatch takes the last of two options of one name."""
+    launches = Launches(tmp_path / "launches", tmp_path, "")
+    launches.folder.mkdir()
+    launches.add_bad_nodes([BadNode("2026-01-01T00:00:00", "n7", "x")])
+    further = ("--exclude=n[1-3]", "--dependency=afterok:12", "--comment=my run", "-C ib",
+               "--nice=-5", "--exclusive")  # fmt: skip
+    text = script(tmp_path, chain=2, options=further)
+    found = options(text)
+    assert found["exclude"] == "n7,n[1-3]"
+    assert found["dependency"] == "singleton,afterok:12"
+    assert found["comment"] == '"my run"'
+    assert (found["nice"], found["exclusive"]) == ("-5", "")
+    assert "#SBATCH -C ib\n" in text
+    assert text.count("--exclude=") == text.count("--dependency=") == 1
+
+
+def test_a_job_that_may_not_go_on_is_not_requeued_by_slurm_either(tmp_path: Path) -> None:
+    text = script(tmp_path, rules=("--no-requeue",))
+    assert "no-requeue" in options(text)
+    assert "requeue" not in options(text)
+    assert job_words(text).count("--no-requeue") == 1
 
 
 def test_a_container_sees_the_work_folder_and_no_home() -> None:
@@ -164,4 +208,4 @@ def test_a_dry_run_shows_the_script_and_writes_nothing(
     for wrong, message in WRONG.items():
         with pytest.raises(SystemExit):
             main([*words, *wrong.split("|")])
-        assert message in capsys.readouterr().err
+        assert message in " ".join(capsys.readouterr().err.split())
