@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["USUAL_SECONDS", "grace_seconds", "newest_records"]
+__all__ = ["USUAL_SECONDS", "grace_seconds", "is_step", "newest_records", "save_seconds"]
 
 USUAL_SECONDS: Final = 300.0  # of a job that has not measured anything
 _MARGIN_SECONDS: Final = 60.0  # Slurm may signal a minute early, and processes take time to end
@@ -18,10 +18,11 @@ _TAIL_BYTES: Final = 1_000_000
 
 def grace_seconds(results: Path) -> float | None:
     """Return twice the longest recent step and save, and a minute; None: nothing is measured."""
-    steps = [float(one["step_seconds"]) for one in newest_records(results) if "step_seconds" in one]
+    steps = [float(one["step_seconds"]) for one in newest_records(results) if is_step(one)]
     if not steps:
         return None
-    saves = max(_save_seconds(results), default=0.0)
+    folders = (results / "checkpoints").glob("step_*")
+    saves = max((save_seconds(folder) or 0.0 for folder in folders), default=0.0)
     return 2.0 * (max(steps[-_STEPS:]) + saves) + _MARGIN_SECONDS
 
 
@@ -40,10 +41,16 @@ def newest_records(results: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _save_seconds(results: Path) -> Iterator[float]:
-    """Return the times of the saves that the checkpoints' descriptions have."""
-    for file in (results / "checkpoints").glob("step_*/description.json"):
-        with suppress(OSError, ValueError):
-            seconds = json.loads(file.read_text(encoding="utf-8")).get("save_seconds")
-            if seconds is not None:
-                yield float(seconds)
+def is_step(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of a step, with its time."""
+    return isinstance(record.get("step"), int) and isinstance(
+        record.get("step_seconds"), (int, float)
+    )
+
+
+def save_seconds(checkpoint: Path) -> float | None:
+    """Return the time that a checkpoint's save took; None: its description does not have it."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        text = (checkpoint / "description.json").read_text(encoding="utf-8")
+        return float(json.loads(text).get("save_seconds"))
+    return None

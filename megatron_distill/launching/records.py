@@ -18,13 +18,16 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.atomic_files import replace_file
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "EXIT_STATUS",
@@ -50,7 +53,7 @@ LOST_PEER: Final = 10
 LOST_RENDEZVOUS: Final = 20  # order of a node whose ranks outlived the first node's torchrun
 SHARDS: Final = "logits-*.array_record"  # of a store, beside their descriptions
 _CHECKPOINT: Final = re.compile(r"step_(\d{7,})")
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class Status(StrEnum):
@@ -273,14 +276,18 @@ def write_record(path: Path, record: Any) -> None:
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
-    """Return a dataclass from JSON; None: there is no such file, or a killed job left a part."""
+    """Return a dataclass from JSON; None: there is no such file, or it is damaged.
+
+    A record of a later version may have fields more.
+    """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kept = {one.name: found[one.name] for one in fields(kind) if one.name in found}
+        if "status" in kept:
+            kept["status"] = Status(kept["status"])
+        return kind(**kept)
+    except (OSError, ValueError, TypeError):
         return None
-    if "status" in fields:
-        fields["status"] = Status(fields["status"])
-    return kind(**fields)
 
 
 def local_time(seconds: float | None = None) -> str:

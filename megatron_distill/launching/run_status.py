@@ -17,7 +17,7 @@ from typing import Any, Final
 import yaml
 
 from megatron_distill.errors import ConfigError, counted
-from megatron_distill.launching.grace import newest_records
+from megatron_distill.launching.grace import is_step, newest_records, save_seconds
 from megatron_distill.launching.records import (
     LAUNCHES,
     SHARDS,
@@ -34,6 +34,7 @@ __all__ = ["RunStatus", "read_status"]
 _RECENT_STEPS: Final = 50
 _LEAST_SILENCE: Final = 120.0  # seconds without a sign, from which on a run counts as ended
 _SILENT_STEPS: Final = 10.0
+_ERROR: Final = "error: "  # in the log of a job that does not begin
 
 
 @dataclass(frozen=True)
@@ -103,22 +104,37 @@ class RunStatus:
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the state of a run or a capture; raises ConfigError where the folder is neither."""
-    if (run / "shards").is_dir() or _beside(run).is_dir():
-        return _capture_status(run)
+    """Return the state of a run or a capture.
+
+    Raises ConfigError: the folder is neither, or this user may not read it.
+    """
+    try:
+        if (run / "shards").is_dir() or _beside(run).is_dir():
+            return _capture_status(run)
+        return _run_status(run)
+    except OSError as error:
+        raise ConfigError(
+            f"{run}: cannot read {error.filename or 'its files'} ({error.strerror}); ask the owner "
+            "of the run for the permission to read its folder"
+        ) from error
+
+
+def _run_status(run: Path) -> RunStatus:
     launches = Launches(run / LAUNCHES, run, f"output={run}")
     begun = launches.all()
     settings = _settings(run / "config.yaml")
-    if settings is None and not begun:
+    if settings is None and not begun and not launches.script_file.exists():
         raise ConfigError(
             f"{run}: no run has started here (no config.yaml, no {LAUNCHES}); name the folder "
             "`output` of a run, or `store.path` of a capture"
         )
     records = newest_records(run)
-    steps = [one for one in records if "step_seconds" in one]
+    steps = [one for one in records if is_step(one)]
     recent = steps[-_RECENT_STEPS:]
     step = max((int(one["step"]) for one in steps), default=progress_of(run))
-    wanted = (settings or {}).get("train", {}).get("steps")
+    train = (settings or {}).get("train")
+    wanted = train.get("steps") if isinstance(train, dict) else None
+    wanted = wanted if isinstance(wanted, int) else None
     seconds = statistics.median(float(one["step_seconds"]) for one in recent) if recent else None
     log = run / "metrics.jsonl"
     state, detail = _state(
@@ -154,7 +170,7 @@ def _beside(store: Path) -> Path:
 def _capture_status(store: Path) -> RunStatus:
     launches = Launches(_beside(store), store, f"store.path={store}")
     begun, wanted = launches.all(), None
-    with suppress(OSError, ValueError, LookupError):
+    with suppress(OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         plan = json.loads((store / "plan.json").read_text(encoding="utf-8"))
         wanted = -(-int(plan["samples"]) // int(plan["samples_per_shard"]))
     files = list((store / "shards").glob(SHARDS))
@@ -198,6 +214,10 @@ def _state(
     launch = begun[-1] if begun else None
     outcome = None if launch is None else launches.outcome(launch)
     if launch is None or outcome is not None:
+        ended = 0.0 if outcome is None else outcome.ended
+        submitted = _submitted(launches, after=max(ended, _changed(log)))
+        if submitted is not None:
+            return submitted
         if outcome is not None and not _is_later(log, outcome):
             return _of_outcome(outcome)
         place = ""
@@ -216,6 +236,24 @@ def _state(
     if place:
         return "failed", f"{place} has given no sign for {duration(silence)}"
     return "stopped", f"at {'step' if log.name == 'metrics.jsonl' else 'shard'} {step}"
+
+
+def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
+    """Return the state of a submission to Slurm since `after` that has begun no launch, or None."""
+    submitted = _changed(launches.script_file)
+    if submitted <= after:
+        return None
+    logs = [file for file in launches.folder.glob("log-*.txt") if _changed(file) > submitted]
+    if not logs:
+        return "waiting", f"submitted {duration(time.time() - submitted)} ago, no launch since then"
+    newest = max(logs, key=_changed)
+    lines = newest.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.partition(_ERROR)[2] for line in lines if _ERROR in line]
+    if errors:
+        return "failed", f"{errors[-1]} ({newest})"
+    if time.time() - _changed(newest) < _LEAST_SILENCE:
+        return "starting", str(newest)
+    return None
 
 
 def _of_outcome(outcome: Outcome) -> tuple[str, str]:
@@ -243,9 +281,9 @@ def _settings(path: Path) -> Mapping[str, Any] | None:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is no YAML ({error}); start the run again") from error
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _checkpoint(run: Path) -> tuple[str | None, float | None, float | None]:
@@ -253,12 +291,10 @@ def _checkpoint(run: Path) -> tuple[str | None, float | None, float | None]:
     folder = run / "checkpoints" / f"step_{progress_of(run):07d}"
     if not folder.is_dir():
         return None, None, None
-    file, save = folder / "description.json", None
-    with suppress(OSError, ValueError):
-        save = json.loads(file.read_text(encoding="utf-8")).get("save_seconds")
-    return folder.name, time.time() - _changed(file), save
+    age = time.time() - _changed(folder / "description.json")
+    return folder.name, age, save_seconds(folder)
 
 
 def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    found = [float(one[name]) for one in records if one.get(name) is not None]
+    found = [float(one[name]) for one in records if isinstance(one.get(name), (int, float))]
     return statistics.fmean(found) if found else None

@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,108 @@ def test_a_start_by_hand_after_a_launch_counts(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25, changed=time.time() + 5)
     ended(Status.FAILED, "no further launch")(run)
     assert read_status(run).state == "running"
+
+
+def test_a_submission_in_the_queue_waits_and_one_that_could_not_begin_has_failed(
+    tmp_path: Path,
+) -> None:
+    """Slurm has no launch to show before the job runs."""
+    run = tmp_path / "run"
+    (run / "launches").mkdir(parents=True)
+    (run / "launches" / "job.sbatch").touch()
+    now = time.time()
+    os.utime(run / "launches" / "job.sbatch", (now - 3700, now - 3700))
+    status = read_status(run)
+    assert (status.state, status.step, status.steps) == ("waiting", 0, None)
+    assert status.detail == "submitted 1:01:40 ago, no launch since then"
+    log = run / "launches" / "log-12.txt"
+    log.write_text("[job] reading the settings\n")
+    assert read_status(run).state == "starting"
+    log.write_text("[job] error: train.stops: is no key\n")
+    status = read_status(run)
+    assert (status.state, status.detail) == ("failed", f"train.stops: is no key ({log})")
+
+
+def test_a_run_that_is_submitted_again_waits_until_its_launch_begins(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    launch(run, Outcome(Status.FAILED, "why", 20, LONG_AGO, "no further launch"))
+    assert read_status(run).state == "failed"
+    script = run / "launches" / "job.sbatch"
+    script.touch()
+    assert read_status(run).state == "waiting"
+    log = run / "launches" / "log-12.txt"
+    log.write_text("[job] nothing to do: launches/done is of an earlier launch\n")
+    for file, age in ((script, 1000), (log, 900)):
+        os.utime(file, (time.time() - age,) * 2)
+    assert read_status(run).detail == "why: no further launch"
+
+
+@contextmanager
+def of_another_user(folder: Path) -> Iterator[None]:
+    """Take the right to read the folder from this process."""
+    mode, user = folder.stat().st_mode, os.geteuid()
+    folder.chmod(0)
+    if user == 0:
+        os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(mode)
+
+
+def test_a_folder_of_another_user_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    with of_another_user(run):
+        assert main(["status", str(run)]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {run}: cannot read {run}/")
+    assert "(Permission denied); ask the owner" in text
+    with of_another_user(run / "checkpoints"):
+        assert main(["status", str(run)]) == 1
+    assert f"cannot read {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.yaml", "train: 40\n"),
+        ("config.yaml", "- 40\n"),
+        ("metrics.jsonl", '{"step": null, "step_seconds": 3.0}\n[1]\n{"step": 3\n'),
+        ("metrics.jsonl", '{"step": 3, "step_seconds": "3"}\n{"step": 4}\n\0\0\0'),
+        ("checkpoints/step_0000020/description.json", "[]"),
+        ("checkpoints/step_0000020/description.json", '{"save_seconds": "long"}'),
+        ("launches/7-2/launch.json", '{"job": "7"}'),
+        ("launches/7-2/launch.json", "[]"),
+        ("launches/7-2/outcome.json", '{"status": "lost"}'),
+        ("launches/7-2/outcome.json", '"done"'),
+    ],
+)
+def test_a_damaged_file_leaves_the_rest_of_the_state(
+    tmp_path: Path, file: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    launch(run, Outcome(Status.FAILED, "why", 20, time.time(), "no further launch"))
+    (run / file).write_text(text)
+    assert main(["status", str(run)]) == 0
+    assert "checkpoint  step_0000020" in capsys.readouterr().out
+
+
+def test_settings_that_are_no_text_are_named(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    (run / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"config\.yaml: is no YAML"):
+        read_status(run)
+
+
+def test_a_record_of_a_later_version_is_read(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    launch(run, None)
+    file = run / "launches" / "7-2" / "launch.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"colour": "blue"}))
+    assert read_status(run).launches == 1
 
 
 def test_the_command_prints_lines_or_json_and_refuses_other_folders(
