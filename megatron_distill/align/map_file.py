@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 VERSION: Final = 1
+_RULES: Final = 2  # counts changes of the maps that two tokenizers have, for the cache
 _FORMAT: Final = "megatron-distill vocabulary map"
 _ARRAYS: Final = (
     "student_ids_p",
@@ -188,7 +189,7 @@ def _report(
 def _key(
     student: MappedTokenizer, teacher: MappedTokenizer, special_pairs: Sequence[tuple[str, str]]
 ) -> str:
-    settings = [VERSION, student.identity, teacher.identity, list(special_pairs)]
+    settings = [VERSION, _RULES, student.identity, teacher.identity, list(special_pairs)]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
 
 

@@ -50,6 +50,24 @@ def fallback_bpe() -> HuggingFaceTokenizer:
     return _wrapped(backend, "BPE with byte fallback", bos_token="<s>", unk_token="<unk>")
 
 
+def bpe_with_runs_of_spaces() -> HuggingFaceTokenizer:
+    """A BPE with byte fallback and no space put first, whose runs of spaces are in its vocabulary
+    and among its added tokens, as Gemma's."""
+    written = json.loads(fallback_bpe().hugging_face.backend_tokenizer.to_str())
+    written["normalizer"] = written["normalizer"]["normalizers"][1]
+    written["decoder"]["decoders"].pop()
+    vocabulary = written["model"]["vocab"]
+    for power, run in enumerate(("\u2581\u2581", "\u2581" * 4)):
+        number = vocabulary.setdefault(run, len(vocabulary))
+        half = run[: len(run) // 2]
+        written["model"]["merges"].insert(power, [half, half])
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        written["added_tokens"].append({"id": number, "content": run, **flags})
+    written["added_tokens"].sort(key=lambda token: token["id"])
+    backend = tokenizers.Tokenizer.from_str(json.dumps(written))
+    return _wrapped(backend, "BPE with runs of spaces", bos_token="<s>", unk_token="<unk>")
+
+
 def lowercase_wordpiece() -> HuggingFaceTokenizer:
     """A WordPiece that removes accents and case, as BERT's."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -81,6 +99,7 @@ def _byte_level(normalizer: Any, *, space_first: bool, name: str) -> HuggingFace
 
 REWRITING: dict[str, Callable[[], HuggingFaceTokenizer]] = {
     "hf_fallback": fallback_bpe,
+    "hf_runs": bpe_with_runs_of_spaces,
     "hf_wordpiece": lowercase_wordpiece,
     "hf_nfc": lambda: _byte_level(
         normalizers.NFC(), space_first=False, name="byte-level BPE after NFC"

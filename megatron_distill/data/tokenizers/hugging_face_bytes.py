@@ -20,16 +20,21 @@ def token_bytes_of(
 
     A byte-level vocabulary spells bytes as characters. With byte fallback `<0x0A>` is one byte.
     The characters that replace spaces are spaces again, and marks of parts of words are removed.
-    Added tokens are literal. None for `special` ids and for ids without a token.
+    Added tokens are literal, unless the model's own vocabulary has them. None for `special` ids and
+    for ids without a token.
     """
     found: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     spelling = _Spelling(description)
+    listed = description["model"]["vocab"]  # of a unigram model: pieces with their scores
+    of_model = frozenset(listed if isinstance(listed, dict) else (piece for piece, _ in listed))
     for token, number in vocabulary.items():
         found[number] = spelling.bytes_of(token)
     for added in description.get("added_tokens") or ():
         content = added["content"]
-        # A normalised added token is searched for in the text whose spaces are replaced.
-        literal = spelling.with_spaces(content) if added.get("normalized") else content
+        # A normalised added token is searched for in the text whose spaces are replaced. Gemma adds
+        # its runs of spaces, which the model gives for such a text as well.
+        has_marks = added.get("normalized") or content in of_model
+        literal = spelling.with_spaces(content) if has_marks else content
         found[added["id"]] = literal.encode()
     for number in special:
         found[number] = None

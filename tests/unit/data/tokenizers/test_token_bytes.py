@@ -31,7 +31,7 @@ def written(kind: str, text: str) -> bytes:
     return b"".join(of_id[number] or b"\xff" for number in ids_n.tolist())
 
 
-@pytest.mark.parametrize("kind", [*LOSSLESS, "sp_suffix", "hf_fallback"])
+@pytest.mark.parametrize("kind", [*LOSSLESS, "sp_suffix", "hf_fallback", "hf_runs"])
 @settings(max_examples=40, deadline=None)
 @given(text=any_text)
 def test_the_bytes_of_a_text_s_tokens_are_the_text(kind: str, text: str) -> None:
@@ -70,6 +70,11 @@ def test_added_tokens_are_literal_and_byte_tokens_are_bytes() -> None:
     assert nfc.token_bytes()[nfc.vocabulary()["<tool>"]] == b"<tool>"
     fallback = rewriting_tokenizer("hf_fallback")
     assert fallback.token_bytes()[fallback.vocabulary()["<0xE6>"]] == b"\xe6"
+    # Spaces in a text become this token; the same letters in a text do as well.
+    runs = rewriting_tokenizer("hf_runs")
+    number = runs.vocabulary()["\u2581\u2581"]
+    assert [runs.encode_batch(["a" + run])[0][-1] for run in ("  ", "\u2581\u2581")] == [number] * 2
+    assert runs.token_bytes()[number] == b"  "
     # Without byte fallback the same spelling is six characters.
     wordpiece = rewriting_tokenizer("hf_wordpiece")
     part = next(token for token in wordpiece.vocabulary() if token.startswith("##"))
