@@ -196,11 +196,14 @@ def _through_specials(
 
     Also writes the lengths of the spelled special tokens into `widths_N`. All places that the
     tokens so far can end at are followed: a special token can be spelled or stand outside the text.
+    Places from which the further tokens cannot reach the end are not: of n spelled tokens in a row
+    there would be n squared.
     """
     has_bytes = table.has_bytes_V[ids_N]
     edges = np.flatnonzero(np.diff(has_bytes.astype(np.int8), prepend=0, append=0)).tolist()
     runs = dict(zip(edges[::2], edges[1::2], strict=True))
     first, last = (edges[0], edges[-1]) if edges else (len(ids_N), 0)
+    least_N1 = len(data) - _most_bytes_from(table, ids_N, widths_N)
     items: list[tuple[int, int]] = []
     steps: list[dict[int, tuple[int, _Dropped]]] = []  # end: (begin, spaces dropped)
     ends: list[int] = [0]
@@ -218,7 +221,8 @@ def _through_specials(
                 if spelled and not first <= place < last:
                     fits.setdefault(begin, (0, 0))
             for end, dropped in fits.items():
-                reached.setdefault(end, (begin, dropped))
+                if end >= least_N1[stop]:
+                    reached.setdefault(end, (begin, dropped))
         if not reached:
             return None
         items.append((place, stop))
@@ -235,6 +239,15 @@ def _through_specials(
             widths_N[start] = end - begin
         end = begin
     return path
+
+
+def _most_bytes_from(table: _Table, ids_N: Ints, widths_N: Ints) -> Ints:
+    """The most bytes that each token and those behind it can cover, int64 `[N + 1]`."""
+    most_N1 = np.append(widths_N, 0)
+    for place in np.flatnonzero(~table.has_bytes_V[ids_N]).tolist():
+        spelled = table.spellings.get(int(ids_N[place]), ())
+        most_N1[place] = max(map(len, spelled), default=0)
+    return np.cumsum(most_N1[::-1])[::-1]
 
 
 def _by_characters(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.support.tokenizer_kinds import HARD_TEXTS, KINDS, no_underscores, tok
 
 # The space that a tokenizer adds to a text.
 EXACT = {"hf_bytes": "", "tiktoken": "", "sp_bpe": "first", "sp_suffix": "last",
-         "hf_fallback": "first"}  # fmt: skip
+         "hf_fallback": "first", "hf_runs": ""}  # fmt: skip
 WRITES_ALL = (*EXACT, "hf_nfc", "hf_lower", "hf_unigram")
 
 characters = st.one_of(
@@ -200,6 +201,17 @@ def test_special_tokens_that_the_text_spells_have_its_bytes(kind: str) -> None:
     assert found[1 + len(parts[0])] == (5, 5 + width)
     assert found[-2:] == [(10 + width, 10 + 2 * width), (10 + 2 * width, 10 + 2 * width)]
     assert [span for span in found if span[0] < span[1]][0][0] == 0
+
+
+def test_a_text_of_many_spelled_special_tokens_takes_no_memory_for_each_pair_of_them() -> None:
+    special, count = "<|endoftext|>", 1500
+    tracemalloc.start()
+    found = spans("hf_bytes", special * count, [0] * (count + 1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # One of the tokens is not in the text.
+    assert sorted(stop - start for start, stop in found) == [0, *[len(special)] * count]
+    assert peak < 50e6
 
 
 def test_a_special_token_before_a_text_that_spells_it_in_letters() -> None:
