@@ -190,12 +190,11 @@ class PairEncoder:
     def __call__(
         self, texts: Sequence[str], ends: Sequence[bool], *, starts: Sequence[bool] | None = None
     ) -> list[AlignedDocument | DataError]:
-        """The aligned document of each text, or why its tokens cannot be aligned.
+        """The aligned document of each text, or why it cannot be encoded or its tokens aligned.
 
         ends, starts: whether a document ends behind the text, and begins with it; None: all begin.
-        Raises DataError for a text that a tokenizer cannot encode.
         """
-        students, teachers = self.student.encode_batch(texts), self.teacher.encode_batch(texts)
+        students, teachers = _encoded(self.student, texts), _encoded(self.teacher, texts)
         rows = zip(texts, ends, starts or [True] * len(texts), students, teachers, strict=True)
         return [
             self._aligned(text, (is_start, is_end), own, other)
@@ -206,10 +205,14 @@ class PairEncoder:
         self,
         text: str,
         edges: tuple[bool, bool],
-        student_n: NDArray[np.int32],
-        teacher_n: NDArray[np.int32],
+        student_n: NDArray[np.int32] | DataError,
+        teacher_n: NDArray[np.int32] | DataError,
     ) -> AlignedDocument | DataError:
         is_start, is_end = edges
+        if isinstance(student_n, DataError):
+            return student_n
+        if isinstance(teacher_n, DataError):
+            return teacher_n
         try:
             spans = token_spans(self.student, student_n, text)
             teacher_spans = token_spans(self.teacher, teacher_n, text)
@@ -233,6 +236,16 @@ class PairEncoder:
                 for side, begin in zip((student, teacher), self.begins, strict=True)
             )
         return AlignedDocument(student, teacher, unknown=UnknownTokens.of(*unknown))
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> Sequence[NDArray[np.int32] | DataError]:
+    """The ids of each text, or why the tokenizer cannot encode it."""
+    try:
+        return tokenizer.encode_batch(texts)
+    except DataError as error:
+        if len(texts) == 1:
+            return [error]
+    return [_encoded(tokenizer, [text])[0] for text in texts]
 
 
 def is_unknown(tokenizer: Tokenizer, ids_n: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -314,10 +314,20 @@ def encoded(
     first = none if begin is None else np.array([begin], np.int32)
     end = np.array([tokenizer.eos_id], np.int32)
     for batch in document_batches(documents):
-        rows = tokenizer.encode_batch([document.text for document, _ in batch])
+        rows = _ids([document for document, _ in batch], tokenizer)
         for row, (document, mark) in zip(rows, batch, strict=True):
             before, behind = first if document.is_start else none, end if document.is_end else none
             yield np.concatenate([before, row, behind]), mark
+
+
+def _ids(documents: Sequence[Document], tokenizer: TextEncoder) -> list[NDArray[np.int32]]:
+    """Token ids of each document. Raises DataError, which names the document."""
+    try:
+        return tokenizer.encode_batch([document.text for document in documents])
+    except DataError as error:
+        if len(documents) == 1:
+            raise DataError(f"{documents[0].place}: {error}") from error
+    return [_ids([document], tokenizer)[0] for document in documents]
 
 
 def document_batches(

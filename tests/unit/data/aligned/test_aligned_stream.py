@@ -22,9 +22,10 @@ from megatron_distill.data.sources import (
     open_training,
     read_held_out,
 )
-from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.data.tokenizers.open import END_OF_TEXT, Tokenizer
+from megatron_distill.data.tokenizers.tiktoken_bpe import TiktokenRules, TiktokenTokenizer
 from megatron_distill.errors import DataError
-from tests.support.tokenizer_kinds import tokenizer_of, training_texts
+from tests.support.tokenizer_kinds import byte_level, ranks_of, tokenizer_of, training_texts
 
 KINDS = ("hf_bytes", "sp_bpe")
 TEXTS = [text[:700] for text in training_texts()[:12]] + ["naïve 中文 \N{GRINNING FACE}", "x" * 9]
@@ -178,6 +179,33 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
     assert text.startswith("data.max_unaligned=0.01: 2 of 4 documents of data source jsonl ")
     assert f"{rows}:" in text
     assert "raise data.max_unaligned" in text
+
+
+def test_texts_that_a_tokenizer_cannot_encode_are_counted_or_an_error_with_the_row(
+    tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = TiktokenRules("[^Q]+", {END_OF_TEXT: 900})
+    partial = TiktokenTokenizer(ranks_of(byte_level()), rules, name="no Q")
+    rows = tmp_path / "rows.jsonl"
+    texts = ["one good text", "bad Q row", "a third text, longer than the others"]
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    spec = SourceSpec("jsonl", (str(rows),))
+    given = options(partial, shuffle_buffer=1)
+    teacher = replace(given, teacher=replace(given.teacher, max_unaligned=1.0))
+    source = open_training([spec], tokenizer=tokenizers[0], options=teacher, seed=3)
+    samples = [source.next_sample() for _ in range(3)]
+    assert all(sample.teacher is not None and sample.teacher.chunks > 0 for sample in samples)
+    reason = f"{rows}:2: no Q: its pattern '[^Q]+' leaves out characters of the text 'bad Q row'"
+    assert reason in caplog.text
+    source = open_training([spec], tokenizer=tokenizers[0], options=given, seed=3)
+    with pytest.raises(DataError, match=r"2 of \d+ documents") as caught:
+        list(iter(source.next_sample, None))
+    assert reason in str(caught.value)
+    # With one tokenizer every text is needed.
+    source = open_training([spec], tokenizer=partial, options=replace(given, teacher=None), seed=3)
+    with pytest.raises(DataError) as caught:
+        list(iter(source.next_sample, None))
+    assert str(caught.value).startswith(reason)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
