@@ -27,7 +27,13 @@ from megatron_distill.data.chat.conversations import (
     ConversationSpec,
 )
 from megatron_distill.data.chat.spans import Rendered, ResponseFinder
-from megatron_distill.data.chat.template import ChatTemplate, Span, chat_template, encode_rendered
+from megatron_distill.data.chat.template import (
+    ChatTemplate,
+    Span,
+    UnwrittenError,
+    chat_template,
+    encode_rendered,
+)
 from megatron_distill.data.samples import KD_TRAINED, NO_CHUNK
 from megatron_distill.data.tokenizers.protocol import Encoding, Tokenizer
 from megatron_distill.errors import DataError
@@ -85,6 +91,11 @@ class ConversationAligner:
         """The teacher's rendering. Raises BadConversationError: its template refuses it."""
         try:
             return self._finder.find(conversation.messages, conversation.tools, with_contents=True)
+        except UnwrittenError as error:
+            raise BadConversationError(
+                f"the teacher's template: {error.reason}; put a chat_template.jinja that does into "
+                "the folder of the teacher's tokenizer"
+            ) from error
         except BadConversationError as error:
             raise BadConversationError(f"the teacher's template: {error}") from error
 

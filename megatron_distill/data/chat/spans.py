@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from megatron_distill.data.chat.conversations import ASSISTANT, BadConversationError
 from megatron_distill.data.chat.template import (
-    OPEN,
     ChatTemplate,
     Messages,
     Span,
@@ -167,7 +166,7 @@ def _distance(error: BadConversationError, messages: Messages) -> int:
 def _is_plain(message: Mapping[str, Any]) -> bool:
     """Whether a message is a role and a text; templates may leave out text of white space alone."""
     content = message["content"]
-    return len(message) == 2 and bool(content.strip()) and OPEN not in content
+    return len(message) == 2 and bool(content.strip())
 
 
 def _placed(
@@ -397,14 +396,14 @@ class ResponseBorders:
 
     def _content_span(self, messages: Messages, tools: Tools, text: str, index: int) -> Span | None:
         """The characters that depend on a message's content; None if there are none."""
-        mark = mark_of(index)
+        mark = mark_of(index, beside=text)
         changed = [*messages[:index], replaced(messages[index], mark), *messages[index + 1 :]]
         try:
             other = self._template.render(changed, tools)
         except BadConversationError:
             return None
         start, stop = other.find(mark), other.rfind(mark) + len(mark)
-        if start < 0 or OPEN in text:
+        if start < 0:
             return None
         # More text than the mark changes if the template inserts a thinking block for it.
         begin = _agreement(text, other[:start])

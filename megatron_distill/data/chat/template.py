@@ -25,7 +25,8 @@ from megatron_distill.data.chat.conversations import (
 from megatron_distill.data.tokenizers.protocol import Encoding, Tokenizer
 from megatron_distill.errors import DataError
 
-OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters around placeholders for contents
+_OPEN, _CLOSE = "\ue000", "\ue001"  # private-use characters around placeholders for contents
+_FURTHER: Final = range(0xE004, 0xF900)  # beside texts that contain the first, as of icon fonts
 _NULLS: Final = ("None", "null")  # the spellings of null in Jinja and JSON
 
 Messages = Sequence[Mapping[str, Any]]
@@ -33,12 +34,20 @@ Tools = Sequence[Any] | None
 
 
 class UnwrittenError(BadConversationError):
-    """The template leaves out a response's content or tool calls."""
+    """The template leaves out a response's content or tool calls; `reason` lacks the advice."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; set data.sources.conversation.chat_template to a Jinja file that does"
+        )
+        self.reason = reason
 
 
-def mark_of(index: int) -> str:
-    """A placeholder for a message's content that occurs in no other text."""
-    return f"{OPEN}{index}{CLOSE}"
+def mark_of(index: int, *, beside: str = "") -> str:
+    """A placeholder for a message's content that does not occur in the text `beside` it."""
+    further = (chr(code) for code in _FURTHER)
+    opening = next((one for one in (_OPEN, *further) if one not in beside), _OPEN)
+    return f"{opening}{index}{_CLOSE}"
 
 
 def responses(messages: Messages) -> list[int]:
@@ -91,10 +100,7 @@ def check_written(template: ChatTemplate, messages: Messages, tools: Tools) -> N
     for index, wanted in marks.items():
         if any(mark not in text for mark in wanted):
             part = "tool calls" if messages[index].get("tool_calls") else "content"
-            raise UnwrittenError(
-                f"message {index}: the chat template does not write its {part}; set "
-                "data.sources.conversation.chat_template to a Jinja file that does"
-            )
+            raise UnwrittenError(f"message {index}: the chat template does not write its {part}")
 
 
 def _marked(message: Mapping[str, Any], index: int) -> tuple[Mapping[str, Any], list[str]]:
@@ -105,7 +111,7 @@ def _marked(message: Mapping[str, Any], index: int) -> tuple[Mapping[str, Any], 
         return (
             (replaced(message, mark_of(index)), [mark_of(index)]) if has_content else (message, [])
         )
-    marks = [f"{OPEN}{index}.{place}{CLOSE}" for place in range(len(calls))]
+    marks = [f"{_OPEN}{index}.{place}{_CLOSE}" for place in range(len(calls))]
     left = iter(marks)
     return _with_arguments(message, lambda old: _arguments_of_mark(next(left), old)), marks
 

@@ -32,10 +32,12 @@ from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
 from tests.support.chat_fixtures import (
+    TOOLS,
     chat_tokenizer,
     conversation_spec,
     conversations,
     other_tokenizer,
+    tool_dialogue,
     turns,
     write_rows,
 )
@@ -364,6 +366,14 @@ def test_refusals_name_the_file_the_row_and_the_key(tmp_path: Path) -> None:
     system = write_rows(tmp_path / "b.jsonl", [{"messages": turns("a", "b", system="c")}])
     with pytest.raises(DataError, match=r"b\.jsonl:1: the teacher's template: "):
         source_of(conversation_spec(system), student, gemma)
+    calls = [{"messages": tool_dialogue(), "tools": TOOLS}]
+    called = conversation_spec(write_rows(tmp_path / "c.jsonl", calls))
+    with pytest.raises(
+        DataError,
+        match=r"c\.jsonl:1: the teacher's template: message 1: the chat template does not write "
+        r"its tool calls; put a chat_template\.jinja that does into the folder of the teacher's",
+    ):
+        source_of(called, student, options_of(tmp_path, other_tokenizer("phi3")))
     # A template that changes every response: nothing is in a chunk.
     shouting = other_tokenizer("llama3")
     source = shouting.hugging_face.chat_template.replace("| trim", "| upper")

@@ -164,6 +164,7 @@ def test_the_text_is_that_of_transformers() -> None:
 EVIL = st.sampled_from(
     ["a", " b ", "\n", "<|im_end|>", "<|im_start|>assistant\n", "[/INST]", "</s>", "<|eot_id|>"]
     + ["<end_of_turn>", "<start_of_turn>model\n", "</think>", "<think>", "Be brief.", "\u4f60", "0"]
+    + ["\ue000", "\ue0001\ue001", "\ue0021\ue003"]
 )
 TEXTS = st.lists(EVIL, min_size=1, max_size=3).map("".join).filter(str.strip)
 
@@ -195,6 +196,18 @@ def test_learned_shapes_agree_with_each_conversation_alone(
         assert by_itself.text == learned.text
     if style in ("llama3", "llama31", "qwen25", "qwen3", "gemma", "mistral", "phi3", "plain"):
         assert by_itself == learned
+
+
+@pytest.mark.parametrize("style", ["llama3", "mistral", "qwen3"])
+def test_private_use_characters_of_a_text_are_no_placeholders(style: str) -> None:
+    icons = "\ue000 \ue0001\ue001 \ue0021\ue003"
+    messages = turns(icons, f"say {icons}", "why", f"{icons} then")
+    for finder in (ResponseFinder(template_of(style)), Unlearned(template_of(style))):
+        found = finder.find(messages, with_contents=True)
+        assert found.contents is not None
+        texts = {index: found.text[slice(*span)] for index, span in found.contents.items()}
+        assert texts == {index: message["content"] for index, message in enumerate(messages)}
+        assert all(texts[index] in found.text[slice(*found.spans[index])] for index in (1, 3))
 
 
 def test_a_template_that_hides_its_responses_is_refused() -> None:
