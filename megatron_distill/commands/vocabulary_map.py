@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -98,7 +99,8 @@ def _build(arguments: argparse.Namespace) -> int:
     with suppress(BrokenPipeError):  # the pager was closed
         _print_coverage(found, output)
         _print_text_coverage(found, student, teacher, texts)
-        _print_largest(found, student.token_bytes(), teacher.token_bytes())
+        _print_special(found, student, teacher)
+        _print_largest(found, _tokens_of(student), _tokens_of(teacher))
     return 0
 
 
@@ -116,7 +118,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
             check_map_tokenizer(
                 found, side, opened[side], place=str(arguments.map), key=f"--{side}"
             )
-    student, teacher = (opened[side].token_bytes() if side in opened else None for side in SIDES)
+    student, teacher = (_tokens_of(opened[side]) if side in opened else None for side in SIDES)
     if arguments.tokens or arguments.ids:
         ids = [*arguments.ids, *_ids_of(arguments.tokens, student, found)]
         _print_table([_row_of(found, number, student, teacher) for number in ids])
@@ -125,6 +127,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         _print_coverage(found, arguments.map)
         if len(opened) == 2:
             _print_text_coverage(found, opened["student"], opened["teacher"], texts)
+            _print_special(found, opened["student"], opened["teacher"])
         _print_largest(found, student, teacher)
     return 0
 
@@ -145,7 +148,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{arguments.map}: {counted(len(rows), 'row')} of these tokenizers differ\n"
         )
-        student_bytes, teacher_bytes = student.token_bytes(), teacher.token_bytes()
+        student_bytes, teacher_bytes = _tokens_of(student), _tokens_of(teacher)
         _print_table(
             (name, *_row_of(one, int(number), student_bytes, teacher_bytes))
             for number in rows[:SHOWN_ROWS]
@@ -178,6 +181,14 @@ def _texts(patterns: Sequence[str]) -> list[str]:
         except UnicodeDecodeError as error:
             raise DataError(f"--text {path}: is not UTF-8 ({error}); give a text file") from error
     return texts
+
+
+def _tokens_of(tokenizer: Tokenizer) -> Bytes:
+    """The bytes of every id, also of special tokens, which are spelled out."""
+    found = list(tokenizer.token_bytes())
+    for text, number in tokenizer.special_ids.items():
+        found[number] = text.encode()
+    return found
 
 
 def _ids_of(tokens: Sequence[str], student: Bytes | None, found: VocabularyMap) -> Iterator[int]:
@@ -246,6 +257,25 @@ def _print_text_coverage(
             ("  in projection rows", *in_rows),
         ]
     )
+
+
+def _print_special(found: VocabularyMap, student: Tokenizer, teacher: Tokenizer) -> None:
+    """Print the pairs of special tokens, then the first ones of both sides without a partner."""
+    names, of_teacher = (
+        {number: repr(text) for text, number in side.special_ids.items()}
+        for side in (student, teacher)
+    )
+    pairs = zip(found.student_ids_p.tolist(), found.teacher_ids_p.tolist(), strict=True)
+    rows: list[Row] = [("special tokens", "student", "teacher")]
+    for number, partner in pairs:
+        if number in names and partner in of_teacher:
+            rows.append(("  paired", names.pop(number), of_teacher.pop(partner)))
+    alone = zip_longest(*(sorted(side.values()) for side in (names, of_teacher)), fillvalue="")
+    rows += [("  alone", *texts) for texts in islice(alone, SHOWN_ROWS)]
+    _print_table(rows)
+    hidden = max(len(names), len(of_teacher)) - SHOWN_ROWS
+    if hidden > 0:
+        sys.stdout.write(f"  and {counted(hidden, 'further row')}\n")
 
 
 def _print_largest(found: VocabularyMap, student: Bytes | None, teacher: Bytes | None) -> None:

@@ -81,8 +81,12 @@ def test_build_prints_coverage(tmp_path: Path, call: Call, pair: list[object]) -
         1,
         f"error: --output {output}: exists; add --overwrite to replace it\n",
     )
+    special = "special tokens student teacher paired '<|endoftext|>' '<|endoftext|>'"
+    assert f"{special} alone '<t>' '<t>' largest" in " ".join(out.split())
     again = [*pair, "--output", output, "--overwrite", "--pair", "<t>", "<t>"]
-    assert "pairs of special tokens 2 2" in " ".join(call("build", *again)[1].split())
+    written = " ".join(call("build", *again)[1].split())
+    assert "pairs of special tokens 2 2" in written
+    assert f"{special} paired '<t>' '<t>' largest" in written
 
 
 def test_inspect_prints_rows(call: Call, pair: list[object], built: Path) -> None:
@@ -94,6 +98,10 @@ def test_inspect_prints_rows(call: Call, pair: list[object], built: Path) -> Non
     ]
     _, out, _ = call("inspect", built, "ab", *pair)
     assert out.split() == ["258", "b'ab'", "exact", "1", "piece", "256", "b'ab'", "1.0000"]
+    _, out, _ = call("inspect", built, "<|endoftext|>", *pair)
+    token = "b'<|endoftext|>'"
+    assert out.split() == ["300", token, "role", "1", "piece", "300", token, "1.0000"]
+    assert "paired '<|endoftext|>'" in " ".join(call("inspect", built, *pair)[1].split())
     assert "exact pairs" in call("inspect", built)[1]
     assert call("inspect", built, "ab")[0] == 2
     assert call("inspect", built, "--text", built)[0] == 2
