@@ -59,6 +59,9 @@ class HuggingFaceTokenizer:
         self._with_offsets: tokenizers.Tokenizer | None = None
         rules: dict[str, Any] = {}
         if self._fast is not None:
+            # A file keeps the truncation and padding of its last use, as after fine-tuning.
+            self._fast.no_truncation()
+            self._fast.no_padding()
             written = json.loads(self._fast.to_str())
             rules = {key: written.get(key) for key in ("model", "normalizer", "pre_tokenizer")}
         unknown = _unknown_id(rules, vocabulary, hugging_face.unk_token_id)

@@ -119,6 +119,29 @@ def test_a_class_with_the_rules_of_the_file_is_no_warning(
     assert ids == of_class("a\n\n\n b", add_special_tokens=False)["input_ids"]
 
 
+def test_truncation_and_padding_of_a_file_s_last_use_change_no_text(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tuned"
+    trained.save(folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        **{"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    }
+    content["padding"] = {
+        **{"strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None},
+        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"},
+    }
+    path.write_text(json.dumps(content))
+    found, texts = load_tokenizer(folder), ["a", "def longer than three tokens"]
+    assert found.identity == trained.identity
+    expected = [ids_n.tolist() for ids_n in trained.encode_batch(texts)]
+    assert len(expected[1]) > 3
+    assert [ids_n.tolist() for ids_n in found.encode_batch(texts)] == expected
+    assert [one.ids_n.tolist() for one in found.encode_with_offsets(texts)] == expected
+
+
 def broken_folder(folder: Path, trained: Tokenizer, kind: str) -> Path:
     if kind == "missing":
         return folder / "absent"
