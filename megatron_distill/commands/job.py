@@ -30,6 +30,7 @@ __all__ = ["Job", "config_file", "file_and_overrides", "shipped_folder"]
 J = TypeVar("J", bound="JobConfig")
 
 _LOGGER = get_logger(__name__)
+_STOPPING: Final = "stopping after this step"
 # In a repository, and in a wheel within the package.
 _SHIPPED: Final = "configs"
 # Option, value and help of the reports that a job may have, by the field of `Job`.
@@ -85,7 +86,7 @@ class Job(Generic[J]):
         if getattr(given, "plan", None) is not None:
             return self._print_plan(given)
         # From here on a signal takes effect at the end of a step.
-        with TerminationRequest() as termination:
+        with TerminationRequest(note=_STOPPING) as termination:
             termination.expect_from_torchrun()
             return with_launch(lambda launch: self._join(given, launch, termination))
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 
 class TerminationRequest:
     """Records a termination signal until the loop checks it.
 
-    A repeated signal changes nothing: on Ctrl-C a worker gets one signal from the terminal and
-    another from torchrun.
+    A repeated signal changes nothing in a rank of torchrun: on Ctrl-C it gets one signal from the
+    terminal and another from torchrun. In a process alone a second Ctrl-C is a KeyboardInterrupt,
+    since its user may not want to wait for a start that reads a large model or corpus.
+
+    Args:
+        note: what the first rank writes to standard error at the first signal; empty: nothing.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, *, note: str = "") -> None:
         self.signal_number: int | None = None
+        self._note = note if os.environ.get("RANK", "0") == "0" else ""
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> TerminationRequest:
@@ -35,6 +41,14 @@ class TerminationRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _remember(self, number: int, _: FrameType | None) -> None:
+        is_alone = "RANK" not in os.environ
+        if self.received and is_alone and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._note and not self.received:
+            again = "; Ctrl-C again ends it at once" if is_alone else ""
+            # Not through a stream, which the signal may have found in the middle of a write.
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"\n{self._note}{again}\n".encode())
         self.signal_number = number
 
     def expect_from_torchrun(self) -> None:

@@ -70,6 +70,32 @@ def test_a_request_is_remembered_and_the_work_goes_on() -> None:
     assert termination.signal_number == signal.SIGTERM
 
 
+def test_a_request_is_noted_once_and_a_second_ctrl_c_ends_a_process_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    noted = "\nstopping after this step; Ctrl-C again ends it at once\n"
+    with TerminationRequest(note="stopping after this step") as termination:
+        interrupt()
+        assert (termination.received, capfd.readouterr().err) == (True, noted)
+        interrupt(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rank", "noted"), [("0", "\nstopping\n"), ("1", "")])
+def test_a_rank_of_torchrun_takes_a_second_ctrl_c_for_the_same(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str, noted: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with TerminationRequest(note="stopping") as termination:
+        interrupt()
+        interrupt()
+        assert termination.received
+    assert capfd.readouterr().err == noted
+
+
 def test_an_interruption_is_known_from_its_signal_on() -> None:
     before = was_interrupted()
     with suppress(KeyboardInterrupt), Interruption():
