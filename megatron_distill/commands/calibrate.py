@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_distill.commands.command import PROGRAM, Command, no_file
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
@@ -86,7 +86,8 @@ def _refined(folder: Path, name: str) -> Device:
     own = sum(count for _, count in teachers)
     choice = configured_choice(config, run, ranks=ranks, teachers=own)
     found = refined(device, run, choice, measured, shared_by=ranks)
-    lines = [f"{measured.count} steps of {measured.step:.3f} s on {ranks} devices; factors:"]
+    steps, devices = counted(measured.count, "step"), counted(ranks, "device")
+    lines = [f"{steps} of {measured.step:.3f} s on {devices}; factors:"]
     lines += [f"  {phase} {factor:.2f}" for phase, factor in found.factors.items()]
     sys.stdout.write("\n".join(lines) + "\n")
     return found.model_copy(update={"name": f"{device.name}-refined"})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.job import config_file
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _preview(
             config,
             samples=arguments.samples,
-            counted=max(arguments.samples, arguments.counted),
+            count=max(arguments.samples, arguments.counted),
             chunks=arguments.chunks,
             width=arguments.width,
         )
@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _preview(
-    config: RunConfig, *, samples: int, counted: int, chunks: int | None, width: int | None
+    config: RunConfig, *, samples: int, count: int, chunks: int | None, width: int | None
 ) -> None:
     # Imported here, because they are slow; a wrong configuration is reported at once.
     import torch
@@ -94,12 +94,12 @@ def _preview(
         )
     console = Console(width=width, highlight=False, soft_wrap=True)
     _show(
-        (source.next_sample() for _ in range(counted)),
+        (source.next_sample() for _ in range(count)),
         tokenizer,
         None if teacher is None else teacher.tokenizer,
         console,
         shown=samples,
-        title=f"the first {counted} samples of {data.sequence_length} positions",
+        title=f"the first {counted(count, 'sample')} of {data.sequence_length} positions",
         isolate_documents=data.isolate_documents,
         chunks=console.height - _AROUND_ROWS if chunks is None else chunks,
     )

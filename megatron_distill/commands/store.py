@@ -64,15 +64,15 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     manifest = Manifest.load(arguments.store, plan)
     settings, identity = plan.settings, plan.identity
     table = Table("", Column(str(arguments.store), overflow="fold"), box=None)
-    entries = "ids" if settings.kind.is_ranked else "draws"
+    entry = "id" if settings.kind.is_ranked else "draw"
     temperatures = ", ".join(f"{t:g}" for t in (1.0, *settings.temperatures))
     rows = {
-        "samples": f"{plan.samples:,} of {settings.sequence_length:,} positions",
+        "samples": f"{plan.samples:,} of {counted(settings.sequence_length, 'position')}",
         "tokens": f"{manifest.tokens:,}",
-        "size": f"{manifest.file_bytes / 1e9:,.3f} GB in {plan.shards:,} shards of "
-        f"{plan.samples_per_shard:,} samples",
+        "size": f"{manifest.file_bytes / 1e9:,.3f} GB in {counted(plan.shards, 'shard')} of "
+        f"{counted(plan.samples_per_shard, 'sample')}",
         "bytes/token": f"{manifest.file_bytes / manifest.tokens:,.1f}",
-        "entries": f"{settings.k} {entries} per position of a vocabulary of "
+        "entries": f"{counted(settings.k, entry)} per position of a vocabulary of "
         f"{settings.vocab_size:,}",
         "codec": settings.codec,
         "top_p": "none" if settings.top_p is None else f"{settings.top_p:g}",
@@ -163,8 +163,10 @@ def _read_all(store: Path, console: Console) -> VerificationReport:
             console.print(f"and {len(report.problems) - SHOWN_PROBLEMS:,} more")
     lists = f", {counted(len(report.bad_lists), 'bad list')}" if report.bad_lists else ""
     console.print(
-        f"{report.samples:,} of {report.plan.samples:,} samples are good; "
-        f"{len(report.problems):,} problems, {len(report.bad_shards):,} bad shards, "
+        f"{report.samples:,} of {counted(report.plan.samples, 'sample')} "
+        f"{'is' if report.plan.samples == 1 else 'are'} good; "
+        f"{counted(len(report.problems), 'problem')}, "
+        f"{counted(len(report.bad_shards), 'bad shard')}, "
         f"{len(report.missing):,} missing{lists}"
     )
     return report
@@ -188,7 +190,8 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
             progress=update,
         )
     console.print(
-        f"{arguments.store}: {manifest.plan.samples:,} samples, {manifest.tokens:,} tokens, "
+        f"{arguments.store}: {counted(manifest.plan.samples, 'sample')}, "
+        f"{counted(manifest.tokens, 'token')}, "
         f"{manifest.file_bytes / 1e9:,.3f} GB; for support renormalized only, because the files "
         f"lack {', '.join(manifest.plan.settings.lacks)}"
     )

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_distill.commands.command import Command
+from megatron_distill.errors import counted
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
             add_bos=arguments.add_bos,
         ):
             writer.add(rows)
-            totals = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
+            totals = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
             progress.update(task, description=totals)
     console.print(f"{arguments.output}.bin and .idx: {totals}", markup=False)
     return 0

@@ -70,7 +70,7 @@ def run_rows(
     yield from _objective(config.objective, terms, feature_pairs)
     stores = config.teacher.store or () if config.teacher else ()
     label, text = data_row(config.data, [entry.log_name for entry in stores])
-    yield label, f"{text}; {config.validation.samples:,} samples held out"
+    yield label, f"{text}; {counted(config.validation.samples, 'sample')} held out"
 
 
 def layout_row(parallel: ParallelConfig, world_size: int, precision: str) -> Row:
@@ -117,7 +117,7 @@ def sources_in_words(
 
 def _stored(teacher: ModelConfig, samples: int) -> str:
     paths = ", ".join(entry.path for entry in teacher.store or ())
-    return f"stored, {samples:,} samples: {paths}"
+    return f"stored, {counted(samples, 'sample')}: {paths}"
 
 
 def source_in_words(model: ModelConfig, num_layers: int) -> str:
@@ -126,7 +126,7 @@ def source_in_words(model: ModelConfig, num_layers: int) -> str:
     if path is None:
         return "random weights"
     is_shallower = model.keep_layers is not None or model.num_layers is not None
-    return f"{num_layers} layers of {path}" if is_shallower else path
+    return f"{counted(num_layers, 'layer')} of {path}" if is_shallower else path
 
 
 def _recomputed(train: TrainConfig) -> str:
@@ -170,7 +170,7 @@ def _objective(
         yield "", f"+ {len(terms) - len(shown)} more terms: {rest}"
     if objective.features:
         losses = ", ".join(f"{entry.weight:g} x {entry.loss}" for entry in objective.features)
-        yield "", f"+ features: {losses}; {feature_pairs} pairs of layers"
+        yield "", f"+ features: {losses}; {counted(feature_pairs, 'pair')} of layers"
     balance = objective.balance
     alpha = _scheduled(balance.alpha, balance.alpha_schedule)
     yield "balance", f"{balance.mode}, alpha {alpha}"

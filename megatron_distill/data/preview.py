@@ -13,6 +13,7 @@ from rich.text import Text
 from megatron_distill.data.collation import label_masks, label_units, pack_samples
 from megatron_distill.data.samples import PADDING_DOCUMENT, WEIGHT_UNITS, Sample
 from megatron_distill.data.tokenizers.open import Tokenizer
+from megatron_distill.errors import counted
 
 BOTH, KD_ONLY, CE_ONLY, PROMPT, PADDING = "both", "kd", "ce", "prompt", "padding"
 STYLES: Final = {
@@ -118,7 +119,7 @@ def _append(
     has_colour: bool,
 ) -> None:
     if kind == PADDING:
-        found.append(f"... {len(tokens_n)} tokens of padding", style=STYLES[kind])
+        found.append(f"... {counted(len(tokens_n), 'token')} of padding", style=STYLES[kind])
         return
     before, after = ("", "") if has_colour else MARKS.get(kind, ("", ""))
     if kind != PROMPT and weight != 1.0:

@@ -230,18 +230,23 @@ def significant(value: float, digits: int = 4) -> str:
 
 def short_count(value: float) -> str:
     """Return a number of up to three digits with k, M or G."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    return f"{value:.0f}"
+    if value < 1e4:
+        return f"{value:.0f}"
+    return _in_unit(value, ((1e9, "G"), (1e6, "M"), (1e3, "k")))
 
 
 def size(count: float) -> str:
     """Return a number of bytes in the unit that fits it."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} bytes"
+    if count < 1e3:
+        return f"{count:.0f} bytes"
+    return _in_unit(count, ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB")))
+
+
+def _in_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Return three digits of a number with the largest unit that it reaches once rounded."""
+    rounded = float(f"{value:.3g}")
+    limit, unit = next((one for one in units if rounded >= one[0]), units[-1])
+    return f"{value / limit:.3g}{unit}"
 
 
 def gigabytes(count: float) -> str:

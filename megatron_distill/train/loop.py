@@ -333,9 +333,9 @@ def _check_step(report: StepReport, batches: StepBatches, state: RunState, plan:
     )
     if state.bad_steps > plan.max_bad_steps:
         raise TrainingError(
-            f"{message}. {state.bad_steps} such steps are more than train.max_bad_steps="
-            f"{plan.max_bad_steps}; lower optimizer.learning_rate, look at those samples, or allow "
-            "more such steps"
+            f"{message}. The run had {counted(state.bad_steps, 'such step')}, "
+            f"train.max_bad_steps={plan.max_bad_steps}; lower optimizer.learning_rate, look at "
+            "those samples, or allow more such steps"
         )
     _LOGGER.warning("%s", message)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TextIO, cast
 
 from megatron_distill import log
+from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.progress import (
     Clock,
@@ -141,10 +142,11 @@ class TrainingProgress:
     def _closing_line(self) -> str:
         step, total = self._reporter.done, self._reporter.total
         if not self._record:
-            return f"no step was needed: {step} of {total} steps were done before"
+            done = f"{counted(step, 'step')} {'is' if step == 1 else 'are'} done"
+            return f"no step was needed: {done}, the run has {total:,}"
         elapsed = duration(self._reporter.elapsed)
         parts = [
-            f"finished {step} steps in {elapsed}"
+            f"finished {counted(step, 'step')} in {elapsed}"
             if step >= total
             else f"stopped at step {step} of {total} after {elapsed}"
         ]

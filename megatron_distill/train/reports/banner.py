@@ -53,7 +53,7 @@ def model_row(role: str, shape: Architecture, source: str) -> _Row:
     counts = f"{_count(total)} parameters"
     if moe:
         counts += f" ({_count(active)} active)"
-    sizes = f"{shape.num_layers} layers, hidden {shape.hidden_size}, {inner}; {counts}"
+    sizes = f"{counted(shape.num_layers, 'layer')}, hidden {shape.hidden_size}, {inner}; {counts}"
     return _of_role(role, f"{sizes}; {source}")
 
 
@@ -75,7 +75,8 @@ def steps_row(
     resumed = f"from step {start_step}; " if start_step else ""
     return (
         "steps",
-        f"{steps:,}; {resumed}{global_batch_size:,} samples = {short_count(tokens)} tokens each, "
+        f"{steps:,}; {resumed}{counted(global_batch_size, 'sample')} = "
+        f"{short_count(tokens)} tokens each, "
         f"{short_count(steps * tokens)} in all; micro-batch {micro_batch_size}",
     )
 
@@ -86,8 +87,9 @@ def store_row(plan: Plan, *, job: int, jobs: int) -> _Row:
     entries = f"{'top' if settings.kind.is_ranked else 'sampled'}-{settings.k} {settings.codec}"
     tokens = short_count(plan.samples * settings.sequence_length)
     part = f", job {job} of {jobs}" if jobs > 1 else ""
-    shards = f"{plan.shards} shards{part}"
-    return "store", f"{entries}; {plan.samples:,} samples = {tokens} tokens, {shards}"
+    shards = f"{counted(plan.shards, 'shard')}{part}"
+    samples = counted(plan.samples, "sample")
+    return "store", f"{entries}; {samples} = {tokens} tokens, {shards}"
 
 
 def run_banner(

@@ -30,7 +30,7 @@ def test_the_first_rank_alone_begins_with_the_banner(
     first, second = pool.run(2, logged, inputs.folder / "dense.yaml", arguments)
     assert first.count(f"distillation into {tmp_path}\n") == 1
     assert "  layout     2 ranks = tensor 2; fp32" in first
-    assert "+ features: 0.5 x mse; 1 pairs of layers" in first
+    assert "+ features: 0.5 x mse; 1 pair of layers" in first
     assert "distillation into" not in second
 
 

@@ -134,7 +134,7 @@ def test_a_learning_rate_that_explodes_stops_after_the_tolerated_steps(
     text = message(endings)
     assert text.startswith("step 4: ")
     assert "samples 24, 25, 26, 27, 28, 29, 30, 31 of the stream" in text
-    assert "3 such steps are more than train.max_bad_steps=2" in text
+    assert "The run had 3 such steps, train.max_bad_steps=2" in text
     for step in (2, 3):
         assert f"step {step}: the loss is" in endings[0].stderr
     found = step_records(tmp_path)

@@ -47,7 +47,7 @@ def test_text_is_marked_as_it_is_trained() -> None:
     plain = sample_text(sample(), TOKENIZER, isolate_documents=True, has_colour=False).plain
     assert plain == (
         "\n-- document 0 --\nHi [b][[ yo]][[(x0.5)  half]]\n-- document 1 --\nx(( ask)){{ say}}\n"
-        "... 1 tokens of padding"
+        "... 1 token of padding"
     )
     text = sample_text(sample(), TOKENIZER, isolate_documents=True, has_colour=True)
     styled = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}

@@ -7,7 +7,13 @@ import re
 
 import pytest
 
-from megatron_distill.runtime.progress import Field, ProgressReporter, significant
+from megatron_distill.runtime.progress import (
+    Field,
+    ProgressReporter,
+    short_count,
+    significant,
+    size,
+)
 from tests.support.terminals import Clock, Terminal
 
 FIELDS = (
@@ -76,3 +82,21 @@ def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
 )
 def test_a_small_loss_keeps_its_digits(value: float, text: str) -> None:
     assert significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "bytes_text"),
+    [
+        (2, "2", "2 bytes"),
+        (9_999, "9999", "10 kB"),
+        (10_000, "10k", "10 kB"),
+        (999_499, "999k", "999 kB"),
+        (999_936, "1M", "1 MB"),
+        (999_700_000, "1G", "1 GB"),
+        (20_480_000_000, "20.5G", "20.5 GB"),
+    ],
+)
+def test_a_number_is_rounded_before_its_unit_is_chosen(
+    value: int, count: str, bytes_text: str
+) -> None:
+    assert (short_count(value), size(value)) == (count, bytes_text)

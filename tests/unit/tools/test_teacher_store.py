@@ -110,6 +110,17 @@ def test_verify_and_repair_print_their_findings(tmp_path: Path, call: Call) -> N
     assert {n: c for n, c in contents(tmp_path).items() if "quarantine" not in n} == intact
 
 
+def test_a_store_of_one_sample_is_counted_in_the_singular(tmp_path: Path, call: Call) -> None:
+    opened = begin(tmp_path, settings(), samples=1)
+    fill(opened)
+    opened.finish()
+    assert "GB in 1 shard of " in call("inspect", tmp_path)[1]
+    path = tmp_path / "shards" / "logits-000000.array_record"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    last = call("verify", tmp_path)[1].splitlines()[-2]
+    assert last == "0 of 1 sample is good; 1 problem, 1 bad shard, 0 missing"
+
+
 def test_a_bad_list_is_one_line_each_and_moves_no_record(tmp_path: Path, call: Call) -> None:
     samples = packed_epochs(3, 0)
     write_listed(tmp_path, samples)

@@ -59,7 +59,7 @@ def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> 
 def test_a_run_that_was_finished_before_is_reported() -> None:
     stream = io.StringIO()
     play(stream, total=10, start=10, last=10)
-    assert stream.getvalue() == "no step was needed: 10 of 10 steps were done before\n"
+    assert stream.getvalue() == "no step was needed: 10 steps are done, the run has 10\n"
 
 
 @pytest.mark.parametrize(
