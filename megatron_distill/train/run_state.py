@@ -123,6 +123,16 @@ class RunState:
 
     def require_same(self, description: Description, folder: Path) -> None:
         """Raise CheckpointError where a checkpoint's model or features differ from this run's."""
+        before, now = (
+            one.get("train", {}).get("precision")
+            for one in (description.configuration, self.configuration)
+        )
+        if (before, now) == ("fp32", "bf16"):
+            raise CheckpointError(
+                f"train.precision = 'bf16': {folder} is of a run in fp32, whose optimizer holds no "
+                "fp32 copies of the weights; set train.precision=fp32, or begin a run in bf16 with "
+                "student.checkpoint and another output"
+            )
         check_same_model(description, self.architecture, self.tokenizer_hash, folder)
         check_same_features(description, self._features(), folder)
 
