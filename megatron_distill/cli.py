@@ -64,8 +64,8 @@ COMMANDS: Final[Mapping[str, Entry | Group]] = {
     "plan": Entry("layouts that fit a number of devices, with time and memory", "plan"),
     "calibrate": Entry("measure this machine for plan, or refine a device by a run", "calibrate"),
     "capture": Entry("run a teacher once and store its outputs", "capture"),
-    "evaluate": Entry("held-out losses of a trained student", "evaluate"),
-    "generate": Entry("text from a trained student", "generate"),
+    "evaluate": Entry("held-out losses of a trained student, or results of tasks", "evaluate"),
+    "generate": Entry("text from a trained student or a Hugging Face folder", "generate"),
     "convert": Entry("Hugging Face weights to checkpoints, and back", "convert"),
     "store": Entry("inspect, verify, repair or convert a teacher store", "store"),
     "data": DATA,
@@ -90,15 +90,15 @@ def _choose(
     path: tuple[str, ...],
 ) -> int:
     name = " ".join((PROGRAM, *path))
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         (sys.stdout if words else sys.stderr).write(_table_text(table, name))
         return 0 if words else USAGE_STATUS
     found = table.get(words[0])
     if found is None:
-        near = difflib.get_close_matches(words[0], table, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(words[0], table, n=1)
+        guess = f"did you mean {near[0]}? The" if near else "the"
         sys.stderr.write(
-            f"{name}: {words[0]!r} is no command; did you mean {near}? "
-            f"The commands are {', '.join(table)}\n"
+            f"{name}: {words[0]!r} is no command; {guess} commands are {', '.join(table)}\n"
         )
         return USAGE_STATUS
     path = (*path, words[0])

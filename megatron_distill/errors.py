@@ -5,6 +5,7 @@ only the library itself can break is an ``assert`` instead.
 """
 
 __all__ = [
+    "FROM_THE_HUB",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -13,6 +14,9 @@ __all__ = [
     "TrainingError",
     "counted",
 ]
+
+# Many programs take the name of a model on the Hub for a folder and download it; nothing here does.
+FROM_THE_HUB = "`hf download OWNER/NAME --local-dir DIR` makes one of a model on the Hub"
 
 
 class MegatronDistillError(Exception):

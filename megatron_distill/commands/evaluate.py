@@ -18,7 +18,7 @@ from megatron_distill.commands.command import (
     with_launch,
     write_result,
 )
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     STUDENT_ALONE,
@@ -136,8 +136,8 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         else:
             named, overrides = run_and_overrides(arguments)
             assert named is not None, "the check asks for one"
-            plain = [] if arguments.teacher else STUDENT_ALONE
-            config = load_trained_run(named, [*plain, *overrides], world_size=launch.size)
+            own = () if arguments.teacher else STUDENT_ALONE
+            config = load_trained_run(named, overrides, world_size=launch.size, own=own)
         tasks = [load_task(*_named_task(one, arguments.limit)) for one in arguments.tasks]
         _require_different(tasks)
         against = {str(path): _read_items(path) for path in arguments.against}
@@ -259,7 +259,7 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
     place = "" if arguments.json is None else f"; the figures are in {arguments.json}"
     note(
         launch,
-        f"{run}: evaluated on {config.validation.samples:,} held-out sequences of "
+        f"{run}: evaluated on {counted(config.validation.samples, 'held-out sequence')} of "
         f"{config.data.sequence_length:,} tokens in {time.perf_counter() - began:.1f} s{place}",
         f"text from it: {spelled(arguments, 'generate')} {run}",
         f"a Hugging Face folder of it: {spelled(arguments, 'convert')} export --checkpoint {run} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from megatron_distill.commands.command import (
     with_launch,
     write_result,
 )
-from megatron_distill.errors import CheckpointError, ConfigError
+from megatron_distill.errors import FROM_THE_HUB, CheckpointError, ConfigError, counted
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     STUDENT_ALONE,
@@ -81,9 +82,24 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return "--system is a message of a chat; add --chat"
     if arguments.transformers and arguments.hf is None:
         return "--transformers reads a Hugging Face folder; add --hf DIR"
-    if arguments.tokens < 0:
-        return f"--tokens {arguments.tokens}: give 0 or more"
-    return no_file(arguments.text)
+    return _wrong_number(arguments) or no_file(arguments.text)
+
+
+def _wrong_number(arguments: argparse.Namespace) -> str | None:
+    """Return the error of an option out of its range, before torch is loaded; None: none."""
+    top_k = arguments.top_k
+    ranges = {
+        "tokens": (arguments.tokens >= 0, "0 or more"),
+        "temperature": (0 <= arguments.temperature < math.inf, "0 (greedy) or more"),
+        "top-k": (top_k is None or top_k > 0, "1 or more, or leave it out for all tokens"),
+        "top-p": (0 < arguments.top_p <= 1, "a number above 0, at most 1"),
+        "min-p": (0 <= arguments.min_p <= 1, "a number from 0 to 1"),
+    }
+    for option, (is_right, wanted) in ranges.items():
+        if not is_right:
+            value = getattr(arguments, option.replace("-", "_"))
+            return f"--{option} {value}: give {wanted}"
+    return None
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -118,17 +134,17 @@ def _config(arguments: argparse.Namespace, launch: Launch) -> RunConfig:
     if folder is not None:
         if kind == "hf" and not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"--hf {folder}: no config.json is there; give a Hugging Face folder, such as "
-                "`tools/convert_checkpoint.py export` writes"
+                f"--hf {folder}: no config.json is there; give a Hugging Face folder "
+                f"({FROM_THE_HUB})"
             )
         own = ["train.precision=fp32"]
         if arguments.tokenizer is not None:
             own.append(f"data.tokenizer.path={arguments.tokenizer}")
         words = [*([arguments.run] if arguments.run else []), *arguments.words]
-        return load_weights({kind: str(folder)}, [*own, *words], world_size=launch.size)
+        return load_weights({kind: str(folder)}, words, world_size=launch.size, own=own)
     run, overrides = run_and_overrides(arguments)
     assert run is not None, "the check asks for one"
-    return load_trained_run(run, [*STUDENT_ALONE, *overrides], world_size=launch.size)
+    return load_trained_run(run, overrides, world_size=launch.size, own=STUDENT_ALONE)
 
 
 def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, str]:
@@ -154,8 +170,8 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
             prompt = _shared_prompt(arguments, tokenizer if launch.rank == 0 else None)
             if len(prompt.ids) > found.positions:
                 raise ConfigError(
-                    f"--prompt has {len(prompt.ids):,} tokens, and the model has "
-                    f"{found.positions:,} positions; shorten --prompt or --system"
+                    f"--prompt has {counted(len(prompt.ids), 'token')}, and the model has "
+                    f"{counted(found.positions, 'position')}; shorten --prompt or --system"
                 )
             sampling = _sampling(arguments)
             stops = Stops(ids=prompt.stop_ids, strings=tuple(arguments.stop))
@@ -172,7 +188,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
                 stops=stops,
                 on_tokens=None if terminal is None else terminal.show,
             )
-            count = f"{len(written.ids):,} tokens"
+            count = counted(len(written.ids), "token")
             if terminal is not None:
                 terminal.finish()
                 return None, count
@@ -244,7 +260,7 @@ def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> tup
         chat=arguments.chat,
         system=arguments.system,
     )
-    return text, f"{len(text):,} characters"
+    return text, counted(len(text), "character")
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:

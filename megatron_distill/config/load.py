@@ -20,7 +20,7 @@ from megatron_distill.config.messages import (
 )
 from megatron_distill.config.rules.run import rule_problems
 from megatron_distill.config.schema import CaptureConfig, JobConfig, RunConfig
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 
 __all__ = ["config_of", "load_capture_config", "load_config", "load_warnings", "to_yaml"]
 
@@ -28,28 +28,35 @@ __all__ = ["config_of", "load_capture_config", "load_config", "load_warnings", "
 J = TypeVar("J", bound=JobConfig)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, own: Sequence[str] = ()
+) -> RunConfig:
     """Read `path`, apply overrides such as `parallel.tensor=2` in order, and check the result.
 
     A value is YAML. `data.sources.0.weight=2` sets a key in a list entry. A mapping is merged into
     the file's mapping, any other value replaces the file's. Of `train.steps` and `train.epochs` the
     later override replaces the other key. Settings without effect become their defaults;
-    `load_warnings` lists them. `check_layout` checks the rules on the number of processes.
+    `load_warnings` lists them. `check_layout` checks the rules on the number of processes. `own`:
+    overrides of the program, before those of the user, which alone are in a message.
 
     Raises ConfigError: the file is missing or not a YAML mapping, an override is malformed, or
     keys or values are wrong. One message lists every problem of the file.
     """
-    return _loaded(path, overrides, RunConfig)[0]
+    return _checked(_read_mapping(Path(path), RunConfig), path, overrides, RunConfig, own)[0]
 
 
 def config_of(
-    content: Mapping[str, Any], overrides: Sequence[str] = (), *, named: str
+    content: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    named: str,
+    own: Sequence[str] = (),
 ) -> RunConfig:
     """Return the configuration of a mapping instead of a file; `named` stands for its path.
 
     Raises ConfigError as `load_config`.
     """
-    return _checked(OmegaConf.create(dict(content)), named, overrides, RunConfig)[0]
+    return _checked(OmegaConf.create(dict(content)), named, overrides, RunConfig, own)[0]
 
 
 def load_capture_config(path: str | Path, overrides: Sequence[str] = ()) -> CaptureConfig:
@@ -70,10 +77,14 @@ def _loaded(path: str | Path, overrides: Sequence[str], kind: type[J]) -> tuple[
 
 
 def _checked(
-    tree: DictConfig, path: str | Path, overrides: Sequence[str], kind: type[J]
+    tree: DictConfig,
+    path: str | Path,
+    overrides: Sequence[str],
+    kind: type[J],
+    own: Sequence[str] = (),
 ) -> tuple[J, list[str]]:
     warnings = []
-    for override in overrides:
+    for override in (*own, *overrides):
         _apply(tree, override, Path(path))
         warnings += _drop_older_length(tree, override)
     subject = f"{path} with {' '.join(overrides)}" if overrides else str(path)
@@ -134,7 +145,8 @@ def _apply(tree: DictConfig, override: str, path: Path) -> None:
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"override {override!r}: the value is not valid YAML: {_one_line(error)}"
+            f"override {override!r}: the value is not valid YAML: {_one_line(error)}; quote it "
+            "for the shell, and write a space after each colon, as in 'train={steps: 9}'"
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"override {override!r}: {_first_line(error)}") from error
@@ -152,10 +164,11 @@ def _check_list_steps(tree: DictConfig, parts: list[str], override: str, path: P
         holder = OmegaConf.select(tree, name) if depth else tree
         if isinstance(holder, ListConfig):
             if not (part.isdecimal() and int(part) < len(holder)):
+                own = f", 0 to {len(holder) - 1}" if len(holder) > 1 else ""
+                entries = counted(len(holder), "entry", "entries")
                 raise ConfigError(
-                    f"override {override!r}: {name} is a list with entries 0 to "
-                    f"{len(holder) - 1}, none of them {part!r}; to add an entry write the whole "
-                    f"list, {name}=[...]"
+                    f"override {override!r}: {name} is a list of {entries}{own}, counted from 0; "
+                    f"to add one write the whole list, {name}=[...]"
                 )
         elif part.isdecimal():
             raise ConfigError(

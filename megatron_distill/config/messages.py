@@ -285,6 +285,9 @@ def _sentence(detail: ErrorDetails, root: type[Section]) -> str:
 
 def _unknown_key(place: Sequence[Any], root: type[Section]) -> str:
     name, last = dotted(place), str(place[-1])
+    if ":" in last:
+        spaced = ": ".join(last.split(":", 1))
+        return f"{name}: unknown key; YAML wants a space after the colon, {spaced}"
     section = section_of(root, place[:-1])
     siblings = [] if section is None else list(section.model_fields)
     prefix = f"{dotted(place[:-1])}." if len(place) > 1 else ""

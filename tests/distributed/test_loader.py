@@ -182,7 +182,7 @@ def test_an_error_of_the_reader_is_raised_on_all_ranks_at_its_step(
     assert len(set(results)) == 1
     step, message = results[0]
     assert step > 2
-    assert f"{path}:301: the value of 'text' is not a string but int" in message
+    assert f"{path}:301: the value of 'text' is not text but a number" in message
 
 
 def open_and_say(rank: int, world_size: int, spec: SourceSpec) -> str:

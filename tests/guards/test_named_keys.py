@@ -35,8 +35,9 @@ SLURM_OPTIONS = {
     "--ntasks-per-node", "--oneliner", "--open-mode", "--parsable", "--partition", "--requeue",
     "--reservation", "--signal", "--wait",
 }  # fmt: skip
-# Of other programs: Megatron-LM's preprocessing, wandb, pip, nvidia-smi.
+# Of other programs: Megatron-LM's preprocessing, wandb, pip, nvidia-smi, hf.
 FOREIGN_OPTIONS = {"--append-eod", "--append", "--help", "--list-gpus", "--query-gpu"}
+FOREIGN_OPTIONS |= {"--local-dir"}
 FOREIGN_OPTIONS |= SLURM_OPTIONS
 
 

@@ -314,8 +314,8 @@ def _processes(parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
             ("parallel.tensor", "parallel.pipeline", "parallel.context"),
             f"parallel.tensor * parallel.pipeline * parallel.context = {parallel.tensor} * "
             f"{parallel.pipeline} * {parallel.context}: the layout needs a multiple of "
-            f"{counted(model_ranks, 'process', 'processes')}; {there}. Set --nproc-per-node "
-            "(of a submission --ranks-per-node) or one of these keys",
+            f"{counted(model_ranks, 'process', 'processes')}; {there}. Set --processes (of "
+            "torchrun --nproc-per-node, of a submission --ranks-per-node) or one of these keys",
         )
     elif world_size // (parallel.tensor * parallel.pipeline) % parallel.expert:
         yield Problem(

@@ -13,6 +13,7 @@ from megatron_distill.data.text.documents import LINE_BYTES, content_digest
 from megatron_distill.data.text.files import (
     DamagedFileError,
     InputFile,
+    kind_of,
     record_batches,
 )
 
@@ -169,7 +170,7 @@ def _from_columns(row: Mapping[str, Any], spec: ConversationSpec) -> list[Any]:
 
 def _message(message: object, spec: ConversationSpec, index: int) -> tuple[dict[str, Any], float]:
     if not isinstance(message, dict):
-        raise BadConversationError(f"message {index} is not an object but {type(message).__name__}")
+        raise BadConversationError(f"message {index} is not an object but {kind_of(message)}")
     found = {key: value for key, value in message.items() if value is not None}
     name = found.pop(spec.role_key, None)
     role = spec.roles.get(name) or ROLES.get(name) if isinstance(name, str) else None
@@ -209,7 +210,7 @@ def _text(content: object, where: str) -> str:
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)  # type: ignore[arg-type]
         raise BadConversationError(f"{where} has a part that is not text")
-    raise BadConversationError(f"{where} is not text but {type(content).__name__}")
+    raise BadConversationError(f"{where} is not text but {kind_of(content)}")
 
 
 def _tool_calls(calls: object, index: int) -> list[dict[str, Any]]:
@@ -241,7 +242,7 @@ def _tools(tools: object) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise BadConversationError(f"its tools are not a list but {type(tools).__name__}")
+        raise BadConversationError(f"its tools are not a list but {kind_of(tools)}")
     found = [_parsed(tool, "a tool") if isinstance(tool, str) else tool for tool in tools]
     if not all(isinstance(tool, dict) for tool in found):
         raise BadConversationError("a tool is not an object")
@@ -379,7 +380,7 @@ def _json_row(line: bytes) -> dict[str, Any] | str:
         return f"not valid UTF-8 ({error.reason}); convert the file to UTF-8"
     except (ValueError, RecursionError) as error:
         return f"not a JSON object ({error}); correct the line"
-    return value if isinstance(value, dict) else f"not a JSON object but {type(value).__name__}"
+    return value if isinstance(value, dict) else f"not a JSON object but {kind_of(value)}"
 
 
 def _table_rows(block: RowBlock) -> Iterator[Row]:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_distill.data.text.files import DamagedFileError, InputFile, record_batches
+from megatron_distill.data.text.files import (
+    DamagedFileError,
+    InputFile,
+    kind_of,
+    record_batches,
+)
 from megatron_distill.errors import DataError
 from megatron_distill.log import get_logger
 
@@ -214,7 +219,9 @@ def _parsed(
     except (ValueError, RecursionError) as error:
         return BadRecord(f"{where}: not a JSON object ({error}); correct the line", after)
     if not isinstance(value, dict):
-        return BadRecord(f"{where}: not a JSON object but {type(value).__name__}", after)
+        return BadRecord(
+            f"{where}: not a JSON object but {kind_of(value)}; write one object on each line", after
+        )
     if rows is not None and not rows.selects(value):
         return None
     if text_key not in value:
@@ -230,8 +237,11 @@ def _parsed(
 def _text_record(text: object, path: Path, after: Cursor, text_key: str) -> Record:
     where = f"{path}:{after.line}"
     if not isinstance(text, str):
-        kind = type(text).__name__
-        return BadRecord(f"{where}: the value of {text_key!r} is not a string but {kind}", after)
+        return BadRecord(
+            f"{where}: the value of {text_key!r} is not text but {kind_of(text)}; correct it, or "
+            "set text_key of the data source",
+            after,
+        )
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError:

@@ -47,7 +47,9 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
             with path.open("rb") as stream:
                 stream.read(1)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); let this user read it, or leave it out"
+            ) from error
     return paths
 
 
@@ -263,7 +265,10 @@ def record_batches(
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:  # OSError for a cut-off stream
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise DamagedFileError(f"{path}: damaged or cut off ({reason}); replace it") from error
+        raise DamagedFileError(
+            f"{path}: damaged or cut off ({reason}); replace it, or correct `format` of the data "
+            "source if it is no Parquet or Arrow file"
+        ) from error
 
 
 def _batches(
@@ -311,6 +316,15 @@ def _columns(
                 "text_key or `conversation` of the data source"
             )
     return [name for name in (*required, *optional) if name in names]
+
+
+def kind_of(value: object) -> str:
+    """The kind of a value of a row, in the words of a user of JSON."""
+    if value is None:
+        return "null"
+    kinds = {bool: "true or false", str: "text", list: "a list", dict: "an object"}
+    kinds |= {int: "a number", float: "a number"}
+    return kinds.get(type(value), type(value).__name__)
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:

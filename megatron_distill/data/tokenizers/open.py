@@ -21,7 +21,7 @@ from megatron_distill.data.tokenizers.tiktoken_bpe import (
     open_named_encoding,
     open_tiktoken_file,
 )
-from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.errors import FROM_THE_HUB, ConfigError, DataError
 from megatron_distill.log import get_logger
 
 __all__ = [
@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 _LOGGER = get_logger(__name__)
+_OTHER_TOKENIZER: Final = (
+    ", or terms with `alignment` for a teacher with another one (docs/cross_tokenizer.md)"
+)
 # Folder inside a model's folder for a tokenizer that `transformers` cannot read.
 OTHER_KINDS_FOLDER: Final = "tokenizer"
 _HUGGING_FACE_FILES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -95,7 +98,7 @@ def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> T
         train = ", or data.tokenizer.train_vocab_size to train one" if "." in named else ""
         raise DataError(
             f"{path}: no such folder; set {named} to a folder with a tokenizer.json, a .model or a "
-            f".tiktoken file{train}"
+            f".tiktoken file ({FROM_THE_HUB}){train}"
         )
     if is_hugging_face(path):
         return open_hugging_face(path)
@@ -127,6 +130,7 @@ def require_same_ids(tokenizer: Tokenizer, folder: str, *, named: str) -> None:
             raise ConfigError(
                 f"{named} = {folder!r}: its tokenizer encodes {token!r} as {other}, "
                 f"data.tokenizer as {number}; use one tokenizer for data and models"
+                + (_OTHER_TOKENIZER if named.startswith("teacher") else "")
             )
 
 

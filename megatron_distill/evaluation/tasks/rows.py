@@ -95,7 +95,8 @@ def _paths(task: Task, patterns: Sequence[str], key: str) -> list[Path]:
         if missing is not None or not files:
             raise ConfigError(
                 f"task {task.name}: {key}: there is no file {missing or whole}; correct {key} or "
-                f"`folder` (now {task.folder or 'the working folder'})"
+                f"`folder` (now {task.folder or 'the working folder'}; on the command line "
+                f"{task.name}=FOLDER)"
             )
         found += files
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_distill.errors import CheckpointError
+from megatron_distill.errors import FROM_THE_HUB, CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.families import family_named
 from megatron_distill.models.hugging_face.family import Family
@@ -56,9 +56,9 @@ def describe(folder: Path) -> ModelDescription:
 def _entries(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{path}: no such file; name a folder with a Hugging Face model"
+            f"{path}: no such file; name a folder with a Hugging Face model ({FROM_THE_HUB})"
         ) from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path}: not a configuration ({error}); copy it again") from error

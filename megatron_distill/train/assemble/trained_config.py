@@ -66,38 +66,57 @@ def run_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, list[s
     return (arguments.words[0], arguments.words[1:]) if arguments.words else (None, [])
 
 
-def load_trained_run(folder: str, overrides: Sequence[str], *, world_size: int) -> RunConfig:
+def load_trained_run(
+    folder: str, overrides: Sequence[str], *, world_size: int, own: Sequence[str] = ()
+) -> RunConfig:
     """Read `folder/config.yaml` with the run's own checkpoint as the student's weights.
 
-    The layout is that of one process unless `overrides` name another.
+    The layout is that of one process unless `overrides` name another. `own`: overrides of the
+    command, before those of the user.
 
     Raises ConfigError if the folder is not that of a run, an override is wrong, or the layout does
     not fit `world_size`.
     """
-    own = [f"output={folder}", f"student.checkpoint={folder}", *_NO_OTHER_SOURCE]
+    changes = [f"output={folder}", f"student.checkpoint={folder}", *_NO_OTHER_SOURCE]
     file = Path(folder) / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{folder}: not a run folder (no config.yaml); {NO_RUN}")
-    found = load_config(file, _ONE_PROCESS)
-    own += [f"{role}.parallel=null" for role, _ in own_layouts(found)]
+        raise ConfigError(f"{folder}: not a run folder (no config.yaml); {_instead(Path(folder))}")
+    found = load_config(file, own=_ONE_PROCESS)
+    changes += [f"{role}.parallel=null" for role, _ in own_layouts(found)]
     tokenizer = found.data.tokenizer
     if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
-        own.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
-    config = load_config(file, [*_ONE_PROCESS, *own, *overrides])
+        changes.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
+    config = load_config(file, overrides, own=[*_ONE_PROCESS, *changes, *own])
     config = _with_shared_ranks(config)
     check_layout(config, world_size)
     return config
 
 
+def _instead(folder: Path) -> str:
+    """Return what to give in place of a folder that is not a run's."""
+    from megatron_distill.train.checkpoint.description import DESCRIPTION_FILE
+
+    if (folder / "config.json").is_file():
+        return f"it is a Hugging Face folder: give it as --hf {folder}"
+    if (folder / DESCRIPTION_FILE).is_file():
+        return f"it is a checkpoint: give it as --checkpoint {folder}"
+    return NO_RUN
+
+
 def load_weights(
-    source: Mapping[str, str], overrides: Sequence[str], *, world_size: int
+    source: Mapping[str, str],
+    overrides: Sequence[str],
+    *,
+    world_size: int,
+    own: Sequence[str] = (),
 ) -> RunConfig:
     """Return the configuration of weights without a run: `hf` or `checkpoint`, and its path.
 
-    The tokenizer is that of the weights unless `overrides` name another. Raises ConfigError.
+    The tokenizer is that of the weights unless an override names another. `own`: overrides of the
+    command, before those of the user. Raises ConfigError.
     """
     (kind, path) = next(iter(source.items()))
-    named = any(word.startswith("data.tokenizer") for word in overrides)
+    named = any(word.startswith("data.tokenizer") for word in (*own, *overrides))
     content = {
         "student": dict(source),
         "data": {
@@ -109,7 +128,8 @@ def load_weights(
         "checkpoint": {"save": False},
         "output": path,
     }
-    config = config_of(content, [*_ONE_PROCESS, *overrides], named=f"--{kind} {path}")
+    own = [*_ONE_PROCESS, *own]
+    config = config_of(content, overrides, named=f"--{kind} {path}", own=own)
     check_layout(config, world_size)
     return config
 

@@ -340,7 +340,6 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
         "no chat template": [str(output), "--chat"],
         "--prompt has": [str(output), "--prompt", "def f " * 60],
         "a stop string is empty": [str(output), "--stop", ""],
-        "temperature=-1.0": [str(output), "--temperature", "-1"],
     }
     (endings,) = pool.run(1, _called_without_models, "generate.py", list(texts.values()))
     for text, ending in zip(texts, endings, strict=True):

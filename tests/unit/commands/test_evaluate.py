@@ -29,3 +29,6 @@ def test_the_teachers_of_a_run_are_left_out(
     )
     assert main(["evaluate", str(tmp_path), "--tasks", "none"]) == 1
     assert "error: none: there is no such task" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path), "seeed=1", "--tasks", "none"]) == 1
+    named = f"error: {tmp_path / 'config.yaml'} with seeed=1: 1 problem\n"
+    assert named in capsys.readouterr().err, "of the changes those of the user alone"

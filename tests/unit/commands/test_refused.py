@@ -22,6 +22,10 @@ _REFUSED: dict[tuple[str, ...], str] = {
     (*_TEXT, "--text", "{folder}"): "{folder} is a folder; name a file in it",
     (*_TEXT, "--text", "{folder}/none/x.txt"): "the folder {folder}/none is not there; make it",
     (*_TEXT, "--tokens", "-1"): "--tokens -1: give 0 or more",
+    (*_TEXT, "--temperature", "-1"): "--temperature -1.0: give 0 (greedy) or more",
+    (*_TEXT, "--top-k", "0"): "--top-k 0: give 1 or more, or leave it out for all tokens",
+    (*_TEXT, "--top-p", "2"): "--top-p 2.0: give a number above 0, at most 1",
+    (*_TEXT, "--min-p", "nan"): "--min-p nan: give a number from 0 to 1",
 }
 
 
@@ -38,3 +42,20 @@ def test_a_file_that_cannot_be_written_or_a_number_out_of_range_is_named(
 def test_a_file_that_the_system_refuses_is_named() -> None:
     with pytest.raises(ConfigError, match="^/proc/x.json: cannot be written .*; name another file"):
         write_result(Path("/proc/x.json"), "{}")
+
+
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("config.json", "it is a Hugging Face folder: give it as --hf {folder}"),
+        ("description.json", "it is a checkpoint: give it as --checkpoint {folder}"),
+        ("notes.txt", "give the output folder of a run, e.g. runs/first"),
+    ],
+)
+def test_a_folder_that_is_no_run_s_is_told_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, remedy: str
+) -> None:
+    (tmp_path / file).write_text("{}")
+    assert main(["generate", str(tmp_path)]) == 1
+    wanted = f"{tmp_path}: not a run folder (no config.yaml); {remedy.format(folder=tmp_path)}\n"
+    assert capsys.readouterr().err.endswith(wanted)

@@ -23,13 +23,13 @@ from tests.support.sample_configs import ARCHITECTURE, EXPERTS, TAUGHT, complain
             ["parallel={tensor: 2, pipeline: 2}"],
             6,
             "parallel.tensor * parallel.pipeline * parallel.context = 2 * 2 * 1: the layout "
-            "needs a multiple of 4 processes; there are 6. Set --nproc-per-node",
+            "needs a multiple of 4 processes; there are 6. Set --processes",
         ),
         (
             ["parallel.context=2"],
             1,
             "parallel.tensor * parallel.pipeline * parallel.context = 1 * 1 * 2: the layout "
-            "needs a multiple of 2 processes; there is 1. Set --nproc-per-node",
+            "needs a multiple of 2 processes; there is 1. Set --processes",
         ),
         (
             [EXPERTS, "parallel.expert=2"],

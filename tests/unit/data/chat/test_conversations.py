@@ -130,10 +130,10 @@ def test_a_row_of_responses_alone_names_the_switch(before: Any) -> None:
         ({"text": "a"}, "it has no 'messages' .its keys: text."),
         ({"messages": []}, "at least one message"),
         ({"messages": "a"}, "not a list"),
-        ({"messages": ["a"]}, "message 0 is not an object but str"),
+        ({"messages": ["a"]}, "message 0 is not an object but text"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, "message 0 has the role 'asistant'"),
         ({"messages": [{"role": "user"}]}, "message 0 has no 'content'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "message 0 is not text but int"),
+        ({"messages": [{"role": "user", "content": 5}]}, "message 0 is not text but a number"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "message 0 has a part that is not text",

@@ -116,7 +116,7 @@ def test_bad_rows_stop_or_are_counted_from_the_cache_too(
     assert len(found) == len(ROWS)
     assert (found.manifest.rows, found.manifest.bad_rows) == (len(ROWS) + 2, 2)
     assert message in logged.text
-    assert f"{path}:6: not a JSON object but int" in logged.text
+    assert f"{path}:6: not a JSON object but a number" in logged.text
     assert "2 bad rows skipped" in logged.text
     with pytest.raises(DataError, match=message):
         prepare(path)

@@ -110,10 +110,13 @@ def test_the_order_of_the_files_is_the_callers(tmp_path: Path) -> None:
 
 BAD_JSON = [
     (b'{"text": "cut off', "bad.jsonl:2: not a JSON object"),
-    (b'["text"]', "bad.jsonl:2: not a JSON object but list"),
+    (b'["text"]', "bad.jsonl:2: not a JSON object but a list; write one object on each line"),
     (b'{"body": "x", "id": 1}', "bad.jsonl:2: the object has no key 'text' (its keys: body, id)"),
-    (b'{"text": 7}', "bad.jsonl:2: the value of 'text' is not a string but int"),
-    (b'{"text": null}', "bad.jsonl:2: the value of 'text' is not a string but NoneType"),
+    (
+        b'{"text": 7}',
+        "bad.jsonl:2: the value of 'text' is not text but a number; correct it, or set text_key",
+    ),
+    (b'{"text": null}', "bad.jsonl:2: the value of 'text' is not text but null"),
     (b'{"text": "\xff"}', "bad.jsonl: not valid UTF-8 at line 2"),
     (b'{"text": "\\ud800"}', "bad.jsonl:2: 'text' contains an unpaired surrogate"),
     (b"[" * 200_000, "bad.jsonl:2: not a JSON object"),

@@ -98,7 +98,7 @@ def test_lines_in_blocks_keep_their_numbers_over_empty_and_long_ones(tmp_path: P
         3,
     ]
     assert found[3][1].startswith("not a JSON object (")
-    assert found[4][1] == "not a JSON object but list"
+    assert found[4][1] == "not a JSON object but a list"
 
 
 def test_saved_datasets_are_found_by_their_folders(tmp_path: Path) -> None:

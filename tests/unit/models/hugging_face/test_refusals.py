@@ -158,9 +158,11 @@ def test_a_configuration_that_is_none(folder_of: Folders, content: str | bytes |
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    assert "config.json: no such file" in refusal(tmp_path / "nowhere")
+    found = refusal(tmp_path / "nowhere")
+    assert "config.json: no such file" in found
+    assert "`hf download OWNER/NAME --local-dir DIR`" in found, "the name of a model on the Hub"
     (tmp_path / "file").write_text("")
-    assert "Not a directory" in refusal(tmp_path / "file")
+    assert "name a folder with a Hugging Face model" in refusal(tmp_path / "file")
 
 
 def add(**tensors: Tensor) -> Callable[[dict[str, Tensor]], None]:
