@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,13 +84,22 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         "tokenizer": identity.tokenizer,
         **_student_rows(plan),
         "dataset": identity.dataset,
-        **{f"settings.{name}": str(value) for name, value in identity.settings.items()},
+        **dict(_named_values("settings", identity.settings)),
         "capture": plan.uid.hex(),
     }
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
     return 0
+
+
+def _named_values(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield each value of nested mappings with its dotted name."""
+    if not isinstance(value, Mapping):
+        yield name, str(value)
+        return
+    for key, inner in value.items():
+        yield from _named_values(f"{name}.{key}", inner)
 
 
 def _student_rows(plan: Plan) -> dict[str, str]:

@@ -93,9 +93,19 @@ def _checked(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{subject}: {_first_line(error)}") from error
     config, problems, without_effect = _validate(resolved, kind)
-    raise_problems(subject, problems)
+    raise_problems(f"{subject}{_of_another_job(resolved, kind)}", problems)
     assert config is not None, "no problems means a valid configuration"
     return config, warnings + without_effect
+
+
+def _of_another_job(tree: Any, kind: type[JobConfig]) -> str:
+    """Say where a run's file stands for a capture's, or the other way round; else nothing."""
+    sections = ("train" in tree, "store" in tree)
+    if kind is CaptureConfig and sections == (True, False):
+        return ", the file of a run and of no capture (configs/cache.yaml is one)"
+    if kind is RunConfig and sections == (False, True):
+        return ", the file of a capture and of no run (configs/offline.yaml is one)"
+    return ""
 
 
 def to_yaml(config: JobConfig) -> str:

@@ -141,6 +141,8 @@ class TrainingProgress:
 
     def _closing_line(self) -> str:
         step, total = self._reporter.done, self._reporter.total
+        if not self._record and step < total:
+            return f"no step was done, the run is at step {step} of {total}"
         if not self._record:
             done = f"{counted(step, 'step')} {'is' if step == 1 else 'are'} done"
             return f"no step was needed: {done}, the run has {total:,}"

@@ -312,7 +312,14 @@ def _has_sections(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if isinstance(value, _Nothing) else json.dumps(value)
+    return "nothing" if isinstance(value, _Nothing) else json.dumps(_given(value))
+
+
+def _given(value: Any) -> Any:
+    """Return a value without the keys that are null, of which a whole section has some twenty."""
+    if isinstance(value, Mapping):
+        return {key: _given(inner) for key, inner in value.items() if inner is not None}
+    return [_given(inner) for inner in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from megatron_distill.config import (
     ObjectiveConfig,
     RunConfig,
     TermConfig,
+    load_capture_config,
     load_config,
     to_yaml,
 )
@@ -215,3 +216,12 @@ def test_a_printed_config_without_a_teacher_shows_it_and_loads_back(minimal, wri
     assert "teacher: null" in printed
     assert "terms: []" in printed
     assert load_config(write(printed)) == config
+
+
+def test_the_file_of_another_job_is_called_so(write):
+    with pytest.raises(ConfigError, match="the file of a run and of no capture"):
+        load_capture_config(write(MINIMAL))
+    capture = {key: value for key, value in MINIMAL.items() if key in ("data", "parallel")}
+    store = {"path": "stores/a", "samples": 8}
+    with pytest.raises(ConfigError, match="the file of a capture and of no run"):
+        load_config(write({**capture, "store": store}))

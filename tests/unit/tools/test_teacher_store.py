@@ -58,6 +58,17 @@ def test_inspect_prints_the_plan(tmp_path: Path, call: Call) -> None:
     assert f"{3 * 131_072 / 160:,.1f}" in lines["bytes/token"]
 
 
+def test_inspect_has_a_row_for_each_setting_of_the_capture(tmp_path: Path, call: Call) -> None:
+    given = {"dataset": {"seed": 7, "sources": {"0": {"format": "jsonl"}}}, "precision": "fp32"}
+    opened = begin(tmp_path, settings(), settings=given)  # type: ignore[arg-type]
+    fill(opened)
+    opened.finish()
+    rows = [line.split() for line in call("inspect", tmp_path)[1].splitlines()]
+    assert ["settings.dataset.seed", "7"] in rows
+    assert ["settings.dataset.sources.0.format", "jsonl"] in rows
+    assert ["settings.precision", "fp32"] in rows
+
+
 def test_stats_prints_means_over_trained_positions(tmp_path: Path, call: Call) -> None:
     wanted = settings(codec="f32")
     write_store(tmp_path, wanted)

@@ -62,6 +62,12 @@ def test_a_run_that_was_finished_before_is_reported() -> None:
     assert stream.getvalue() == "no step was needed: 10 steps are done, the run has 10\n"
 
 
+def test_a_run_that_fails_in_its_first_step_is_not_called_done() -> None:
+    stream = io.StringIO()
+    play(stream, total=10, start=4, last=4)
+    assert stream.getvalue() == "no step was done, the run is at step 4 of 10\n"
+
+
 @pytest.mark.parametrize(
     ("values", "ce_weight", "text"),
     [

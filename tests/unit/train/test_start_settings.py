@@ -34,6 +34,11 @@ def test_equal_settings_have_no_changes() -> None:
             ["optimizer.learning_rate: 0.003 -> 0.001", "optimizer.beta1: 0.9 -> 0.8"],
         ),
         ({"teacher": {"hf": "t"}}, ['teacher: null -> {"hf": "t"}']),
+        # Of a whole section what is given, not its twenty keys that are null.
+        (
+            {"teacher": {"hf": "t", "store": None, "transfer": {"what": "hidden", "k": None}}},
+            ['teacher: null -> {"hf": "t", "transfer": {"what": "hidden"}}'],
+        ),
         ({"optimizer": {"beta1": 0.9}}, ["optimizer.learning_rate: 0.003 -> nothing"]),
         ({"new": {"key": True}}, ['new: nothing -> {"key": true}']),
         (
