@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from megatron_distill.commands.command import PROGRAM, Command
 from megatron_distill.commands.submitted_layout import (
@@ -23,6 +25,7 @@ from megatron_distill.launching.records import Launches
 from megatron_distill.launching.slurm_job import add_arguments as add_rules
 from megatron_distill.runtime.atomic_files import replace_file
 
+_GPUS: Final = re.compile(r"([\w.-]+:)?[1-9]\d*")
 _DESCRIPTION = """Submit a job to Slurm and print its number.
 
     megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8
@@ -42,7 +45,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     demand.add_argument("--time", metavar="LIMIT", help="e.g. 24:00:00; 24:00 is 24 minutes")
     for name in ("partition", "account", "qos"):
         demand.add_argument(f"--{name}", metavar=name.upper())
-    demand.add_argument("--gpus-per-node", type=int, metavar="N")
+    demand.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="e.g. 8 or a100:8")
     demand.add_argument("--cpus-per-task", type=int, metavar="N", help="for all ranks of a node")
     demand.add_argument(
         "--job-name", metavar="NAME",
@@ -75,12 +78,13 @@ def _objection(given: argparse.Namespace) -> str | None:
         "array",
         "max_starts",
         "ranks_per_node",
-        "gpus_per_node",
         "cpus_per_task",
     ):
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
+    if given.gpus_per_node is not None and _GPUS.fullmatch(given.gpus_per_node) is None:
+        return f"--gpus-per-node {given.gpus_per_node}: write a number from 1 on, as 8 or a100:8"
     seconds = given.grace_seconds
     if seconds is not None and not 0 < seconds < math.inf:
         return f"--grace-seconds {seconds:g}: must be a finite number of seconds above 0"
@@ -103,7 +107,9 @@ def _objection(given: argparse.Namespace) -> str | None:
 def _run(given: argparse.Namespace) -> int:
     program = Program(given.command, tuple(given.words), given.folder)
     launches = program.launches([sys.executable])
-    ranks = given.ranks_per_node or given.gpus_per_node
+    ranks = given.ranks_per_node
+    if ranks is None and given.gpus_per_node is not None:
+        ranks = int(given.gpus_per_node.rpartition(":")[2])
     check_submission(program, nodes=given.nodes, ranks=ranks, run=[sys.executable])
     submission = time.strftime("%Y%m%d-%H%M%S")
     script = batch_script(

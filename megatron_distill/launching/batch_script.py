@@ -57,6 +57,7 @@ class Demand:
     Attributes:
         spare: nodes beyond `nodes`, of which the checks may exclude some.
         options: further ones of sbatch, as it takes them.
+        gpus_per_node: a number, or a type and a number as a100:8.
         chain: jobs that follow each other, under one name; 1: one job that requeues itself.
         array: tasks that follow each other; 1: none.
         rules: options of `launching.slurm_job`.
@@ -69,7 +70,7 @@ class Demand:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    gpus_per_node: int | None = None
+    gpus_per_node: str | None = None
     cpus_per_task: int | None = None
     options: Sequence[str] = ()
     chain: int = 1

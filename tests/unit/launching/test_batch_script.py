@@ -25,7 +25,8 @@ WRONG = {
     "--chain|2|--array|2": "--chain and --array: choose one",
     "--nodes|0": "--nodes 0: must be 1 or more",
     "--spare-nodes|-1": "--spare-nodes -1: must be 0 or more",
-    "--gpus-per-node|0": "--gpus-per-node 0: must be 1 or more",
+    "--gpus-per-node|0": "--gpus-per-node 0: write a number from 1 on, as 8 or a100:8",
+    "--gpus-per-node|a100": "--gpus-per-node a100: write a number from 1 on, as 8 or a100:8",
     "--grace-seconds|-5": "--grace-seconds -5: must be a finite number",
     "--job-name|my run": "--job-name 'my run': Slurm's script takes a name without spaces",
     "--sbatch|mem=64G": "--sbatch mem=64G: write it as sbatch takes it, --sbatch=--mem=64G",
@@ -65,7 +66,7 @@ def test_demands_are_options_of_sbatch_and_what_is_not_asked_for_is_left_out(
     assert found["output"] == f"{tmp_path}/launches/log-%j.txt"
     text = script(
         tmp_path, spare=1, time="1:00:00", partition="h100", account="physics", qos="long",
-        gpus_per_node=8, cpus_per_task=64, options=("--reservation=r",),
+        gpus_per_node="8", cpus_per_task=64, options=("--reservation=r",),
     )  # fmt: skip
     more = options(text)
     assert {name: more[name] for name in set(more) - set(found)} == {
@@ -132,6 +133,16 @@ def test_a_chain_has_a_name_that_no_other_run_has(
     assert len(set(names)) == 3
     assert names[0].startswith("megatron-distill-")
     assert names[2] == "megatron-distill"
+
+
+def test_a_node_has_as_many_ranks_as_gpus_of_a_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "slurm", TINY, f"output={tmp_path}/a", "--nodes", "1", "--dry-run"]
+    assert main([*words, "--gpus-per-node", "a100:2", "parallel.tensor=2"]) == 0
+    assert options(capsys.readouterr().out)["gpus-per-node"] == "a100:2"
+    assert main([*words, "--gpus-per-node", "a100:1", "parallel.tensor=2"]) == 1
+    assert "parallel.tensor" in capsys.readouterr().err
 
 
 def test_a_path_is_written_as_slurm_reads_it(tmp_path: Path) -> None:
