@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_distill.runtime.layout import Layout
 
 __all__ = [
+    "CALLS_OF_LAYER",
     "LayerTimes",
     "Passes",
     "Rank",
@@ -34,6 +35,9 @@ __all__ = [
 Recomputed = Literal["none", "selective", "full"]
 # Backward of a fused attention computes the scores again: five products where forward has two.
 _FUSED_BACKWARD: Final = 2.5
+# Calls of torch in one pass of a layer on a CPU, views and new tensors included. They run one after
+# the other on one thread, however small the work is; on a GPU kernels hide them.
+CALLS_OF_LAYER: Final = 340
 # Time of the slowest expert rank over the mean of all.
 _IMBALANCE: Final = 1.2
 # Passes over a matrix of logits besides the products: the student's are read for their statistics,
@@ -66,6 +70,20 @@ class Rank:
     def width(self) -> int:
         """Bytes of one number of activations."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def element_width(self) -> int:
+        """Bytes of one number of element-wise work, by which its time goes.
+
+        A CPU converts bf16 to fp32 and back, which takes as long as fp32 does.
+        """
+        return 4 if self.device.kind == "cpu" else self.width
+
+    @property
+    def calls(self) -> float:
+        """Time of the calls of one pass of a layer."""
+        on_cpu = self.device.kind == "cpu"
+        return CALLS_OF_LAYER * self.device.kernel_us * 1e-6 if on_cpu else 0.0
 
     def product(self, rows: float, inner: float, columns: float, *, count: float = 1.0) -> float:
         """Return the time of `count` products [rows, inner] times [inner, columns]."""
@@ -273,11 +291,12 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
     products = rank.product(tokens, hidden, queries + 2 * keys)
     products += rank.product(tokens, queries, hidden)
     whole = tokens / split if layout.sequence else tokens
+    of_element = rank.element_width
     # Two norms read and write, two residual sums read two and write one; queries and keys turn.
-    elements = rank.passes(whole * hidden * width * 10, kernels=6 if shape.post_norms else 4)
-    elements += rank.passes(tokens * (queries + keys) * width * 2, kernels=2)
+    elements = rank.passes(whole * hidden * of_element * 10, kernels=6 if shape.post_norms else 4)
+    elements += rank.passes(tokens * (queries + keys) * of_element * 2, kernels=2)
     if shape.hidden_dropout:
-        elements += rank.passes(2 * whole * hidden * (1 + width), kernels=2)
+        elements += rank.passes(2 * whole * hidden * (1 + of_element), kernels=2)
     feed_forward, inner_elements, expert = _feed_forward(shape, rank, has_experts=has_experts)
     elements += inner_elements
     message = tokens * hidden * width
@@ -292,7 +311,7 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
     return _Layer(
         products + feed_forward,
         attention,
-        (elements, 2 * elements),
+        (elements + rank.calls, 2 * elements + rank.calls),
         tensor,
         (keys_once, 2 * keys_once),
         expert,
@@ -332,7 +351,7 @@ def _feed_forward(
     def dense(tokens: float, inner: float, *, count: float = 1.0) -> tuple[float, float]:
         products = rank.product(tokens, shape.hidden_size, gates * inner, count=count)
         products += rank.product(tokens, inner, shape.hidden_size, count=count)
-        return products, rank.passes(count * tokens * inner * rank.width * (gates + 1))
+        return products, rank.passes(count * tokens * inner * rank.element_width * (gates + 1))
 
     moe, layout, tokens = shape.moe, rank.layout, rank.tokens
     if not has_experts or moe is None:
@@ -347,7 +366,7 @@ def _feed_forward(
         products, elements = dense(rows / own, moe.ffn_hidden_size / layout.tensor, count=own)
     products += rank.product(tokens, shape.hidden_size, moe.num_experts)
     # Rows are sorted by expert and back, and weighted.
-    elements += rank.passes(rows * shape.hidden_size * rank.width * 6, kernels=6)
+    elements += rank.passes(rows * shape.hidden_size * rank.element_width * 6, kernels=6)
     if moe.shared_ffn_hidden_size:
         more = dense(tokens, moe.shared_ffn_hidden_size / layout.tensor)
         products, elements = products + more[0], elements + more[1]

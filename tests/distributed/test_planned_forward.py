@@ -1,4 +1,4 @@
-"""The planner's memory of a teacher's forward pass against that of built models."""
+"""The planner's memory and calls of passes on a CPU against those of built models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_distill.planning.operations import CALLS_OF_LAYER
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.support.peaks import least_peak
@@ -57,3 +58,31 @@ def test_a_forward_pass_has_the_planned_peak(pool: Pool, layout: dict[str, Any])
     for rank in pool.run(layout.get("tensor", 1), peaks, layout):
         for name, (measured, planned) in rank.items():
             assert 0.93 * measured < planned < 1.2 * measured, (name, planned / measured)
+
+
+def calls_of_passes(rank: int, world: int) -> float:
+    """Calls of torch in one pass of a layer: the mean of a teacher's, and a student's two."""
+    with megatron_groups() as groups:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        from megatron_distill.models.gpt import run_model
+        from megatron_distill.runtime.batch import Batch
+
+        batch = Batch.untrained(torch.ones((2, 16), dtype=torch.int64))
+        found = []
+        for layers in (2, 6):
+            (model,) = build(small_architecture(num_layers=layers), groups, seed=1)
+            run_model(model, batch, context_size=1).sum().backward()
+            with profile(activities=[ProfilerActivity.CPU]) as record:
+                with torch.no_grad():
+                    run_model(model, batch, context_size=1)
+                run_model(model, batch, context_size=1).sum().backward()
+            calls = [one.count for one in record.key_averages() if one.key.startswith("aten::")]
+            found.append(sum(calls))
+        return (found[1] - found[0]) / 4 / 3
+
+
+def test_a_layer_has_the_planned_calls(pool: Pool) -> None:
+    (found,) = pool.run(1, calls_of_passes)
+    assert found == pytest.approx(CALLS_OF_LAYER, rel=0.1)
