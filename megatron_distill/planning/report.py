@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
@@ -20,6 +21,9 @@ __all__ = ["changed_settings", "choice_name", "need_in_words", "plan_report", "s
 
 _GIB: Final = 2**30
 _DAY: Final = 86_400.0
+_COLUMNS: Final = 100  # of a sentence; tables and keys to copy may be wider
+_ALIKE: Final = 0.005  # difference of two times that says nothing
+_NO_STAGES: Final = "parallel.layers_per_stage={}"
 _PLACES: Final = {
     "none": "no teacher",
     "shared": "shared ranks",
@@ -46,26 +50,65 @@ def plan_report(
     layout of the configuration itself, or the reason why it does not run. note: an assumption.
     """
     lines = [f"plan for {devices:,} x {device.title}, {ranking.tried:,} choices tried", ""]
-    lines += [] if note is None else [note, ""]
+    lines += [] if note is None else [*_wrapped(note), ""]
     best = ranking.fitting[:shown]
     if not best:
-        lines += ["Nothing fits; the reasons for popular layouts are below."]
+        lines += _wrapped(_nothing(store))
     else:
         lines += [*_ranked(run, device, best), "", "Time of a step (ms):", ""]
         lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
         lines += [*_messages(run, best)]
-        lines += ["", *_cost(run, best[0])]
+        lines += ["", *_wrapped(_cost(run, best[0]))]
     lines += ["", *_configured(run, device, devices, configured, best)]
     if run.several:
-        lines += ["", *_several(run)]
+        lines += ["", *_wrapped(_several(run))]
     elif run.teacher is not None and best:
         lines += ["", *_teacher(ranking, store, capture)]
     if ranking.missing:
         lines += ["", "Popular layouts that are not above:", ""]
-        lines += [f"  {one.name:<12} {one.reason}" for one in ranking.missing]
-    lines += ["", f"Rates: {device.source} ({device.date}). Shares of them: "
-              f"{device.efficiency_source}."]  # fmt: skip
-    return "\n".join(lines) + "\n"
+        lines += _reasons(ranking)
+    rates = f"Rates: {device.source} ({device.date}). Shares of them: {device.efficiency_source}."
+    return "\n".join([*lines, "", *_wrapped(rates)]) + "\n"
+
+
+def _nothing(store: Planned | None) -> str:
+    """Return the sentence of a plan without a layout; `store`: one that fits without a teacher."""
+    text = "Nothing fits; the reasons for popular layouts are below."
+    if store is None:
+        return text
+    return (
+        f"{text} With a store in place of the live teacher, {choice_name(store.choice)} fits: "
+        f"{store.memory.total / _GIB:.1f} GiB."
+    )
+
+
+def _reasons(ranking: Ranking) -> list[str]:
+    """Return the missing layouts with their reasons, those of one reason together."""
+    names: dict[str, list[str]] = {}
+    for one in ranking.missing:
+        names.setdefault(one.reason, []).append(one.name)
+    lines = []
+    for reason, several in names.items():
+        lines += _wrapped(f"  {', '.join(several):<12} {reason}", indent=15)
+    return lines
+
+
+def _wrapped(text: str, *, indent: int = 2) -> list[str]:
+    """Return the lines of a text, those after the first of each given line indented."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(
+            line, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False,
+            break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True,
+        )  # fmt: skip
+    return lines
+
+
+def _seconds(value: float) -> str:
+    """Return seconds with three digits at least."""
+    if value >= 10:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if value >= 1 or not value else f"{value:.3g}"
 
 
 def choice_name(choice: Choice) -> str:
@@ -91,7 +134,7 @@ def settings(choice: Choice) -> list[str]:
     words += [f"parallel.virtual_pipeline={layout.virtual_pipeline or 'null'}"]
     words += [f"parallel.context={layout.context}", f"parallel.expert={layout.expert}"]
     words += [f"parallel.sequence={str(layout.sequence).lower()}"]
-    words += ["parallel.layers_per_stage={}"]
+    words += [_NO_STAGES]
     words += [f"train.micro_batch_size={choice.micro_batch_size}"]
     words += [f"train.recompute={choice.recompute}"]
     # Both are refused beside a recomputation that they do not change.
@@ -131,10 +174,10 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     ]
 
 
-def _several(run: PlannedRun) -> Iterator[str]:
-    """Yield the teachers and their samples; they have no other place to compare."""
+def _several(run: PlannedRun) -> str:
+    """Return the teachers and their samples; they have no other place to compare."""
     shares = ", ".join(f"{one.name} {one.share:.0%}" for one in run.several)
-    yield f"Teachers on the student's ranks, with their shares of the samples: {shares}."
+    return f"Teachers on the student's ranks, with their shares of the samples: {shares}."
 
 
 def _flops(run: PlannedRun) -> StepFlops:
@@ -174,7 +217,7 @@ def _ranked(run: PlannedRun, device: Device, best: Sequence[Planned]) -> list[st
                 str(number),
                 choice_name(one.choice),
                 _teacher_name(one.choice),
-                f"{seconds:.3f}" if seconds < 10 else f"{seconds:.2f}",
+                _seconds(seconds),
                 f"{run.tokens / seconds:,.0f}",
                 f"{used:.0%}",
                 f"{one.memory.total / _GIB:.1f}",
@@ -215,18 +258,17 @@ def _messages(run: PlannedRun, best: Sequence[Planned]) -> list[str]:
     return ["", heading, "", *_parts([one.parts for one in found], scale=scale)]
 
 
-def _cost(run: PlannedRun, best: Planned) -> Iterator[str]:
+def _cost(run: PlannedRun, best: Planned) -> str:
     seconds, devices = best.time.total, best.choice.devices
     hours = seconds * devices / 3600
     if not run.steps:
         per_billion = 1e9 / run.tokens * seconds
-        yield (
+        return (
             f"Cost of 1: {per_billion / 3600:.2f} hours and {per_billion * devices / 3600:,.1f} "
             "device-hours per billion tokens; the steps follow from train.epochs at the start"
         )
-        return
     total = run.steps * run.tokens
-    yield (
+    return (
         f"Cost of 1: {run.steps:,} steps = {total / 1e9:,.2f} billion tokens in "
         f"{run.steps * seconds / _DAY:.2f} days, {run.steps * hours:,.0f} device-hours"
     )
@@ -236,23 +278,37 @@ def _configured(
     run: PlannedRun, device: Device, devices: int, one: Planned | str, best: Sequence[Planned]
 ) -> Iterator[str]:
     if isinstance(one, str):
-        yield f"Configured: does not run on {counted(devices, 'device')}. {one}"
+        yield from _wrapped(f"Configured: does not run on {counted(devices, 'device')}: {one}")
     else:
         verdict = "fits" if one.fits(device) else "does not fit"
         text = (
             f"Configured: {choice_name(one.choice)}, {_teacher_name(one.choice)}: {verdict}, "
             f"{one.memory.total / _GIB:.1f} of {USABLE * device.memory_gib:.1f} usable GiB; step "
-            f"{one.time.total:.3f} s"
+            f"{_seconds(one.time.total)} s"
         )
         if best:
             text += f", {one.time.total / best[0].time.total:.2f} times the first row's"
-        yield text
+        yield from _wrapped(text)
     if best:
-        yield "The first row's keys:"
-        words = settings(best[0].choice)
+        words = _changes(best[0].choice, None if isinstance(one, str) else one.choice)
         if run.several:  # they have the student's layout
             words = [word for word in words if not word.startswith("teacher.")]
-        yield "  " + " ".join(_quoted(word) for word in words)
+        yield "The first row's keys:" if words else "The first row is the configured layout."
+        if words:
+            yield "  " + " ".join(_quoted(word) for word in words)
+
+
+def _changes(choice: Choice, there: Choice | None) -> list[str]:
+    """Return the settings that make a choice of the configured one; None: it does not run.
+
+    Layers per stage that a configuration may name are of its own number of stages.
+    """
+    if there is None:
+        return settings(choice)
+    words = changed_settings(choice, there)
+    if choice.layout.stages != there.layout.stages:
+        words.append(_NO_STAGES)
+    return words
 
 
 def _quoted(word: str) -> str:
@@ -273,7 +329,7 @@ def _teacher(ranking: Ranking, store: Planned | None, capture: Capture | None) -
         name = choice_name(one.choice)
         if one.choice.teacher_layout is not None and not one.choice.is_same_layout:
             name += f"; {_teacher_name(one.choice)}"
-        rows.append((_PLACES[place], name, f"{one.time.total:.3f}", f"{hours:,.1f}"))
+        rows.append((_PLACES[place], name, _seconds(one.time.total), f"{hours:,.1f}"))
     yield "The place of the teacher:"
     yield ""
     yield from table(rows, left=2)
@@ -288,18 +344,21 @@ def _teacher(ranking: Ranking, store: Planned | None, capture: Capture | None) -
     else:
         place = live.choice.place
         other = by_place.get("own ranks" if place == "shared" else "shared")
-        reason = "the only live one that fits"
+        reason = "it is the only live one that fits"
         if other is not None:
-            gain = other.time.total / live.time.total - 1
+            gain = 1 - live.time.total / other.time.total
             reason = f"its step is {gain:.0%} shorter than with {_PLACES[other.choice.place]}"
+            if gain < _ALIKE:
+                place = "shared"
+                reason = "with ranks of its own a step takes as long"
         yield f"Recommended live: {_PLACES[place]}, because {reason}."
     if "store" in by_place and capture is not None:
-        yield _break_even(capture, live, by_place["store"])
+        yield from _wrapped(_break_even(capture, live, by_place["store"]))
 
 
 def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
     """Return the number of runs over the same tokens from which a store costs less."""
-    text = f"A store: its capture takes {capture.seconds_per_step:.3f} s per step's tokens "
+    text = f"A store: its capture takes {_seconds(capture.seconds_per_step)} s per step's tokens "
     text += f"({capture.name})"
     if live is None:
         return f"{text}; it is the only way."
@@ -308,7 +367,7 @@ def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
         return f"{text}, and a run with it is no faster: keep the teacher live."
     runs = max(1, ceil(capture.seconds_per_step / saved))
     return (
-        f"{text}, and each run with it saves {saved:.3f} s per step: it pays from "
+        f"{text}, and each run with it saves {_seconds(saved)} s per step: it pays from "
         f"{counted(runs, 'run')} on, or as many epochs over the same tokens. It serves terms on "
         "top-k or sampled ids, not those on the whole vocabulary."
     )

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from megatron_distill.errors import counted
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import StageTimes, StepTime, student_stages, teacher_stages
@@ -83,7 +84,7 @@ class Timeline:
 
     def lane_ranks(self, lane: int) -> str:
         """Return the ranks of a lane in words."""
-        return f"{self.ranks[lane]:,} ranks" if self.ranks[lane] else "beside a rank"
+        return counted(self.ranks[lane], "rank") if self.ranks[lane] else "beside a rank"
 
     def idle_share(self, lane: int) -> float:
         """Return the share of the step in which a lane waits."""

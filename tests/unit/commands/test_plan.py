@@ -42,12 +42,13 @@ def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(
     ]
     assert main([*words, "parallel.pipeline=2", "--row", "0"]) == 0
     text = capsys.readouterr().out
-    for words_of in ("plan for 8 x NVIDIA L40S", "days", "parallel.tensor=", "Simulated: TP1 PP2"):
+    for words_of in ("plan for 8 x NVIDIA L40S", "days", "The first row", "Simulated: TP1 PP2"):
         assert words_of in text
     assert (tmp_path / "s" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "s" / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert names == {"stage 0 (4 ranks)", "stage 1 (4 ranks)"}
+    # Texts are read more slowly than eight such GPUs take them.
+    assert names == {"stage 0 (4 ranks)", "stage 1 (4 ranks)", "reading (beside a rank)"}
 
 
 def test_a_plan_says_once_which_vocabulary_it_assumes(
@@ -56,9 +57,9 @@ def test_a_plan_says_once_which_vocabulary_it_assumes(
     words = ["plan", config, "--devices", "1", "--device", "l40s", "teacher=null"]
     words += ["data.tokenizer.path=unread", "data.tokenizer.train_vocab_size=null"]
     assert main([*words, "student.architecture.vocab_size=null"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert text.count("Assumed: a vocabulary of 32,768 rows") == 1
-    assert "; set student.architecture.vocab_size\n" in text
+    assert "; set student.architecture.vocab_size layout" in text
 
 
 SEVERAL = """
@@ -86,7 +87,7 @@ def test_several_teachers_on_the_ranks_of_the_student_are_planned_by_their_sampl
     assert main([*words, "--simulate", str(tmp_path / "s")]) == 0
     text = capsys.readouterr().out
     assert "with their shares of the samples: code 12%, math 88%." in text
-    assert "parallel.tensor=" in text
+    assert "The first row" in text
     assert "teacher." not in text
     assert "Simulated: " in text
     assert main([*words, "teachers.math.parallel={tensor: 2}"]) == 1

@@ -63,6 +63,8 @@ def test_equal_stages_take_the_time_of_the_formula(layout: Layout, ranks: int) -
     timeline = simulate(run, one.choice, EVEN, one.time)
     assert timeline.seconds == pytest.approx(one.time.total, rel=1e-6)
     assert sum(timeline.ranks) == ranks
+    per_stage = ranks // layout.pipeline
+    assert timeline.lane_ranks(0) == ("1 rank" if per_stage == 1 else f"{per_stage:,} ranks")
 
 
 @pytest.mark.parametrize("virtual", [None, 2, 4])

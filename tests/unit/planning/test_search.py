@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -86,7 +87,24 @@ def test_nothing_fits_where_the_states_alone_are_too_large() -> None:
         one.run, tiny, 8, ranking, shown=3, store=None, capture=None, configured="no reason"
     )
     assert "Nothing fits" in text
+    assert "With a store" not in text
     assert "needs " in text
+    store = search(64, place).with_store()
+    assert store is not None
+    text = plan_report(
+        one.run, tiny, 8, ranking, shown=3, store=store, capture=None, configured="no reason"
+    )
+    assert "With a store in place of the live teacher, TP" in " ".join(text.split())
+
+
+def test_layouts_with_one_reason_are_named_together() -> None:
+    text = plan_report(
+        run_of(), DEVICE, 2, search(2, "shared").ranking(shown=3), shown=3, store=None,
+        capture=None, configured="no reason",
+    )  # fmt: skip
+    words = " ".join(text.split())
+    assert words.count("does not divide 2 devices") == 1
+    assert "TP8 PP2, TP4 PP4, TP8 PP4, TP8 PP8, TP8 PP1 CP2 does not divide 2 devices" in words
 
 
 def test_a_teacher_on_its_own_ranks_leaves_the_rest_to_the_student() -> None:
@@ -155,8 +173,48 @@ def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ra
     wanted += ["Messages of a step to the rank that receives most (GB)"]
     wanted += ["Recommended live: shared ranks", "Popular layouts", "Configured: ", "fits, "]
     for words in wanted:
-        assert words in text, words
-    assert max(map(len, text.splitlines())) < 400
+        assert words in " ".join(text.split()), words
+    lines = text.splitlines()
+    keys = lines[lines.index("The first row's keys:") + 1]
+    assert max(len(line) for line in lines if line != keys) <= 110
+    # The first row and the configured one, the third, differ in these alone.
+    assert {word.strip("'").partition("=")[0] for word in keys.split()} == {
+        word.partition("=")[0]
+        for word in changed_settings(ranking.fitting[0].choice, ranking.fitting[2].choice)
+    } | (
+        {"parallel.layers_per_stage"}
+        if ranking.fitting[0].choice.layout.stages != ranking.fitting[2].choice.layout.stages
+        else set()
+    )
+
+
+def test_a_configured_layout_that_is_the_first_needs_no_keys(
+    shared: Search, ranking: Ranking
+) -> None:
+    more = {"shown": 1, "store": None, "capture": None}
+    texts = [
+        plan_report(shared.run, DEVICE, 64, ranking, configured=one, **more)  # type: ignore[arg-type]
+        for one in (ranking.fitting[0], "this configuration: 1 problem")
+    ]
+    assert "The first row is the configured layout.\n" in texts[0]
+    assert "parallel.tensor=" not in texts[0]
+    assert "does not run on 64 devices: this configuration: 1 problem\n" in texts[1]
+    words = [word for word in settings(ranking.fitting[0].choice) if "{" not in word]
+    assert all(word.split("[")[0] in texts[1] for word in words)
+
+
+def test_times_below_a_second_have_three_digits_and_a_tie_is_said() -> None:
+    small = llama(2, 64, 192, 4, 2, vocab_size=512)
+    run = run_of(small, teacher=small, sequence_length=128, global_batch_size=64,
+                 reading_seconds=1e-5)  # fmt: skip
+    one = Search(run, DEVICE, 8, lambda role, layout: None, ("shared", "own ranks"))
+    text = plan_report(run, DEVICE, 8, one.ranking(shown=3), shown=3, store=None, capture=None,
+                       configured="no reason")  # fmt: skip
+    assert re.search(r" 0\.0819 +100,000 ", text)  # reading decides
+    assert (
+        "Recommended live: shared ranks, because with ranks of its own a step takes as long."
+        in (text)
+    )
 
 
 def test_recomputation_and_smaller_micro_batches_need_less() -> None:
