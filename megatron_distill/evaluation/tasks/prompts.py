@@ -13,7 +13,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.tasks.record import Task
-from megatron_distill.evaluation.tasks.rows import TaskRow, read_items, read_shots
+from megatron_distill.evaluation.tasks.rows import TaskRow, in_its_layout, read_items, read_shots
 
 __all__ = ["Item", "Prompt", "TaskTemplates", "read_task"]
 
@@ -126,13 +126,22 @@ class TaskTemplates:
                     f"task {task.name} ({task.place}): {text!r} is no template: {error.message}; "
                     "correct it"
                 ) from error
-        names |= {task.group} if task.group else set()
+        if task.group:
+            names |= self._names_of_group(task.group)
         return tuple(sorted(task.columns.get(name, name) for name in names))
+
+    def _names_of_group(self, group: str) -> set[str]:
+        """Return the columns of a group: its own name, or those of an expression."""
+        try:
+            found = meta.find_undeclared_variables(self._environment.parse(f"{{{{ {group} }}}}"))
+        except TemplateSyntaxError:
+            found = set()  # a column whose name is no expression
+        return {group, *found}
 
     def item(self, row: TaskRow, shots: Sequence[TaskRow]) -> Item:
         """Return the item of a row with these examples. Raises DataError: a column is missing."""
         task = self._task
-        group = str(self._values(row)[task.group]) if task.group else ""
+        group = str(self.group_of(row)) if task.group else ""
         if task.kind == "perplexity":
             text = self._text(task.text, row)
             counted = text if task.counted_text is None else self._text(task.counted_text, row)
@@ -153,8 +162,12 @@ class TaskTemplates:
         return Item(prompt, choices, right, group=group, place=row.place)
 
     def group_of(self, row: TaskRow) -> object:
-        """Return the value of the group column, None without one."""
-        return self._values(row)[self._task.group] if self._task.group else None
+        """Return the group of a row, None without one."""
+        group = self._task.group
+        if not group:
+            return None
+        values = self._values(row)
+        return values[group] if group in values else self._expression("group", group, row)
 
     def _shot_answer(self, row: TaskRow) -> str:
         task = self._task
@@ -191,12 +204,10 @@ class TaskTemplates:
 
     def _values(self, row: TaskRow) -> Mapping[str, Any]:
         task = self._task
-        values = dict(row.values)
+        values = {"file": row.file, **row.values}
         for name, column in task.columns.items():
             if column in row.values:
                 values[name] = row.values[column]
-        if task.group and task.group not in values:
-            raise self._missing(f"column {task.columns.get(task.group, task.group)!r}", row)
         return values
 
     def _text(self, template: str, row: TaskRow) -> str:
@@ -232,6 +243,7 @@ def read_task(task: Task) -> list[Item]:
     come from the same files. Raises ConfigError or DataError: a file or a column is missing, or a
     group has too few examples.
     """
+    task = in_its_layout(task)
     templates = TaskTemplates(task)
     columns = templates.columns
     rows, shots = read_items(task, columns), read_shots(task, columns)

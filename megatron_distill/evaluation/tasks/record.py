@@ -38,7 +38,8 @@ class Task:
         format: `jsonl`, `parquet`, `arrow` or `csv`; None: by the files' names.
         column_names: of CSV files without a header line.
         columns: names used in the templates, and the columns that hold them.
-        group: column; the shots of an item are from its group, which has a result of its own.
+        group: column or expression; the shots of an item are from its group, which has a result of
+            its own. In templates and here `file` is the file's name without its endings.
         shots: number of examples in front of an item.
         shot_rows: the examples themselves, instead of files.
         limit: items that are used, spread evenly over the files; None: all.
@@ -58,6 +59,8 @@ class Task:
         system: template of a system message before the description, with `chat`.
         truncation: what a prompt that is too long loses: `shots`, whole ones from the last on, then
             tokens on the left; or `tokens` alone.
+        layouts: of further copies of the data set, each some keys of a task that differ; the first
+            one whose `files` are there is read where the task's own are not.
         place: file of the record, for messages.
     """
 
@@ -88,6 +91,7 @@ class Task:
     chat: bool = False
     system: str = ""
     truncation: str = "shots"
+    layouts: tuple[Mapping[str, Any], ...] = ()
     place: str = ""
 
     def __post_init__(self) -> None:
@@ -135,18 +139,34 @@ def load_task(named: str, changes: Mapping[str, Any] | None = None) -> Task:
     Raises ConfigError: no such task, not YAML, an unknown key, or a value of the wrong type.
     """
     content, place = _with_base(named, ())
-    content = {**content, **(changes or {})}
+    content = _merged(content, dict(changes or {}))
     name = content.pop("name", None) or Path(named).stem
-    known = [one.name for one in fields(Task) if one.name != "place"]
-    unknown = sorted(set(content) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"{place}: {unknown[0]!r} is no key of a task; the keys are {', '.join(known)}"
-        )
-    values = {key: _value(key, value, place) for key, value in content.items()}
+    values = _values(content, place)
     if "kind" not in values:
         raise ConfigError(f"{place}: kind is missing; give one of {', '.join(MEASURES)}")
     return Task(name=str(name), place=place, **values)
+
+
+def _values(content: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the keys of a task, or of one of its layouts, with their types."""
+    known = [one.name for one in fields(Task) if one.name not in ("name", "place")]
+    unknown = sorted(str(key) for key in set(content) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"{place}: {unknown[0]!r} is no key of a task; the keys are base, name, "
+            f"{', '.join(known)}"
+        )
+    return {key: _value(key, value, place) for key, value in content.items()}
+
+
+def _merged(below: Mapping[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return a task with some keys changed; other files leave the layouts of the first ones."""
+    if "files" in above:
+        above = {"layouts": [], **above}
+    columns = [one["columns"] for one in (below, above) if "columns" in one]
+    if len(columns) == 2 and all(isinstance(one, Mapping) for one in columns):
+        above["columns"] = {**columns[0], **columns[1]}
+    return {**below, **above}
 
 
 def _with_base(named: str, inside: tuple[str, ...]) -> tuple[dict[str, Any], str]:
@@ -158,10 +178,7 @@ def _with_base(named: str, inside: tuple[str, ...]) -> tuple[dict[str, Any], str
         raise ConfigError(f"{place}: base = {base!r} leads back to itself; remove one of them")
     beside = Path(place).parent / str(base)
     below, _ = _with_base(str(beside) if beside.is_file() else str(base), (*inside, str(base)))
-    columns = [one["columns"] for one in (below, content) if "columns" in one]
-    if len(columns) == 2 and all(isinstance(one, Mapping) for one in columns):
-        content["columns"] = {**columns[0], **columns[1]}
-    return {**below, **content}, place
+    return _merged(below, content), place
 
 
 def _read(named: str) -> tuple[dict[str, Any], str]:
@@ -175,7 +192,11 @@ def _read(named: str) -> tuple[dict[str, Any], str]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: not a YAML file ({error}); correct it") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path}: not a YAML file ({reason}); correct it. A text with {{{{ }}}} is in quotes, "
+            'such as question: "{{ question }}"'
+        ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a mapping of keys; see docs/evaluation.md")
     return {"name": path.stem, **content}, str(path)
@@ -187,6 +208,7 @@ _TEXTS: Final = frozenset(
 )
 _LISTS: Final = frozenset({"files", "shot_files", "column_names", "stops", "graders"})
 _NUMBERS: Final = frozenset({"shots", "limit", "max_new_tokens"})
+_ROWS: Final = frozenset({"shot_rows", "layouts"})
 _MAY_BE_NULL: Final = frozenset(
     {"folder", "format", "group", "limit", "shot_answer", "counted_text"}
 )
@@ -194,31 +216,40 @@ _MAY_BE_NULL: Final = frozenset(
 
 def _value(key: str, value: Any, place: str) -> Any:
     """Return a key's value with its type; raises ConfigError."""
-    wrong = ConfigError(f"{place}: {key} = {value!r} has the wrong type; see docs/evaluation.md")
     if value is None and key in _MAY_BE_NULL:
         return None
     if key in _LISTS or (key == "choices" and not isinstance(value, str)):
         if isinstance(value, str):
             return (value,)
-        if not _is_list(value) or not all(isinstance(one, str) for one in value):
-            raise wrong
-        return tuple(value)
-    if key == "shot_rows":
-        if not _is_list(value) or not all(isinstance(one, Mapping) for one in value):
-            raise wrong
-        return tuple(value)
-    if key == "columns":
-        if not isinstance(value, Mapping):
-            raise wrong
-        return {str(name): str(column) for name, column in value.items()}
-    is_right = (
+        if _is_list(value) and all(isinstance(one, str) for one in value):
+            return tuple(value)
+    elif key in _ROWS:
+        if _is_list(value) and all(isinstance(one, Mapping) for one in value):
+            is_layout = key == "layouts"
+            return tuple(_values(one, f"{place}: layouts") if is_layout else one for one in value)
+    elif key == "columns":
+        if isinstance(value, Mapping):
+            return {str(name): str(column) for name, column in value.items()}
+    elif (
         (isinstance(value, str) and (key in _TEXTS or key == "choices"))
         or (isinstance(value, bool) and key == "chat")
         or (isinstance(value, int) and not isinstance(value, bool) and key in _NUMBERS)
-    )
-    if not is_right:
-        raise wrong
-    return value
+    ):
+        return value
+    raise ConfigError(f"{place}: {key} = {value!r} has the wrong type; give {_wanted(key)}")
+
+
+def _wanted(key: str) -> str:
+    """Return what a key takes; without quotes YAML reads `no` and `1` as other types than texts."""
+    if key in _NUMBERS:
+        return "a whole number"
+    if key == "chat":
+        return "true or false"
+    if key in _ROWS or key == "columns":
+        return "a mapping of names to columns" if key == "columns" else "a list of mappings"
+    quoted = ', in quotes: "no", "1"'
+    texts = "a list of texts" if key in _LISTS else "a text"
+    return f"{'an expression or a list of texts' if key == 'choices' else texts}{quoted}"
 
 
 def _is_list(value: Any) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import glob
 import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,25 +17,40 @@ from megatron_distill.data.text.files import DamagedFileError, InputFile, expand
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.tasks.record import Task
 
-__all__ = ["TaskRow", "read_items", "read_shots"]
+__all__ = ["TaskRow", "in_its_layout", "read_items", "read_shots"]
 
 _SUFFIXES: Final = {
     ".jsonl": "jsonl",
-    ".json": "jsonl",
+    ".json": "json",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".csv": "csv",
 }
+_FORMAT_NAMES: Final = ", ".join(dict.fromkeys(_SUFFIXES.values()))
 _COMPRESSED: Final = (".gz", ".zst", ".zstd")
 _LONGEST_CELL: Final = 1 << 24
+_LONGEST_JSON: Final = 1 << 30
 
 
 class TaskRow(NamedTuple):
-    """A row: its columns by name, and its place for messages."""
+    """A row: its columns by name, its place for messages, and its file's name without endings."""
 
     values: Mapping[str, Any]
     place: str
+    file: str = ""
+
+
+def in_its_layout(task: Task) -> Task:
+    """Return the task with the keys of the layout whose files are in its folder.
+
+    Those of the task itself come first, and stand where no layout's files are there.
+    """
+    for layout in ({}, *task.layouts):
+        found = replace(task, **layout)
+        if found.files and all(_matches(found, pattern) for pattern in found.files):
+            return found
+    return task
 
 
 def read_items(task: Task, columns: Sequence[str]) -> list[TaskRow]:
@@ -67,17 +84,39 @@ def _read(
     task: Task, patterns: Sequence[str], key: str, columns: Sequence[str]
 ) -> Iterator[TaskRow]:
     for path in _paths(task, patterns, key):
-        name = task.format or _format_of(task, path)
-        if name == "csv":
-            yield from _csv_rows(task, path)
-            continue
-        reader = FORMATS[name].rows
-        assert reader is not None, name
-        for block in reader(0, path, (), columns):
-            for number, values in rows_of(block):
-                if isinstance(values, str):
-                    raise DataError(f"task {task.name}: {path}:{number}: {values}")
-                yield TaskRow(values, f"{path}:{number}")
+        file = path.name.partition(".")[0]
+        for place, values in _rows(task, path, columns):
+            if isinstance(values, str):
+                raise DataError(f"task {task.name}: {path}:{place}: {values}")
+            yield TaskRow(values, f"{path}:{place}", file)
+
+
+def _rows(
+    task: Task, path: Path, columns: Sequence[str]
+) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Yield the number of each row with its columns, or with the reason why it has none."""
+    name = task.format or _format_of(task, path)
+    if name == "csv":
+        yield from _csv_rows(task, path)
+        return
+    if name == "json":
+        if (values := _whole_json(task, path)) is not None:
+            yield from enumerate(values, start=1)
+            return
+        name = "jsonl"
+    known = FORMATS.get(name)
+    if known is None or known.rows is None:
+        raise task.problem("format", name, f"one of {_FORMAT_NAMES}")
+    for block in known.rows(0, path, (), columns):
+        yield from rows_of(block)
+
+
+def _matches(task: Task, pattern: str) -> list[str]:
+    """Return the files or folders of a path or glob in the task's folder."""
+    whole = str(Path(task.folder or "").expanduser() / pattern)
+    if glob.has_magic(whole):
+        return sorted(glob.glob(whole, recursive=True))  # noqa: PTH207
+    return [whole] if Path(whole).exists() else []
 
 
 def _paths(task: Task, patterns: Sequence[str], key: str) -> list[Path]:
@@ -88,18 +127,24 @@ def _paths(task: Task, patterns: Sequence[str], key: str) -> list[Path]:
         )
     found: list[Path] = []
     for pattern in patterns:
-        whole = str(Path(task.folder or "").expanduser() / pattern)
-        matches = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(whole) else [whole]  # noqa: PTH207
+        matches = _matches(task, pattern)
         files = [Path(name) for one in matches for name in expand_saved([one])]
         missing = next((path for path in files if not path.is_file()), None)
         if missing is not None or not files:
+            whole = missing or Path(task.folder or "").expanduser() / pattern
             raise ConfigError(
-                f"task {task.name}: {key}: there is no file {missing or whole}; correct {key} or "
-                f"`folder` (now {task.folder or 'the working folder'}; on the command line "
-                f"{task.name}=FOLDER)"
+                f"task {task.name}: {key}: there is no file {whole}{_others(task, key)}; correct "
+                f"{key} or `folder` (now {task.folder or 'the working folder'}; on the command "
+                f"line {task.name}=FOLDER)"
             )
         found += files
     return found
+
+
+def _others(task: Task, key: str) -> str:
+    """Return the files of the task's further layouts, in words."""
+    named = [" ".join(one["files"]) for one in task.layouts if "files" in one]
+    return f", nor {' nor '.join(named)}" if named and key == "files" else ""
 
 
 def _format_of(task: Task, path: Path) -> str:
@@ -110,12 +155,39 @@ def _format_of(task: Task, path: Path) -> str:
     if found is None:
         raise ConfigError(
             f"task {task.name}: {path}: the format does not follow from the name; set `format` to "
-            f"one of {', '.join(dict.fromkeys(_SUFFIXES.values()))}"
+            f"one of {_FORMAT_NAMES}"
         )
     return found
 
 
-def _csv_rows(task: Task, path: Path) -> Iterator[TaskRow]:
+def _whole_json(task: Task, path: Path) -> list[Mapping[str, Any] | str] | None:
+    """Return the rows of a file that is one JSON value: an object or a list of them.
+
+    None for a file whose first line is a whole object: JSON lines. Raises DataError.
+    """
+    file: InputFile | None = None
+    try:
+        file = InputFile(path)
+        first = file.read_line(_LONGEST_JSON)
+        try:
+            if isinstance(json.loads(first), dict):
+                return None
+        except ValueError:
+            pass  # the value goes on in further lines, or is damaged
+        content = first + b"".join(iter(lambda: file.read(1 << 20), b""))
+        found = json.loads(content.decode("utf-8"))
+    except (DamagedFileError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"task {task.name}: {path}: not JSON ({error}); correct or replace the file"
+        ) from error
+    finally:
+        if file is not None:
+            file.close()
+    rows = found if isinstance(found, list) else [found]
+    return [one if isinstance(one, dict) else f"not a JSON object: {one!r:.60}" for one in rows]
+
+
+def _csv_rows(task: Task, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The rows of a CSV file, whose first line names the columns unless `column_names` does."""
     csv.field_size_limit(_LONGEST_CELL)
     file: InputFile | None = None
@@ -125,14 +197,13 @@ def _csv_rows(task: Task, path: Path) -> Iterator[TaskRow]:
         lines = csv.reader(io.StringIO(content, newline=""), strict=True)
         names = list(task.column_names) or next(lines, [])
         for cells in lines:
-            place = f"{path}:{lines.line_num}"
             if len(cells) != len(names):
                 raise DataError(
-                    f"task {task.name}: {place}: {len(cells)} cells for {len(names)} columns "
-                    f"({', '.join(names)}); correct the line, or name the columns of a file "
-                    "without a header line under `column_names`"
+                    f"task {task.name}: {path}:{lines.line_num}: {len(cells)} cells for "
+                    f"{len(names)} columns ({', '.join(names)}); correct the line, or name the "
+                    "columns of a file without a header line under `column_names`"
                 )
-            yield TaskRow(dict(zip(names, cells, strict=True)), place)
+            yield lines.line_num, dict(zip(names, cells, strict=True))
     except (DamagedFileError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"task {task.name}: {path}: {error}; correct or replace the file"

@@ -149,7 +149,7 @@ def test_math_500_reads_its_published_columns(tmp_path: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"files": ["no_such.jsonl"]}, ConfigError, "there is no file .*no_such.jsonl; correct files"),
-    ({"files": ["a.txt"]}, ConfigError, "set `format` to one of jsonl, parquet, arrow, csv"),
+    ({"files": ["a.txt"]}, ConfigError, "set `format` to one of jsonl, json, parquet, arrow, csv"),
     ({"question": "{{ qq }}"}, DataError, "a.jsonl:1: 'qq' is undefined .*under `columns`"),
     ({"question": "{{ q"}, ConfigError, "is no template"),
     ({"question": "{{ 1 // 0 }}"}, DataError, "a.jsonl:1: .* by zero .*correct the template"),
@@ -160,7 +160,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"shots": 4}, DataError, "2 examples, and shots is 4; lower shots"),
     ({"kind": "essay"}, ConfigError, "give one of multiple_choice, generation, perplexity"),
     ({"shot": 4}, ConfigError, "'shot' is no key of a task; the keys are"),
-    ({"shots": "4"}, ConfigError, "shots = '4' has the wrong type"),
+    ({"shots": "4"}, ConfigError, "shots = '4' has the wrong type; give a whole number"),
+    ({"choices": [False, True]}, ConfigError, "choices = .* or a list of texts, in quotes: .no."),
+    ({"answer": 1}, ConfigError, "answer = 1 has the wrong type; give a text, in quotes"),
+    ({"format": "text"}, ConfigError, "format = 'text'; give one of jsonl, json, parquet"),
+    ({"layouts": [{"file": "a"}]}, ConfigError, "layouts: 'file' is no key of a task"),
+    ({"group": "topic"}, DataError, "a.jsonl:1: group = 'topic' has no value"),
+    ({"group": "q[:1].nothing.more"}, DataError, "a.jsonl:1: group: .*no attribute 'nothing'"),
 ]
 
 
@@ -176,6 +182,12 @@ def test_errors_say_which_task_file_and_key(
     (tmp_path / "mine.yaml").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(kind, match=message):
         read_task(load_task(str(tmp_path / "mine.yaml")))
+
+
+def test_a_template_without_quotes_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("kind: multiple_choice\nquestion: {{ q }}\n")
+    with pytest.raises(ConfigError, match=r'is in quotes, such as question: "\{\{ question \}\}"'):
+        load_task(str(tmp_path / "mine.yaml"))
 
 
 def test_a_name_that_is_no_task_lists_the_shipped_ones() -> None:

@@ -1,0 +1,227 @@
+"""Data sets in the files in which they are published: on the Hub, and by their authors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.tasks.prompts import Item, read_task
+from megatron_distill.evaluation.tasks.record import load_task
+from tests.unit.evaluation.tasks import published
+from tests.unit.evaluation.tasks.test_prompts import lines
+
+Rows = Sequence[dict[str, Any]]
+SUBJECTS = ("abstract_algebra", "virology")
+MMLU = [row for subject in SUBJECTS for row in published.MMLU if row["subject"] == subject]
+ARC = [{**row, "answerKey": row["choices"]["label"][3]} for row in published.ARC]
+# Problems of one subject after the other, by the names of their files.
+MATH = [
+    {
+        **published.MATH[0],
+        "problem": f"Compute ${n}+1$.",
+        "solution": f"It is $\\boxed{{{n + 1}}}$.",
+    }
+    for n in range(3)
+]
+MATH_FILES = ("test/algebra/1.json", "test/algebra/10.json", "test/geometry/2.json")
+
+
+def parquet(path: Path, rows: Rows) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+
+
+def hub(folder: Path, *files: tuple[str, Rows]) -> None:
+    for name, rows in files:
+        parquet(folder / f"{name}-00000-of-00001.parquet", rows)
+
+
+def mmlu_tables(folder: Path) -> None:
+    """The tables of data.tar: no header line, the answer's letter, the subject in the name."""
+    for split in ("dev", "test"):
+        (folder / split).mkdir(parents=True)
+        for subject in SUBJECTS:
+            with (folder / split / f"{subject}_{split}.csv").open("w", newline="") as file:
+                csv.writer(file).writerows(
+                    [row["question"], *row["choices"], "ABCD"[row["answer"]]]
+                    for row in MMLU
+                    if row["subject"] == subject
+                )
+
+
+def arc_lines(folder: Path) -> None:
+    rows = [
+        {
+            "id": row["id"],
+            "question": {
+                "stem": row["question"],
+                "choices": [
+                    {"text": text, "label": label}
+                    for text, label in zip(
+                        row["choices"]["text"], row["choices"]["label"], strict=True
+                    )
+                ],
+            },
+            "answerKey": row["answerKey"],
+        }
+        for row in ARC
+    ]
+    for part in ("Challenge", "Easy"):
+        (folder / f"ARC-{part}").mkdir(parents=True)
+        for split in ("Train", "Test"):
+            lines(folder / f"ARC-{part}" / f"ARC-{part}-{split}.jsonl", rows)
+
+
+def gsm8k_lines(folder: Path) -> None:
+    folder.mkdir()
+    for split in ("train", "test"):
+        lines(folder / f"{split}.jsonl", published.GSM8K)
+
+
+def hellaswag_lines(folder: Path) -> None:
+    folder.mkdir()
+    rows = [{**row, "label": int(row["label"])} for row in published.HELLASWAG]
+    for split in ("train", "val"):
+        lines(folder / f"hellaswag_{split}.jsonl", rows)
+
+
+def math_files(folder: Path) -> None:
+    """MATH.tar: a file per problem, with line ends inside its object."""
+    for name, row in zip(MATH_FILES, MATH, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(row, indent=4), encoding="utf-8")
+
+
+def math_of_hub(folder: Path) -> None:
+    hub(folder, ("algebra/test", MATH[:2]), ("geometry/test", MATH[2:]))
+
+
+ROWS: dict[str, Rows] = {
+    "mmlu": MMLU,
+    "arc": ARC,
+    "hellaswag": published.HELLASWAG,
+    "gsm8k": published.GSM8K,
+    "mmlu_pro": published.MMLU_PRO,
+    "hendrycks_math": MATH,
+    "minerva_math": MATH,
+}
+Make = Callable[[Path], None]
+COPIES: list[tuple[str, int, Make, Make | None]] = [
+    (
+        "mmlu",
+        2,
+        lambda folder: hub(folder, ("all/test", MMLU), ("all/dev", MMLU)),
+        mmlu_tables,
+    ),
+    (
+        "mmlu_original",
+        2,
+        lambda folder: hub(folder, ("all/test", MMLU), ("all/dev", MMLU)),
+        mmlu_tables,
+    ),
+    (
+        "arc_challenge",
+        1,
+        lambda folder: hub(folder, ("ARC-Challenge/test", ARC), ("ARC-Challenge/train", ARC)),
+        arc_lines,
+    ),
+    (
+        "arc_easy",
+        1,
+        lambda folder: hub(folder, ("ARC-Easy/test", ARC), ("ARC-Easy/train", ARC)),
+        arc_lines,
+    ),
+    (
+        "hellaswag",
+        1,
+        lambda folder: hub(
+            folder, ("data/validation", published.HELLASWAG), ("data/train", published.HELLASWAG)
+        ),
+        hellaswag_lines,
+    ),
+    (
+        "gsm8k",
+        5,
+        lambda folder: hub(folder, ("main/test", published.GSM8K), ("main/train", published.GSM8K)),
+        gsm8k_lines,
+    ),
+    (
+        "mmlu_pro",
+        2,
+        lambda folder: hub(
+            folder, ("data/test", published.MMLU_PRO), ("data/validation", published.MMLU_PRO)
+        ),
+        None,
+    ),
+    ("hendrycks_math", 0, math_of_hub, math_files),
+    ("minerva_math", 4, math_of_hub, math_files),
+]
+
+
+def asked(items: Sequence[Item]) -> list[tuple[str, tuple[str, ...], int, str, str]]:
+    return [(item.prompt.text, item.choices, item.right, item.target, item.group) for item in items]
+
+
+@pytest.mark.parametrize(
+    ("named", "shots", "of_hub", "of_authors"), COPIES, ids=[copy[0] for copy in COPIES]
+)
+def test_both_copies_of_a_data_set_are_the_same_items(
+    tmp_path: Path, named: str, shots: int, of_hub: Make, of_authors: Make | None
+) -> None:
+    of_hub(tmp_path / "hub")
+    found = asked(read_task(load_task(named, {"folder": str(tmp_path / "hub"), "shots": shots})))
+    # Against lines of the same rows, whose prompts are compared with the harness's elsewhere.
+    plain = ROWS.get(named) or ROWS[named.partition("_")[0]]
+    file = lines(tmp_path / "rows.jsonl", plain)
+    shot_files = {} if named.endswith("_math") else {"shot_files": [file]}
+    changes = {"files": [file], "shots": shots, **shot_files}
+    assert found == asked(read_task(load_task(named, changes)))
+    if of_authors is not None:
+        of_authors(tmp_path / "own")
+        own = {"folder": str(tmp_path / "own"), "shots": shots}
+        assert asked(read_task(load_task(named, own))) == found
+    assert len(found) == len(plain)
+
+
+def test_a_folder_without_a_copy_names_the_files_of_each(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_task(load_task("mmlu", {"folder": str(tmp_path)}))
+    assert "there is no file " in str(error.value)
+    assert "all/test-*.parquet, nor test/*_test.csv; correct files or `folder`" in str(error.value)
+    # Files of one's own are asked for alone.
+    own = {"folder": str(tmp_path), "files": ["mine.csv"]}
+    with pytest.raises(ConfigError, match=r"no file \S+mine\.csv; correct files"):
+        read_task(load_task("mmlu", own))
+
+
+def test_json_files_are_lines_objects_or_lists(tmp_path: Path) -> None:
+    rows = [{"q": "a?", "right": "yes"}, {"q": "b?", "right": "no"}]
+    (tmp_path / "odd.yaml").write_text(
+        "kind: multiple_choice\nquestion: '{{ q }}'\nchoices: ['no', 'yes']\nanswer: right\n"
+        "group: file\n"
+    )
+    contents = {
+        "lines.json": "".join(json.dumps(row) + "\n" for row in rows),
+        "list.json": json.dumps(rows),
+        "tall.json": json.dumps(rows, indent=2),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+        changes = {"folder": str(tmp_path), "files": [name]}
+        items = read_task(load_task(str(tmp_path / "odd.yaml"), changes))
+        assert [(item.prompt.text, item.right) for item in items] == [("a?", 1), ("b?", 0)]
+        assert {item.group for item in items} == {name.removesuffix(".json")}
+    wrong = {"half.json": '{"q": "a?",\n', "number.json": "[1, 2]"}
+    for name, content in wrong.items():
+        (tmp_path / name).write_text(content)
+        changes = {"folder": str(tmp_path), "files": [name]}
+        with pytest.raises(DataError, match=f"{name}:? *1?: not (JSON|a JSON object)"):
+            read_task(load_task(str(tmp_path / "odd.yaml"), changes))
