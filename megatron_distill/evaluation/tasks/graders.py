@@ -103,8 +103,9 @@ _UNITS: Final = (
 )  # fmt: skip
 _REMOVED: Final = (
     "\\left", "\\right", "\\!", "\\;", "\\,", "^{\\circ}", "^\\circ", "\\circ", "\\$", "$", "\\%",
-    "%", "\\ ", '"', "\\ldots", "\\dots", "{,}",
+    "%", "\\ ", '"', "\\ldots", "\\dots", "{,}", "\N{DEGREE SIGN}",
 )  # fmt: skip
+_POWER: Final = r"(?:\^\{?[23]\}?)?"  # of a unit
 
 
 def normalised_math(text: str) -> str:
@@ -113,12 +114,14 @@ def normalised_math(text: str) -> str:
     parts = found.split("=")
     if len(parts) > 1:
         found = parts[-1]
+    found = found.replace("mbox", "text")
     found = re.sub(r"\\text\{ .*$", "", found)
-    found = re.sub(rf"(?<!\\)\b({'|'.join(_UNITS)})\b", "", found)
+    found = re.sub(rf"(?<!\\)\b({'|'.join(_UNITS)})\b{_POWER}", "", found)
+    found = re.sub(rf"\\text\{{\s*\}}{_POWER}", "", found)
     found = found.replace("tfrac", "frac").replace("dfrac", "frac")
     for removed in _REMOVED:
         found = found.replace(removed, "")
-    found = re.sub(r"\\(?:text|textbf|mbox|mathrm|overline)\{(.*?)\}", r"\1", found)
+    found = re.sub(r"\\(?:text|textbf|mathrm|overline)\{(.*?)\}", r"\1", found)
     found = re.sub(r"\s+", "", found).rstrip(".")
     found = re.sub(r"frac([^{])([^{])", r"frac{\1}{\2}", found)
     found = re.sub(r"frac([^{])\{", r"frac{\1}{", found)
@@ -131,7 +134,11 @@ def normalised_math(text: str) -> str:
 
 
 def _value(text: str) -> Fraction | None:
-    """The value of an integer, decimal, a/b or \\frac{a}{b}; None for anything else."""
+    """The value of an integer, decimal, a/b, \\frac{a}{b} or mixed number; None for others."""
+    mixed = re.fullmatch(r"(-?)(\d+)(\\frac\{\d+\}\{\d+\})", text)
+    if mixed:
+        part = _value(mixed[3])
+        return None if part is None else (int(mixed[2]) + part) * (-1 if mixed[1] else 1)
     found = re.fullmatch(r"(-?)\\?frac\{(-?\d+)\}\{(-?\d+)\}", text)
     plain = f"{found[1]}{found[2]}/{found[3]}" if found else text
     if not re.fullmatch(r"-?\d+(\.\d+|/-?\d+)?", plain):

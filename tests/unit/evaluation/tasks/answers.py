@@ -38,6 +38,11 @@ PAIRS = [
     Pair("\\frac{a}{b}", "\\frac{b}{a}", _F, _F),
     Pair("\\frac{x+1}{2}", "\\frac{1+x}{2}", _F, _T),
     Pair("\\frac{2}{\\sqrt{2}}", "\\sqrt{2}", _F, _T),
+    # Mixed numbers.
+    Pair("3\\frac{1}{2}", "3\\frac12", _T, _T),
+    Pair("\\frac{7}{2}", "3\\frac{1}{2}", _T, _T),
+    Pair("-1\\frac{1}{4}", "-1.25", _T, _T),
+    Pair("\\frac{3}{2}", "3\\frac{1}{2}", _F, _F),
     # Intervals.
     Pair("\\left[2,5\\right)", "[2,5)", _T, _T),
     Pair("[2, 5)", "[2,5)", _T, _T),
@@ -63,6 +68,11 @@ PAIRS = [
     Pair("\\$12", "12", _T, _T),
     Pair("90^\\circ", "90", _T, _T),
     Pair("30^{\\circ}", "30", _T, _T),
+    Pair("90\N{DEGREE SIGN}", "90^\\circ", _T, _T),
+    Pair("8\\mbox{ cm}^2", "8", _T, _T),
+    Pair("8\\text{cm}^2", "8\\mbox{ cm}^2", _T, _T),
+    Pair("8 cm^2", "8", _T, _F),
+    Pair("8\\text{ m}^3", "8^3", _F, _F),
     # "ft" is a unit, and also a part of "left".
     Pair("5 ft", "5", _T, _T),
     Pair("\\left(\\frac{1}{2}\\right)", "(\\frac{1}{2})", _T, _T),
