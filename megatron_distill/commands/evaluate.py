@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_distill.commands.command import (
     Command,
@@ -61,7 +61,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--teacher", action="store_true", help="with --tasks: evaluate the run's teachers too"
     )
     parser.add_argument(
-        "--items", type=Path, help="with --tasks: write the measures of each item to this file"
+        "--items",
+        type=Path,
+        help="with --tasks: write the measures of each item to this file; with --lm-eval: each "
+        "item with the model's answers, as the harness logs them",
     )
     parser.add_argument(
         "--against",
@@ -98,8 +101,10 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return "give one of a run, --hf and --checkpoint"
     if arguments.teacher and (weights or not arguments.tasks):
         return "--teacher is the teacher of a run, on tasks; give the run and --tasks"
-    if (arguments.items is not None or arguments.against) and not arguments.tasks:
-        return "--items and --against are of tasks; add --tasks"
+    if arguments.items is not None and not on_tasks:
+        return "--items has those of tasks; add --tasks or --lm-eval"
+    if arguments.against and not arguments.tasks:
+        return "--against compares on tasks; add --tasks"
     if arguments.include is not None and not arguments.lm_eval:
         return "--include has tasks of lm-evaluation-harness; add --lm-eval"
     if arguments.include is not None and not Path(arguments.include).is_dir():
@@ -162,6 +167,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
                     arguments.lm_eval,
                     include=arguments.include,
                     limit=arguments.limit,
+                    samples=arguments.items is not None,
                 )
             else:
                 found = evaluate_weights(
@@ -170,9 +176,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         except Interrupted:
             raise KeyboardInterrupt from None
     if launch.rank == 0:
-        found = dict(found or {})
-        _write_items(str(named), found.pop("items", {}), arguments.items)
-        _write_out({"model": str(named), **found}, arguments.json)
+        _write_results({"model": str(named)}, dict(found or {}), arguments)
     place = "" if arguments.json is None else f"; the results are in {arguments.json}"
     note(
         launch,
@@ -213,15 +217,20 @@ def _read_items(path: Path) -> dict[str, TaskItems]:
         ) from error
 
 
-def _write_items(
-    model: str, items: Mapping[str, Mapping[str, TaskItems]], path: Path | None
+def _write_results(
+    model: Mapping[str, str], found: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
-    """Write the measures of each item by role and task."""
-    if path is not None:
-        found = {
+    """Write the items, measures by role and task or answers by task, and the results."""
+    samples = found.pop("samples", {})
+    items: Mapping[str, Mapping[str, TaskItems]] = found.pop("items", {})
+    if arguments.items is not None and arguments.lm_eval:
+        _write_out({**model, "samples": samples}, arguments.items)
+    elif arguments.items is not None:
+        measures = {
             role: {task: one.as_dict() for task, one in own.items()} for role, own in items.items()
         }
-        write_result(path, json.dumps({"model": model, "items": found}) + "\n")
+        write_result(arguments.items, json.dumps({**model, "items": measures}) + "\n")
+    _write_out({**model, **found}, arguments.json)
 
 
 def _write_out(figures: Mapping[str, object], path: Path | None) -> None:

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,10 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return "--system is a message of a chat; add --chat"
     if arguments.transformers and arguments.hf is None:
         return "--transformers reads a Hugging Face folder; add --hf DIR"
+    if arguments.tokenizer is not None and (not models or arguments.transformers):
+        return "--tokenizer goes with --checkpoint, or with --hf without --transformers"
+    if "" in arguments.stop:
+        return "a --stop text is empty; leave it out"
     return _wrong_number(arguments) or no_file(arguments.text)
 
 
@@ -167,11 +172,14 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
         is_split = bool(arguments.stop)
         with text_writer(config, device, tokenizer_everywhere=is_split) as found:
             tokenizer = found.tokenizer
-            prompt = _shared_prompt(arguments, tokenizer if launch.rank == 0 else None)
-            if len(prompt.ids) > found.positions:
+            prompt = _shared_prompt(
+                arguments, tokenizer if launch.rank == 0 else None, config.data.add_bos
+            )
+            if len(prompt.ids) >= found.positions:
                 raise ConfigError(
                     f"--prompt has {counted(len(prompt.ids), 'token')}, and the model has "
-                    f"{counted(found.positions, 'position')}; shorten --prompt or --system"
+                    f"{counted(found.positions, 'position')}: none is left; "
+                    "shorten --prompt or --system"
                 )
             sampling = _sampling(arguments)
             stops = Stops(ids=prompt.stop_ids, strings=tuple(arguments.stop))
@@ -180,26 +188,26 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
             terminal = None
             if streams:
                 assert tokenizer is not None
-                before = "" if arguments.chat else tokenizer.decode(prompt.ids)
+                before = "" if arguments.chat else tokenizer.decode(prompt.text_ids)
                 terminal = _Terminal(tokenizer, prompt.ids, tuple(arguments.stop), before)
-            (written,) = model.write(
-                [WriteRow(prompt.ids, 0, arguments.tokens)],
-                sampling=sampling,
-                stops=stops,
-                on_tokens=None if terminal is None else terminal.show,
-            )
+            with nullcontext() if terminal is None else terminal:
+                (written,) = model.write(
+                    [WriteRow(prompt.ids, 0, arguments.tokens)],
+                    sampling=sampling,
+                    stops=stops,
+                    on_tokens=None if terminal is None else terminal.show,
+                )
             count = counted(len(written.ids), "token")
             if terminal is not None:
-                terminal.finish()
                 return None, count
             if tokenizer is None or launch.rank:
                 return "", count
             text = written.text or ""
-            return text if arguments.chat else tokenizer.decode(prompt.ids) + text, count
+            return text if arguments.chat else tokenizer.decode(prompt.text_ids) + text, count
 
 
 class _Terminal:
-    """Shows text as it is written, whole characters only."""
+    """Shows text as it is written, whole characters only; a block that ends with the line."""
 
     def __init__(
         self, tokenizer: Tokenizer, ids: Sequence[int], stops: tuple[str, ...], before: str
@@ -209,16 +217,19 @@ class _Terminal:
         self._stream = TextStream(tokenizer.decode, stops, ids)
         self._out(before)
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        """Show the rest, and end the line, also after an interruption."""
+        self._stream.finish()
+        self._out(self._stream.new_text() + "\n")
+
     def show(self, _: int, ids: Sequence[int]) -> None:
         """Show the text of the next ids."""
         for token in ids:
             self._stream.push(token)
         self._out(self._stream.new_text())
-
-    def finish(self) -> None:
-        """Show the rest, and end the line."""
-        self._stream.finish()
-        self._out(self._stream.new_text() + "\n")
 
     def _out(self, text: str) -> None:
         if text:
@@ -226,7 +237,9 @@ class _Terminal:
             sys.stdout.flush()
 
 
-def _shared_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Prompt:
+def _shared_prompt(
+    arguments: argparse.Namespace, tokenizer: Tokenizer | None, add_bos: bool | None
+) -> Prompt:
     """Return the prompt on all ranks; only the first rank has the tokenizer.
 
     Collective: the whole world, one broadcast of the token ids.
@@ -241,7 +254,7 @@ def _shared_prompt(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -
         if tokenizer is not None and arguments.chat:
             shared = [chat_prompt(tokenizer, arguments.prompt, system=arguments.system)]
         elif tokenizer is not None:
-            shared = [plain_prompt(tokenizer, arguments.prompt)]
+            shared = [plain_prompt(tokenizer, arguments.prompt, add_bos=add_bos)]
     dist.broadcast_object_list(shared, src=0)
     assert shared[0] is not None
     return shared[0]
@@ -259,6 +272,7 @@ def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> tup
         tokens=arguments.tokens,
         chat=arguments.chat,
         system=arguments.system,
+        stops=tuple(arguments.stop),
     )
     return text, counted(len(text), "character")
 

@@ -24,6 +24,7 @@ def write_text(
     tokens: int,
     chat: bool = False,
     system: str | None = None,
+    stops: tuple[str, ...] = (),
 ) -> str:
     """Return the prompt and at most `tokens` more by the model and the tokenizer of a folder.
 
@@ -31,18 +32,20 @@ def write_text(
     message if there is one. Only the response is returned then.
 
     The text ends at the model's maximum positions at the latest. The folder's end-of-document token
-    ends it, for `chat` also the end-of-turn token. Raises CheckpointError, DataError or ConfigError
-    if the folder is unusable or the prompt is empty.
+    ends it, for `chat` also the end-of-turn token, or the first of `stops`. Raises CheckpointError,
+    DataError or ConfigError if the folder is unusable or the prompt is empty.
     """
     tokenizer, model = _open_folder(folder)
-    opened = chat_prompt(tokenizer, prompt, system=system) if chat else None
-    ids = list((opened or plain_prompt(tokenizer, prompt)).ids)
+    opened = (
+        chat_prompt(tokenizer, prompt, system=system) if chat else plain_prompt(tokenizer, prompt)
+    )
+    ids = list(opened.ids)
     if tokens == 0:
         return "" if chat else prompt
     torch.manual_seed(sampling.seed)
-    how: dict[str, Any] = {"do_sample": False}
+    how: dict[str, Any] = {"do_sample": False, "eos_token_id": list(opened.stop_ids)}
     if sampling.temperature > 0:
-        how = {
+        how |= {
             "do_sample": True,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -53,16 +56,18 @@ def write_text(
     padding = range(tokenizer.vocab_size, model.config.vocab_size)
     if padding:
         how["suppress_tokens"] = list(padding)
-    if opened is not None:
-        how["eos_token_id"] = list(opened.stop_ids)
     room = model.config.max_position_embeddings - len(ids)
     if room <= 0:
         raise ConfigError(f"--prompt has {len(ids)} tokens, the model's positions; shorten it")
     (written,) = model.eval().generate(torch.tensor([ids]), max_new_tokens=min(tokens, room), **how)
-    if opened is None:
-        return tokenizer.decode(written.tolist())
     response = written.tolist()[len(ids) :]
-    return tokenizer.decode(response[:-1] if response[-1] in opened.stop_ids else response)
+    if response[-1] in opened.stop_ids:
+        response.pop()
+    # A decoder may drop a space before the first id: the prompt's ids come before it.
+    before = "" if chat else tokenizer.decode(opened.text_ids)
+    text = tokenizer.decode(response if chat else [*opened.text_ids, *response])
+    ends = [place for stop in stops if (place := text.find(stop, len(before))) >= 0]
+    return text[: min(ends, default=len(text))]
 
 
 def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:

@@ -46,8 +46,12 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
     return found
 
 
-def run_harness(model: ScorerLM, tasks: list[Any], *, limit: int | None) -> dict[str, Any] | None:
+def run_harness(
+    model: ScorerLM, tasks: list[Any], *, limit: int | None, samples: bool = False
+) -> dict[str, Any] | None:
     """Return the harness's results on its rank 0, None elsewhere.
+
+    samples: with the items, requests and answers of each task under `samples`.
 
     Raises ConfigError where the code of a task needs a package that is missing, or a template names
     a column that is.
@@ -60,7 +64,7 @@ def run_harness(model: ScorerLM, tasks: list[Any], *, limit: int | None) -> dict
             tasks=tasks,
             limit=limit,
             bootstrap_iters=0,
-            log_samples=False,
+            log_samples=samples,
             random_seed=None,
             numpy_random_seed=None,
             torch_random_seed=None,

@@ -33,6 +33,7 @@ from megatron_distill.data.samples import (
 )
 from megatron_distill.data.text.documents import RowFilter
 from megatron_distill.data.tokenizers.open import Encoding, Tokenizer
+from megatron_distill.data.tokenizers.protocol import begin_token
 from megatron_distill.errors import ConfigError
 
 INDEX_TYPE: Final = np.dtype(
@@ -272,18 +273,32 @@ def _covered(encoding: Encoding) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and the ids that end the continuation."""
+    """Token ids to continue, and the ids that end the continuation.
+
+    has_begin: whether the first id is a begin-of-text token before the text.
+    """
 
     ids: tuple[int, ...]
     stop_ids: tuple[int, ...]
+    has_begin: bool = False
+
+    @property
+    def text_ids(self) -> tuple[int, ...]:
+        """The ids of the text."""
+        return self.ids[1:] if self.has_begin else self.ids
 
 
-def plain_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Return a text as it is; the end-of-document token stops. Raises ConfigError if empty."""
-    ids = tokenizer.encode_batch([text])[0].tolist()
+def plain_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool | None = None) -> Prompt:
+    """Return a text as the beginning of a document; the end-of-document token stops.
+
+    add_bos: as `data.add_bos`. Raises ConfigError if there is nothing to begin with, and DataError
+    as `begin_token`.
+    """
+    begin = begin_token(tokenizer, add_bos)
+    ids = ([] if begin is None else [begin]) + tokenizer.encode_batch([text])[0].tolist()
     if not ids:
         raise ConfigError("--prompt is empty: give at least one character")
-    return Prompt(tuple(ids), (tokenizer.eos_id,))
+    return Prompt(tuple(ids), (tokenizer.eos_id,), begin is not None)
 
 
 def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -> Prompt:

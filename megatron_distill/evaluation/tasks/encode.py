@@ -14,7 +14,7 @@ from megatron_distill.data.chat.template import (
     chat_template,
     encode_rendered,
 )
-from megatron_distill.data.tokenizers.protocol import Tokenizer
+from megatron_distill.data.tokenizers.protocol import Tokenizer, begin_token
 from megatron_distill.errors import DataError
 from megatron_distill.evaluation.requests import Request
 from megatron_distill.evaluation.tasks.prompts import Prompt
@@ -30,16 +30,20 @@ class TextEncoder:
 
     Attributes:
         template: chat template of prompts with `chat`; None where none is asked for.
+        add_bos: of prompts without a template, as `data.add_bos`; None: by the tokenizer's files.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
+    add_bos: bool | None = None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, *, chat: bool, named: str) -> TextEncoder:
+    def of(
+        cls, tokenizer: Tokenizer, *, chat: bool, named: str, add_bos: bool | None = None
+    ) -> TextEncoder:
         """Return the encoder of a task; raises DataError: chat, and no chat template."""
         if not chat:
-            return cls(tokenizer)
+            return cls(tokenizer, add_bos=add_bos)
         if tokenizer.chat_template is None:
             raise DataError(
                 f"{named}: chat is true, but {tokenizer.name} has no chat template; add a "
@@ -68,9 +72,11 @@ class TextEncoder:
     def texts(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of whole texts, with one begin-of-text token where the model has one.
 
-        A text that spells this token out has no second one. Raises DataError for two of them.
+        A text that spells this token out has no second one. Raises DataError for two of them, and
+        as `begin_token`.
         """
         bos_id = self.tokenizer.bos_id
+        begin = begin_token(self.tokenizer, self.add_bos)
         spelled = None if bos_id is None else self._spelled(bos_id)
         begins = [bool(spelled) and text.startswith(str(spelled)) for text in texts]
         reads = [text for text, begun in zip(texts, begins, strict=True) if not begun]
@@ -83,8 +89,8 @@ class TextEncoder:
         found = []
         for begun in begins:
             ids = next(special).ids_n if begun else next(plain)
-            if not begun and self.tokenizer.adds_bos and bos_id is not None:
-                ids = np.concatenate([np.array([bos_id], np.int32), ids])
+            if not begun and begin is not None:
+                ids = np.concatenate([np.array([begin], np.int32), ids])
             if bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == bos_id:
                 raise DataError(
                     f"a prompt begins with two begin-of-text tokens ({spelled!r}); remove one from "

@@ -82,15 +82,20 @@ class PreparedTask:
 
 
 def prepare_task(
-    task: Task, tokenizer: Tokenizer, *, positions: int, items: Sequence[Item] | None = None
+    task: Task,
+    tokenizer: Tokenizer,
+    *,
+    positions: int,
+    items: Sequence[Item] | None = None,
+    add_bos: bool | None = None,
 ) -> PreparedTask:
     """Encode a task for a model with that many positions.
 
-    items: of the task; None: they are read. Raises ConfigError or DataError: files, columns,
-    templates, or graders.
+    items: of the task; None: they are read. add_bos: as in `TextEncoder`. Raises ConfigError or
+    DataError: files, columns, templates, or graders.
     """
     items = read_task(task) if items is None else items
-    encoder = TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}")
+    encoder = TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}", add_bos=add_bos)
     if task.kind == "perplexity":
         return _of_texts(task, items, encoder, positions)
     if task.kind == "multiple_choice":

@@ -392,7 +392,7 @@ def evaluate_weights(
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
         device.alone,
     ):
-        read = open_tasks(tasks, device.torch_device)
+        read = open_tasks(tasks, device.torch_device, add_bos=config.data.add_bos)
         options = data_options(
             config.data, Path(config.output), shows_progress=config.logging.progress
         )
@@ -454,12 +454,14 @@ def evaluate_by_harness(
     *,
     include: str | None,
     limit: int | None,
+    samples: bool = False,
 ) -> dict[str, Any] | None:
     """Evaluate the student of a configuration on tasks of lm-evaluation-harness.
 
-    `include`: folder of further tasks of the harness. Returns the harness's results on the first
-    rank of a node, None elsewhere. Raises a MegatronDistillError on all ranks together; one for a
-    task that cannot be loaded, or whose packages are missing, comes before the model is built.
+    `include`: folder of further tasks of the harness. `samples`: with every item and its answers.
+    Returns the harness's results on the first rank of a node, None elsewhere. Raises a
+    MegatronDistillError on all ranks together; one for a task that cannot be loaded, or whose
+    packages are missing, comes before the model is built.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
@@ -488,5 +490,6 @@ def evaluate_by_harness(
             config.evaluation, groups, cache_gib=config.generation.cache_gib, writes=True
         )
         tokenizer = _shared(tokenizer)
-        adapter = ScorerLM(model.scorer, TextEncoder(tokenizer), model.writer)
-        return run_harness(adapter, tasks, limit=limit)
+        encoder = TextEncoder(tokenizer, add_bos=config.data.add_bos)
+        adapter = ScorerLM(model.scorer, encoder, model.writer)
+        return run_harness(adapter, tasks, limit=limit, samples=samples)

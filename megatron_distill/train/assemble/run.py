@@ -97,9 +97,9 @@ def _assemble(
         warn_of_memory(config, device, ranks=groups.world.size())
         if device.bridge is not None:
             publish_data(config.data, device.bridge)
-        section, tasks = config.evaluation, NO_TASKS
-        if section.tasks:
-            tasks = open_run_tasks(section, config.checkpoint.keep_best, device.torch_device)
+        tasks = NO_TASKS
+        if config.evaluation.tasks:
+            tasks = open_run_tasks(config, device.torch_device)
         site = Site(groups, _execution(config, device, resources), device, resources)
         opened = open_run(config, site, tasks)
     with device.meet("student"):

@@ -42,10 +42,14 @@ _LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class OpenTasks:
-    """Tasks whose files have been read; the first rank has the items of each, in their order."""
+    """Tasks whose files have been read; the first rank has the items of each, in their order.
+
+    add_bos: as `data.add_bos`, so that prompts begin as the documents of training do.
+    """
 
     tasks: tuple[Task, ...]
     items: tuple[tuple[Item, ...], ...] | None
+    add_bos: bool | None = None
 
     def check_template(self, tokenizer: Tokenizer | None) -> None:
         """Raise DataError on all ranks for prompts in a chat template that does not exist.
@@ -71,7 +75,9 @@ class OpenTasks:
             assert tokenizer is not None, "the first rank has it"
             assert self.items is not None, "the first rank has them"
             return tuple(
-                prepare_task(task, tokenizer, positions=positions, items=items)
+                prepare_task(
+                    task, tokenizer, positions=positions, items=items, add_bos=self.add_bos
+                )
                 for task, items in zip(self.tasks, self.items, strict=True)
             )
 
@@ -91,7 +97,7 @@ class OpenTasks:
 NO_TASKS: Final = OpenTasks((), ())
 
 
-def open_tasks(tasks: Sequence[Task], device: torch.device) -> OpenTasks:
+def open_tasks(tasks: Sequence[Task], device: torch.device, *, add_bos: bool | None) -> OpenTasks:
     """Read the tasks' files and build their prompts as text, on the first rank.
 
     Raises ConfigError or DataError on all ranks: a file or a column is missing, a row has no
@@ -106,19 +112,17 @@ def open_tasks(tasks: Sequence[Task], device: torch.device) -> OpenTasks:
                 grader_named(name)
         return tuple(tuple(read_task(task)) for task in tasks)
 
-    return OpenTasks(tuple(tasks), on_first_rank(read, device=device))
+    return OpenTasks(tuple(tasks), on_first_rank(read, device=device), add_bos)
 
 
-def open_run_tasks(
-    section: EvaluationConfig, keep_best: KeepBestConfig | None, device: torch.device
-) -> OpenTasks:
+def open_run_tasks(config: RunConfig, device: torch.device) -> OpenTasks:
     """Return the tasks of a run; raises as `open_tasks`, and for a metric that none of them has.
 
     Collective: those of `open_tasks`, and world, one broadcast of the tasks' records.
     """
-    tasks = from_first_rank(lambda: configured_tasks(section))
-    _check_metric(keep_best, tasks)
-    return open_tasks(tasks, device)
+    tasks = from_first_rank(lambda: configured_tasks(config.evaluation))
+    _check_metric(config.checkpoint.keep_best, tasks)
+    return open_tasks(tasks, device, add_bos=config.data.add_bos)
 
 
 def configured_tasks(section: EvaluationConfig) -> tuple[Task, ...]:

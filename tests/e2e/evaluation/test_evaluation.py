@@ -339,7 +339,7 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
     texts = {
         "no chat template": [str(output), "--chat"],
         "--prompt has": [str(output), "--prompt", "def f " * 60],
-        "a stop string is empty": [str(output), "--stop", ""],
+        "positions: none is left": [str(output), "--prompt", "def " * 32],
     }
     (endings,) = pool.run(1, _called_without_models, "generate.py", list(texts.values()))
     for text, ending in zip(texts, endings, strict=True):

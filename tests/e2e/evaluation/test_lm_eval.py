@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import yaml
@@ -93,13 +92,6 @@ def write_tasks(folder: Path) -> None:
     )
 
 
-def _with_samples(**given: Any) -> Any:
-    return evaluate(**{**given, "log_samples": True})
-
-
-evaluate = lm_eval.simple_evaluate
-
-
 def _ours(rank: int, world: int, folder: str, layout: list[str], include: str) -> dict[str, Any]:
     """The results of the adapter, with every request's; in a pool worker."""
     from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
@@ -108,8 +100,7 @@ def _ours(rank: int, world: int, folder: str, layout: list[str], include: str) -
     configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
     from megatron_distill.train.assemble.evaluation import evaluate_by_harness
 
-    with patch.object(lm_eval, "simple_evaluate", _with_samples):
-        found = evaluate_by_harness(config, CPU, list(TASKS), include=include, limit=None)
+    found = evaluate_by_harness(config, CPU, list(TASKS), include=include, limit=None, samples=True)
     assert found is not None
     return _plain(found)
 
@@ -120,7 +111,7 @@ def _theirs(folder: Path, include: Path) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     return _plain(
-        evaluate(
+        lm_eval.simple_evaluate(
             model=HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4),
             tasks=list(TASKS),
             task_manager=TaskManager(include_path=str(include)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from megatron_distill.commands.generate import _Terminal
+from megatron_distill.commands.generate import COMMAND, _Terminal
 from megatron_distill.data.tokenizers.open import train_bpe
 
 
@@ -17,13 +19,47 @@ def test_each_call_shows_what_is_certain_and_the_end_shows_the_rest(
     accented = len(ids) - 4, len(ids) - 3
     terminal = _Terminal(tokenizer, (), ("\n\nQ",), "the prompt: ")
     shown = [capsys.readouterr().out]
-    for token in ids:
-        terminal.show(0, [token])
-        shown.append(capsys.readouterr().out)
-    terminal.finish()
+    with terminal:
+        for token in ids:
+            terminal.show(0, [token])
+            shown.append(capsys.readouterr().out)
     shown.append(capsys.readouterr().out)
     assert "".join(shown) == "the prompt: b\u00e9\n\nc\n"
     assert shown[0] == "the prompt: "
     first, second = (shown[place] for place in accented)
     assert (first, second) == ("", "\u00e9"), "no half of a character is shown"
     assert shown[-4:] == ["", "", "\n\nc", "\n"], "a stop string may begin"
+
+
+def test_an_interruption_ends_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = _Terminal(train_bpe(["a"], vocab_size=260), (), (), "def ")
+
+    def interrupted() -> None:
+        with terminal:
+            terminal.show(0, [100])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert capsys.readouterr().out.endswith("\n")
+
+
+WRONG = {
+    "--temperature -1.0: give 0 (greedy) or more": ["--temperature=-1"],
+    "--temperature nan: give 0 (greedy) or more": ["--temperature", "nan"],
+    "--top-k 0: give 1 or more, or leave it out for all tokens": ["--top-k", "0"],
+    "--top-p 0.0: give a number above 0, at most 1": ["--top-p", "0"],
+    "--min-p 1.5: give a number from 0 to 1": ["--min-p", "1.5"],
+    "a --stop text is empty; leave it out": ["--stop", "a", "--stop", ""],
+    "--tokens -1: give 0 or more": ["--tokens=-1"],
+    "--tokenizer goes with --checkpoint, or with --hf": ["--tokenizer", "dir"],
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_option_is_named_before_anything_is_read(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        COMMAND.parse(argparse.ArgumentParser(), ["runs/first", *WRONG[text]])
+    assert text in capsys.readouterr().err

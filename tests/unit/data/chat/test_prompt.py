@@ -51,3 +51,18 @@ def test_a_tokenizer_without_a_template_is_named() -> None:
     assert plain_prompt(tokenizer, "Hi").stop_ids == (tokenizer.eos_id,)
     with pytest.raises(ConfigError, match="--prompt is empty"):
         plain_prompt(tokenizer, "")
+
+
+@pytest.mark.parametrize(("adds_bos", "add_bos"), [(True, None), (False, True)])
+def test_a_plain_prompt_begins_as_the_documents_of_training_do(
+    adds_bos: bool, add_bos: bool | None
+) -> None:
+    tokenizer = chat_tokenizer("gemma")
+    tokenizer.adds_bos = adds_bos
+    ids = tokenizer.encode_batch(["Hi"])[0].tolist()
+    found = plain_prompt(tokenizer, "Hi", add_bos=add_bos)
+    assert list(found.ids) == [tokenizer.bos_id, *ids]
+    assert list(found.text_ids) == ids
+    assert plain_prompt(tokenizer, "", add_bos=add_bos).ids == (tokenizer.bos_id,)
+    plain = plain_prompt(tokenizer, "Hi", add_bos=False)
+    assert list(plain.ids) == list(plain.text_ids) == ids

@@ -43,6 +43,18 @@ def test_there_is_one_begin_of_text_token_or_none(
         encoder.texts([f"<bos><bos>{text}"])
 
 
+@pytest.mark.parametrize(("adds_bos", "add_bos"), [(True, False), (False, True)])
+def test_prompts_begin_as_the_documents_of_training_do(adds_bos: bool, add_bos: bool) -> None:
+    tokens = tokenizer(adds_bos=adds_bos)
+    encoder = TextEncoder.of(tokens, chat=False, named="task t", add_bos=add_bos)
+    (ids,) = encoder.texts(["is it sunny?"])
+    assert (ids == tokens.bos_id).sum() == int(add_bos)
+    # Templates decide for chats.
+    chat = TextEncoder.of(tokens, chat=True, named="task t", add_bos=add_bos)
+    (ids,) = chat.texts([chat.rendered(PROMPT, named="task t")])
+    assert (ids == tokens.bos_id).sum() == 1
+
+
 def test_a_chat_prompt_ends_with_the_turn_of_the_answer() -> None:
     encoder = TextEncoder.of(tokenizer(adds_bos=True), chat=True, named="task t")
     shots = (("what is it?", "A"),)
