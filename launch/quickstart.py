@@ -316,7 +316,7 @@ def _next_line(flow: Flow) -> dict[str, float]:
         results = json.loads(written)["results"]
         found[run.label] = results["student"][TASK]["acc"]
         if beside:
-            found[flow.teacher.label] = results["teacher"][TASK]["acc"]
+            found = {flow.teacher.label: results["teacher"][TASK]["acc"], **found}
     return found
 
 

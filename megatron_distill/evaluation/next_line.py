@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -31,8 +32,9 @@ delimiter: "\\n"
 def write_task(folder: Path, documents: Iterable[str]) -> Path | None:
     """Write the task and its items, and return its YAML file; None if the documents have no item.
 
-    The wrong lines are from the same document and have the right one's indentation. The items are
-    at even distances over all documents, at most 200, and the same at every call.
+    The wrong lines are the right one with its words in another order: all are equally long, and
+    knowing the words is not enough. The items are at even distances over all documents, at most
+    200, and the same at every call.
     """
     found = [item for text in documents for item in _items(text)]
     if not found:
@@ -48,18 +50,15 @@ def write_task(folder: Path, documents: Iterable[str]) -> Path | None:
 
 def _items(text: str) -> Iterator[dict[str, object]]:
     lines = text.splitlines()
-    # In this order, each once.
-    usable = list(dict.fromkeys(line.strip() for line in lines if len(line.strip()) in _LENGTHS))
     for number, line in enumerate(lines):
         right = line.strip()
         before = _before(lines[:number])
-        if not before or len(right) not in _LENGTHS:
-            continue
-        wrong = [other for other in usable if other != right and other not in before]
-        if len(wrong) < _CHOICES - 1:
+        if not before or len(right) not in _LENGTHS or right in before:
             continue
         chance = random.Random(f"{number} {right}")
-        options = [right, *chance.sample(wrong, _CHOICES - 1)]
+        options = [right, *_reordered(right, chance)]
+        if len(options) < _CHOICES:
+            continue
         chance.shuffle(options)
         indentation = line[: len(line) - len(line.lstrip())]
         yield {
@@ -67,6 +66,18 @@ def _items(text: str) -> Iterator[dict[str, object]]:
             "lines": [indentation + option for option in options],
             "right": options.index(right),
         }
+
+
+def _reordered(line: str, chance: random.Random) -> list[str]:
+    """Return different orders of a line's words; none for a line with fewer than three words."""
+    parts = re.split(r"(\w+)", line)
+    words, found = parts[1::2], [line]
+    while len(set(words)) > 2 and len(found) < _CHOICES:
+        chance.shuffle(words)
+        parts[1::2] = words
+        if (other := "".join(parts)) not in found:
+            found.append(other)
+    return found[1:]
 
 
 def _before(lines: list[str]) -> str:

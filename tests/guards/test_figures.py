@@ -1,13 +1,19 @@
 """Figures of the front page and the pages on performance and generation are those of records."""
 
 import csv
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from launch.quickstart import DRAFT
+from megatron_distill.evaluation.quickstart import show_drafts, show_next_line
+from megatron_distill.evaluation.runs import RunSummary, result_table
 from tests.guards.source_tree import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -127,3 +133,22 @@ def test_the_speed_of_text_is_that_of_the_record() -> None:
     found = [row for row in rows(ROOT / "docs" / "generation.md") if row[0].isdigit()]
     assert len(record) >= 4
     assert found == [[*row[:2], f"{row[4]}, {row[9]}", row[6]] for row in record]
+
+
+def test_the_end_of_the_quickstart_is_what_it_prints_of_its_record() -> None:
+    record = json.loads((RESULTS / "quickstart_offline.json").read_text(encoding="utf-8"))
+    seed, printed = record["seeds"][0], StringIO()
+    console = Console(file=printed, width=80, highlight=False, soft_wrap=True)
+    summaries = [RunSummary(**one) for one in seed["runs"]]
+    console.print(result_table(summaries, title="Held-out text, the same for all"))
+    drafts = dict(seed["tokens_per_verification"])
+    assert drafts.pop("draft") == DRAFT
+    show_drafts(drafts, DRAFT, console)
+    show_next_line(seed["next_line"], console)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = text.partition("```text\n")[2].partition("```")[0]
+    shown, expected = (
+        [line.strip() for line in found.splitlines() if line.strip()]
+        for found in (block, printed.getvalue())
+    )
+    assert shown == expected

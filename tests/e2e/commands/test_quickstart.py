@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,32 @@ def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None
     assert offline[0]["ce_loss"] == pytest.approx(online[0]["ce_loss"], rel=1e-6)
     assert offline[0]["teacher_ce_loss"] == pytest.approx(online[0]["teacher_ce_loss"], rel=1e-3)
     assert offline[-1]["ce_loss"] == pytest.approx(online[-1]["ce_loss"], rel=0.05)
+    if find_spec("lm_eval") is not None:  # make peers
+        _answers_equal_those_of_the_harness(tmp_path)
+
+
+def _answers_equal_those_of_the_harness(folder: Path) -> None:
+    """On the exported student, with one process and in TP2 x PP2."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.lm_eval_agreement", "--limit", "20"),
+            *("--quickstart", str(folder), "--output", str(folder)),
+        ],
+        cwd=ROOT,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
+    names, *layouts = [[cell.strip() for cell in row] for row in rows]
+    assert names[0] == "layout"
+    assert [row[0] for row in layouts] == ["one process", "TP2 x PP2"]
+    for _, *gaps, greedy, texts in layouts:
+        assert max(float(gap) for gap in gaps) <= 1e-4
+        assert (greedy, texts) == ("0", "0")
 
 
 def interrupt(child: subprocess.Popen[str], metrics: Path, *, lines: int) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from megatron_distill.commands.generate import COMMAND, _Terminal
+from megatron_distill.commands.generate import _Terminal
 from megatron_distill.data.tokenizers.open import train_bpe
 
 
@@ -42,24 +40,3 @@ def test_an_interruption_ends_the_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert capsys.readouterr().out.endswith("\n")
-
-
-WRONG = {
-    "--temperature -1.0: give 0 (greedy) or more": ["--temperature=-1"],
-    "--temperature nan: give 0 (greedy) or more": ["--temperature", "nan"],
-    "--top-k 0: give 1 or more, or leave it out for all tokens": ["--top-k", "0"],
-    "--top-p 0.0: give a number above 0, at most 1": ["--top-p", "0"],
-    "--min-p 1.5: give a number from 0 to 1": ["--min-p", "1.5"],
-    "a --stop text is empty; leave it out": ["--stop", "a", "--stop", ""],
-    "--tokens -1: give 0 or more": ["--tokens=-1"],
-    "--tokenizer goes with --checkpoint, or with --hf": ["--tokenizer", "dir"],
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_option_is_named_before_anything_is_read(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        COMMAND.parse(argparse.ArgumentParser(), ["runs/first", *WRONG[text]])
-    assert text in capsys.readouterr().err

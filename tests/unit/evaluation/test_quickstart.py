@@ -125,7 +125,7 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     assert ["distilled", "student", "3.5000", "25.0%", "400", "1,000", "0.50"] in rows
     assert "ends 0.5000 nats per token lower (12.5%)" in text
     assert "over 4 drafted tokens: student alone 1.75, distilled student 1.75." in text
-    assert "distilled student 62.5%, teacher 62.5%." in text
+    assert "out of four: teacher 62.5%, student alone 62.5%, distilled student 62.5%." in text
     assert "50% of the way to its teacher" in text
     assert f"{tmp_path}/curves.png" in text
     assert f"{tmp_path}/student_distilled/checkpoints/step_0000004\n" in text
