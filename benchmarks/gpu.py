@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.children import run_child
+from benchmarks.harness.children import ChildFailed, run_child, run_to_end
 from benchmarks.harness.environment import ROOT, describe, installed
 from benchmarks.harness.summary import Row, compare, summarise
 from benchmarks.steps.cases import Body, Case, Ranks, Workload
@@ -42,6 +43,9 @@ _CHUNK = 2048
 _PEER_LENGTH = 4096
 _TEST_PROCESSES = 8
 _TEST_LINES = 60  # of the output of tests that failed
+# As pytest writes it in processes and in its summary, and as it does in one process.
+_ENDED = "PASSED|FAILED|ERROR"
+_OUTCOME = re.compile(rf"(?:^| )({_ENDED}) (\S+::.*)|^(\S+::.*) ({_ENDED})\b")
 # Lengths of documents: one, and those of a web corpus.
 _ATTENTION = ((8192, "whole"), (8192, "packed"), (32_768, "packed"))
 
@@ -81,16 +85,21 @@ class Part:
         return self.end - time.monotonic()
 
     def measure(self, case: str, run: Callable[[float], Any]) -> Any:
-        """Run a case in the seconds that are left; return its figures, None if it failed."""
+        """Run a case in the seconds that are left; return its figures, None if it has none.
+
+        A case that failed late has those that it had written.
+        """
         found = None
         if self.left <= 0:
             self.failures.append(f"{case}: not run, the time was over")
         else:
             try:
                 found = self.raw[case] = run(self.left)
-            except subprocess.TimeoutExpired as error:
-                self.failures.append(f"{case}: not ended after {error.timeout:.0f} s")
-            except (SystemExit, OSError, ValueError) as error:
+            except ChildFailed as error:
+                self.failures.append(f"{case}: {str(error)[-2000:]}")
+                if error.result is not None:
+                    found = self.raw[case] = error.result
+            except (OSError, ValueError) as error:
                 self.failures.append(f"{case}: {str(error)[-2000:]}")
         self.write()
         return found
@@ -189,29 +198,31 @@ def _run_tests(files: Sequence[Path], part: Part, seconds: float) -> dict[str, A
     if find_spec("xdist") is not None:
         words += ["-n", str(min(_TEST_PROCESSES, available_cores()))]
     command = [sys.executable, "-m", "pytest", *map(str, files), *words]
-    status: int | None = None
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        try:
-            status = subprocess.run(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            part.failures.append(f"tests: not ended after {seconds:.0f} s")
+        status = run_to_end(
+            command, environment={}, output=output, errors=subprocess.STDOUT, seconds=seconds
+        )
         output.seek(0)
         lines = output.read().splitlines()
-    ended = [line for line in lines if not {"PASSED", "FAILED", "ERROR"}.isdisjoint(line.split())]
-    passed = sum("PASSED" in line.split() for line in ended)
+    ended = _outcomes(lines)
+    passed = sum(outcome == "PASSED" for outcome in ended.values())
     part.lines += [f"{passed} of {len(ended)} tests that ended have passed."]
+    if status is None:
+        part.failures.append(f"tests: not ended after {seconds:.0f} s")
     # Status 5: no test was selected, as on a machine whose tests are all skipped.
-    if status not in (0, 5, None):
+    elif status not in (0, 5):
         part.failures.append("\n".join(["tests:", *lines[-_TEST_LINES:]]))
     return {"status": status, "ended": ended, "last": lines[-_TEST_LINES:]}
+
+
+def _outcomes(lines: Sequence[str]) -> dict[str, str]:
+    """Return the outcome of each test by its name; one that failed is named in the summary too."""
+    found: dict[str, str] = {}
+    for line in lines:
+        if (match := _OUTCOME.search(line.partition(" - ")[0])) is not None:
+            before, own, name, after = match.groups()
+            found[(name or own).strip()] = before or after
+    return found
 
 
 def _losses(settings: Settings, part: Part) -> None:
@@ -231,7 +242,11 @@ def _losses(settings: Settings, part: Part) -> None:
                 "objectives/worker.py", told, processes=1, name=inputs, seconds=seconds
             )
 
-        part.lines += _loss_rows(part.measure(inputs, run) or [])
+        rows = part.measure(inputs, run) or []
+        ended = [row for row in rows if row["seconds"] < math.inf]
+        missing = [row for row in rows if row not in ended]
+        part.lines += _loss_rows(ended)
+        part.failures += [f"{row['family']}: {row['subject']}" for row in missing]
 
 
 def _loss_rows(rows: Sequence[dict[str, Any]]) -> list[str]:

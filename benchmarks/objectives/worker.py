@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.quiet import touch_bytes
-from megatron_distill.runtime.launch import PRECISIONS, joined_world
+from megatron_distill.runtime.launch import PRECISIONS, Device, joined_world
 from megatron_distill.runtime.torchrun import threads_per_process
 
 if TYPE_CHECKING:
@@ -63,13 +63,19 @@ def main() -> None:
         timeout_seconds=_TIMEOUT_SECONDS,
     ) as device:
         rows: list[dict[str, Any]] = []
-        if arguments.inputs != "hidden":
-            rows += _from_logits(arguments, device.torch_device)
-        if arguments.inputs != "logits" and arguments.tensor == 1:
-            for width in _WIDTHS[device.kind]:
-                rows += _fused_linear(arguments, width, device.torch_device)
-        if dist.get_rank() == 0:
-            arguments.result.write_text(json.dumps(rows), encoding="utf-8")
+        for some in _parts(arguments, device):
+            rows += some
+            if dist.get_rank() == 0:  # what was measured is there if a later part fails
+                arguments.result.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _parts(arguments: argparse.Namespace, device: Device) -> Iterator[list[dict[str, Any]]]:
+    """Measure part by part; yield the rows of each."""
+    if arguments.inputs != "hidden":
+        yield _from_logits(arguments, device.torch_device)
+    if arguments.inputs != "logits" and arguments.tensor == 1:
+        for width in _WIDTHS[device.kind]:
+            yield _fused_linear(arguments, width, device.torch_device)
 
 
 def _from_logits(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -97,9 +103,8 @@ def _from_logits(arguments: argparse.Namespace, device: torch.device) -> list[di
         try:
             extra.append(_extra_bytes(subject, student, teacher))
             found.append(subject)
-        except torch.OutOfMemoryError:  # of a GPU; the subjects after it may need less
-            name = f"{subject.name}, out of memory"
-            missing.append(_row(subject.family, name, [inf], student))
+        except RuntimeError as error:  # the subjects after it may run, and need less memory
+            missing.append(_missing(subject.family, subject.name, error, student.nbytes))
     seconds: dict[int, list[float]] = {number: [] for number in range(len(found))}
     values: dict[int, float] = {}
     # In turns, so that a slow minute affects all subjects.
@@ -109,7 +114,7 @@ def _from_logits(arguments: argparse.Namespace, device: torch.device) -> list[di
             seconds[number].append(spent)
     rows = [
         {
-            **_row(subject.family, subject.name, seconds[number], student),
+            **_row(subject.family, subject.name, seconds[number], student.nbytes),
             "value": values[number],
             "extra_bytes": extra[number],
         }
@@ -141,13 +146,11 @@ def _plain_loops(
         dist.barrier()
         seconds = [_seconds(step, device) for _ in range(_LOOP_WARMUP + 2 * repeats)]
         family = f"{subject.family}, plain loop"
-        rows.append(_row(family, subject.name, seconds[_LOOP_WARMUP:], student))
+        rows.append(_row(family, subject.name, seconds[_LOOP_WARMUP:], student.nbytes))
     return rows
 
 
-def _row(
-    family: str, subject: str, seconds: Sequence[float], student: torch.Tensor
-) -> dict[str, Any]:
+def _row(family: str, subject: str, seconds: Sequence[float], logit_bytes: int) -> dict[str, Any]:
     """Return the figures of a subject on these logits, without its value and its memory."""
     return {
         "family": family,
@@ -156,8 +159,16 @@ def _row(
         "best_seconds": min(seconds),
         "value": 0.0,
         "extra_bytes": 0,
-        "logit_bytes": student.numel() * student.element_size(),
+        "logit_bytes": logit_bytes,
     }
+
+
+def _missing(family: str, subject: str, error: RuntimeError, logit_bytes: int) -> dict[str, Any]:
+    """Return the row of a subject that cannot be measured, with the reason."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        reason = "out of memory"
+    return _row(family, f"{subject}, {reason}", [inf], logit_bytes)
 
 
 def _copy(student: torch.Tensor, device: torch.device) -> dict[str, Any]:
@@ -165,7 +176,7 @@ def _copy(student: torch.Tensor, device: torch.device) -> dict[str, Any]:
     source = torch.ones(5 * student.numel(), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(6)]
-    return _row("forward_kl", "copy of 10 bytes per logit", seconds[1:], student)
+    return _row("forward_kl", "copy of 10 bytes per logit", seconds[1:], student.nbytes)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -226,30 +237,27 @@ def _fused_linear(
     from benchmarks.objectives.fused_subjects import fused_subjects
 
     runs = fused_subjects(arguments, width, device)
-    extra = {}
+    logit_bytes = arguments.tokens * arguments.vocab * PRECISIONS[arguments.precision].itemsize
+    extra, missing = {}, []
     for key, run in runs.items():
         gc.collect()
-        with LiveStorages() as live:
-            run()
-        extra[key] = live.peak
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+        try:
+            with LiveStorages() as live:
+                run()
+        except RuntimeError as error:  # as from logits
+            missing.append(_missing(*key, error, logit_bytes))
+        else:
+            extra[key] = live.peak
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in extra}
     for _ in range(arguments.repeats):
-        for key, run in runs.items():
+        for key in extra:
             _settle(key[1], extra[key], device)
-            seconds[key].append(_seconds(run, device))
-    logit_bytes = arguments.tokens * arguments.vocab * PRECISIONS[arguments.precision].itemsize
-    return [
-        {
-            "family": family,
-            "subject": name,
-            "seconds": median(seconds[family, name]),
-            "best_seconds": min(seconds[family, name]),
-            "value": 0.0,
-            "extra_bytes": extra[family, name],
-            "logit_bytes": logit_bytes,
-        }
-        for family, name in runs
+            seconds[key].append(_seconds(runs[key], device))
+    rows = [
+        {**_row(*key, seconds[key], logit_bytes), "extra_bytes": extra_bytes}
+        for key, extra_bytes in extra.items()
     ]
+    return rows + missing
 
 
 if __name__ == "__main__":

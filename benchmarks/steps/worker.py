@@ -1,7 +1,8 @@
 """One measurement in separate processes, started by `benchmarks/step.py`.
 
 Reads a case, builds one subject, warms it up, times steps, then takes two more for memory, and
-writes one JSON object from rank 0.
+writes one JSON object from rank 0. A profile of a further step comes last: without it the figures
+are there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +47,20 @@ def main() -> None:
         threads=threads_per_process(case.ranks.processes),
         timeout_seconds=_TIMEOUT_SECONDS,
     ) as device:
-        result = _measure(case, arguments, device.torch_device)
+        result, step = _measure(case, arguments, device.torch_device)
         if dist.get_rank() == 0:
             arguments.result.write_text(json.dumps(result), encoding="utf-8")
+        if arguments.profile is not None:
+            from benchmarks.harness.op_profile import write_profile
+
+            write_profile(step, arguments.profile, device.torch_device)
 
 
-def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def _measure(
+    case: Case, arguments: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, Any], Callable[[], object]]:
+    """Return the figures, and what takes one more step."""
     # Imported late: these import Megatron-Core, which must be prepared first.
-    from benchmarks.harness.op_profile import write_profile
     from benchmarks.harness.peak import persistent_bytes, step_peak
     from benchmarks.steps.subject import random_batches
 
@@ -73,9 +82,8 @@ def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) ->
         seconds.append(time.perf_counter() - started)
         cpu_seconds.append(time.process_time() - cpu_started)
         machine_seconds.append(busy_seconds() - machine_started)
-    peak = step_peak(lambda: subject.step(batches[-1]), device)
-    if arguments.profile is not None:
-        write_profile(lambda: subject.step(batches[-1]), arguments.profile, device)
+    one_more = partial(subject.step, batches[-1])
+    peak = step_peak(one_more, device)
     own = {
         "peak": asdict(peak),
         "persistent": asdict(persistent_bytes(subject)),
@@ -84,13 +92,14 @@ def _measure(case: Case, arguments: argparse.Namespace, device: torch.device) ->
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
-    return {
+    result = {
         "subject": arguments.subject,
         "seconds": seconds[arguments.warmup :],
         "machine_seconds": machine_seconds[arguments.warmup :],
         "losses": [{"ce": figure.ce, "kd": figure.kd} for figure in figures],
         "ranks": ranks,
     }
+    return result, one_more
 
 
 def _wait_for(device: torch.device) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from benchmarks import gpu
+from benchmarks.harness.children import ChildFailed, run_child
 from benchmarks.harness.op_profile import LOSS_RANGE, markdown
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import environment
@@ -75,28 +78,100 @@ def test_an_unknown_part_is_refused(
 
 def test_a_case_that_fails_costs_no_other(tmp_path: Path) -> None:
     def fails(_: float) -> None:
-        raise SystemExit("CUDA out of memory")
+        raise ChildFailed("CUDA out of memory")
 
     def never_ends(seconds: float) -> None:
-        raise subprocess.TimeoutExpired("worker", seconds)
+        raise ChildFailed(f"not ended after {seconds:.0f} s", {"peak": 2})
 
     report = gpu.Report(tmp_path / "gpu", {"GPU": "none"})
     part = gpu.Part("attention", time.monotonic() + 60, report.write)
     report.parts.append(part)
     assert part.measure("masked", fails) is None
-    assert part.measure("endless", never_ends) is None
+    assert part.measure("endless", never_ends) == {"peak": 2}  # written before
     assert part.measure("ours", lambda _: {"peak": 3}) == {"peak": 3}
     part.end = time.monotonic()
     assert part.measure("late", lambda _: {"peak": 4}) is None
     # Written although the part has not ended.
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"] == {
-        "attention": {"ours": {"peak": 3}}
+        "attention": {"endless": {"peak": 2}, "ours": {"peak": 3}}
     }
     text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "## attention (running)" in text
     for line in ("masked: CUDA out of memory", "endless: not ended after", "late: not run"):
         assert line in text
     assert report.failed == ["attention"]
+
+
+WORKER = """\
+import json, pathlib, subprocess, sys, time
+result = pathlib.Path(sys.argv[sys.argv.index("--result") + 1])
+result.write_text(json.dumps({"peak": 4}))
+if "--fail" in sys.argv:
+    sys.exit("the profiler failed")
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "reason"),
+    [(("--fail",), 60.0, "the profiler failed"), ((), 2.0, "not ended after 2 s")],
+    ids=["fails", "takes too long"],
+)
+def test_figures_written_before_a_failure_are_kept(
+    tmp_path: Path, words: tuple[str, ...], seconds: float, reason: str
+) -> None:
+    worker, grandchild = tmp_path / "worker.py", tmp_path / "pid"
+    worker.write_text(WORKER)
+    with pytest.raises(ChildFailed, match=reason) as failed:
+        run_child(str(worker), [str(grandchild), *words], processes=1, name="step", seconds=seconds)
+    assert failed.value.result == {"peak": 4}
+    if not words:
+        # A GPU would still be in use.
+        assert not alive(int(grandchild.read_text()))
+
+
+def test_a_benchmark_that_is_asked_to_end_leaves_no_process(tmp_path: Path) -> None:
+    worker, grandchild = tmp_path / "worker.py", tmp_path / "pid"
+    worker.write_text(WORKER)
+    program = f"""
+from benchmarks.harness.children import run_child
+run_child({str(worker)!r}, [{str(grandchild)!r}], processes=1, name="step", seconds=60)
+"""
+    running = subprocess.Popen([sys.executable, "-c", program], env=environment(), cwd=ROOT)
+    deadline = time.monotonic() + SECONDS
+    while not (grandchild.exists() and grandchild.read_text()):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.terminate()
+    assert running.wait(SECONDS) == 128 + signal.SIGTERM
+    assert not alive(int(grandchild.read_text()))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_each_test_of_pytest_counts_once() -> None:
+    name = "tests/e2e/devices/test_gpu.py::test_a_course[teacher's {}]"
+    lines = [
+        f"[gw0] [ 12%] PASSED {name.format('rank')} ",
+        f"[gw1] [ 25%] FAILED {name.format('layout')} ",
+        "tests/kernels/test_row_kernels.py::test_on_a_gpu PASSED              [ 50%]",
+        "[gw1] [ 60%] SKIPPED tests/e2e/devices/test_gpu.py::test_text ",
+        "E   assert seen == {'a::b PASSED': 1}",
+        f"FAILED {name.format('layout')} - assert 1 == 2",
+    ]
+    assert gpu._outcomes(lines) == {
+        name.format("rank"): "PASSED",
+        name.format("layout"): "FAILED",
+        "tests/kernels/test_row_kernels.py::test_on_a_gpu": "PASSED",
+    }
 
 
 def test_a_kernel_counts_once_in_a_profile() -> None:
