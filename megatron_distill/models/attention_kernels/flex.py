@@ -22,6 +22,9 @@ from megatron_distill.runtime.segments import KeyRanges, Segments, copied
 
 _BLOCK = 128
 _SMALLEST_HEAD = 16  # of the products of Triton, which the kernel is compiled to
+# Kernels for the shapes, caps and passes of all models of a process. Beyond its own limit of 8
+# torch goes on without compiling, and all scores of a layer are in memory.
+_MOST_KERNELS = 64
 
 
 def takes(query: Tensor, rule: AttentionRule) -> bool:
@@ -63,7 +66,7 @@ def attend_with(
     )
     # Student and teacher may have other caps and scales. Dynamo makes a number that changes a
     # tensor, with which it cannot trace the gradient of `capped`.
-    with dynamo_config.patch(specialize_float=True):
+    with dynamo_config.patch(specialize_float=True, recompile_limit=_MOST_KERNELS):
         attended = kernel(
             *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
             score_mod=capped,

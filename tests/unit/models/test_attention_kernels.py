@@ -187,6 +187,24 @@ def test_the_compiled_graphs_of_flex_have_the_gradients(
     assert_is_definition(partial(flex.attend_with, kernel), case)
 
 
+@pytest.mark.slow
+def test_flex_is_compiled_for_more_models_than_dynamos_limit() -> None:
+    compiled: list[object] = []
+
+    def count(graph: Any, _: object) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    kernel = torch.compile(flex_attention.flex_attention, backend=count)
+    case = Case(BLOCKS, softcap=2.0, head_size=16)
+    *inputs, _ = case.tensors(torch.float32)
+    for models in range(1, 11):
+        rule = replace(case.rule, softcap=1.0 + models)
+        with torch.no_grad():
+            flex.attend_with(kernel, *inputs, case.segments, rule)
+        assert len(compiled) == models
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_blocks_of_the_flex_backward_have_the_gradients(seed: int) -> None:
     """The compiled kernel goes through these lists, which the dense backward does not read."""
