@@ -1,6 +1,6 @@
 """One rank's work on the fake device; prints what was seen of it as JSON.
 
-python -m tests.fake_cuda STUB (train|capture|generate) RANK WORLD SUBJECT [OVERRIDE ...]
+python -m tests.fake_cuda STUB (train|capture|generate|benchmark) RANK WORLD SUBJECT [OVERRIDE ...]
 """
 
 import ctypes

@@ -26,6 +26,9 @@ class _Stream:
     def wait_event(self, _: Any) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
     def record_event(self, *_: Any) -> _Event:
         return _Event()
 
@@ -69,6 +72,7 @@ _NAMES: dict[str, Any] = {
     "default_generators": defaultdict(_Generator),
     "device": lambda _: contextlib.nullcontext(),
     "device_count": lambda: 1,
+    "get_device_capability": lambda *_: (9, 0),
     "get_device_name": lambda *_: "a fake device",
     "get_device_properties": lambda *_: SimpleNamespace(
         major=9, minor=0, name="a device of the tests", total_memory=80 * 2**30
@@ -79,8 +83,10 @@ _NAMES: dict[str, Any] = {
     "manual_seed": _nothing,
     "manual_seed_all": _nothing,
     "max_memory_allocated": lambda *_: 0,
+    "memory_allocated": lambda *_: 0,
     "random.get_rng_state": _state,
     "random.set_rng_state": _nothing,
+    "reset_peak_memory_stats": _nothing,
     "set_device": _nothing,
     "set_rng_state": _nothing,
     "stream": lambda _: contextlib.nullcontext(),

@@ -41,10 +41,9 @@ class Opened:
         for operator in (flex_attention, flex_attention_backward):
             operator.py_impl(WatchingMode)(operator.python_key_table[FakeTensorMode])
         mesh = mesh_on_the_host(DeviceMesh.from_group)
-        note = patch.object(
-            torch.cuda.Event, "synchronize", lambda _: self.seen.note(self.seen.waits)
-        )
-        with patch.object(DeviceMesh, "from_group", mesh), note, mode:
+        for kind in (torch.cuda.Event, torch.cuda.Stream):
+            patch.object(kind, "synchronize", lambda _: self.seen.note(self.seen.waits)).start()
+        with patch.object(DeviceMesh, "from_group", mesh), mode:
             yield mode
 
     def watched(self, work: Callable[..., Any]) -> Callable[..., Any]:

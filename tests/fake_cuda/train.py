@@ -7,8 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron_distill.config import load_config
+from megatron_distill.ops.aligned.columns import TeacherLayout
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.runtime.termination import TerminationRequest
 from tests.fake_cuda.host_side import as_first_rank, fake, read_on_the_host, run_on_the_host
@@ -47,19 +50,26 @@ def _align_on_the_host(opening: Any, alignment: Any, mode: WatchingMode) -> None
     """Let two vocabularies be connected with real tensors, which then are on the fake device."""
     host = torch.device("cpu")
     open_tokens, with_map = opening.open_teacher_tokens, alignment._with_map
+    rows = TeacherLayout.rows
 
     def opened(*given: Any) -> Any:
         with as_first_rank():
             return open_tokens(*given[:-1], host)
 
     def connected(tokens_map: Any, shared: Any, rank: int, device: torch.device) -> Any:
-        with as_first_rank():
+        with unset_fake_temporarily():
             found, layout = with_map(tokens_map, shared, rank, host)
         return fake(found, mode, device), layout
+
+    def arranged(self: TeacherLayout, values: Tensor) -> Any:
+        with unset_fake_temporarily():
+            found = rows(self, torch.zeros(values.shape, dtype=values.dtype))
+        return fake(found, mode, values.device)
 
     patch.object(opening, "open_teacher_tokens", opened).start()
     patch.object(alignment, "_with_map", connected).start()
     patch.object(alignment, "shards_of", _equal_shards).start()
+    patch.object(TeacherLayout, "rows", arranged).start()
 
 
 def _equal_shards(shard: VocabShard, group: Any) -> list[VocabShard]:

@@ -18,6 +18,10 @@ _OURS = ("megatron_distill", "megatron/core")
 _FOR_OTHERS = ("host_copy.py", "segments.py")  # copies: who asks for them is counted
 _INDEXED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
+_OF_NCCL = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64),
+)
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Seen:
     copies: Counter[str] = field(default_factory=Counter)  # while watching: for which it waits
     unpinned: Counter[str] = field(default_factory=Counter)  # while watching: from pageable memory
     from_host: Counter[str] = field(default_factory=Counter)  # at any time: collectives
+    refused: Counter[str] = field(default_factory=Counter)  # at any time: of them by NCCL
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -37,7 +42,7 @@ class Seen:
 
     def note(self, counts: Counter[str]) -> None:
         """Count the innermost function of ours or Megatron-Core's that is running."""
-        if not self.is_watching and counts is not self.from_host:
+        if not self.is_watching and counts is not self.from_host and counts is not self.refused:
             return
         for frame in reversed(traceback.extract_stack()):
             name = Path(frame.filename).name
@@ -71,6 +76,8 @@ class WatchingMode(FakeTensorMode):
             return _number(args[0].dtype)
         if func is _aten._pin_memory.default:
             return self._pin(args[0])
+        if func is _aten.nonzero.default:
+            return self._places(args[0])
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         if func in _INDEXED:
@@ -118,6 +125,12 @@ class WatchingMode(FakeTensorMode):
         if is_mask != is_number or any(place.device.type == "cpu" for place in given):
             self.seen.note(self.seen.waits)
 
+    def _places(self, tensor: Tensor) -> Any:
+        """The host waits for the number of places, and finds every second one."""
+        self._note_wait(tensor)
+        size = [tensor.numel() // 2, tensor.dim()]
+        return super().dispatch(_aten.new_empty.default, (), (tensor, size), {"dtype": torch.int64})
+
     def _note_wait(self, tensor: Tensor) -> None:
         if tensor.device.type == "cuda":
             self.seen.note(self.seen.waits)
@@ -138,6 +151,8 @@ class WatchingMode(FakeTensorMode):
                 return value
             if value.device.type != "cuda":
                 self.seen.note(self.seen.from_host)
+            if not value.is_contiguous() or value.dtype not in _OF_NCCL:
+                self.seen.note(self.seen.refused)
             other = torch.empty(value.shape, dtype=value.dtype)
             stands_for[id(other)] = (other, value)
             return other

@@ -7,6 +7,7 @@ Without a GPU, on tensors that only claim to be on one (`tests.fake_cuda`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu
+from benchmarks.steps.cases import Case, Ranks
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.processes import run_python
@@ -146,7 +149,7 @@ def test_a_step_stays_on_its_device_and_waits_twice(
     name, rank, world, overrides = CASES[case]
     seen = train(stub, inputs, tmp_path, name, rank, world, *overrides)
     assert seen["waits"] == STEP_WAITS
-    assert seen["from_host"] == {}
+    assert seen["from_host"] == seen["refused"] == {}
     assert seen["copies"] == seen["unpinned"] == {}
     # The flash kernel in 16 bits; soft caps in blocks of documents.
     expected = {"blocked"}
@@ -188,6 +191,8 @@ ALIGNED: dict[str, tuple[int, int, Sequence[str]]] = {
     "tokens, second stage": (1, 2, (PIPELINE,)),
     "tokens, second context rank": (1, 2, (CONTEXT,)),
     "means": (0, 1, (MEANS_TERMS,)),
+    "tokens TP2": (0, 2, (TENSOR,)),
+    "means, second tensor rank": (1, 2, (MEANS_TERMS, TENSOR, SEQUENCE)),
 }
 
 
@@ -198,7 +203,7 @@ def test_a_step_between_two_tokenizers_waits_twice(
     rank, world, overrides = ALIGNED[case]
     seen = train(stub, inputs, tmp_path, "aligned", rank, world, *overrides)
     assert seen["waits"] == STEP_WAITS
-    assert seen["from_host"] == seen["copies"] == seen["unpinned"] == {}
+    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
 
 
 @pytest.mark.parametrize("kept", [(), ("capture.chunk_tokens=16",)], ids=["whole", "chunks"])
@@ -210,9 +215,10 @@ def test_a_capture_waits_once_per_step(
     (steps,) = seen["steps"]
     assert seen["records"] == 2 * steps  # of each micro-batch, for the thread that writes
     assert seen["waits"] == {"loop.py:_exchange": steps + 1}
-    assert seen["from_host"] == seen["copies"] == seen["unpinned"] == {}
+    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
 
 
+EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}
 # Rank, world, layout, and changes of the architecture.
 WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (0, 1, {}, {}),
@@ -221,7 +227,7 @@ WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "TP2": (1, 2, {"tensor": 2}, {}),
     "first stage": (0, 2, {"pipeline": 2}, {}),
     "last stage, virtual": (1, 2, {"pipeline": 2, "virtual_pipeline": 2}, {}),
-    "experts": (0, 1, {}, {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}),
+    "experts": (0, 1, {}, EXPERTS),
 }
 
 
@@ -249,3 +255,52 @@ def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(stub: Path, cas
         passes = seen["requests"]["score by passes"]["waits"]
         assert passes.keys() == {"collectives.py:highest", "pass_scoring.py:_shared"}
         assert passes["pass_scoring.py:_shared"] == 1
+
+
+def test_experts_of_two_ranks_wait_for_their_rows_in_each_layer(stub: Path) -> None:
+    seen = seen_of(stub, "generate", 0, 2, json.dumps({"expert": 2}), json.dumps(EXPERTS))
+    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
+    of_experts, looks = "experts.py:_routed", {"flight.py:finish_look", "collectives.py:highest"}
+    for name in ("greedy", "whole", "cut"):
+        found = seen["requests"][f"write {name}"]
+        assert found["lengths"] == [40, 9]  # of this rank's rows
+        assert found["waits"].keys() == {of_experts, *looks}, name
+        steps, rest = divmod(found["waits"][of_experts], 4)  # layers
+        assert rest == 0
+        assert 40 <= steps <= 57  # the end is read up to 17 steps late
+        assert sum(found["waits"][look] for look in looks) <= 3 * steps / 16 + 3
+    assert seen["requests"]["score"]["waits"].keys() == {of_experts, "scoring.py:shared_scores"}
+
+
+# Of `benchmarks/gpu.py`: words of its workers, and what they wait for.
+WORKERS: dict[str, tuple[Sequence[str], set[str]]] = {
+    "steps.worker": (
+        ("--case", "--subject=ours", "--warmup=1", "--steps=1"),
+        {*STEP_WAITS, "phase_timers.py:end_step"},
+    ),
+    "workers.capture": (("--case", "--repeats=1"), set()),
+    "objectives.worker": (
+        ("--tokens=64", "--vocab=512", "--precision=bf16", "--tensor=1", "--repeats=1"),
+        {"workspace.py:of_weights"},
+    ),
+}
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_worker_of_the_benchmark_runs_on_a_device(
+    stub: Path, tmp_path: Path, worker: str
+) -> None:
+    words, waits = WORKERS[worker]
+    case, result = tmp_path / "case.json", tmp_path / "result.json"
+    small = Case(gpu.SMALL.workload, Ranks("TP1", 1), "bf16", chunk_tokens=32)
+    case.write_text(json.dumps(small.as_dict()))
+    told = [f"{word}={case}" if word == "--case" else word for word in words]
+    seen = seen_of(stub, "benchmark", 0, 1, worker, *told, f"--result={result}")
+    assert seen["waits"].keys() == waits
+    assert seen["from_host"] == seen["refused"] == seen["unpinned"] == {}
+    assert seen["kernels"]["measure_rows"] > 0
+    measured = json.loads(result.read_text())
+    if worker == "objectives.worker":
+        ours = [row for row in measured if row["subject"].startswith("ours")]
+        assert len(ours) > 20
+        assert all(math.isfinite(row["seconds"]) for row in ours), ours
