@@ -26,12 +26,15 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_distill.errors import counted
+from megatron_distill.log import get_logger
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.planning.device import CALIBRATED, Curve, Device, Link, Precision
 from megatron_distill.signals import HiddenState
 
-__all__ = ["measure_machine"]
+__all__ = ["measure_machine", "measured_beside"]
 
+_LOGGER = get_logger(__name__)
 _DTYPES: Final[dict[Precision, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Square products, and the hidden states of a layer's element-wise work in bytes, of which it holds
 # some thirty times as many.
@@ -46,12 +49,15 @@ _SUMS: Final = 20  # of each message
 # Of products in layers: [tokens, hidden size, a multiple of it].
 _GAIN_SHAPES: Final = ((512, 256, 1408), (2048, 768, 2048))
 _HIDDEN: Final = 1024
+# Share of the cores that others may use: the rates of two threads suffer first.
+_UNSEEN: Final = 0.1
 # Operations that the planner counts in a layer's element-wise work.
 _ELEMENT_KERNELS: Final = 7
 
 
 def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
-    """Measure this machine's CPU, or its first GPU."""
+    """Measure this machine's CPU, or its first GPU; warns where other processes disturb it."""
+    began, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
     device = torch.device("cuda:0" if kind == "gpu" else "cpu")
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if kind == "cpu" else None
@@ -72,6 +78,8 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
     finally:
         torch.set_num_threads(threads)
     node, network = _links(device)
+    others = max(0.0, _busy_seconds() - busy - (_own_seconds() - own))
+    others /= time.perf_counter() - began
     return Device(
         name=CALIBRATED[kind],
         title=_title(device),
@@ -90,10 +98,38 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
         thread_efficiency=gain,
         node=node,
         network=network,
-        source="measured by megatron-distill calibrate",
+        # A GPU does not mind them.
+        source=measured_beside(0.0 if cores is None else others, cores=cores or 1),
         efficiency_source="measured too",
         date=date.today().isoformat(),
     )
+
+
+def measured_beside(others: float, *, cores: int) -> str:
+    """Return the source of a measurement, and warn if other processes used many of the cores."""
+    source = "measured by megatron-distill calibrate"
+    if others <= _UNSEEN * cores:
+        return source
+    _LOGGER.warning(
+        "other processes used %.1f of %s meanwhile, so that the rates are too low; calibrate again "
+        "when they have ended",
+        others,
+        counted(cores, "core"),
+    )
+    return f"{source}, while other processes used {others:.1f} of {counted(cores, 'core')}"
+
+
+def _busy_seconds() -> float:
+    """Return the seconds that this process's cores have worked, for any process."""
+    times = psutil.cpu_times(percpu=True)
+    mine = [times[core]._asdict() for core in os.sched_getaffinity(0) if core < len(times)]
+    idle = ("idle", "iowait", "guest", "guest_nice")  # user has a guest's
+    return sum(value for one in mine for name, value in one.items() if name not in idle)
+
+
+def _own_seconds() -> float:
+    """Return the seconds that this process and its ended children have worked."""
+    return sum(os.times()[:4])
 
 
 def _title(device: torch.device) -> str:

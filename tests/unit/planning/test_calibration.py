@@ -1,12 +1,17 @@
-"""A measurement of this machine is a device that plans, whatever its speed."""
+"""A measurement of this machine is a device that plans, and names what disturbs it."""
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.cli import main
+from megatron_distill.planning.calibration import _busy_seconds, _own_seconds, measured_beside
 from megatron_distill.planning.device import load_device
 from tests.unit.commands.test_plan import RUN
 
@@ -18,7 +23,7 @@ def test_the_measured_machine_plans_a_run(
     file, config = tmp_path / "mine.yaml", tmp_path / "run.yaml"
     assert main(["calibrate", "--output", str(file)]) == 0
     device = load_device(str(file))
-    assert device.source == "measured by megatron-distill calibrate"
+    assert device.source.startswith("measured by megatron-distill calibrate")
     for curve in (device.product_efficiency, device.memory_efficiency):
         assert all(0 < share <= 1 for _, share in curve)
     config.write_text(RUN)
@@ -32,3 +37,30 @@ def test_a_run_and_its_device_go_together(capsys: pytest.CaptureFixture[str]) ->
         main(["calibrate", "--run", "runs/first"])
     assert end.value.code == 2
     assert "--run and --device go together" in capsys.readouterr().err
+
+
+def test_the_work_of_others_is_counted_and_ones_own_is_not() -> None:
+    began, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.0)
+        of_others = _busy_seconds() - busy - (_own_seconds() - own)
+        assert of_others > 0.3 * (time.perf_counter() - began)  # of a core; it has other neighbours
+    finally:
+        other.kill()
+        other.wait()
+    assert _own_seconds() - own > 0.2  # as an ended child its work is this process's own
+
+
+def test_a_disturbed_measurement_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="megatron_distill"):
+        assert measured_beside(0.2, cores=2) == "measured by megatron-distill calibrate"
+        assert not caplog.records
+        source = measured_beside(1.14, cores=2)
+    assert source.endswith("calibrate, while other processes used 1.1 of 2 cores")
+    assert "other processes used 1.1 of 2 cores meanwhile, so that the rates are too low" in (
+        caplog.text
+    )
