@@ -21,7 +21,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "world size": (
         ("parallel.context=4",),
-        ("parallel.context", "layout needs a multiple of 4 processes; there are 2", "Set --nproc"),
+        ("parallel.context", "layout needs a multiple of 4 processes; there are 2", "Set --proc"),
     ),
     "no tokenizer": (
         ("data.tokenizer.path=/nowhere/tokenizer",),

@@ -101,7 +101,8 @@ def test_a_lossless_tokenizer_gives_any_text_back(kind: str, text: str) -> None:
     assert ids_n.dtype == np.int32
     assert len(ids_n) == 0 or 0 <= ids_n.min() <= ids_n.max() < tokenizer.vocab_size
     assert tokenizer.decode(ids_n.tolist()) == text
-    assert tokenizer.eos_id not in ids_n
+    if "<|endoftext|>" not in text:  # spelled, it is the token itself, as Hugging Face reads it
+        assert tokenizer.eos_id not in ids_n
 
 
 def test_a_model_with_spaces_behind_words_adds_one_at_the_end() -> None:
