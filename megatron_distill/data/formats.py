@@ -102,10 +102,16 @@ def _saved(paths: Sequence[str]) -> list[Path]:
 
 
 def _pairs(prefixes: Sequence[str]) -> list[Path]:
-    paths = [Path(f"{prefix}{end}") for prefix in prefixes for end in (".bin", ".idx")]
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"{path}: no such file; correct data.sources.paths")
+    paths = []
+    for prefix in prefixes:
+        for end in (".bin", ".idx"):
+            path = Path(f"{prefix}{end}")
+            if not path.is_file():
+                shared = prefix.removesuffix(".bin").removesuffix(".idx")
+                remedy = f"name the pair {shared}, without its ending, in"
+                remedy = "correct" if shared == prefix else remedy
+                raise DataError(f"{path}: no such file; {remedy} data.sources.paths")
+            paths.append(path)
     return paths
 
 

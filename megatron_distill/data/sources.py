@@ -226,8 +226,10 @@ def read_held_out(
         raise DataError(
             f"validation.samples is {samples}, but the documents held out "
             f"(data.validation_fraction={options.validation_fraction}) fill only "
-            f"{counted(len(found_samples), 'sample')} of {options.sequence_length} tokens; lower "
-            "validation.samples, raise data.validation_fraction, or set data.validation_sources"
+            f"{counted(len(found_samples), 'sample')} of {options.sequence_length} tokens; "
+            + ("" if found_samples else "check that the files have documents, ")
+            + "lower validation.samples, raise data.validation_fraction, or set "
+            "data.validation_sources"
         )
     return SampleList(found_samples)
 

@@ -350,9 +350,11 @@ def _prepare(output: Path, partial: Path, *, bytes_needed: int, overwrite: bool)
     free = shutil.disk_usage(partial).free
     if free < bytes_needed:
         shutil.rmtree(partial)
+        from megatron_distill.runtime.progress import size  # loads rich, which locks do not need
+
         raise CheckpointError(
-            f"no space left for {output}: it needs {bytes_needed / 1e9:.2f} GB and "
-            f"{free / 1e9:.2f} GB are free; free some or name a folder on another disk"
+            f"no space left for {output}: it needs {size(bytes_needed)} and {size(free)} are free; "
+            "free some or name a folder on another disk"
         )
 
 

@@ -46,7 +46,9 @@ def take_lock(
                     "another folder"
                 ) from None
             if not waited:
-                _LOGGER.warning("%s: waiting for another run (%s) to end", named, other)
+                _LOGGER.warning(
+                    "%s: waiting %.0f s at most for another run (%s) to end", named, patience, other
+                )
             waited = True
             time.sleep(_POLL_SECONDS)
         except OSError as error:

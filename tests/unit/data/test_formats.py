@@ -55,6 +55,9 @@ def test_a_pair_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"corpus\.idx: no such file"):
         source_files(SourceSpec("megatron", (str(prefix),)))
     (tmp_path / "corpus.idx").write_bytes(b"")
+    for end in (".bin", ".idx"):
+        with pytest.raises(DataError, match=rf"name the pair {prefix}, without its ending, in da"):
+            source_files(SourceSpec("megatron", (f"{prefix}{end}",)))
     assert [path.suffix for path in source_files(SourceSpec("megatron", (str(prefix),)))] == [
         ".bin",
         ".idx",

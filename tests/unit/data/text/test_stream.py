@@ -223,6 +223,18 @@ def test_held_out_samples_do_not_depend_on_the_seed_but_on_the_share_monotonical
     assert len(shares[1.0]) == len(digests)
 
 
+def test_a_source_without_documents_is_asked_for_some(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(DataError, match=r"fill only 0 samples .* check that the files have docum"):
+        read_held_out(
+            [SourceSpec("jsonl", (str(empty),))],
+            tokenizer=ByteTokenizer(),
+            options=options(validation_fraction=0.5),
+            samples=3,
+        )
+
+
 def test_too_little_to_hold_out_is_an_error(corpora: dict[str, list[SourceSpec]]) -> None:
     for fraction, specs in ((0.05, corpora["files"]), (0.0, corpora["jsonl"])):
         with pytest.raises(DataError, match=r"validation\.samples is 500, but .* fill only \d+"):
