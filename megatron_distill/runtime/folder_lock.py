@@ -11,6 +11,7 @@ from typing import Final
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.termination import is_requested
 
 __all__ = ["holder_of", "is_locked", "take_lock"]
 
@@ -25,9 +26,9 @@ def take_lock(
 ) -> int:
     """Return a descriptor that locks a file; the lock ends with it or with the process.
 
-    Waits some time for another process. `named` is the key and value of the folder, for messages;
-    `holder` this process, by default its number and host. Raises ConfigError: another run holds the
-    lock; OSError: the file cannot be created.
+    Waits some time for another process, until a signal to stop. `named` is the key and value of the
+    folder, for messages; `holder` this process, by default its number and host. Raises ConfigError:
+    another run holds the lock; OSError: the file cannot be created.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     patience = _PATIENCE_SECONDS if patience_seconds is None else patience_seconds
@@ -39,7 +40,7 @@ def take_lock(
             break
         except BlockingIOError:
             other = holder_of(descriptor)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or is_requested():
                 os.close(descriptor)
                 raise ConfigError(
                     f"{named}: another run ({other}) is writing there; wait for its end or name "
