@@ -38,8 +38,6 @@ class HuggingFaceTokenizer:
     `folder` holds its files; None for a tokenizer made in memory.
     """
 
-    reads_special_tokens = True
-
     def __init__(self, hugging_face: Any, *, name: str, folder: Path | None = None) -> None:
         self.hugging_face = hugging_face
         self.name = name
@@ -57,6 +55,8 @@ class HuggingFaceTokenizer:
             hugging_face.backend_tokenizer if hugging_face.is_fast else None
         )
         self._with_offsets: tokenizers.Tokenizer | None = None
+        # split_special_tokens of its tokenizer_config.json
+        self.reads_special_tokens = self._fast is None or not self._fast.encode_special_tokens
         rules: dict[str, Any] = {}
         if self._fast is not None:
             # A file keeps the truncation and padding of its last use, as after fine-tuning.
@@ -68,6 +68,12 @@ class HuggingFaceTokenizer:
         # A vocabulary of bytes, which lacks nothing, may name its end-of-document token.
         self.unknown_id = None if unknown == self.eos_id else unknown
         self.identity = self._digest(vocabulary, rules)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._with_offsets = None
+        if self._fast is not None:  # the library's pickles lack it
+            self._fast.encode_special_tokens = not self.reads_special_tokens
 
     def _digest(self, vocabulary: dict[str, int], rules: dict[str, Any]) -> str:
         content = json.dumps([sorted(vocabulary.items()), self.eos_id, rules], sort_keys=True)
@@ -101,6 +107,7 @@ class HuggingFaceTokenizer:
             # Post-processors may trim spaces off the offsets; they add nothing else here.
             self._with_offsets = tokenizers.Tokenizer.from_str(self._fast.to_str())
             self._with_offsets.post_processor = None
+            self._with_offsets.encode_special_tokens = not self.reads_special_tokens
         encodings = self._with_offsets.encode_batch(
             check_texts(texts, self.name), add_special_tokens=False
         )

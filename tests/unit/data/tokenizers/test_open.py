@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.align import token_spans
+from megatron_distill.data.chat.template import encode_rendered
 from megatron_distill.data.tokenizers.open import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -140,6 +142,23 @@ def test_truncation_and_padding_of_a_file_s_last_use_change_no_text(
     assert len(expected[1]) > 3
     assert [ids_n.tolist() for ids_n in found.encode_batch(texts)] == expected
     assert [one.ids_n.tolist() for one in found.encode_with_offsets(texts)] == expected
+
+
+def test_special_tokens_that_a_text_may_not_spell_are_found_in_rendered_conversations_alone(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "safe"
+    trained.save(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "split_special_tokens": True}))
+    found, text = load_tokenizer(folder), "a<|endoftext|>b"
+    for one in (found, pickle.loads(pickle.dumps(found))):  # as in worker processes
+        (ids_n,), (encoding,) = one.encode_batch([text]), one.encode_with_offsets([text])
+        assert one.eos_id not in ids_n
+        assert encoding.ids_n.tolist() == ids_n.tolist()
+        (rendered,) = encode_rendered(one, [text])
+        assert rendered.ids_n.tolist() == trained.encode_batch([text])[0].tolist()
+        assert rendered.ids_n.tolist().count(one.eos_id) == 1
 
 
 def broken_folder(folder: Path, trained: Tokenizer, kind: str) -> Path:
