@@ -34,7 +34,10 @@ _OF_TEACHER: Final[dict[str, np.dtype[Any]]] = {
     "teacher_chunks": np.dtype("<i4"),
     "teacher_stops": np.dtype("<i8"),
 }
-_BLOCK_COUNTS: Final = ("rows", "ce_labels", "unclosed", "dropped")
+_BLOCK_COUNTS: Final = (
+    *("rows", "ce_labels", "unclosed", "dropped"),
+    *("unseen", "teacher_unseen"),
+)
 _COUNTS: Final = ("conversations", "tokens", "kd_labels", "bad_rows", *_BLOCK_COUNTS)
 _HASHED_BYTES: Final = 1 << 22
 
@@ -43,8 +46,9 @@ _HASHED_BYTES: Final = 1 << 22
 class Manifest:
     """Metadata of a cache. `content` is a digest of all files.
 
-    unclosed, dropped: as in `PreparedBlock`. teacher_tokens: of a teacher with a tokenizer of its
-    own; None without one. unaligned: conversations that it shares no chunk with, and the last one.
+    unclosed, dropped, unseen, teacher_unseen: as in `PreparedBlock`. teacher_tokens: of a teacher
+    with a tokenizer of its own; None without one. unaligned: conversations that it shares no chunk
+    with, and the last one.
     """
 
     conversations: int
@@ -61,6 +65,8 @@ class Manifest:
     teacher_tokens: int | None = None
     unaligned: int = 0
     last_unaligned: str = ""
+    unseen: int = 0
+    teacher_unseen: int = 0
 
     @property
     def sizes(self) -> dict[str, tuple[np.dtype[Any], int]]:

@@ -47,6 +47,10 @@ INDEX_TYPE: Final = np.dtype(
 )
 
 
+# Messages that no template writes in another form; results of tools are JSON in some.
+_PROMPTS: Final = ("system", "user")
+
+
 @dataclass(frozen=True)
 class MaskRule:
     """Loss-mask rule: all responses or only the last; optionally distillation on prompts too."""
@@ -77,7 +81,9 @@ class PreparedBlock:
     index: of INDEX_TYPE, `stop` counted from the block's beginning. problems: rows that are no
     conversations, as (row, reason). rows: rows read, bad ones included. file: the file's index.
     unclosed: conversations whose last response has no end-of-turn token. dropped: responses
-    left out because no prompt comes before them. teacher: None where the teacher has the same
+    left out because no prompt comes before them. unseen, teacher_unseen: conversations whose text
+    for the student, and for a teacher with its own template, lacks a prompt or tools, see
+    `lacks_context`. teacher: None where the teacher has the same
     tokenizer; with it, the trained labels of `index` are those in chunks.
     """
 
@@ -90,6 +96,8 @@ class PreparedBlock:
     file: int
     unclosed: int = 0
     dropped: int = 0
+    unseen: int = 0
+    teacher_unseen: int = 0
     teacher: TeacherColumns | None = None
 
 
@@ -205,8 +213,21 @@ class ConversationEncoder:
             file=block.file,
             unclosed=sum(not one.rendered.is_closed for one in found),
             dropped=sum(one.conversation.dropped for one in found),
+            unseen=sum(lacks_context(one.conversation, one.rendered) for one in found),
+            teacher_unseen=sum(
+                one.of_teacher is not None and lacks_context(one.conversation, one.of_teacher)
+                for one in found
+            ),
             teacher=teacher,
         )
+
+
+def lacks_context(conversation: Conversation, rendered: Rendered) -> bool:
+    """Whether the template leaves out a system message, a question, or a tool's name."""
+    parts = [one["content"] for one in conversation.messages if one["role"] in _PROMPTS]
+    functions = (tool.get("function", tool) for tool in conversation.tools or ())
+    parts += [one.get("name") for one in functions if isinstance(one, dict)]
+    return any(isinstance(one, str) and one.strip() not in rendered.text for one in parts)
 
 
 def _aligned(

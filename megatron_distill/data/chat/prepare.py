@@ -44,6 +44,15 @@ _LOG = get_logger(__name__)
 # A worker takes seconds to start, so each one needs work for much longer.
 _BYTES_PER_WORKER: Final = 16 << 20
 _MOST_WORKERS: Final = 16
+# Which template leaves something out, and how to change it.
+_OWN_TEMPLATE: Final = (
+    "chat template",
+    "set data.sources.conversation.chat_template to a Jinja file that writes them",
+)
+_TEACHER_TEMPLATE: Final = (
+    "teacher's chat template",
+    "put a chat_template.jinja that writes them into the folder of the teacher's tokenizer",
+)
 _LOOKED_AT: Final = 10_000_000  # first tokens of a cache in which unknown ones are counted
 
 
@@ -281,6 +290,12 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
     )
     if manifest.unclosed:
         _warn_of_unclosed(spec.name, found.folder, manifest.unclosed, manifest.conversations)
+    for count, template, remedy in (
+        (manifest.unseen, *_OWN_TEMPLATE),
+        (manifest.teacher_unseen, *_TEACHER_TEMPLATE),
+    ):
+        if count:
+            _warn_of_unseen(spec.name, found.folder, count, template, remedy)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -294,6 +309,16 @@ def _warn_of_unclosed(name: str, folder: Path, unclosed: int, conversations: int
         name,
         f"{unclosed:,}",
         f"{conversations:,}",
+    )
+
+
+@lru_cache(maxsize=1 << 10)
+def _warn_of_unseen(name: str, folder: Path, count: int, template: str, remedy: str) -> None:  # noqa: ARG001
+    """Warn once per source and side, as above."""
+    _LOG.warning(
+        "%s: in %s the %s leaves out a system message, a question or tools, which the model then "
+        "does not see; %s, or remove them from the rows",
+        *(name, counted(count, "conversation"), template, remedy),
     )
 
 

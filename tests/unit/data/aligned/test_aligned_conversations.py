@@ -350,6 +350,32 @@ def test_moved_and_rewritten_contents_are_in_no_chunk(tmp_path: Path) -> None:
         assert text in texts
 
 
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_tools_that_a_template_leaves_out_are_warned_of_once_per_side(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, side: str
+) -> None:
+    # This template of Phi-3 writes no tools.
+    corpus: list[dict[str, Any]] = [
+        *rows(3),
+        {"messages": turns("a", "b", system="be kind")},
+        {"messages": turns("c", "d"), "tools": TOOLS},
+        {"messages": turns("e", "f"), "tools": TOOLS},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", corpus)
+    styles = ("phi3", "qwen25") if side == "student" else ("qwen25", "phi3")
+    options = options_of(tmp_path, other_tokenizer(styles[1]))
+    for _ in range(2):  # prepared, and from the cache
+        source_of(conversation_spec(path), chat_tokenizer(styles[0]), options)
+    warned = [one.message for one in caplog.records if "template leaves out" in one.message]
+    template, remedy = {
+        "student": ("chat template", "set data.sources.conversation.chat_template to a Jinja file"),
+        "teacher": ("teacher's chat template", "put a chat_template.jinja that writes them into"),
+    }[side]
+    assert len(warned) == 1
+    assert warned[0].startswith(f"jsonl {path}: in 2 conversations the {template} leaves out")
+    assert remedy in warned[0]
+
+
 def test_refusals_name_the_file_the_row_and_the_key(tmp_path: Path) -> None:
     student = chat_tokenizer("qwen25")
     path = write_rows(tmp_path / "a.jsonl", rows(3))

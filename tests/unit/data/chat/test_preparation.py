@@ -153,6 +153,19 @@ def test_turns_without_an_end_are_warned_of_once_per_source(
     assert not [one for one in logged.records if one.levelname == "WARNING"]
 
 
+def test_prompts_that_a_template_leaves_out_are_counted(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "no_system.jinja"
+    template.write_text(OPEN_ENDED.replace("messages %}", "messages if m.role != 'system' %}"))
+    corpus = [*ROWS, {"messages": turns(" a ", "b", system="be kind")}]
+    path = write_rows(tmp_path / "a.jsonl", corpus)
+    found = prepare(path, style="phi3", spec=ConversationSpec(chat_template=str(template)))
+    assert found.manifest.unseen == 1
+    assert "in 1 conversation the chat template leaves out a system message" in logged.text
+    assert prepare(path).manifest.unseen == 0
+
+
 def test_responses_before_the_first_prompt_are_counted_also_from_the_cache(
     tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
