@@ -14,6 +14,7 @@ from megatron_distill.config.rules.run import (
     check_features,
     check_layout,
     check_model,
+    is_divisible,
     with_steps,
 )
 from megatron_distill.config.rules.teacher_parallel import (
@@ -120,6 +121,7 @@ __all__ = [
     "has_own_tokenizer",
     "layout_row",
     "is_aligned",
+    "is_divisible",
     "load_capture_config",
     "load_config",
     "load_warnings",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Final, get_args
 
 from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.alignment import is_aligned, two_tokenizers_problems
@@ -16,7 +17,10 @@ from megatron_distill.config.rules.teacher_parallel import (
     teacher_parallel_problems,
     under_key,
 )
-from megatron_distill.config.rules.teacher_ranks import TeacherRanks
+from megatron_distill.config.rules.teacher_ranks import (
+    TeacherRanks,
+    ranks_key,
+)
 from megatron_distill.config.rules.teacher_tokenizers import aligned_role
 from megatron_distill.config.rules.tensor_overlap import tensor_overlap_problems
 from megatron_distill.config.schema import (
@@ -297,31 +301,59 @@ def layout_problems(
     `teachers`: how many of these run one teacher alone, by role.
     """
     own = dict(teachers)
-    students = world_size - sum(own.values())
+    students = _Ranks(world_size - sum(own.values()))
+    if own:
+        keys = tuple(ranks_key(job, role) for role in own)
+        students = replace(students, of="the student", keys=(_MORE_PROCESSES, *keys))
     yield from _processes(job.parallel, students)
     layouts = dict(own_layouts(job)) | {role: teacher_parallel(job, role) for role in own}
     for role, layout in layouts.items():
-        found = _processes(layout, own.get(role, students))
-        yield from under_key(found, f"{role}.parallel")
+        ranks = students
+        if role in own:
+            ranks = _Ranks(
+                own[role],
+                of="the teacher" if role == "teacher" else role,
+                keys=(ranks_key(job, role),),
+            )
+        yield from under_key(_processes(layout, ranks), f"{role}.parallel")
 
 
-def _processes(parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
-    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
-    processes = counted(world_size, "process", "processes")
-    if world_size % model_ranks:
-        there = f"there {'is' if world_size == 1 else 'are'} {world_size:,}"
+_MORE_PROCESSES: Final = (
+    "--processes (of torchrun --nproc-per-node, of a submission --ranks-per-node)"
+)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks of a role, and what changes their number; `of` "": of the whole launch."""
+
+    count: int
+    of: str = ""
+    keys: tuple[str, ...] = (_MORE_PROCESSES,)
+
+    def __str__(self) -> str:
+        if self.of:
+            return f"the {counted(self.count, 'rank')} of {self.of}"
+        return counted(self.count, "process", "processes")
+
+
+def _processes(parallel: ParallelConfig, ranks: _Ranks) -> Iterator[Problem]:
+    model_ranks, count = parallel.tensor * parallel.pipeline * parallel.context, ranks.count
+    if count % model_ranks:
+        unit = ("rank", "ranks") if ranks.of else ("process", "processes")
+        there = f"{ranks.of} has" if ranks.of else f"there {'is' if count == 1 else 'are'}"
         yield Problem(
             ("parallel.tensor", "parallel.pipeline", "parallel.context"),
             f"parallel.tensor * parallel.pipeline * parallel.context = {parallel.tensor} * "
             f"{parallel.pipeline} * {parallel.context}: the layout needs a multiple of "
-            f"{counted(model_ranks, 'process', 'processes')}; {there}. Set --processes (of "
-            "torchrun --nproc-per-node, of a submission --ranks-per-node) or one of these keys",
+            f"{counted(model_ranks, *unit)}; {there} {count:,}. Set {', '.join(ranks.keys)} or one "
+            "of these keys",
         )
-    elif world_size // (parallel.tensor * parallel.pipeline) % parallel.expert:
+    elif count // (parallel.tensor * parallel.pipeline) % parallel.expert:
         yield Problem(
             ("parallel.expert",),
             f"parallel.expert = {parallel.expert}: must divide data-parallel size * "
-            f"parallel.context = {world_size // model_ranks} * {parallel.context} on {processes}",
+            f"parallel.context = {count // model_ranks} * {parallel.context} on {ranks}",
         )
 
 

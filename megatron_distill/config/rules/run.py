@@ -44,6 +44,7 @@ __all__ = [
     "check_features",
     "check_layout",
     "check_model",
+    "is_divisible",
     "rule_problems",
     "with_steps",
 ]
@@ -65,9 +66,17 @@ def check_layout(config: JobConfig, world_size: int, *, teachers: TeacherRanks =
         layout += layout_problems(config, world_size, teachers=teachers)
         fits = students % (parallel.tensor * parallel.pipeline * parallel.context) == 0
         if isinstance(config, RunConfig) and fits:
-            layout += _batch_problems(config, students)
+            layout += _batch_problems(config, students, is_whole=not teachers)
     processes = counted(world_size, "process", "processes")
     raise_problems(f"this configuration on {processes}", problems + layout)
+
+
+def is_divisible(config: RunConfig, world_size: int, *, teachers: TeacherRanks) -> bool:
+    """Return whether layouts and batch fit a division of these processes, which the rules allow."""
+    students = world_size - sum(ranks for _, ranks in teachers)
+    if students < 1 or any(layout_problems(config, world_size, teachers=teachers)):
+        return False
+    return not any(_batch_problems(config, students, is_whole=not teachers))
 
 
 def check_architecture(
@@ -373,17 +382,23 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 )
 
 
-def _batch_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Find batch sizes that do not divide over the processes of a valid layout."""
+def _batch_problems(config: RunConfig, world_size: int, *, is_whole: bool) -> Iterator[Problem]:
+    """Find batch sizes that do not divide over the student's processes in a valid layout.
+
+    is_whole: whether these are all processes.
+    """
     parallel, train = config.parallel, config.train
     data_ranks = world_size // (parallel.tensor * parallel.pipeline * parallel.context)
     per_pass = train.micro_batch_size * data_ranks
+    processes = f"the {counted(world_size, 'rank')} of the student"
+    if is_whole:
+        processes = counted(world_size, "process", "processes")
     if train.global_batch_size % per_pass:
         yield Problem(
             ("train.global_batch_size", "train.micro_batch_size"),
             f"train.global_batch_size = {train.global_batch_size}: must be a multiple of "
             f"train.micro_batch_size * data-parallel size = {train.micro_batch_size} * "
-            f"{data_ranks} on {counted(world_size, 'process', 'processes')}",
+            f"{data_ranks} on {processes}",
         )
     elif parallel.virtual_pipeline and train.global_batch_size // per_pass % parallel.pipeline:
         micro_batches = counted(train.global_batch_size // per_pass, "micro-batch", "micro-batches")

@@ -21,6 +21,7 @@ __all__ = [
     "TeacherRanks",
     "has_own_ranks",
     "own_rank_roles",
+    "ranks_key",
     "role_problems",
     "teacher_ranks",
     "teacher_ranks_problems",
@@ -57,14 +58,16 @@ def teacher_ranks(config: JobConfig, *, ranks_per_node: int) -> TeacherRanks:
     return tuple(found)
 
 
+def ranks_key(config: JobConfig, role: str) -> str:
+    """Return the key that gives a teacher its ranks."""
+    return f"{role}.{'ranks' if config.models[role].nodes is None else 'nodes'}"
+
+
 def role_problems(config: JobConfig, world_size: int, teachers: TeacherRanks) -> Iterator[Problem]:
     """Find reasons why a launch cannot be divided among the student and the teachers."""
     total = sum(ranks for _, ranks in teachers)
     if total >= world_size:
-        keys = tuple(
-            f"{role}.{'ranks' if config.models[role].nodes is None else 'nodes'}"
-            for role, _ in teachers
-        )
+        keys = tuple(ranks_key(config, role) for role, _ in teachers)
         gives = "gives the teacher" if len(keys) == 1 else "give the teachers"
         yield Problem(
             keys,

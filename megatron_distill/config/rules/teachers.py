@@ -258,6 +258,8 @@ def _unused(config: RunConfig, routed: list[int]) -> Iterator[Problem]:
         for _, source in _sources(config):
             used |= {source.teacher} if source.teacher else set()
             used |= set(config.teachers) if source.teacher_field else set()
+    if not used <= set(config.teachers):
+        return  # a misspelt name, which is reported, may mean any of them
     for name in config.teachers:
         if name not in used:
             yield Problem(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -10,15 +12,21 @@ from megatron_distill.config import (
     ParallelConfig,
     RunConfig,
     TeacherRanks,
+    is_divisible,
     teacher_parallel,
 )
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.flops import StepFlops, step_flops_per_token
+from megatron_distill.models.flops import (
+    StepFlops,
+    head_flops_per_token,
+    step_flops_per_token,
+)
 from megatron_distill.models.rank_weights import weights_of_rank
 from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.roles import Role, Roles
-from megatron_distill.train.assemble.shapes import layout_of, read_shape
+from megatron_distill.train.assemble.shapes import layout_of
+from megatron_distill.train.reports.planned_run import open_shapes, vocabulary_note
 
 __all__ = ["layout_report"]
 
@@ -33,9 +41,11 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
     CheckpointError: a model does not exist or does not fit.
     """
     roles = Roles(ranks, teachers)
-    student = _checked_shape(config, "student")
+    every = open_shapes(config)
+    _check_files(config)
+    student = every["student"]
     shapes = {
-        role: _checked_shape(config, role)
+        role: every[role]
         for role, model in sorted(config.models.items())
         if role != "student" and model.store is None and model.has_model
     }
@@ -60,17 +70,17 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
             teacher_length=config.models[name].sequence_length,
         )
         lines += _balance(flops, roles, shape, config) if name == "teacher" else _share(flops)
-    return "\n".join(lines) + "\n"
+    note = vocabulary_note(config.models, config.data.tokenizer, every)
+    return "\n".join([*lines, *([note] if note else [])]) + "\n"
 
 
-def _checked_shape(config: RunConfig, role: str) -> Architecture:
-    """Return a model's shape; the headers of a Hugging Face model's files are checked as well."""
-    described, path = None, config.models[role].hf
-    if path is not None:
-        from megatron_distill.models.hugging_face.model import describe_checked  # loads torch
+def _check_files(config: RunConfig) -> None:
+    """Check the headers of the files of each Hugging Face model."""
+    for model in config.models.values():
+        if model.hf is not None:
+            from megatron_distill.models.hugging_face.model import describe_checked  # loads torch
 
-        described = describe_checked(Path(path).expanduser())
-    return read_shape(config, role, None, described).architecture
+            describe_checked(Path(model.hf).expanduser())
 
 
 def _ranks(role: Role, parallel: ParallelConfig) -> Iterator[str]:
@@ -125,33 +135,16 @@ def _balance(
 ) -> Iterator[str]:
     """Yield the ranks that the teacher would need for both sides to take the same time."""
     wanted = flops.teacher_forward / (flops.student_forward + flops.student_backward)
-    share = wanted / (1 + wanted)
+    sides = _Sides.of(flops, teacher, config)
     yield (
         f"balance: a step's forward pass of the teacher ({counted(teacher.num_layers, 'layer')}) "
         f"takes {wanted:.2f} times the operations of the student's forward and backward pass"
     )
-    total = roles.size
-    unit = _ranks_of_copy(teacher_parallel(config))
-    of_student = _ranks_of_copy(config.parallel)
-    best = min(
-        range(unit, total, unit),
-        key=lambda ranks: (
-            _slower(wanted, total - ranks, ranks)
-            if (total - ranks) % of_student == 0
-            else float("inf")
-        ),
-        default=0,
-    )
-    if not best or (total - best) % of_student:
-        yield f"  these layouts leave no division of {counted(total, 'rank')}"
-        return
-    alone = _slower(wanted, total - best, best) / (1 + wanted) * total
-    yield (
-        f"  of {counted(total, 'rank')} the teacher's share is {share * total:.1f}; best division: "
-        f"teacher.ranks={best}, {alone:.2f} times the time of shared ranks at equal efficiency"
-    )
+    if sides.has_moved_head:
+        yield "  on ranks of its own the teacher's head runs on the student's, in the losses"
+    yield _best_division(sides, roles, config)
     for role in roles.teachers:
-        of_teacher, own = wanted / role.size, 1 / roles.student.size
+        of_teacher, own = sides.teacher / role.size, sides.student / roles.student.size
         slower = "teacher" if of_teacher > own else "student"
         ratio = max(of_teacher, own) / min(of_teacher, own)
         waits = "student" if slower == "teacher" else "teacher"
@@ -164,10 +157,62 @@ def _balance(
         )
 
 
+@dataclass(frozen=True)
+class _Sides:
+    """Operations of a token on the ranks of each side, where the teacher has ranks of its own.
+
+    has_moved_head: the losses run the teacher's head, since hidden states are sent.
+    """
+
+    student: float
+    teacher: float
+    has_moved_head: bool
+
+    @classmethod
+    def of(cls, flops: StepFlops, teacher: Architecture, config: RunConfig) -> _Sides:
+        """Divide the work of a step."""
+        section, own = config.models["teacher"], config.data.sequence_length
+        student, teacher_side = (
+            flops.student_forward + flops.student_backward,
+            flops.teacher_forward,
+        )
+        if section.transfer.what == "top_k":
+            return cls(student, teacher_side, has_moved_head=False)
+        head = head_flops_per_token(teacher) * (section.sequence_length or own) / own
+        is_needed = bool(config.objective.terms)  # not by losses between layers alone
+        return cls(student + head * is_needed, teacher_side - head, has_moved_head=is_needed)
+
+    def time(self, students: int, teachers: int) -> float:
+        """Return the time of the slower side at equal efficiency."""
+        return max(self.student / students, self.teacher / teachers)
+
+    @property
+    def total(self) -> float:
+        """Operations of both sides."""
+        return self.student + self.teacher
+
+
+def _best_division(sides: _Sides, roles: Roles, config: RunConfig) -> str:
+    """Return the fastest division of the ranks that layouts, machines and batch sizes allow."""
+    total, section = roles.size, config.models["teacher"]
+    node = 1 if section.nodes is None else roles.teacher("teacher").size // section.nodes
+    unit = math.lcm(_ranks_of_copy(teacher_parallel(config)), node)
+    allowed = [
+        ranks
+        for ranks in range(unit, total, unit)
+        if is_divisible(config, total, teachers=(("teacher", ranks),))
+    ]
+    if not allowed:
+        return f"  these layouts and batch sizes leave no division of {counted(total, 'rank')}"
+    best = min(allowed, key=lambda ranks: sides.time(total - ranks, ranks))
+    alone = sides.time(total - best, best) / sides.total * total
+    key = f"ranks={best}" if section.nodes is None else f"nodes={best // node}"
+    return (
+        f"  of {counted(total, 'rank')} the teacher's share is "
+        f"{sides.teacher / sides.total * total:.1f}; best division: teacher.{key}, "
+        f"{alone:.2f} times the time of shared ranks at equal efficiency"
+    )
+
+
 def _ranks_of_copy(parallel: ParallelConfig) -> int:
     return parallel.tensor * parallel.context * parallel.pipeline
-
-
-def _slower(wanted: float, students: int, teachers: int) -> float:
-    """Return the time of the slower side, in student steps on one rank."""
-    return max(1 / students, wanted / teachers)

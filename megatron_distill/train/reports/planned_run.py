@@ -142,10 +142,7 @@ def vocabulary_note(
         return None
     (size,) = {shapes[role].vocab_size for role in assumed}
     keys = " and ".join(f"{role}.architecture.vocab_size" for role in assumed)
-    return (
-        f"Assumed: a vocabulary of {size:,} rows, since the tokenizer is not read for a plan; set "
-        f"{keys}"
-    )
+    return f"Assumed: a vocabulary of {size:,} rows, since no tokenizer is read here; set {keys}"
 
 
 def _assumed(models: Mapping[str, ModelConfig], tokenizer: TokenizerConfig) -> list[str]:

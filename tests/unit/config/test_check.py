@@ -12,6 +12,7 @@ from megatron_distill.config import (
     ParallelConfig,
     check_architecture,
     check_layout,
+    teacher_ranks,
 )
 from tests.support.sample_configs import ARCHITECTURE, EXPERTS, TAUGHT, complaints, load_tree
 
@@ -60,6 +61,37 @@ from tests.support.sample_configs import ARCHITECTURE, EXPERTS, TAUGHT, complain
 def test_a_layout_that_does_not_fit_the_processes_is_named(tmp_path, overrides, world_size, words):
     found = complaints(check_layout, load_tree(tmp_path, TAUGHT, *overrides), world_size)
     assert [line[: len(words)] for line in found] == [words]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["teacher.ranks=3", "teacher.parallel.tensor=2"],
+            "the layout needs a multiple of 2 ranks; the teacher has 3. Set teacher.ranks or one",
+        ),
+        (
+            ["teacher.ranks=1", "parallel.tensor=2", "teacher.parallel={tensor: 1}"],
+            "the layout needs a multiple of 2 ranks; the student has 3. Set --processes (of "
+            "torchrun --nproc-per-node, of a submission --ranks-per-node), teacher.ranks or one of "
+            "these keys",
+        ),
+        (
+            ["teacher.ranks=1"],
+            "train.micro_batch_size * data-parallel size = 1 * 3 on the 3 ranks of the student",
+        ),
+        (
+            ["teacher.ranks=3", EXPERTS.replace("student", "teacher"), "teacher.parallel.expert=2"],
+            "must divide data-parallel size * teacher.parallel.context = 3 * 1 on the 3 ranks of "
+            "the teacher",
+        ),
+    ],
+)
+def test_the_role_whose_ranks_do_not_fit_is_named_with_its_key(tmp_path, overrides, words):
+    config = load_tree(tmp_path, TAUGHT, *overrides)
+    teachers = teacher_ranks(config, ranks_per_node=4)
+    (found,) = complaints(lambda: check_layout(config, 4, teachers=teachers))
+    assert words in found
 
 
 @pytest.mark.parametrize(

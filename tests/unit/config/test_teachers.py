@@ -82,6 +82,12 @@ def test_contradictions_are_named(tmp_path: Path, case: str) -> None:
     assert any(expected in text for text in complaints(load_tree, tmp_path, SEVERAL, *overrides))
 
 
+def test_a_misspelt_name_is_reported_alone(tmp_path: Path) -> None:
+    typo = "objective.terms=[{teachers: {maths: 1, code: 2}}]"
+    (found,) = complaints(load_tree, tmp_path, SEVERAL, typo)
+    assert found.startswith("objective.terms.0.teachers: 'maths' is none of the teachers"), found
+
+
 TWO_TOKENIZERS = "teachers.code.sequence_length=32"
 ALIGNED = "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]"
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+
+from megatron_distill.config import RunConfig, check_layout, teacher_ranks
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.flops import head_flops_per_token, step_flops_per_token
 from megatron_distill.train.reports.layout_report import layout_report
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, load_tree
 
@@ -58,3 +64,82 @@ def test_every_world_of_several_teachers_has_its_ranks_and_answers(tmp_path: Pat
     assert "  teachers.code.0 to student.1: at most " in "\n".join(lines)
     weights = [line.split(":")[0] for line in lines if line.startswith("weights of ")]
     assert weights == [f"weights of teachers.{name}" for name in ("code", "law", "math")]
+
+
+# A teacher whose work is about twice the student's, and a batch of 32 sequences.
+LARGE = ("teacher.architecture.num_layers=24", "train.global_batch_size=32")
+EXPERTS = "teacher.architecture.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 128}"
+BEST = re.compile(r"best division: teacher\.(ranks|nodes)=(\d+), ([\d.]+) times")
+
+
+def _report(config: RunConfig, ranks: int, per_node: int) -> str:
+    teachers = teacher_ranks(config, ranks_per_node=per_node)
+    check_layout(config, ranks, teachers=teachers)
+    return layout_report(config, ranks=ranks, teachers=teachers)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        (),
+        ("teacher.ranks=8",),
+        ("teacher.nodes=2",),
+        ("teacher.ranks=8", "teacher.parallel={expert: 4}", EXPERTS),
+        ("teacher.ranks=8", "teacher.parallel={tensor: 2}", "parallel.tensor=2"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [12, 24])
+def test_the_best_division_is_one_that_starts(
+    tmp_path: Path, own: tuple[str, ...], ranks: int
+) -> None:
+    """Sequences of the batch are divided among the student's ranks, experts among the teacher's."""
+    config = load_tree(tmp_path, TAUGHT, *LARGE, *own)
+    text = _report(config, ranks, 4) if own else layout_report(config, ranks=ranks, teachers=())
+    found = BEST.search(text)
+    assert found is not None, text
+    key, number = found[1], int(found[2])
+    changed = load_tree(tmp_path, TAUGHT, *LARGE, *own, f"teacher.{key}={number}")
+    assert BEST.search(_report(changed, ranks, 4)) is not None
+    assert (key == "nodes") == ("teacher.nodes=2" in own)
+
+
+@pytest.mark.parametrize(
+    ("given", "of_student", "of_teacher"),
+    [
+        ((), 1, -1),
+        (("teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 8}]"), 0, 0),
+        (("objective.terms=[]", "objective.features=[{match: last}]"), 0, -1),
+    ],
+)
+def test_the_balance_counts_the_teachers_head_where_it_runs(
+    tmp_path: Path, given: tuple[str, ...], of_student: int, of_teacher: int
+) -> None:
+    config = load_tree(tmp_path, TAUGHT, "teacher.ranks=1", *given)
+    text = _report(config, 2, 2)
+    shapes = (
+        Architecture.from_dict(config.models[role].architecture.resolved(64, 512))
+        for role in ("student", "teacher")
+    )
+    student, teacher = shapes
+    flops = step_flops_per_token(student, teacher, sequence_length=64)
+    head = head_flops_per_token(teacher)
+    sides = (
+        flops.student_forward + flops.student_backward + of_student * head,
+        flops.teacher_forward + of_teacher * head,
+    )
+    assert f"the student's step takes {sides[0] / sides[1]:.2f} times the other's" in text, text
+    assert ("the teacher's head runs on the student's" in text) == bool(of_student)
+    assert f"teacher's share is {2 * sides[1] / sum(sides):.1f}; " in text
+
+
+def test_a_vocabulary_that_is_not_known_is_named(tmp_path: Path) -> None:
+    known = load_tree(tmp_path, TAUGHT)  # its tokenizer will have 512 tokens
+    sizes = [f"{role}.architecture.vocab_size" for role in ("student", "teacher")]
+    given = load_tree(tmp_path, TAUGHT, *(f"{key}=512" for key in sizes))
+    text = layout_report(known, ranks=2, teachers=())
+    assert text == layout_report(given, ranks=2, teachers=())
+    assert "Assumed" not in text
+    unknown = load_tree(tmp_path, TAUGHT, "data.tokenizer={path: x, train_vocab_size: null}")
+    last = layout_report(unknown, ranks=2, teachers=()).splitlines()[-1]
+    assert last.startswith("Assumed: a vocabulary of 32,768 rows"), last
+    assert last.endswith(f"set {' and '.join(sizes)}")

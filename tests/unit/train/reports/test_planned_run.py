@@ -37,13 +37,13 @@ UNREAD = ("data.tokenizer.path=tokenizers/llama3", "data.tokenizer.train_vocab_s
             [*UNREAD, "student.architecture.vocab_size=null",
              "teacher.architecture.vocab_size=null"],
             (32_768, 32_768),
-            f"a vocabulary of 32,768 rows, since the tokenizer is not read for a plan; set {BOTH}",
+            f"a vocabulary of 32,768 rows, since no tokenizer is read here; set {BOTH}",
         ),
         (
             [*UNREAD, "student.architecture.vocab_size=null",
              "teacher.architecture.vocab_size=5000"],
             (5000, 5000),
-            "a vocabulary of 5,000 rows, since the tokenizer is not read for a plan; set "
+            "a vocabulary of 5,000 rows, since no tokenizer is read here; set "
             "student.architecture.vocab_size",
         ),
         (
@@ -52,7 +52,7 @@ UNREAD = ("data.tokenizer.path=tokenizers/llama3", "data.tokenizer.train_vocab_s
              "teacher.sequence_length=2048",
              "objective.terms=[{alignment: likelihood, divergence: forward_kl}]"],
             (5000, 32_768),
-            "a vocabulary of 32,768 rows, since the tokenizer is not read for a plan; set "
+            "a vocabulary of 32,768 rows, since no tokenizer is read here; set "
             "teacher.architecture.vocab_size",
         ),
     ],
