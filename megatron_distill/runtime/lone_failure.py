@@ -150,7 +150,8 @@ class LoneFailure:
 
     def _report_failure(self, error: BaseException) -> None:
         """Write the traceback, and one line for torchrun's report."""
-        sys.stderr.write("".join(traceback.format_exception(error)))
+        with suppress(MemoryError):
+            sys.stderr.write("".join(traceback.format_exception(error)))
         text = f"error: {self._place()} failed{self._at_step()}: {_one_line(error)}"
         text = f"{text}; its traceback is above"
         if not tell_torchrun(text):
@@ -314,7 +315,8 @@ def _end_anyway(status: int) -> None:
     """End this process some time later: a store behind a broken link answers no request."""
     timer = threading.Timer(_REPORT_SECONDS, os._exit, (status,))
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError, MemoryError):  # without memory no thread starts
+        timer.start()
 
 
 def _sign_seconds() -> float:
