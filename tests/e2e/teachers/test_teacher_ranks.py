@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import io
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_distill import log
@@ -250,11 +257,65 @@ def test_weights_of_a_teacher_are_spread_over_its_replicas(
     assert_same(*runs_of_roles(pool, inputs, tmp_path, "1 and DP2", *odd, own=[spread]))
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a process holds: Python's blocks of memory, living tensors, threads and open files."""
+
+    blocks: int
+    tensors: int
+    threads: int
+    files: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """Count, after a collection."""
+        gc.collect()
+        is_tensor = [issubclass(type(one), torch.Tensor) for one in gc.get_objects()]
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        return cls(sys.getallocatedblocks(), sum(is_tensor), threading.active_count(), files)
+
+
+def held_in_roles(
+    rank: int, world: int, config: Path, overrides: Sequence[str], steps: Sequence[int]
+) -> list[Held]:
+    """Run one training; returns what this rank holds after some steps."""
+    from megatron_distill.train.loop import StepGarbage
+    from megatron_distill.train.teachers.serving import TeacherServer
+
+    found: list[Held] = []
+    turns = count(1)
+
+    def noting(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            result = usual(*given)
+            if next(turns) in steps:
+                found.append(Held.now())
+            return result
+
+        return noted
+
+    with (
+        patch.object(StepGarbage, "after_step", noting(StepGarbage.after_step)),
+        patch.object(TeacherServer, "_run", noting(TeacherServer._run)),
+    ):
+        train_in_roles(rank, world, config, overrides, None)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 64], ids=["fast teacher", "slow teacher"])
 def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers: int) -> None:
-    many = ("train.steps=200", f"teacher.architecture.num_layers={layers}")
-    found = run_apart(pool, 1, 1, inputs.folder / "dense.yaml", tmp_path / "apart", *many)
+    given = [f"output={tmp_path}", "teacher.ranks=1", "train.steps=200"]
+    given += [f"teacher.architecture.num_layers={layers}"]
+    config, looks = inputs.folder / "dense.yaml", (120, 190)
+    held = pool.run(2, held_in_roles, config, given, looks, timeout=SECONDS)
+    for before, after in held:
+        grown = after.blocks - before.blocks
+        assert grown < 5 * (looks[1] - looks[0]), (before, after)
+        assert after.tensors - before.tensors < 20, (before, after)  # of units under way
+        assert after.threads == before.threads
+        assert abs(after.files - before.files) < 4  # the corpus, while it is read
+    found = records(tmp_path)
     assert len(found) == 200
     peaks = [record["peak_memory_bytes"] for record in found]
     assert peaks[-1] - peaks[40] < 4e6, peaks[::20]
