@@ -21,6 +21,7 @@ __all__ = [
     "duration",
     "gigabytes",
     "short_count",
+    "shortened",
     "significant",
     "size",
 ]
@@ -32,6 +33,8 @@ _LINE_SECONDS: Final = 30.0
 _LEAST_BAR: Final = 5
 _USUAL_TIME: Final = "eta 0:00"
 _BETWEEN: Final = "  "
+_MOST_LINES: Final = 40
+_FIRST_LINES: Final = 8
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,16 @@ def _in_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
     rounded = float(f"{value:.3g}")
     limit, unit = next((one for one in units if rounded >= one[0]), units[-1])
     return f"{value / limit:.3g}{unit}"
+
+
+def shortened(lines: Sequence[str]) -> Iterator[str]:
+    """Yield lines of one form; of very many the first ones and the last."""
+    if len(lines) <= _MOST_LINES:
+        yield from lines
+        return
+    yield from lines[:_FIRST_LINES]
+    yield f"  ... {len(lines) - _FIRST_LINES - 1:,} more in this order ..."
+    yield lines[-1]
 
 
 def gigabytes(count: float) -> str:

@@ -9,7 +9,7 @@ from megatron_distill.config import RunConfig
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.launch import PRECISIONS
-from megatron_distill.runtime.progress import size
+from megatron_distill.runtime.progress import shortened, size
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
 from megatron_distill.train.assemble.routing import members, share_of_units
@@ -52,8 +52,12 @@ def _exchange(plan: AnswerPlan, roles: Roles, *, is_routed: bool) -> Iterator[st
             f"  {kind}layer {output.layer} of the teacher: from its stage {output.source} to the "
             f"student's stage {output.destination}, {output.bytes_per_token:,} bytes per token"
         )
-    for (source, destination), count in sorted(routes.items()):
-        yield f"  {roles.name(source)} to {roles.name(destination)}: {most}{size(count)} per step"
+    yield from shortened(
+        [
+            f"  {roles.name(source)} to {roles.name(destination)}: {most}{size(count)} per step"
+            for (source, destination), count in sorted(routes.items())
+        ]
+    )
     for stage in sorted({output.destination for output in plan.outputs}):
         where = "last stage" if stage == last.destination else f"stage {stage}"
         held = plan.slot_bytes(plan.student.rank(stage=stage))

@@ -23,7 +23,7 @@ from megatron_distill.models.flops import (
     step_flops_per_token,
 )
 from megatron_distill.models.rank_weights import weights_of_rank
-from megatron_distill.runtime.progress import size
+from megatron_distill.runtime.progress import shortened, size
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.train.assemble.shapes import layout_of
 from megatron_distill.train.reports.planned_run import open_shapes, vocabulary_note
@@ -92,16 +92,23 @@ def _ranks(role: Role, parallel: ParallelConfig) -> Iterator[str]:
         f"{parallel.context} x pipeline {parallel.pipeline} x data {replicas}"
         + (", sequence parallel" if parallel.sequence else "")
     )
-    for replica in range(replicas):
-        for stage in range(parallel.pipeline):
-            first = per_replica * (replica + replicas * stage)
-            last = first + per_replica - 1
-            names = f"{role.name}.{first}"
-            names += "" if last == first else f" to {role.name}.{last}"
-            launched = f"{role.first + first}" + (
-                "" if last == first else f" to {role.first + last}"
-            )
-            yield f"  {names:<28} (rank {launched}): replica {replica}, stage {stage}"
+    yield from shortened(
+        [
+            _place_of(role, replica, stage, replicas=replicas, ranks=per_replica)
+            for replica in range(replicas)
+            for stage in range(parallel.pipeline)
+        ]
+    )
+
+
+def _place_of(role: Role, replica: int, stage: int, *, replicas: int, ranks: int) -> str:
+    """Return the line of one stage of a replica, which has so many ranks."""
+    first = ranks * (replica + replicas * stage)
+    last = first + ranks - 1
+    names, launched = f"{role.name}.{first}", f"{role.first + first}"
+    if last != first:
+        names, launched = f"{names} to {role.name}.{last}", f"{launched} to {role.first + last}"
+    return f"  {names:<28} (rank {launched}): replica {replica}, stage {stage}"
 
 
 def _teacher_weights(config: RunConfig, role: str, shape: Architecture, ranks: int) -> str:

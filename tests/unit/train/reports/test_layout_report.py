@@ -143,3 +143,19 @@ def test_a_vocabulary_that_is_not_known_is_named(tmp_path: Path) -> None:
     last = layout_report(unknown, ranks=2, teachers=()).splitlines()[-1]
     assert last.startswith("Assumed: a vocabulary of 32,768 rows"), last
     assert last.endswith(f"set {' and '.join(sizes)}")
+
+
+def test_a_large_launch_fits_a_screen(tmp_path: Path) -> None:
+    given = ("teacher.ranks=192", "teacher.parallel={tensor: 4}", "train.global_batch_size=256")
+    text = _report(load_tree(tmp_path, TAUGHT, *given), 256, 8)
+    lines = text.splitlines()
+    assert len(lines) < 60, text
+    assert lines[10].split() == ["...", "55", "more", "in", "this", "order", "..."]
+    assert lines[11].split()[:3] == ["student.63", "(rank", "63):"]
+    assert lines[22].split()[:5] == ["teacher.188", "to", "teacher.191", "(rank", "252"]
+    (routes,) = [index for index, line in enumerate(lines) if line.startswith("answers: ")]
+    assert lines[routes + 1].startswith("  teacher.0 to student.0: ")
+    assert lines[routes + 10].startswith("  teacher.")
+    # 64 replicas of the student get their units from 48 of the teacher.
+    plan = (line for line in lines[routes:] if line.startswith("  ... "))
+    assert int(next(plan).split()[1]) > 40
