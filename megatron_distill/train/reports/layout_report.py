@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from megatron_distill.config import (
+    ModelConfig,
     ParallelConfig,
     RunConfig,
     TeacherRanks,
@@ -42,7 +43,7 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
     """
     roles = Roles(ranks, teachers)
     every = open_shapes(config)
-    _check_files(config)
+    _check_files(config.models)
     student = every["student"]
     shapes = {
         role: every[role]
@@ -74,9 +75,9 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
     return "\n".join([*lines, *([note] if note else [])]) + "\n"
 
 
-def _check_files(config: RunConfig) -> None:
+def _check_files(models: Mapping[str, ModelConfig]) -> None:
     """Check the headers of the files of each Hugging Face model."""
-    for model in config.models.values():
+    for model in models.values():
         if model.hf is not None:
             from megatron_distill.models.hugging_face.model import describe_checked  # loads torch
 
