@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_distill.config import (
     ModelConfig,
     RunConfig,
+    TokenizerConfig,
     check_layout,
     config_of,
     load_config,
@@ -83,13 +84,24 @@ def load_trained_run(
         raise ConfigError(f"{folder}: not a run folder (no config.yaml); {_instead(Path(folder))}")
     found = load_config(file, own=_ONE_PROCESS)
     changes += [f"{role}.parallel=null" for role, _ in own_layouts(found)]
-    tokenizer = found.data.tokenizer
-    if tokenizer.path is None and tokenizer.encoding is None and tokenizer.train_vocab_size is None:
-        changes.append(f"data.tokenizer.path={Path(folder) / 'hugging_face'}")
+    if (copy := _kept_tokenizer(found.data.tokenizer, folder)) is not None:
+        changes.append(f"data.tokenizer.path={copy}")
     config = load_config(file, overrides, own=[*_ONE_PROCESS, *changes, *own])
     config = _with_shared_ranks(config)
     check_layout(config, world_size)
     return config
+
+
+def _kept_tokenizer(named: TokenizerConfig, folder: str) -> Path | None:
+    """Return the run's copy of its tokenizer where none is named, or the named one is gone.
+
+    A relative path is gone when the command starts in another folder than the run did.
+    """
+    copy = Path(folder) / "hugging_face"
+    if named.path is not None:
+        is_gone = not Path(named.path).expanduser().exists()
+        return copy if is_gone and copy.is_dir() else None
+    return copy if named.encoding is None and named.train_vocab_size is None else None
 
 
 def _instead(folder: Path) -> str:

@@ -6,15 +6,18 @@ import argparse
 import json
 import re
 import runpy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_distill.errors import CheckpointError, ConfigError, DataError
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.train.assemble.trained_config import (
+    STUDENT_ALONE,
     add_run_arguments,
     load_trained_run,
     load_weights,
@@ -228,6 +231,20 @@ def test_a_checkpoint_brings_the_tokenizer_of_its_run(tmp_path: Path) -> None:
     assert named.data.tokenizer.path == "mine"
     with pytest.raises(ConfigError, match=r"none: no tokenizer is there; name one, data\.tok"):
         load_weights({"checkpoint": str(tmp_path / "none")}, [], world_size=1)
+
+
+def test_a_run_has_its_tokenizer_where_the_named_one_is_gone(trained: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "moved"
+    shutil.copytree(trained / "student" / "hugging_face", run_folder / "hugging_face")
+    content = yaml.safe_load((trained / "student" / "config.yaml").read_text())
+    for named, expected in ((str(tmp_path), tmp_path), ("gone", run_folder / "hugging_face")):
+        content["data"]["tokenizer"] = {"path": named}
+        (run_folder / "config.yaml").write_text(yaml.safe_dump(content))
+        found = load_trained_run(str(run_folder), [], world_size=1, own=STUDENT_ALONE)
+        assert found.data.tokenizer.path == str(expected)
+    mine = ["data.tokenizer.path=mine"]
+    found = load_trained_run(str(run_folder), mine, world_size=1, own=STUDENT_ALONE)
+    assert found.data.tokenizer.path == "mine"
 
 
 def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> None:
