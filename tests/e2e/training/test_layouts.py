@@ -148,7 +148,7 @@ UNEVEN = (f"{ARCHITECTURE}num_layers=5", "teacher.architecture.num_layers=3")
 SWITCH = (
     f"{ARCHITECTURE}moe={{num_experts: 4, top_k: 1, ffn_hidden_size: 24, renormalize: false}}",
 )
-# Windows, norms, caps of scores, shared heads and uneven stages: test_model_layouts.py.
+# Windows, norms, caps of scores: test_family_layouts.py, and gradients in test_model_layouts.py.
 FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "PP2+virtual, tied": (TIED, ()),
     "TP2, capped logits": (CAPPED, ()),
