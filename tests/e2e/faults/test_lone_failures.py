@@ -126,7 +126,10 @@ def descendants_of(launcher: int) -> list[psutil.Process]:
     return []
 
 
-CASES = ("exception torchrun", "memory processes", "killed torchrun", "killed processes")
+CASES = (
+    "exception torchrun", "memory torchrun", "memory processes", "killed torchrun",
+    "killed processes",
+)  # fmt: skip
 
 
 @pytest.mark.slow
