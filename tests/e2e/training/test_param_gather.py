@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     PIPELINE,
@@ -67,6 +68,39 @@ def train_deferred(rank: int, world: int, config: Path, overrides: Sequence[str]
 
     with patch.object(param_and_grad_buffer, "dist_all_gather_func", Deferred):
         return train_here(rank, world, config, overrides)
+
+
+def connected(rank: int, world: int, pipeline: dict[str, int], is_late: bool) -> tuple[bool, bool]:
+    """Whether stages gather in step with each other, and whether the schedule starts gathers."""
+    with megatron_groups(**pipeline) as groups:
+        from megatron_distill.config import OptimizerConfig
+        from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+
+        settings = OptimizerConfig(overlap_param_gather=is_late)
+        chunks = build(small_architecture(), groups, seed=1)
+        wrapped = wrap_data_parallel(chunks, settings, groups=groups)
+        connect_schedule(wrapped, settings, positions=1)
+        starts = wrapped[0].config.param_sync_func
+        assert starts in (None, [chunk.start_param_sync for chunk in wrapped])
+        aligned = {chunk.ddp_config.align_param_gather for chunk in wrapped}
+        assert len(aligned) == 1
+        return aligned.pop(), starts is not None
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "is_late", "expected"),
+    [
+        ({"pipeline": 2, "virtual_pipeline": 2}, True, True),
+        ({"pipeline": 2, "virtual_pipeline": 2}, False, False),
+        ({"pipeline": 2}, True, False),
+    ],
+    ids=["virtual stages", "virtual stages, not late", "stages"],
+)
+def test_the_schedule_starts_the_gathers_that_stages_align(
+    pool: Pool, pipeline: dict[str, int], is_late: bool, expected: bool
+) -> None:
+    # Aligned without a schedule that starts them, no gather of a next chunk would ever start.
+    assert pool.run(2, connected, pipeline, is_late) == [(expected, expected)] * 2
 
 
 def saved(output: Path) -> dict[str, torch.Tensor]:
