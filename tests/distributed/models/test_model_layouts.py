@@ -232,6 +232,46 @@ def test_states_and_gradients_are_those_of_one_process(
         )
 
 
+def _calls(rank: int, world: int, recompute: tuple[Any, ...]) -> dict[str, list[int]]:
+    """Of each part of a layer, its forward calls in both passes, by layer."""
+    with megatron_groups() as groups:
+        from megatron_distill.models.execution import Execution, Recompute
+        from megatron_distill.models.gpt import build_gpt, run_model
+
+        execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(*recompute))
+        (model,) = build_gpt(small_architecture(), groups=groups, execution=execution, seed=11)
+        found = {part: [0] * 4 for part in PARTS}
+
+        def count(*_: Any, part: str, number: int) -> None:
+            found[part][number] += 1
+
+        for number, layer in enumerate(model.decoder.layers):
+            for part in PARTS:
+                hook = partial(count, part=part, number=number)
+                layer.get_submodule(part).register_forward_pre_hook(hook)
+        run_model(model, packed_batch(isolate=True), context_size=1).sum().backward()
+        return found
+
+
+ONCE, AGAIN = [1] * 4, [2] * 4
+PARTS = ("input_layernorm", "self_attention.core_attention", "pre_mlp_layernorm", "mlp")
+RECOMPUTED: dict[str, tuple[tuple[Any, ...], tuple[list[int], ...]]] = {
+    "none": (("none",), (ONCE, ONCE, ONCE, ONCE)),
+    "attention": (("selective",), (ONCE, AGAIN, ONCE, ONCE)),
+    "mlp": (("selective", ("mlp",)), (ONCE, ONCE, ONCE, AGAIN)),
+    "layernorm": (("selective", ("layernorm",)), (AGAIN, ONCE, AGAIN, ONCE)),
+    "full": (("full",), (AGAIN, AGAIN, AGAIN, AGAIN)),
+    "two layers": (("full", (), 2), ([2, 2, 1, 1],) * 4),
+}
+
+
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_what_is_to_be_recomputed_runs_twice_and_nothing_else(pool: Pool, case: str) -> None:
+    recompute, expected = RECOMPUTED[case]
+    (found,) = pool.run(1, _calls, recompute)
+    assert found == dict(zip(PARTS, expected, strict=True))
+
+
 def test_post_norms_have_names_and_gradients_of_their_own(alone: dict[str, Any]) -> None:
     (_, weights, gradients), *_ = alone["gemma2"]
     for sublayer in ("self_attention", "mlp"):
