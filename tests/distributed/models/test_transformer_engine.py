@@ -277,6 +277,7 @@ def fp8_of(
     tensor: int,
     runs: bool,
     capability: tuple[int, int],
+    number_format: str = "hybrid",
 ) -> str:
     """The FP8 fields of a model's configuration, or the error."""
     with megatron_groups():
@@ -286,7 +287,7 @@ def fp8_of(
         from megatron_distill.runtime.groups import Layout
 
         architecture = small_architecture(**shape)
-        fp8 = Fp8("hybrid", "teacher.fp8")
+        fp8 = Fp8(number_format, "teacher.fp8")
         execution = Execution(torch.bfloat16, torch.device("cpu"), fp8=fp8)
         layout = Layout(tensor=tensor)
         try:
@@ -321,3 +322,8 @@ def test_fp8_is_set_or_refused_by_key_value_and_remedy(pool: Pool, case: str) ->
     (said,) = pool.run(1, fp8_of, shape, tensor, runs, capability)
     for part in parts:
         assert part in said
+
+
+def test_the_other_number_format_reaches_the_configuration_too(pool: Pool) -> None:
+    (said,) = pool.run(1, fp8_of, {}, 1, True, (8, 9), "e4m3")
+    assert said == "e4m3 tensorwise False"

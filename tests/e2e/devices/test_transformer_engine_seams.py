@@ -6,6 +6,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,17 @@ from megatron_distill.runtime import mcore_patches
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_tensor_overlap import overlapping_layers
 from tests.distributed.pool import Pool
-from tests.e2e.runs import SECONDS, Inputs, course, failure_here, step_records, train_here
+from tests.e2e.runs import (
+    SECONDS,
+    Inputs,
+    assembled,
+    assert_same_course,
+    course,
+    failure_here,
+    run,
+    step_records,
+    train_here,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,6 +116,26 @@ def test_a_fused_adam_is_saved_and_resumed(
     trained(pool, config, tmp_path / "parts", *changes, schedule, "train.steps=3")
     parts = trained(pool, config, tmp_path / "parts", *changes, schedule, "train.steps=6")
     assert course(parts) == course(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", ["false", "true"])
+def test_either_adam_resumes_a_checkpoint_of_the_other(
+    pool: Pool, inputs: Inputs, tmp_path: Path, distributed: str
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    changes = (f"optimizer.distributed={distributed}", "checkpoint.save=true")
+    changes = (*changes, "schedule.decay_steps=6", "train.steps=6")
+    whole = run(pool, 2, config, tmp_path / "torch", *changes)
+    run(pool, 2, config, tmp_path / "torch first", *changes, "train.steps=3")
+    trained(pool, config, tmp_path / "fused first", *changes, "train.steps=3")
+    crossed = (
+        trained(pool, config, tmp_path / "torch first", *changes),
+        run(pool, 2, config, tmp_path / "fused first", *changes),
+    )
+    for records in crossed:
+        assert len(records) == len(whole) == 6
+        assert_same_course(records, whole)
 
 
 def untouched_moments(rank: int, world: int, distributed: bool) -> set[str]:
@@ -197,6 +229,56 @@ def test_a_release_that_does_not_fit_is_named_and_not_used(pool: Pool) -> None:
     assert not is_used
     assert len(text) == 1
     assert "the layers are torch's: Transformer Engine cannot be used: No module named" in text[0]
+
+
+def hidden(rank: int, world: int, folder: Path, setting: str) -> str:
+    """What an import of an installed release finds once Megatron-Core was prepared."""
+    mcore_patches.prepare_megatron_core(on_cuda=False)
+    with (
+        patch.dict(sys.modules),
+        patch.object(sys, "path", [str(folder), *sys.path]),
+        patch.object(mcore_patches._LOGGER, "warning", lambda *_: None),
+    ):
+        del sys.modules["transformer_engine"]  # a run on a CPU hides it
+        assert find_spec("transformer_engine") is not None
+        mcore_patches.prepare_megatron_core(on_cuda=True, transformer_engine=setting)
+        try:
+            return str(import_module("transformer_engine").__file__)
+        except ImportError:
+            return "nothing"
+
+
+def test_a_key_turns_an_installed_release_off(pool: Pool, tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine" / "__init__.py"
+    package.parent.mkdir()
+    package.touch()
+    assert pool.run(1, hidden, tmp_path, "auto") == [str(package)]
+    assert pool.run(1, hidden, tmp_path, "off") == ["nothing"]
+
+
+def formats(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """The number formats of the student and of the teacher of an assembled run."""
+    mcore_patches.prepare_megatron_core(on_cuda=False)
+    from megatron_distill.models import gpt
+
+    with (
+        patch.object(gpt, "check_fp8", lambda *_, **__: None),  # there is no GPU
+        assembled(rank, world, config, overrides) as (_, parts),
+    ):
+        (student,), teacher = parts.state.student.chunks, vars(parts.teacher)["model"]
+        return student.config.fp8, teacher.config.fp8
+
+
+@pytest.mark.parametrize("own", [(None, "e4m3"), ("hybrid", None), ("e4m3", "hybrid")])
+def test_each_model_has_the_number_format_of_its_own_key(
+    pool: Pool, inputs: Inputs, tmp_path: Path, own: tuple[str | None, str | None]
+) -> None:
+    named = zip(("train.fp8", "teacher.fp8"), own, strict=True)
+    overrides = [f"output={tmp_path}", "train.precision=bf16"]
+    overrides += [f"{key}={value}" for key, value in named if value is not None]
+    assert pool.run(1, formats, inputs.folder / "dense.yaml", overrides) == [own]
 
 
 def overlapped(
