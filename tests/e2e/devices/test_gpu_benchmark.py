@@ -17,6 +17,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from benchmarks import gpu
 from benchmarks.harness.children import ChildFailed, run_child
+from benchmarks.harness.environment import installed
 from benchmarks.harness.op_profile import LOSS_RANGE, markdown
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import environment
@@ -56,6 +57,17 @@ def test_every_part_is_measured_and_written(tmp_path: Path) -> None:
     assert "tokens/s" in text
     assert "slower" in text
     assert "aten::" in (tmp_path / "gpu_profile.md").read_text(encoding="utf-8")
+    cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    losses = {(row[1], row[2]) for row in cells if len(row) == 7}
+    assert ("forward_kl", "copy of 10 bytes per logit") in losses
+    has_modelopt = installed("nvidia-modelopt") is not None
+    assert {("forward_kl", "ModelOpt"), ("top-k", "ModelOpt")} <= losses or not has_modelopt
+    assert ("jsd", "Liger") in losses or installed("liger-kernel") is None
+    steps = [row[2:-1] for row in cells if len(row) == 9 and row[2] in ("ours", "peer")]
+    assert [row[0] for row in steps] == (["ours", "ours", "peer"] if has_modelopt else ["ours"])
+    for subject, *_, teacher, peak in steps:
+        assert int(peak.replace(",", "")) > 0
+        assert subject == "peer" or 0 < int(teacher.removesuffix("%")) < 100
 
 
 @pytest.mark.slow
