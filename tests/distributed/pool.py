@@ -83,7 +83,7 @@ def _collect() -> None:
     gc.freeze()  # remaining objects need no scan after every call
 
 
-def _meet(store: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
+def meet(store: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
     """Wait until every rank has connected: one without a collective to run could leave before."""
     if store.add(name, 1) == world_size:
         store.set(f"{name}/all", b"")
@@ -101,7 +101,7 @@ def _call(rank: int, port: int, request: tuple[Any, ...]) -> tuple[bool, Any]:
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-        _meet(client, f"connected{number}", world_size, timedelta(seconds=timeout))
+        meet(client, f"connected{number}", world_size, timedelta(seconds=timeout))
         try:
             return True, function(rank, world_size, *args)
         finally:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_distill.align import align_spans, chunk_numbers, token_spans
 from megatron_distill.data.samples import NO_CHUNK
-from megatron_distill.data.tokenizers.protocol import Tokenizer
+from megatron_distill.data.tokenizers.protocol import Tokenizer, encoded_or_refused
 from megatron_distill.errors import DataError
 
 __all__ = ["AlignedDocument", "PairEncoder", "Side", "UnknownTokens", "is_unknown"]
@@ -194,7 +194,8 @@ class PairEncoder:
 
         ends, starts: whether a document ends behind the text, and begins with it; None: all begin.
         """
-        students, teachers = _encoded(self.student, texts), _encoded(self.teacher, texts)
+        students = encoded_or_refused(self.student, texts)
+        teachers = encoded_or_refused(self.teacher, texts)
         rows = zip(texts, ends, starts or [True] * len(texts), students, teachers, strict=True)
         return [
             self._aligned(text, (is_start, is_end), own, other)
@@ -236,16 +237,6 @@ class PairEncoder:
                 for side, begin in zip((student, teacher), self.begins, strict=True)
             )
         return AlignedDocument(student, teacher, unknown=UnknownTokens.of(*unknown))
-
-
-def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> Sequence[NDArray[np.int32] | DataError]:
-    """The ids of each text, or why the tokenizer cannot encode it."""
-    try:
-        return tokenizer.encode_batch(texts)
-    except DataError as error:
-        if len(texts) == 1:
-            return [error]
-    return [_encoded(tokenizer, [text])[0] for text in texts]
 
 
 def is_unknown(tokenizer: Tokenizer, ids_n: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -34,10 +34,7 @@ _OF_TEACHER: Final[dict[str, np.dtype[Any]]] = {
     "teacher_chunks": np.dtype("<i4"),
     "teacher_stops": np.dtype("<i8"),
 }
-_BLOCK_COUNTS: Final = (
-    *("rows", "ce_labels", "unclosed", "dropped"),
-    *("unseen", "teacher_unseen"),
-)
+_BLOCK_COUNTS: Final = ("rows", "ce_labels", "unclosed", "dropped", "unseen", "teacher_unseen")
 _COUNTS: Final = ("conversations", "tokens", "kd_labels", "bad_rows", *_BLOCK_COUNTS)
 _HASHED_BYTES: Final = 1 << 22
 

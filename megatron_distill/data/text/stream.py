@@ -25,7 +25,7 @@ from megatron_distill.data.text.documents import (
     DocumentReader,
     is_held_out,
 )
-from megatron_distill.data.tokenizers.protocol import begin_token
+from megatron_distill.data.tokenizers.protocol import begin_token, encoded_or_refused
 from megatron_distill.errors import DataError
 
 BLOCK_CHARACTERS: Final = 64 << 20  # limit of a shuffled block with long documents
@@ -309,25 +309,20 @@ class PackedStream(Generic[Item]):
 def encoded(
     documents: Iterable[tuple[Document, Mark]], tokenizer: TextEncoder, *, begin: int | None
 ) -> Iterator[tuple[NDArray[np.int32], Mark]]:
-    """Tokenise marked documents in batches, between `begin` and the end-of-document token."""
+    """Tokenise marked documents in batches, between `begin` and the end-of-document token.
+
+    Raises DataError for a document that the tokenizer cannot encode.
+    """
     none = np.zeros(0, np.int32)
     first = none if begin is None else np.array([begin], np.int32)
     end = np.array([tokenizer.eos_id], np.int32)
     for batch in document_batches(documents):
-        rows = _ids([document for document, _ in batch], tokenizer)
+        rows = encoded_or_refused(tokenizer, [document.text for document, _ in batch])
         for row, (document, mark) in zip(rows, batch, strict=True):
+            if isinstance(row, DataError):
+                raise DataError(f"{document.place}: {row}") from row
             before, behind = first if document.is_start else none, end if document.is_end else none
             yield np.concatenate([before, row, behind]), mark
-
-
-def _ids(documents: Sequence[Document], tokenizer: TextEncoder) -> list[NDArray[np.int32]]:
-    """Token ids of each document. Raises DataError, which names the document."""
-    try:
-        return tokenizer.encode_batch([document.text for document in documents])
-    except DataError as error:
-        if len(documents) == 1:
-            raise DataError(f"{documents[0].place}: {error}") from error
-    return [_ids([document], tokenizer)[0] for document in documents]
 
 
 def document_batches(

@@ -124,6 +124,26 @@ def begin_token(tokenizer: BeginsTexts, add_bos: bool | None) -> int | None:
     return tokenizer.bos_id if (tokenizer.adds_bos if add_bos is None else add_bos) else None
 
 
+class EncodesTexts(Protocol):
+    """The part of the `Tokenizer` protocol that encodes texts."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """As `Tokenizer.encode_batch`."""
+        ...
+
+
+def encoded_or_refused(
+    tokenizer: EncodesTexts, texts: Sequence[str]
+) -> Sequence[NDArray[np.int32] | DataError]:
+    """The token ids of each text, or why the tokenizer cannot encode it."""
+    try:
+        return tokenizer.encode_batch(texts)
+    except DataError as error:
+        if len(texts) == 1:
+            return [error]
+    return [encoded_or_refused(tokenizer, [text])[0] for text in texts]
+
+
 def check_texts(texts: Sequence[str], name: str) -> list[str]:
     """The texts as a list. Raises DataError for a text that cannot be encoded in UTF-8."""
     for text in texts:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_distill.train.reports.planned_run import (
     open_shapes,
     planned_run,
 )
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, meet
 from tests.e2e.processes import run_python
 from tests.e2e.runs import (
     SECONDS,
@@ -65,6 +66,7 @@ def roles(rank: int, world: int, teachers: TeacherRanks) -> Iterator[Device]:
     finally:
         again = dist.PrefixStore("again", store)
         dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
+        meet(again, "connected", world, timedelta(seconds=SECONDS))
 
 
 def train_in_roles(
