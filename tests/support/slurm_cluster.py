@@ -22,10 +22,12 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 PATIENCE = 240.0  # nothing takes that long but a hang
 _FOLDERS = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"))
 _MARK = "MEGATRON_DISTILL_TEST_CLUSTER"  # in the environment of everything that the cluster starts
+_JOBS = 20  # at most, of a cluster
 _CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -200,7 +202,10 @@ def slurm_cluster(folder: Path, *, nodes: Sequence[str]) -> Iterator[Cluster]:
     """Start a Slurm with these nodes; whatever happens, nothing of it is left at the end."""
     user, host = pwd.getpwuid(os.getuid()).pw_name, socket.gethostname()
     ports = free_ports(1 + len(nodes))
-    text = _CONFIGURATION.format(host=host, port=ports[0], user=user, folder=folder)
+    # Jobs of two clusters on this machine have other numbers, and so other ports of rendezvous.
+    text = _CONFIGURATION.format(
+        host=host, port=ports[0], first_job=_JOBS * ports[0], user=user, folder=folder
+    )
     for name, port in zip(nodes, ports[1:], strict=True):
         text += _NODE.format(name=name, host=host, port=port)
         (folder / name).mkdir()

@@ -154,7 +154,7 @@ def test_an_error_in_the_configuration_is_not_tried_again(
     assert before.wait_for_end() == "FAILED 78:0", before.log
     assert "train.steps = -1: must be an integer" in before.log
     assert within.wait_for_end() == "FAILED 78:0", within.log
-    assert within.fields["Restarts"] == "0"
+    assert within.fields["Restarts"] == "0", within.log
     assert "parallel.tensor" in within.log
     assert "no further launch" in within.log
     assert "Traceback" not in before.log + within.log
