@@ -218,24 +218,20 @@ def _hidden_states(
     length = run.teacher_length or run.sequence_length
     tokens = choice.micro_batch_size * length / layout.context
     per_token = run.teacher.hidden_size * run.width / (layout.tensor if layout.sequence else 1)
+    layers = _layer_answers(run, choice, stage, tokens=tokens)
     if choice.runs_within and not runs_ahead:
-        return tokens * run.teacher.hidden_size * run.width
+        return tokens * run.teacher.hidden_size * run.width + layers
     count = choice.micro_batches(run)
     is_last = stage == layout.pipeline - 1
     if choice.place == "own ranks":
-        layers = _layer_answers(run, choice, stage, tokens=tokens)
         if run.sent_ids is not None:
             per_token = run.answer_bytes
         return (layers + tokens * per_token * is_last) * count * (run.steps_ahead + 1)
-    if not is_last:
-        return 0.0
-    if run.offloads_hidden:
-        return tokens * per_token
-    return tokens * per_token * count
+    return (layers + tokens * per_token * is_last) * (1 if run.offloads_hidden else count)
 
 
 def _layer_answers(run: PlannedRun, choice: Choice, stage: int, *, tokens: float) -> float:
-    """Return the bytes of a micro-batch's features from ranks of the teacher on a stage's rank.
+    """Return the bytes of a micro-batch's features from the teacher on a rank of a stage.
 
     tokens: of a micro-batch on a context rank. Source: `train.assemble.answer_plan`.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from threading import Event
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.prefetch import PrefetchedSteps, exchange_group
 from megatron_distill.errors import DataError
+from megatron_distill.runtime.batch import StepBatches
 from tests.distributed.pool import Pool
 from tests.distributed.test_loader import LENGTH, ROWS, Layout, open_source, take_until_error
 from tests.support.data_fixtures import story
@@ -64,6 +66,34 @@ def test_an_error_is_raised_on_all_ranks_by_the_step_of_a_loader_without_prefetc
     spec = SourceSpec("jsonl", (str(path),))
     plain = pool.run(2, take_until_error, spec, 0)
     assert pool.run(2, prefetch_until_error, spec, layout) == plain
+
+
+def taken_meanwhile(rank: int, world_size: int, spec: SourceSpec) -> tuple[list[int], bool]:
+    """The steps that the thread has taken during step 1, and whether the state is of that one."""
+    second, finished = Event(), []
+    with prefetched(spec, rank, (world_size, 1, 1)) as steps:
+        take = steps._loader.take_on_host
+
+        def noted(step: int) -> StepBatches:
+            batches = take(step)
+            finished.append(step)
+            if step == 2:
+                second.set()
+            return batches
+
+        with patch.object(steps._loader, "take_on_host", noted):
+            steps.take(1)
+            state = steps.state_dict()
+            # Step 1 of the training: nobody asks for step 2.
+            assert second.wait(timeout=60.0)
+            return finished, steps.state_dict() == state != steps._loader.state_dict()
+
+
+def test_the_next_step_is_read_and_exchanged_while_a_step_runs(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
+    found = pool.run(2, taken_meanwhile, SourceSpec("jsonl", (str(path),)))
+    assert found == [([1, 2], True)] * 2
 
 
 def end_early(rank: int, world_size: int, spec: SourceSpec) -> list[list[int]]:

@@ -1,6 +1,8 @@
 """One rank's work on the fake device; prints what was seen of it as JSON.
 
-python -m tests.fake_cuda STUB (train|capture|generate|benchmark) RANK WORLD SUBJECT [OVERRIDE ...]
+python -m tests.fake_cuda STUB PROGRAM RANK WORLD SUBJECT [OVERRIDE ...]
+
+PROGRAM is train, fused, capture, generate or benchmark.
 """
 
 import ctypes

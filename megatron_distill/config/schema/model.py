@@ -374,9 +374,9 @@ class ModelConfig(Section):
     )
     offload_hidden: bool = Field(
         default=False,
-        description="Teacher only: with pipeline stages, keep its hidden states of a step in "
-        "pinned host memory until the student needs them. On a GPU they else take 2 bytes times "
-        "hidden size per token of the step and replica, divided by `tensor` with `sequence`.",
+        description="Teacher only: with pipeline stages, keep its hidden states and features of a "
+        "step in pinned host memory until the student needs them. On a GPU each else takes 2 bytes "
+        "times hidden size per token of the step and replica, divided by `tensor` with `sequence`.",
     )
     parallel: TeacherParallelConfig | None = Field(
         default=None,

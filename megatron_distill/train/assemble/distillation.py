@@ -65,10 +65,8 @@ from megatron_distill.train.features import (
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.teachers.attention_heads import attention_parts
-from megatron_distill.train.teachers.live import (
-    FeatureTeacher,
-    routes,
-)
+from megatron_distill.train.teachers.host_states import HostFeatures
+from megatron_distill.train.teachers.live import FeatureTeacher, routes
 from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
@@ -286,7 +284,9 @@ def _with_features(
         return with_features, moved
     of_teacher = ranks_of_layers(configured_layers(online.model.config), ranks)
     ways = routes(features.pairs, of_student=of_student, of_teacher=of_teacher)
-    return with_features, replace(teacher, signals=FeatureTeacher(online, ways))
+    offloads = config.models["teacher"].offload_hidden and ranks > 1
+    host = HostFeatures(device) if offloads else None
+    return with_features, replace(teacher, signals=FeatureTeacher(online, ways, host))
 
 
 def _build_features(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, FeaturePair, Term
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.execution import Execution
@@ -38,76 +37,7 @@ from megatron_distill.signals import (
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.step import run_schedule
 from megatron_distill.train.teachers.attention_heads import feature_kinds, sizes_per_position
-
-_LOGGER = get_logger(__name__)
-
-
-class HostStates:
-    """Moves hidden states to host memory, and back one micro-batch ahead of their use.
-
-    On CUDA the copies run on a stream of their own, to and from pinned memory. The pinned memory is
-    allocated once: 2 bytes (in bf16) per value of the states of one step. On a CPU the states stay
-    where they are. One step's states exist at a time: those of the next step replace them. The
-    micro-batches of a step ascend; it need not have all.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host: dict[int, Tensor] = {}
-        self._of_step: list[int] = []
-        self._returning: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
-
-    @classmethod
-    def of_stage(cls, groups: Groups, device: torch.device) -> HostStates | None:
-        """The host memory for hidden states, on the stage that has them."""
-        if device.type == "cpu" and groups.world.rank() == 0:
-            _LOGGER.warning("teacher.offload_hidden = true has no effect on a CPU")
-        return cls(device) if groups.is_last_stage else None
-
-    def put(self, micro_batch: int, hidden_sbh: Tensor) -> None:
-        """Begin to copy a state to the host; the device's copy is free when that is done."""
-        if self._stream is None:
-            self._host[micro_batch] = hidden_sbh
-            return
-        if self._of_step and micro_batch <= self._of_step[-1]:  # of the next step
-            self._of_step.clear()
-            self._returning.clear()
-        self._of_step.append(micro_batch)
-        host_sbh = self._host.get(micro_batch)
-        if host_sbh is None or host_sbh.shape != hidden_sbh.shape:
-            host_sbh = torch.empty(hidden_sbh.shape, dtype=hidden_sbh.dtype, pin_memory=True)
-            self._host[micro_batch] = host_sbh
-        self._stream.wait_stream(torch.cuda.current_stream(hidden_sbh.device))
-        with torch.cuda.stream(self._stream):
-            # Ordered after the last step's copy from the same memory, which is on this stream.
-            host_sbh.copy_(hidden_sbh, non_blocking=True)
-        hidden_sbh.record_stream(self._stream)
-
-    def take(self, micro_batch: int) -> Tensor:
-        """Return a state on its device, and begin to copy the next micro-batch's back."""
-        if self._stream is None:
-            return self._host[micro_batch]
-        for number in (micro_batch, micro_batch + 1):
-            if number in self._of_step and number not in self._returning:
-                self._returning[number] = self._begin_return(number)
-        hidden_sbh, arrived = self._returning.pop(micro_batch)
-        current = torch.cuda.current_stream(hidden_sbh.device)
-        current.wait_event(arrived)
-        # It was allocated for the copying stream; its memory is in use by this one until freed.
-        hidden_sbh.record_stream(current)
-        return hidden_sbh
-
-    def _begin_return(self, micro_batch: int) -> tuple[Tensor, torch.cuda.Event]:
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
-            device_sbh = self._host[micro_batch].to(self._stream.device, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
-        return device_sbh, arrived
-
-
-# The kind of feature, `output`, `query` or `key`, and its layer, counted from 1.
-Feature = tuple[str, int]
+from megatron_distill.train.teachers.host_states import Feature, HostFeatures, HostStates
 
 
 @dataclass(frozen=True)
@@ -141,12 +71,16 @@ class FeatureTeacher:
 
     With one pipeline stage the features of one micro-batch exist at a time, as the layers left
     them. With several, the stage of the student's layer holds them for every micro-batch of a step;
-    the teacher's own stage holds them until they are sent.
+    the teacher's own stage holds them until they are sent. `host` holds them off the device: the
+    stages then send one micro-batch after another.
     """
 
-    def __init__(self, online: OnlineTeacher, ways: Sequence[Route]) -> None:
+    def __init__(
+        self, online: OnlineTeacher, ways: Sequence[Route], host: HostFeatures | None = None
+    ) -> None:
         self.online = online
         self._routes = tuple(ways)
+        self._host = host
         self._captured: dict[Feature, Tensor] = {}
         self._micro_batches = 0
         # Only the layers on this rank.
@@ -172,19 +106,48 @@ class FeatureTeacher:
             return OnDemand(len(batches), partial(self._one, in_step))
         self._micro_batches = len(batches)
         signals = self.online.signals(batches)
+        if self._host is not None:
+            self._exchange_each(batches, self._host)
+            rank = self.online.groups.pipeline.rank()
+            needed = [way.feature for way in self._routes if way.destination == rank]
+            return [
+                WithFeatures(signal, self._host.of(index, needed))
+                for index, signal in enumerate(signals)
+            ]
         captured, self._captured = self._captured, {}
-        features = exchange(
-            captured,
-            self._routes,
-            shapes=self._shapes(batches),
-            dtype=self.online.model.config.params_dtype,
-            device=batches[0].tokens_bs.device,
-            group=self.online.groups.pipeline,
-        )
+        features = self._exchange(captured, self._routes, batches, len(batches))
         return [
             WithFeatures(signal, {name: states[index] for name, states in features.items()})
             for index, signal in enumerate(signals)
         ]
+
+    def _exchange(
+        self,
+        captured: Mapping[Feature, Tensor],
+        ways: Sequence[Route],
+        batches: Sequence[Batch],
+        count: int,
+    ) -> dict[Feature, Tensor]:
+        return exchange(
+            captured,
+            ways,
+            shapes=self._shapes(batches[0], count),
+            dtype=self.online.model.config.params_dtype,
+            device=batches[0].tokens_bs.device,
+            group=self.online.groups.pipeline,
+        )
+
+    def _exchange_each(self, batches: Sequence[Batch], host: HostFeatures) -> None:
+        """Send the features that other stages need; one micro-batch is on the device at a time."""
+        rank = self.online.groups.pipeline.rank()
+        moving = [way for way in self._routes if way.source != way.destination]
+        sent = {way.feature for way in moving if way.source == rank}
+        if not any(rank in (way.source, way.destination) for way in moving):
+            return
+        for number in range(len(batches)):
+            own = {feature: host.take(feature, number).unsqueeze(0) for feature in sorted(sent)}
+            for feature, received in self._exchange(own, moving, batches, 1).items():
+                host.put(feature, number, received[0])
 
     def _one(self, signals: Signals, micro_batch: int) -> WithFeatures:
         signal = signals[micro_batch]
@@ -213,21 +176,24 @@ class FeatureTeacher:
         if self.online.runs_in_step:
             self._captured[feature] = tensor
             return
+        if self._host is not None:
+            self._host.put(feature, micro_batch, tensor)
+            return
         if feature not in self._captured:
             self._captured[feature] = tensor.new_empty((self._micro_batches, *tensor.shape))
         self._captured[feature][micro_batch] = tensor
 
-    def _shapes(self, batches: Sequence[Batch]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of a step's features, by kind."""
+    def _shapes(self, batch: Batch, count: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the features of so many micro-batches, by kind."""
         shape, layout = self.online.architecture, self.online.groups.layout
-        size, length = batches[0].tokens_bs.shape
-        whole = batches[0].document_ids_bS.shape[1]
+        size, length = batch.tokens_bs.shape
+        whole = batch.document_ids_bS.shape[1]
         sizes = sizes_per_position(shape, layout.tensor)
         shared = length // layout.tensor if layout.sequence else length
         return {
-            "output": (len(batches), shared, size, *sizes["output"]),
-            "query": (len(batches), length, size, *sizes["query"]),
-            "key": (len(batches), whole, size, *sizes["key"]),
+            "output": (count, shared, size, *sizes["output"]),
+            "query": (count, length, size, *sizes["query"]),
+            "key": (count, whole, size, *sizes["key"]),
         }
 
 

@@ -38,8 +38,9 @@ from megatron_distill.train.teachers.attention_heads import (
     joined_parts,
     sizes_per_position,
 )
+from megatron_distill.train.teachers.host_states import HostFeatures, HostStates
 from megatron_distill.train.teachers.layout_ways import Output, Ways
-from megatron_distill.train.teachers.live import HostStates, ModelOutput
+from megatron_distill.train.teachers.live import ModelOutput
 from megatron_distill.train.teachers.moved_head import move_head
 from megatron_distill.train.teachers.transfer import Movement, transfer
 from megatron_distill.train.teachers.units import Message, Units, moved_rows
@@ -63,7 +64,8 @@ class OwnLayout:
         own_groups: the teacher's.
         outputs: that move: the last hidden state, and features. Of queries and keys each part of
             the heads moves by itself.
-        offload_hidden: `host_states` exist on the student's last stage; all ranks run waves.
+        offload_hidden: `host_states` exist on the student's last stage, and `host_features` on each
+            that needs some; all ranks run waves.
         captured: features of the layers on this rank, of the units that run.
         buffers: received outputs of a step, where the student has several stages.
         number: among the teachers with their own layout, whose units a batch has in this order.
@@ -80,6 +82,7 @@ class OwnLayout:
     outputs: tuple[Output, ...]
     offload_hidden: bool = False
     host_states: HostStates | None = None
+    host_features: HostFeatures | None = None
     captured: dict[tuple[FeatureKind, int, int], Tensor] = field(default_factory=dict)
     buffers: dict[tuple[Output, int], Tensor] = field(default_factory=dict)
     number: int = 0
@@ -135,6 +138,7 @@ class OwnLayout:
             outputs=(Output(None, ways.teacher.pipeline - 1, ways.student.pipeline - 1),),
             offload_hidden=offload_hidden,
             host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
+            host_features=HostFeatures(execution.device) if offload_hidden else None,
             number=number,
             has_own_tokens=has_own_tokens,
         )
@@ -395,7 +399,11 @@ class OwnLayout:
             for (output, micro_batch), state in found.items()
             if micro_batch == number and output.layer is not None
         )
-        return WithFeatures(signal, features)
+        if self.host_features is None or self.runs_in_step:
+            return WithFeatures(signal, features)
+        for feature, tensor in features.items():
+            self.host_features.put(feature, number, tensor)
+        return WithFeatures(signal, self.host_features.of(number, list(features)))
 
 
 class _Waves:

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.hugging_face_models import save_model
@@ -107,9 +108,20 @@ def transformer_engine_provider() -> type:
             self, input_size: int, output_size: int, *, config: Any, **arguments: Any
         ) -> None:
             super().__init__(input_size, output_size, config=config, **arguments)
-            self.layer_norm_weight = torch.nn.Parameter(torch.empty(input_size))
+            self.epsilon = config.layernorm_epsilon
+            self.layer_norm_weight = torch.nn.Parameter(self.weight.new_empty(input_size))
+            self.layer_norm_bias = None
             if config.normalization == "LayerNorm":
-                self.layer_norm_bias = torch.nn.Parameter(torch.empty(input_size))
+                self.layer_norm_bias = torch.nn.Parameter(self.weight.new_empty(input_size))
+
+        def forward(self, x: Tensor, *given: Any, **named: Any) -> Any:
+            weight, bias = self.layer_norm_weight, self.layer_norm_bias
+            normed = (
+                F.rms_norm(x, weight.shape, weight, self.epsilon)
+                if bias is None
+                else F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+            )
+            return super().forward(normed, *given, **named)
 
     feed_forward = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     answers = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -82,35 +83,57 @@ def objective_of(groups: Groups, features: FeatureLosses | None) -> TokenObjecti
     )
 
 
+class Away:
+    """Host memory that is not in tensors, as pinned memory is not on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrays: dict[int, Any] = {}
+
+    def put(self, micro_batch: int, hidden_sbh: torch.Tensor) -> None:
+        self._arrays[micro_batch] = hidden_sbh.numpy().copy()
+
+    def take(self, micro_batch: int) -> torch.Tensor:
+        return torch.from_numpy(self._arrays[micro_batch]).clone()
+
+
 def peak_of_step(
     rank: int, world: int, layout: dict[str, Any], micro_batches: int, with_features: bool
 ) -> int:
-    """Peak bytes of tensors above those alive before the teacher's and the student's schedule."""
+    """Peak bytes of tensors above those alive before the teacher's and the student's schedule.
+
+    With several stages what the teacher has computed waits in host memory.
+    """
     with megatron_groups(**layout) as groups:
         from megatron_distill.train.step import run_student
+        from megatron_distill.train.teachers import host_states
         from megatron_distill.train.teachers.live import FeatureTeacher
 
-        step = step_of(micro_batches)
+        step, device = step_of(micro_batches), torch.device("cpu")
         student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
         features = build_losses(Setting(), groups) if with_features else None
+        host = None
+        if groups.pipeline.size() > 1:
+            teacher = replace(teacher, host_states=Away(device))  # type: ignore[arg-type]
+            host = host_states.HostFeatures(device)
         source: Any = teacher
         if features is not None:
             features.attach(student.chunks)
             ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
-            source = FeatureTeacher(teacher, ways)
+            source = FeatureTeacher(teacher, ways, host)
         objective = objective_of(groups, features)
 
         def take() -> None:
             signals = source.signals(step.micro_batches)
             run_student(student, signals, [objective] * micro_batches, step)
 
-        take()
-        return least_peak(take)
+        with patch.object(host_states, "HostStates", Away):
+            take()
+            return least_peak(take)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_features", [False, True])
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE)])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE), (2, {"pipeline": 2})])
 def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
     pool: Pool, world: int, layout: dict[str, Any], with_features: bool
 ) -> None:
@@ -193,23 +216,37 @@ def test_with_stages_a_tensor_rank_holds_its_part_of_the_sequence_only(pool: Poo
         assert held == (8 + 1) * part if is_last else held == 0
 
 
-def means_of_step(rank: int, world: int, through_host: bool) -> dict[str, float]:
+def means_of_step(
+    rank: int, world: int, through_host: bool, with_features: bool
+) -> dict[str, float]:
     """The report of a step with two pipeline stages, its schedule run twice."""
     with megatron_groups(pipeline=2, virtual_pipeline=2) as groups:
         from megatron_distill.train.step import run_student
-        from megatron_distill.train.teachers.live import HostStates
+        from megatron_distill.train.teachers.host_states import HostFeatures, HostStates
+        from megatron_distill.train.teachers.live import FeatureTeacher
 
-        step, objective = step_of(4), objective_of(groups, None)
-        student, teacher = student_of(groups, step, "none"), build_teacher(groups, TEACHER)
+        device = torch.device("cpu")
+        features = build_losses(Setting(), groups) if with_features else None
+        step, objective = step_of(4), objective_of(groups, features)
+        student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
         if through_host and groups.is_last_stage:
-            teacher = replace(teacher, host_states=HostStates(torch.device("cpu")))
-        signals = teacher.signals(step.micro_batches)
+            teacher = replace(teacher, host_states=HostStates(device))
+        source: Any = teacher
+        if features is not None:
+            features.attach(student.chunks)
+            ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
+            source = FeatureTeacher(teacher, ways, HostFeatures(device) if through_host else None)
+        signals = source.signals(step.micro_batches)
         means = [run_student(student, signals, [objective] * 4, step) for _ in range(2)]
         assert means[0] == means[1]
         return {name: float(mean) for name, mean in means[0].items()}
 
 
-def test_states_in_host_memory_give_the_same_losses(pool: Pool) -> None:
-    on_device, through_host = (pool.run(2, means_of_step, host) for host in (False, True))
+@pytest.mark.parametrize("with_features", [False, True])
+def test_what_waits_in_host_memory_gives_the_same_losses(pool: Pool, with_features: bool) -> None:
+    on_device, through_host = (
+        pool.run(2, means_of_step, host, with_features) for host in (False, True)
+    )
     assert through_host == on_device
     assert on_device[0]["kd"] > 0
+    assert ("features_loss" in on_device[0]) == with_features

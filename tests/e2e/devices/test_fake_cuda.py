@@ -96,6 +96,18 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     ),
     "states": ("dense", 1, 2, (STATES, LINEAR, TENSOR, SEQUENCE)),
     "states, first stage": ("dense", 0, 2, (STATES, LINEAR, PIPELINE)),
+    "states, first stage, on the host": (
+        "dense",
+        0,
+        2,
+        (STATES, LINEAR, PIPELINE, "teacher.offload_hidden=true"),
+    ),
+    "maps of a layout of its own, on the host": (
+        "dense",
+        1,
+        2,
+        (MAPS, PIPELINE, "teacher.offload_hidden=true", "teacher.parallel={pipeline: 1}"),
+    ),
     "maps CP2": ("dense", 1, 2, (MAPS, CONTEXT)),
 }
 STEP_WAITS = {"step.py:train_step": STEPS, "clip_grads.py:get_grad_norm_fp32": STEPS}
@@ -158,6 +170,29 @@ def test_a_step_stays_on_its_device_and_waits_twice(
     assert set(seen["attention"]) == expected
     is_last_stage = "first stage" not in case
     assert (seen["kernels"] != {}) == is_last_stage
+
+
+# Transformer Engine's layers, attention and positions are stand-ins; heads are of eight numbers.
+FUSED: dict[str, Sequence[str]] = {
+    "documents": ("teacher.architecture.num_attention_heads=5",),
+    "windows, recomputed": (
+        "teacher.architecture.num_attention_heads=5",
+        "student.architecture.sliding_window=6",
+        "train.recompute=full",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_paths_wait_no_more(stub: Path, inputs: Inputs, tmp_path: Path, case: str) -> None:
+    config = inputs.folder / "dense.yaml"
+    words = (f"output={tmp_path}", *SHORT, "train.precision=bf16", "train.micro_batch_size=1")
+    seen = seen_of(stub, "fused", 0, 1, config, *words, *FUSED[case])
+    assert seen["is_done"]
+    assert seen["waits"] == STEP_WAITS
+    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
+    assert set(seen["attention"]) == {"thd", "rope"}
+    assert seen["attention"]["rope"] == 2 * seen["attention"]["thd"]  # queries and keys
 
 
 @pytest.mark.parametrize("case", BALANCED)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill.train.teachers.live import HostStates
+from megatron_distill.train.teachers.host_states import HostStates
 
 
 @pytest.fixture
