@@ -71,7 +71,7 @@ def newest_checkpoint(output: str, section: CheckpointConfig) -> Path | None:
     """
     complete = complete_checkpoints(Path(output) / "checkpoints")
     newest = complete[-1] if complete else None
-    if newest is not None and section.save and not section.resume:
+    if newest is not None and not section.resume:  # the run's metrics and settings are there, too
         raise ConfigError(
             f"checkpoint.resume=false, but {newest} of an earlier run exists: remove it, change "
             "`output`, or set checkpoint.resume=true"

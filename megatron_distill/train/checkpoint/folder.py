@@ -207,10 +207,12 @@ class CheckpointFolder:
             write_index(stored, attempt.partial)
             attempt.described().write(attempt.partial)
             flush_folder(attempt.partial)
-            if attempt.final.exists():
-                _remove(attempt.final)
+            # Removing the one before takes long; this one has its name first.
+            before = _set_aside(attempt.final) if attempt.final.exists() else None
             attempt.partial.rename(attempt.final)
             flush_folder(self._root)
+            if before is not None:
+                shutil.rmtree(before, ignore_errors=True)
         except (OSError, ValueError) as error:
             raise self._failed(attempt, failure_of(error, 0)) from error
         best = Best.of(attempt.description.best, attempt.final)
@@ -232,6 +234,11 @@ class CheckpointFolder:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a complete checkpoint; an interrupted removal leaves none that looks complete."""
+    shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Give a complete checkpoint a name of partial ones, and return it."""
     doomed = checkpoint.with_name(f"{checkpoint.name}.old{_PARTIAL}")
     checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
