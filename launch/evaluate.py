@@ -3,7 +3,8 @@
     python launch/evaluate.py runs/first
     torchrun --nproc-per-node 2 launch/evaluate.py runs/first parallel.tensor=2
 
-Runs in one process, or under torchrun in the layout of the section `parallel`.
+Every parallel size is 1, whatever the run's was, unless the command names it: `parallel.tensor=2`.
+The teacher runs on the same ranks in the same layout, unless `teacher.parallel` is given here.
 """
 
 from __future__ import annotations

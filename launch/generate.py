@@ -6,8 +6,8 @@
     python launch/generate.py --hf models/first --prompt "def main("
     python launch/generate.py --hf models/first --transformers --prompt "def main("
 
-Runs in one process, or under torchrun in the layout of the section `parallel`. With --transformers
-`transformers` generates the text with the model of an exported folder.
+Every parallel size is 1, whatever the run's was, unless the command names it: `parallel.tensor=2`.
+With --transformers `transformers` generates the text with the model of an exported folder.
 """
 
 from __future__ import annotations

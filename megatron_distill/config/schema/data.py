@@ -228,7 +228,8 @@ class DataConfig(Section):
         default=0.02,
         ge=0,
         lt=1,
-        description="Share of the documents that is held out of training, selected by hash.",
+        description="Share of the documents that is held out of training, selected by hash; of a "
+        "`megatron` source the last ones of the file.",
     )
     validation_sources: tuple[SourceConfig, ...] = Field(
         default=(),
@@ -251,8 +252,9 @@ class DataConfig(Section):
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder for prepared conversations and for index files of `megatron` sources;"
-        " null: within `output`. Runs on the same data may share it.",
+        description="Folder for prepared conversations, vocabulary maps and index files of "
+        "`megatron` sources; null: within `output`, but index files are built anew at each start. "
+        "Runs on the same data may share it.",
     )
     distill_on_prompt: bool = Field(
         default=False,
@@ -278,8 +280,9 @@ class DataConfig(Section):
         ge=0,
         le=256,
         description="Processes that prepare conversations, and that tokenise and align the texts "
-        "of two tokenizers, for all sources together; 0: none; null: from the cores and the amount "
-        "of data.",
+        "of two tokenizers, for all sources together; 0: none. null, conversations: one per 16 MiB,"
+        " at most one per core and 16, none below 32 MiB. null, texts: 2 with 8 cores or more, else"
+        " 0.",
     )
     max_unaligned: float = Field(
         default=0.01,
