@@ -131,7 +131,8 @@ class WorkerPool(Generic[Item, Result]):
 
 def _work(end: Connection, function: Callable[[Item], Result]) -> None:
     """Process items until the parent closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent ends its workers
     # The workers already use all cores, and idle threads of the tokenizers library spin.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:

@@ -40,6 +40,7 @@ from megatron_distill.launching.records import (
 )
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.folder_lock import take_lock
+from megatron_distill.runtime.termination import stop_signals
 
 __all__ = ["Policy", "Scheduler", "supervise"]
 
@@ -152,7 +153,7 @@ class _Stop:
         self.is_cancelled = False
 
     def __enter__(self) -> _Stop:
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGUSR1, *stop_signals()):
             signal.signal(number, self._remember)
         return self
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from megatron_distill.runtime.lone_failure import LOST_PEER_STATUS
 
@@ -24,6 +25,8 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks to their end; return the exit status of the first rank to fail, or 0."""
     logging.disable(logging.ERROR)  # torchrun logs the failed process, not the reason
+    # Without its parent nobody tells the ranks to stop. They have SIGTERM when this process ends.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     try:
         run(parse_args(arguments))
     except ChildFailedError as error:

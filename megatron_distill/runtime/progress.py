@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TextIO, cast
 
@@ -72,7 +73,8 @@ class Pace:
 class ProgressReporter:
     """A progress bar if `stream` is a terminal, else periodic lines.
 
-    Write log lines through the attribute `stream`, which puts them above the bar.
+    Write log lines through the attribute `stream`, which puts them above the bar. A stream that
+    takes nothing any more, as a closed terminal, ends the display and nothing else.
 
     Args:
         stream: where the bar is drawn.
@@ -163,16 +165,19 @@ class ProgressReporter:
         if self._bar is not None:
             if now - self._drawn >= _REDRAW_SECONDS or is_last:
                 self._drawn = now
-                self._bar.update(
-                    self._task,
-                    completed=done,
-                    head=self._head(),
-                    description=self._fitting(fields(), self._bar.console.width),
-                )
-                self._bar.refresh()
+                self._draw(self._bar, fields)
         elif self._is_due(now, is_last=is_last):
             self._last_line, self._is_first = now, False
-            self._write_line(self.status(fields()))
+            with suppress(OSError):
+                self._write_line(self.status(fields()))
+
+    def _draw(self, bar: Progress, fields: Callable[[], Sequence[Field]]) -> None:
+        text = self._fitting(fields(), bar.console.width)
+        try:
+            bar.update(self._task, completed=self.done, head=self._head(), description=text)
+            bar.refresh()
+        except OSError:  # the terminal was closed: the work goes on without it
+            self.close()
 
     def status(self, fields: Sequence[Field]) -> str:
         """Return the whole line: count, fields, time left."""
@@ -181,16 +186,18 @@ class ProgressReporter:
 
     def line(self, text: str) -> None:
         """Write a separate line, above the bar."""
-        if self._console is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._write_line(text)
+        with suppress(OSError):
+            if self._console is not None:
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                self._write_line(text)
 
     def close(self) -> None:
         """Remove the bar; `line` still works."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError):
+                bar.stop()
 
     def _is_due(self, now: float, *, is_last: bool) -> bool:
         if self._every is None:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: a request to finish the step, save and exit, or an exit with cleanup."""
+"""SIGTERM, SIGINT, SIGHUP: a request to finish the step, save and exit, or an exit with cleanup."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 import signal
 from contextlib import suppress
 from types import FrameType, TracebackType
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask to stop: also that of a closed terminal, unless nohup is used."""
+    usual = (signal.SIGTERM, signal.SIGINT)
+    ignores_hang_up = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return usual if ignores_hang_up else (*usual, signal.SIGHUP)
 
 
 class TerminationRequest:
@@ -19,15 +26,13 @@ class TerminationRequest:
         note: what the first rank writes to standard error at the first signal; empty: nothing.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
     def __init__(self, *, note: str = "") -> None:
         self.signal_number: int | None = None
         self._note = note if os.environ.get("RANK", "0") == "0" else ""
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> TerminationRequest:
-        for number in self.SIGNALS:
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._remember)
         return self
 

@@ -13,6 +13,8 @@ from types import FrameType
 
 import psutil
 
+from megatron_distill.runtime.termination import stop_signals
+
 __all__ = [
     "ChildOutcome",
     "available_cores",
@@ -101,21 +103,22 @@ def run_child(
     *,
     environment: Mapping[str, str],
     grace_seconds: float = _GRACE_SECONDS,
-    signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+    signals: Sequence[signal.Signals] | None = None,
     second_kills: bool = True,
 ) -> ChildOutcome:
     """Run `command` to its end, with this process's standard streams; leave no process behind.
 
-    The first of the signals is sent to the command's direct children as SIGTERM: the ranks of
-    torchrun, which finish their step, save and exit. A second one, unless a scheduler may repeat
-    it (`second_kills`), or `grace_seconds` after the first, kills them. Call it from the main
-    thread.
+    The first of the signals, None: `stop_signals`, is sent to the command's direct children as
+    SIGTERM: the ranks of torchrun, which finish their step, save and exit. A second one, unless a
+    scheduler may repeat it (`second_kills`), or `grace_seconds` after the first, kills them. Call
+    it from the main thread.
     """
     # In a new session, so that Ctrl-C reaches the child only through this process: torchrun
     # would react by ending its ranks in the middle of a step.
     child = subprocess.Popen(command, env=dict(environment), start_new_session=True)
     family = _Family(child, second_kills=second_kills)
-    previous = {number: signal.signal(number, family.on_signal) for number in signals}
+    handled = stop_signals() if signals is None else signals
+    previous = {number: signal.signal(number, family.on_signal) for number in handled}
     try:
         status = family.wait(grace_seconds)
     finally:
@@ -166,6 +169,8 @@ class _Family:
         self.interrupted_by: int | None = None
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._signals:
+            return  # a terminal closed after Ctrl-C is no second request
         self._signals += 1
         if self.interrupted_by is None:
             self.interrupted_by = number

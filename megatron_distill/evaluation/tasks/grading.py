@@ -1,7 +1,7 @@
 """Grading in worker processes, each of which is ended when a text takes too long.
 
-The processes ignore SIGTERM and SIGINT, which torchrun and a terminal send to a rank's whole
-process group. They end with the call, or with the process that called.
+The processes ignore SIGTERM, SIGINT and SIGHUP, which torchrun and a terminal send to the whole
+process group of a rank. They end with the call, or with the process that called.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Graded", "grade_texts"]
 _SECONDS: Final = 10.0
 _WORKERS: Final = 4
 _STARTS: Final = 2
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Pair = tuple[str, str]
 

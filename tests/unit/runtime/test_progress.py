@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 
@@ -100,3 +101,31 @@ def test_a_number_is_rounded_before_its_unit_is_chosen(
     value: int, count: str, bytes_text: str
 ) -> None:
     assert (short_count(value), size(value)) == (count, bytes_text)
+
+
+class ClosedTerminal(Terminal):
+    """Takes some writes, and none once its window is closed."""
+
+    is_open = True
+
+    def write(self, text: str) -> int:
+        if not self.is_open:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("shows_bar", [True, False])
+def test_a_closed_terminal_ends_the_display_and_not_the_work(shows_bar: bool) -> None:
+    terminal, clock = ClosedTerminal(), Clock()
+    reporter = ProgressReporter(
+        terminal, label="step", total=9, every=1, shows_bar=shows_bar, clock=clock
+    )
+    for count in range(1, 9):
+        clock.now += 2.0
+        reporter.update(count, lambda: FIELDS)
+        terminal.is_open = count < 4
+    reporter.line("a line")
+    reporter.close()
+    assert (reporter.done, reporter.per_second) == (8, 0.5)
+    assert "step 4/9" in terminal.getvalue()
+    assert "step 5/9" not in terminal.getvalue()

@@ -99,7 +99,7 @@ def assert_gone(ranks: list[psutil.Process]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) -> None:
     parent = start(tmp_path, "listen")
     ranks = rank_processes(tmp_path)
