@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +19,11 @@ from megatron_distill.commands.submitted_layout import (
     check_submission,
     missing_words,
 )
+from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.kubernetes import PodDemand, job_set
 from megatron_distill.launching.program import Program
+from megatron_distill.launching.records import Launches
 
 # Of Kubernetes: numbers of cores or bytes.
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|k|[MGTPE]|[KMGTPE]i)?")
@@ -28,8 +32,8 @@ _DESCRIPTION = """Write the manifest of a JobSet of Kubernetes, for `kubectl app
     megatron-distill submit kubernetes llama31_8b_to_1b.yaml output=/data/runs/a --nodes 4 \\
         --gpus-per-node 8 --image registry/distill:1 --claim data:/data --dry-run
 
-The cluster needs the controller of JobSet. The settings are read here; in the pods paths must be
-the same, so that the run's folder is on a claim. All pods restart together while launches bring new
+The cluster needs the controller of JobSet. The settings are read here, and paths are the same in
+the pods; the run's folder must be on a claim. All pods restart together while launches bring new
 checkpoints."""
 
 
@@ -89,13 +93,16 @@ def _run(given: argparse.Namespace) -> int:
     rules += [] if given.folder is None else ["--folder", given.folder]
     # Models and data are on the claims of the pods.
     check_submission(program, nodes=given.nodes, ranks=ranks, run=None)
+    work_folder = given.work_folder or str(Path.cwd())
+    claims = [tuple(claim.split(":", 1)) for claim in given.claim]
+    _check_claims(launches, work_folder, [folder for _, folder in claims])
     demand = PodDemand(
         name=given.name,
         namespace=given.namespace,
         nodes=given.nodes,
         image=given.image,
-        claims=[tuple(claim.split(":", 1)) for claim in given.claim],
-        folder=given.work_folder or str(Path.cwd()),
+        claims=claims,
+        folder=work_folder,
         gpus_per_node=given.gpus_per_node,
         cpus_per_node=given.cpus_per_node,
         memory_per_node=given.memory_per_node,
@@ -105,6 +112,16 @@ def _run(given: argparse.Namespace) -> int:
     )
     sys.stdout.write(yaml.safe_dump(job_set(demand, program), sort_keys=False, width=1000))
     return 0
+
+
+def _check_claims(launches: Launches, work_folder: str, claims: Sequence[str]) -> None:
+    """Raise ConfigError unless a claim holds the records, beside which the results are."""
+    place = Path(os.path.normpath(Path(work_folder) / launches.folder))
+    if not any(place.is_relative_to(os.path.normpath(claim)) for claim in claims):
+        raise ConfigError(
+            f"{launches.named}: in the pods {place} is on no --claim, and would end with them; "
+            "give --claim NAME:FOLDER with a folder above it, or name a folder on a claim"
+        )
 
 
 COMMAND = Command(

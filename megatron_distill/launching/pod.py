@@ -1,8 +1,8 @@
 """One pod of a JobSet of Kubernetes: python -m megatron_distill.launching.pod, one per node.
 
-Exit status: 0 done, 75 saved and more to do, 78 an error in the settings or no progress any more,
-1 a failure. The manifest of `launching.kubernetes` restarts all pods after 75 and 1, and ends the
-job after 78.
+Exit status: 0 done or stopped by a user, 75 saved and more to do, 78 an error in the settings, no
+folder to write in or no progress any more, 1 a failure. The manifest of `launching.kubernetes`
+restarts all pods after 75 and 1, and ends the job after 78.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_distill.launching.records import (
     Launches,
     Outcome,
     Status,
+    disk_errors,
     progress_of,
     write_record,
 )
@@ -52,38 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         _LOGGER.error("error: %s", error)
         return EXIT_STATUS[Status.MISCONFIGURED]
+    except OSError as error:  # after the ranks; if it stays, the next start names the folder
+        _LOGGER.error("error: %s", error)
+        return EXIT_STATUS[Status.FAILED]
 
 
 def _run(given: argparse.Namespace) -> int:
     words = given.program[1:] if given.program[:1] == ["--"] else given.program
     program = Program.of(words, given.folder)
     launches, index = program.launches([sys.executable]), node_index()
-    if launches.is_done():
-        _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")
-        return EXIT_STATUS[Status.DONE]
-    # Later ones are of a JobSet of the same name that was deleted.
-    starts = launches.starts_without_progress(given.job, before=given.attempt)
-    if given.attempt and starts >= given.max_starts and index == 0:
-        raise ConfigError(
-            f"{counted(starts, 'launch', 'launches')} since step {progress_of(launches.results)} "
-            f"brought no new checkpoint; see the logs in {launches.folder}"
-        )
-    pods = given.pods.split(",")
-    launch = Launch(
-        job=given.job,
-        restart=given.attempt,
-        submission=given.job,
-        command=program.spelled,
-        nodes=[pod.partition(".")[0] for pod in pods],
-        addresses=pods,
-        progress=progress_of(launches.results),
-        started=time.time(),
-    )
-    folder = launches.of(launch).resolve()
-    if index == 0:
-        (folder / "outcome.json").unlink(missing_ok=True)
-        launches.begin(launch)
-    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    # All pods start again after a failure, and without records nothing counts these starts.
+    with disk_errors(launches):
+        if (objection := launches.objection()) is not None:
+            _LOGGER.info("%s", objection)
+            return EXIT_STATUS[Status.DONE]
+        launch = _begin(given, program, launches, index)
+    folder, pods = launches.of(launch).resolve(), launch.addresses
     endpoint = f"{pods[0]}:{given.port}"
     ranks = given.ranks_per_node or ranks_here(says=index == 0)
     part = NodePart(folder, launch, index, endpoint, program.torchrun_words)
@@ -96,13 +81,45 @@ def _run(given: argparse.Namespace) -> int:
     return EXIT_STATUS[status]
 
 
+def _begin(given: argparse.Namespace, program: Program, launches: Launches, index: int) -> Launch:
+    """Record the launch, as the first pod; raises OSError, and ConfigError after the last start."""
+    # Later ones are of a JobSet of the same name that was deleted.
+    starts = launches.starts_without_progress(given.job, before=given.attempt)
+    progress = progress_of(launches.results)
+    if given.attempt and starts >= given.max_starts and index == 0:
+        raise ConfigError(
+            f"{counted(starts, 'launch', 'launches')} since {launches.unit} {progress} brought no "
+            f"new checkpoint; see the logs in {launches.folder}"
+        )
+    pods = given.pods.split(",")
+    launch = Launch(
+        job=given.job,
+        restart=given.attempt,
+        submission=given.job,
+        command=program.spelled,
+        nodes=[pod.partition(".")[0] for pod in pods],
+        addresses=pods,
+        progress=progress,
+        started=time.time(),
+    )
+    folder = launches.of(launch)
+    if index == 0:
+        (folder / "outcome.json").unlink(missing_ok=True)
+        launches.begin(launch)
+    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    return launch
+
+
 def _record(launches: Launches, launch: Launch, status: Status, message: str | None) -> None:
     """Record the outcome of the launch as the first pod has it."""
     progress = progress_of(launches.results)
     if status is Status.DONE:
         launches.mark_done()
-    goes_on = status in (Status.UNFINISHED, Status.FAILED)
-    text = f"goes on from step {progress}" if goes_on else "no further launch"
+    text = "no further launch"
+    if status in (Status.UNFINISHED, Status.FAILED):
+        text = f"goes on from {launches.unit} {progress}"
+        if launches.stop_file.exists():
+            text = f"no further launch: {launches.stop_file} exists"
     outcome = Outcome(status, message or status.value, progress, time.time(), text)
     write_record(launches.of(launch) / "outcome.json", outcome)
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -42,6 +42,7 @@ __all__ = [
     "Outcome",
     "Status",
     "bad_nodes",
+    "disk_errors",
     "local_time",
     "progress_of",
     "read_record",
@@ -232,6 +233,14 @@ class Launches:
         is_there = self.results.is_dir() and progress_of(self.results) >= progress
         return digest == self.digest and is_there
 
+    def objection(self) -> str | None:
+        """Return why no launch is to begin, None if one is; raises OSError."""
+        if self.is_done():
+            return f"nothing to do: {self.folder / 'done'} is of an earlier launch"
+        if self.stop_file.exists():
+            return f"not started: remove {self.stop_file} to go on"
+        return None
+
     def mark_done(self) -> None:
         """Record that a job of these settings reached its end; raises OSError."""
         if self.digest is not None:
@@ -242,6 +251,18 @@ class Launches:
         """Record nodes that failed a check; raises OSError."""
         with (self.folder / "bad_nodes").open("a", encoding="utf-8") as stream:
             stream.writelines(f"{one.when}\t{one.node}\t{one.reason}\n" for one in found)
+
+
+@contextmanager
+def disk_errors(launches: Launches) -> Iterator[None]:
+    """Turn an OSError into a ConfigError with the folder and what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{launches.named}: cannot write in {launches.folder} ({error.strerror}); free space, "
+            "let this user write there, or name another folder"
+        ) from error
 
 
 def bad_nodes(folder: Path) -> list[BadNode]:

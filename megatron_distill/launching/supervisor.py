@@ -33,6 +33,7 @@ from megatron_distill.launching.records import (
     NodeOutcome,
     Outcome,
     Status,
+    disk_errors,
     local_time,
     progress_of,
     read_record,
@@ -193,14 +194,12 @@ def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
             launches, unanswered = _settings(job, program, policy)
             if launches.digest is None:  # only the jobs of one chain have nothing left to do
                 launches = replace(launches, digest=policy.submission)
-            if launches.is_done():
-                _LOGGER.info("nothing to do: %s is of an earlier launch", launches.folder / "done")
-                return EXIT_STATUS[Status.DONE]
-            if launches.stop_file.exists():
-                _LOGGER.info("not started: remove %s to go on", launches.stop_file)
-                return EXIT_STATUS[Status.DONE]
-            with _held(launches, job), _disk_errors(launches):
-                return _launch(job, program, policy, launches, stop, unanswered=unanswered)
+            with disk_errors(launches):
+                if (objection := launches.objection()) is not None:
+                    _LOGGER.info("%s", objection)
+                    return EXIT_STATUS[Status.DONE]
+                with _held(launches, job):
+                    return _launch(job, program, policy, launches, stop, unanswered=unanswered)
         except ConfigError as error:
             _LOGGER.error("error: %s", error)
             return EXIT_STATUS[Status.MISCONFIGURED]
@@ -222,28 +221,16 @@ def _settings(job: Scheduler, program: Program, policy: Policy) -> tuple[Launche
 
 
 @contextmanager
-def _disk_errors(launches: Launches) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{launches.named}: cannot write in {launches.folder} ({error.strerror}); free space "
-            "or name another folder"
-        ) from error
-
-
-@contextmanager
 def _held(launches: Launches, job: Scheduler) -> Iterator[None]:
     """Hold the folder against other jobs; the lock ends with this process or with its job.
 
     Where the file system has no locks, the scheduler is asked for the last holder.
     """
     path = launches.lock_file
-    with _disk_errors(launches):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.read_text() if path.exists() else ""
-        holder = f"job {job.job} on {job.nodes[0]}"
-        lock = take_lock(path, named=launches.named, holder=holder, patience_seconds=0.0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_text() if path.exists() else ""
+    holder = f"job {job.job} on {job.nodes[0]}"
+    lock = take_lock(path, named=launches.named, holder=holder, patience_seconds=0.0)
     try:
         found = re.match(r"job (\S+) on", before)
         if found is not None and found[1] != job.job and job.is_running(found[1]):

@@ -72,5 +72,6 @@ def test_models_on_the_claims_of_pods_need_not_be_here(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["submit", "kubernetes", PAIR, "--nodes", "2", "--gpus-per-node", "8", "--image", "i"]
+    words += ["output=/data/runs/a", "--claim", "data:/data"]
     assert main([*words, "--dry-run"]) == 0
     assert "--ranks-per-node" in capsys.readouterr().out

@@ -131,3 +131,28 @@ def test_the_command_writes_the_manifest(
         with pytest.raises(SystemExit):
             main(wrong)
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["output=/data/runs/a"], "/data/runs/a/launches"),
+        (["output=runs/a", "--claim", "data:/data"], "/code/runs/a/launches"),
+        (["output=/database/a", "--claim", "data:/data"], "/database/a/launches"),
+        (["output=/data/../a", "--claim", "data:/data"], "/a/launches"),
+        (["store.path=/data/a", "--claim", "data:/data/a"], "/data/a.launches"),
+        (["output=runs/a", "--claim", "code:/code"], None),
+        (["store.path=/data/a", "--claim", "data:/data/"], None),
+    ],
+)
+def test_a_run_or_store_that_would_end_with_its_pods_is_refused(
+    words: list[str], place: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, file = ("capture", "cache") if words[0].startswith("store") else ("train", "tiny")
+    submit = ["submit", "kubernetes", str(ROOT / "configs" / f"{file}.yaml"), "--command", command]
+    more = ["--nodes", "1", "--image", "i", "--work-folder", "/code", "--dry-run"]
+    assert main([*submit, *words, *more]) == (0 if place is None else 1)
+    text = capsys.readouterr().err
+    if place is not None:
+        assert text.startswith(f"error: {words[0]}: in the pods {place} is on no --claim")
+        assert "give --claim NAME:FOLDER with a folder above it" in text

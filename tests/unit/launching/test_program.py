@@ -134,7 +134,8 @@ def test_options_of_the_command_follow_two_hyphens_into_the_batch_script(
     # The pods alone see the run.
     submit = ["submit", "kubernetes", "/data/runs/a", "--command", "evaluate", "--nodes", "1"]
     folder = ["--folder", "/data/records"]
-    assert main([*submit, *folder, "--image", "i", "--dry-run"]) == 0
+    claim = ["--claim", "data:/data"]
+    assert main([*submit, *folder, *claim, "--image", "i", "--dry-run"]) == 0
     (group,) = yaml.safe_load(capsys.readouterr().out)["spec"]["replicatedJobs"]
     (container,) = group["template"]["spec"]["template"]["spec"]["containers"]
     assert container["command"][-5:] == [*folder, "--", "evaluate", "/data/runs/a"]
