@@ -20,7 +20,7 @@ from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import Recorded
+from megatron_distill.signals import OnDemand, Recorded
 from megatron_distill.store import CaptureSettings, SampleTokens, StoreSet, cut_to_rows, unpack
 from megatron_distill.train.teachers.located import (
     record_rows,
@@ -96,9 +96,10 @@ class StoredTeacher:
         """Begin to read the records of a later step."""
         self._expected.append(self._begin(batches))
 
-    def signals(self, batches: Sequence[Batch]) -> Sequence[Recorded] | Sequence[None]:
+    def signals(self, batches: Sequence[Batch]) -> OnDemand[Recorded] | Sequence[None]:
         """Return one signal per micro-batch on the last pipeline stage, None elsewhere.
 
+        A step's signals wait in host memory; the device has that of the micro-batch taken last.
         Raises StoreError on all ranks alike, naming shard and sample, if a record is missing,
         damaged, or of different tokens. An announced step may raise it one step early.
 
@@ -115,7 +116,7 @@ class StoredTeacher:
             self._exchange(self._expected[0])
         if found is None:
             return [None] * len(batches)
-        return [on_device(signal, self._device) for signal in found]
+        return OnDemand(len(found), lambda number: on_device(found[number], self._device))
 
     def close(self) -> None:
         """End the reading thread and close the stores."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,39 @@ def test_every_rank_gets_the_store_s_signals_of_its_positions(
                 seen[cell] = seen.get(cell, 0) + 1
     tensor = arguments.get("tensor", 1)
     assert seen == dict.fromkeys(range(SAMPLES * 16), tensor)
+
+
+def _signals_on_a_device(rank: int, world: int, folder: Path) -> list[list[int]]:
+    """After the call and after each signal taken: the micro-batches whose ids are on the device."""
+    from megatron_distill.train.teachers import stored
+
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def moved(signal: Recorded, _: torch.device) -> Recorded:
+        found = on_device(signal, torch.device("meta"))
+        held.append(weakref.ref(found.by_term[0].ids))
+        return found
+
+    def alive() -> list[int]:
+        return [number for number, one in enumerate(held) if one() is not None]
+
+    with megatron_groups() as groups, pytest.MonkeyPatch.context() as patch:
+        on_device = stored.on_device
+        patch.setattr(stored, "on_device", moved)  # a device without a GPU
+        teacher = _teacher(groups, folder)
+        signals = teacher.signals(batches_of(0, groups))
+        seen = [alive()]
+        for number in range(len(signals)):
+            assert signals[number].by_term[0].ids.is_meta
+            assert signals[number] is signals[number]  # as a further objective takes it
+            seen.append(alive())
+        teacher.close()
+    return seen
+
+
+def test_the_device_has_the_signal_of_one_micro_batch(pool: Pool, folder: Path) -> None:
+    (seen,) = pool.run(1, _signals_on_a_device, folder)
+    assert seen == [[], [0], [1]]
 
 
 def _failure(rank: int, world: int, layout: dict[str, Any], folder: Path, announce: bool) -> str:
