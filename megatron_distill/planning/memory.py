@@ -227,7 +227,9 @@ def _hidden_states(
         if run.sent_ids is not None:
             per_token = run.answer_bytes
         return (layers + tokens * per_token * is_last) * count * (run.steps_ahead + 1)
-    return (layers + tokens * per_token * is_last) * (1 if run.offloads_hidden else count)
+    if run.offloads_hidden:  # the one in use and the next; of features in backward as well
+        return layers * min(4, count) + tokens * per_token * is_last * min(2, count)
+    return (layers + tokens * per_token * is_last) * count
 
 
 def _layer_answers(run: PlannedRun, choice: Choice, stage: int, *, tokens: float) -> float:

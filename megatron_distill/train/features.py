@@ -8,7 +8,7 @@ entries; exports and runs that start from such a checkpoint ignore them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -200,20 +200,17 @@ class FeatureLosses:
         weights_sb = step.weights_sb[micro_batch]
         if self._splits:
             weights_sb = weights_sb.chunk(self._groups.tensor.size())[self._share]
+        features = step.features(micro_batch)
         for index, pair in self._of(layer, is_of_attention=False):
-            loss = FeatureLoss(
-                pair.loss,
-                teacher=step.features(micro_batch)["output", pair.teacher].flatten(0, 1),
-                weights=weights_sb.reshape(-1),
-                projector=self.projectors.of(pair) if self.projectors else None,
-            )
+            # Read anew in backward: features in host memory are not kept on the device till then.
+            loss = partial(self._loss_of_states, pair, features, weights_sb.reshape(-1))
             weight = step.pair_weights[micro_batch][index]
             added = partial(_of_states, loss=loss, coefficient=weight)
             if (index, micro_batch) not in step.values:
                 step.values[index, micro_batch] = (
                     torch.linalg.vector_norm(*added(hidden_sbH), dtype=torch.float32).square()
                     if step.of_gradients
-                    else loss.value(hidden_sbH.detach().flatten(0, 1))
+                    else loss().value(hidden_sbH.detach().flatten(0, 1))
                 )
             if torch.is_grad_enabled():
                 (hidden_sbH,) = add_gradients((hidden_sbH,), added)
@@ -227,28 +224,58 @@ class FeatureLosses:
         assert not step.of_gradients, "the rules refuse that of attention maps"
         features = step.features(micro_batch)
         for index, pair in self._of(layer, is_of_attention=True):
-            loss = AttentionLoss(
-                AttentionInputs(
-                    features["query", pair.teacher],
-                    features["key", pair.teacher],
-                    self._rules.teacher,
-                ),
-                weights=step.weights_sb[micro_batch],
-                visible=visible.on(query.device),
-                rule=self._rules.student,
-                group=self._groups.tensor,
+            loss = partial(
+                self._loss_of_maps, pair, features, step.weights_sb[micro_batch], visible
             )
             if (index, micro_batch) not in step.values:
-                step.values[index, micro_batch] = loss.value(query.detach(), key.detach())
+                step.values[index, micro_batch] = loss(query).value(query.detach(), key.detach())
             if torch.is_grad_enabled():
                 weight = step.pair_weights[micro_batch][index]
-                added = partial(loss.gradients, coefficient=weight)
+                added = partial(_of_maps, loss=loss, coefficient=weight)
                 query, key = add_gradients((query, key), added)
         return query, key
 
+    def _loss_of_states(
+        self, pair: FeaturePair, features: Features, weights_N: Tensor
+    ) -> FeatureLoss:
+        return FeatureLoss(
+            pair.loss,
+            teacher=features["output", pair.teacher].flatten(0, 1),
+            weights=weights_N,
+            projector=self.projectors.of(pair) if self.projectors else None,
+        )
 
-def _of_states(hidden_sbH: Tensor, *, loss: FeatureLoss, coefficient: float) -> tuple[Tensor]:
-    gradient_NH = loss.gradient(hidden_sbH.flatten(0, 1), coefficient=coefficient)
+    def _loss_of_maps(
+        self,
+        pair: FeaturePair,
+        features: Features,
+        weights_sb: Tensor,
+        visible: VisibleKeys,
+        query: Tensor,
+    ) -> AttentionLoss:
+        return AttentionLoss(
+            AttentionInputs(
+                features["query", pair.teacher],
+                features["key", pair.teacher],
+                self._rules.teacher,
+            ),
+            weights=weights_sb,
+            visible=visible.on(query.device),
+            rule=self._rules.student,
+            group=self._groups.tensor,
+        )
+
+
+def _of_maps(
+    query: Tensor, key: Tensor, *, loss: Callable[[Tensor], AttentionLoss], coefficient: float
+) -> tuple[Tensor, Tensor]:
+    return loss(query).gradients(query, key, coefficient=coefficient)
+
+
+def _of_states(
+    hidden_sbH: Tensor, *, loss: Callable[[], FeatureLoss], coefficient: float
+) -> tuple[Tensor]:
+    gradient_NH = loss().gradient(hidden_sbH.flatten(0, 1), coefficient=coefficient)
     return (gradient_NH.view_as(hidden_sbH),)
 
 

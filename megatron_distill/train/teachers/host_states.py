@@ -20,15 +20,17 @@ Feature = tuple[str, int]
 class HostStates:
     """Moves a tensor of each micro-batch to host memory, and back one ahead of its use.
 
-    On CUDA the copies run on a stream of their own, to and from pinned memory. The pinned memory is
-    allocated once: 2 bytes (in bf16) per value of the states of one step. On a CPU the states stay
-    where they are. One step's states exist at a time: those of the next step replace them. The
-    micro-batches of a step are put in ascending order, not all of them need be, and are taken in
-    any order and again.
+    On CUDA the copies run on `stream`, by default one of their own, to and from pinned memory. That
+    is allocated once: 2 bytes (in bf16) per value of the states of one step, of which torch rounds
+    each micro-batch's up to a power of two. On a CPU the states stay where they are.
+
+    One step's states exist at a time: those of the next step replace them. The micro-batches of a
+    step are put in ascending order, not all of them need be, and are taken in any order and again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._device = device
+        self._stream = stream or copying_stream(device)
         self._host: dict[int, Tensor] = {}
         self._of_step: list[int] = []
         self._returning: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
@@ -67,19 +69,26 @@ class HostStates:
             if number in self._of_step and number not in self._returning:
                 self._returning[number] = self._begin_return(number)
         hidden_sbh, arrived = self._returning.pop(micro_batch)
-        current = torch.cuda.current_stream(hidden_sbh.device)
-        current.wait_event(arrived)
-        # It was allocated for the copying stream; its memory is in use by this one until freed.
-        hidden_sbh.record_stream(current)
+        torch.cuda.current_stream(self._device).wait_event(arrived)
         return hidden_sbh
 
     def _begin_return(self, micro_batch: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Copy to memory of the stream that reads it, which reuses it as that of its own work."""
         assert self._stream is not None
+        host_sbh = self._host[micro_batch]
+        device_sbh = torch.empty_like(host_sbh, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what had it before
+        device_sbh.record_stream(self._stream)  # a state may be freed without having been taken
         with torch.cuda.stream(self._stream):
-            device_sbh = self._host[micro_batch].to(self._stream.device, non_blocking=True)
+            device_sbh.copy_(host_sbh, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(self._stream)
         return device_sbh, arrived
+
+
+def copying_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream for copies of a CUDA device; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class HostFeatures:
@@ -90,12 +99,13 @@ class HostFeatures:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = copying_stream(device)
         self._states: dict[Feature, HostStates] = {}
 
     def put(self, feature: Feature, micro_batch: int, tensor: Tensor) -> None:
         """Begin to copy a feature to the host; see `HostStates.put`."""
         if feature not in self._states:
-            self._states[feature] = HostStates(self._device)
+            self._states[feature] = HostStates(self._device, self._stream)
         self._states[feature].put(micro_batch, tensor)
 
     def take(self, feature: Feature, micro_batch: int) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_distill.train.teachers.host_states import HostStates
 @pytest.fixture
 def states() -> Iterator[HostStates]:
     """States on a device whose copies are done at once: CUDA's calls have no effect."""
-    empty, stream = torch.empty, MagicMock(device=torch.device("cpu"))
+    empty, empty_like, stream = torch.empty, torch.empty_like, MagicMock()
 
     def unpinned(*shape: Any, pin_memory: bool, **named: Any) -> Tensor:
         assert pin_memory
@@ -32,8 +32,8 @@ def states() -> Iterator[HostStates]:
             stream=lambda _: nullcontext(),
         ),
         patch.object(torch, "empty", unpinned),
+        patch.object(torch, "empty_like", lambda one, **_: empty_like(one)),
         patch.object(Tensor, "record_stream", lambda *_: None),
-        patch.object(Tensor, "to", lambda own, *_, **__: own.clone()),
     ):
         yield HostStates(torch.device("cuda"))
 
