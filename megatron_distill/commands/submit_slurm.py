@@ -85,9 +85,11 @@ def _objection(given: argparse.Namespace) -> str | None:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
     if given.gpus_per_node is not None and _GPUS.fullmatch(given.gpus_per_node) is None:
         return f"--gpus-per-node {given.gpus_per_node}: write a number from 1 on, as 8 or a100:8"
-    seconds = given.grace_seconds
-    if seconds is not None and not 0 < seconds < math.inf:
-        return f"--grace-seconds {seconds:g}: must be a finite number of seconds above 0"
+    for name in ("grace_seconds", "health_seconds"):
+        seconds = getattr(given, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            option = f"--{name.replace('_', '-')} {seconds:g}"
+            return f"{option}: must be a finite number of seconds above 0"
     for name in ("job_name", "partition", "account", "qos"):
         text = getattr(given, name)
         if text is not None and (not text or any(map(str.isspace, text))):
@@ -161,6 +163,7 @@ def _rules(given: argparse.Namespace) -> Sequence[str]:
         "ranks_per_node",
         "max_starts",
         "health_command",
+        "health_seconds",
         "grace_seconds",
         "folder",
         "container",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts, ranks_on
-from megatron_distill.launching.supervisor import Policy, supervise
+from megatron_distill.launching.supervisor import HEALTH_SECONDS, Policy, supervise
 
 _DESCRIPTION = """Run a job on machines without a scheduler, and start it again after a failure.
 
@@ -50,6 +51,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare-hosts", type=int, default=0, metavar="N", help="the last of them")
     parser.add_argument("--health-command", metavar="COMMAND", help="a host is bad if it fails")
     parser.add_argument(
+        "--health-seconds", type=float, default=HEALTH_SECONDS, metavar="S",
+        help="for all checks of the hosts (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
         "--variable", action="append", default=[], metavar="NAME=VALUE",
         help="of the ranks' environment, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
     )  # fmt: skip
@@ -72,6 +77,9 @@ def _objection(given: argparse.Namespace) -> str | None:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
     if given.pause < 0:
         return f"--pause {given.pause:g}: must be 0 or more"
+    if not 0 < given.health_seconds < math.inf:
+        seconds = f"{given.health_seconds:g}"
+        return f"--health-seconds {seconds}: must be a finite number of seconds above 0"
     wrong = [one for one in given.variable if not one.partition("=")[1]]
     return f"--variable {wrong[0]}: write NAME=VALUE" if wrong else missing_words(given)
 
@@ -96,6 +104,7 @@ def _run(given: argparse.Namespace) -> int:
         max_starts=given.max_starts,
         requeues=not given.no_requeue,
         health_command=given.health_command,
+        health_seconds=given.health_seconds,
     )
     try:
         _check(hosts, program, given)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from megatron_distill.errors import TrainingError
 from megatron_distill.launching.records import (
     Launch,
     NodeOutcome,
@@ -37,10 +38,18 @@ from megatron_distill.runtime.torchrun import (
     threads_per_process,
 )
 
-__all__ = ["NodePart", "gpus_listed", "main", "node_index", "node_name", "ranks_here"]
+__all__ = [
+    "NodePart",
+    "asked_of_gpus",
+    "gpus_listed",
+    "main",
+    "node_index",
+    "node_name",
+    "ranks_here",
+]
 
 _STOPPING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_GPU_LIST_SECONDS: Final = 30.0
+_GPU_SECONDS: Final = 30.0  # of a call of nvidia-smi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if given.stops_with_input:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
-    ranks = given.ranks_per_node or ranks_here(says=index == 0)
+    try:
+        ranks = given.ranks_per_node or ranks_here(says=index == 0)
+    except TrainingError as error:  # the checks before the next launch find the node
+        node = launch.nodes[index]
+        message = f"error: {node}: {error}"
+        outcome = NodeOutcome(node, index, Status.FAILED, time.time(), order=9, message=message)
+        write_record(folder / "nodes" / f"{index}.json", outcome)
+        return 0
     part = NodePart(folder, launch, index, given.endpoint, given.program)
     part.run(ranks=ranks, stop_seconds=given.stop_seconds)
     return 0
@@ -161,7 +177,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def ranks_here(*, says: bool) -> int:
-    """Return the number of ranks for this node: one per GPU of the job, or 1 without GPUs."""
+    """Return the number of ranks for this node: one per GPU of the job, or 1 without GPUs.
+
+    Raises TrainingError: nvidia-smi hangs.
+    """
     allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
     gpus = int(allotted) if allotted.isdecimal() else gpus_listed()
     if gpus == 0 and says:
@@ -172,18 +191,27 @@ def ranks_here(*, says: bool) -> int:
 
 
 def gpus_listed() -> int:
-    """Return the number of GPUs that nvidia-smi lists; 0 where there is no such program."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    """Return the number of GPUs that nvidia-smi lists; 0 where there is no such program.
+
+    Raises TrainingError: it hangs.
+    """
+    if shutil.which("nvidia-smi") is None:
         return 0
-    done = subprocess.run(
-        [program, "--list-gpus"],
-        capture_output=True,
-        text=True,
-        timeout=_GPU_LIST_SECONDS,
-        check=False,
-    )
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in asked_of_gpus("--list-gpus").splitlines())
+
+
+def asked_of_gpus(*options: str) -> str:
+    """Return what nvidia-smi writes; raises TrainingError where it hangs."""
+    command = ["nvidia-smi", *options]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GPU_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise TrainingError(
+            f"nvidia-smi has not answered within {_GPU_SECONDS:g} s; restart the machine"
+        ) from None
+    return done.stdout
 
 
 if __name__ == "__main__":

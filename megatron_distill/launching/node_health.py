@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from megatron_distill.launching.node import gpus_listed, node_name
+from megatron_distill.errors import TrainingError
+from megatron_distill.launching.node import asked_of_gpus, gpus_listed, node_name
 from megatron_distill.launching.node_view import seen_files, versions
 from megatron_distill.launching.records import Launch, read_record, write_record
 
@@ -28,14 +29,14 @@ __all__ = ["Health", "gpu_problems", "main"]
 _LEAST_OPEN_FILES: Final = 4096  # sockets and files of a rank's peers
 _LEAST_BYTES: Final = 100_000_000  # in the folder of temporary files
 _ECC_QUERY: Final = "index,ecc.errors.uncorrected.volatile.total"
-_ECC_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)
 class Health:
     """The problems of one node, and its view, which is compared with those of others.
 
-    versions: of its software. files: what it sees under the paths of the settings.
+    versions: of its software, and its number of GPUs. files: what it sees under the paths of the
+    settings.
     """
 
     node: str
@@ -49,18 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--launch", required=True, help="folder of the launch")
     parser.add_argument("--gpus", type=int, help="that a node must have (default: as allotted)")
+    parser.add_argument("--ranks-per-node", type=int, help="GPUs beyond them are no difference")
     parser.add_argument("--command", help="of a shell; the node is bad if it fails")
     parser.add_argument("--command-seconds", type=float, default=40.0)
     given = parser.parse_args(arguments)
     folder = Path(given.launch)
     node = node_name()
     launch = read_record(folder / "launch.json", Launch)
-    problems = [*_of_system(folder, launch), *_of_gpus(given.gpus)]
-    if given.command is not None:
+    software = versions()
+    problems = [*_of_system(folder, launch), *_of_gpus(given, software)]
+    if given.command is not None and not problems:  # a bad node may let it hang
         problems += _of_command(given.command, given.command_seconds)
     try:
         files = {} if launch is None else seen_files(launch.paths)
-        health = Health(node, problems, versions(), files)
+        health = Health(node, problems, software, files)
         write_record(folder / "health" / f"{node}.json", health)
     except OSError as error:
         sys.stderr.write(f"{node}: cannot write in {folder}: {error.strerror}\n")
@@ -80,25 +83,28 @@ def _of_system(folder: Path, launch: Launch | None) -> Iterator[str]:
         yield f"has {free / 1e6:.0f} MB left in {temporary}"
 
 
-def _of_gpus(expected: int | None) -> Iterator[str]:
+def _of_gpus(given: argparse.Namespace, software: dict[str, str]) -> Iterator[str]:
+    """Yield the problems of the GPUs; add their number to the versions where none is allotted.
+
+    A node that then has fewer than others would have fewer ranks.
+    """
     allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    wanted = int(allotted) if expected is None and allotted.isdecimal() else expected or 0
-    if wanted == 0:
-        return
-    if shutil.which("nvidia-smi") is None:
+    wanted = given.gpus or (int(allotted) if allotted.isdecimal() else 0)
+    if wanted and shutil.which("nvidia-smi") is None:
         yield f"has no nvidia-smi, and {wanted} GPUs are asked for"
         return
     try:
         found = gpus_listed()
         if found < wanted:
             yield f"has {found} GPUs of {wanted}"
-        query = ["nvidia-smi", f"--query-gpu={_ECC_QUERY}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=_ECC_SECONDS, check=False
-        )
-        yield from gpu_problems(done.stdout)
-    except subprocess.TimeoutExpired:
-        yield f"nvidia-smi has not answered within {_ECC_SECONDS:.0f} s"
+        if not wanted:
+            software["GPUs"] = str(min(found, given.ranks_per_node or found))
+        if found:
+            yield from gpu_problems(
+                asked_of_gpus(f"--query-gpu={_ECC_QUERY}", "--format=csv,noheader,nounits")
+            )
+    except TrainingError as error:
+        yield str(error)
 
 
 def gpu_problems(table: str) -> Iterator[str]:

@@ -9,15 +9,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 from megatron_distill import log
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.slurm import Container, SlurmJob
-from megatron_distill.launching.supervisor import Policy, supervise
+from megatron_distill.launching.supervisor import HEALTH_SECONDS, Policy, supervise
 
 __all__ = ["add_arguments", "main"]
+
+_IMPORT_SECONDS: Final = 300.0  # of the checks, in which pyxis imports the image on each node
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--health-command", metavar="COMMAND", help="of a shell; a node where it fails is excluded"
     )
+    parser.add_argument(
+        "--health-seconds", type=float, metavar="S",
+        help=f"for all checks of the nodes (default: {HEALTH_SECONDS:g}, with --container "
+        f"{_IMPORT_SECONDS:g}: the image is imported in them)",
+    )  # fmt: skip
     parser.add_argument(
         "--grace-seconds", type=float, metavar="S",
         help="for a save before the time limit (default: from measured steps and saves)",
@@ -66,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_STATUS[Status.MISCONFIGURED]
+    usual = HEALTH_SECONDS if container is None else _IMPORT_SECONDS
     policy = Policy(
         python=sys.executable if container is None else container.python,
         submission=given.submission or job.job,
@@ -74,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_starts=given.max_starts,
         requeues=not given.no_requeue and "SLURM_ARRAY_JOB_ID" not in os.environ,
         health_command=given.health_command,
+        health_seconds=given.health_seconds or usual,
         grace_seconds=given.grace_seconds,
     )
     return supervise(job, program, policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -24,6 +25,7 @@ FIRST_PAUSE: Final = 15.0
 _LONGEST_PAUSE: Final = 900.0
 _POLL_SECONDS: Final = 0.2
 _COUNT: Final = "from megatron_distill.launching import node; print(node.ranks_here(says=False))"
+_ERROR_CLASS: Final = re.compile(r"^[\w.]+Error: ")  # before the text, at the end of a traceback
 _COUNT_SECONDS: Final = 120.0  # an import from a slow shared disk
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux
 
@@ -112,7 +114,8 @@ def ranks_on(run: Sequence[str]) -> int:
         )
         return int(done.stdout)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError, ValueError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip()
+        said = str(getattr(error, "stderr", None) or "").strip() or str(error)
+        said = _ERROR_CLASS.sub("", said.splitlines()[-1])
         raise ConfigError(
             f"{shlex.join(command)}: {said}; the hosts need this folder and this Python, and a "
             "login without a password, or give --ranks-per-node"

@@ -43,9 +43,10 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.folder_lock import take_lock
 from megatron_distill.runtime.termination import stop_signals
 
-__all__ = ["Policy", "Scheduler", "supervise"]
+__all__ = ["HEALTH_SECONDS", "Policy", "Scheduler", "supervise"]
 
 _LOGGER = get_logger(__name__)
+HEALTH_SECONDS: Final = 50.0  # a minute with what begins and ends the step
 _POLL_SECONDS: Final = 0.5
 _END_SECONDS: Final = 5.0
 _MEASURE_SECONDS: Final = 30.0  # between looks at the times of steps and saves
@@ -142,7 +143,7 @@ class Policy:
     max_starts: int = 3
     requeues: bool = True
     health_command: str | None = None
-    health_seconds: float = 50.0
+    health_seconds: float = HEALTH_SECONDS
     grace_seconds: float | None = None
 
 
@@ -277,7 +278,8 @@ def _launch(
     # Where every node fails, the check is more likely wrong than the nodes.
     without = names if healthy else []
     silent = [one.node for one in bad if one.is_silent]
-    launches.add_bad_nodes([one for one in bad if one.node in without])
+    # A silent one may be slow, as with an image to import: later submissions try it again.
+    launches.add_bad_nodes([one for one in bad if one.node in without and not one.is_silent])
     wanted = policy.wanted_nodes or len(launch.nodes)
     if len(healthy) < wanted:
         reason = f"{counted(len(bad), 'node')} failed the checks: {', '.join(names)}"
@@ -301,6 +303,8 @@ def _bad_nodes(
     if policy.health_command is not None:
         words += ["--command", policy.health_command]
         words += ["--command-seconds", str(0.8 * policy.health_seconds)]
+    if policy.ranks_per_node is not None:
+        words += ["--ranks-per-node", str(policy.ranks_per_node)]
     command = [*job.on_nodes(launch.nodes, waits=0), policy.python, *words]
     step = subprocess.Popen(command, start_new_session=True)
     try:

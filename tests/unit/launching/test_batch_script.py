@@ -28,6 +28,7 @@ WRONG = {
     "--gpus-per-node|0": "--gpus-per-node 0: write a number from 1 on, as 8 or a100:8",
     "--gpus-per-node|a100": "--gpus-per-node a100: write a number from 1 on, as 8 or a100:8",
     "--grace-seconds|-5": "--grace-seconds -5: must be a finite number",
+    "--health-seconds|inf": "--health-seconds inf: must be a finite number",
     "--job-name|my run": "--job-name 'my run': Slurm's script takes a name without spaces",
     "--sbatch|mem=64G": "--sbatch mem=64G: write it as sbatch takes it, --sbatch=--mem=64G",
     "--sbatch=--nodes=8": "--sbatch --nodes=8: submit has this option itself; write --nodes 8",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from megatron_distill.launching.node_health import gpu_problems, main
-from megatron_distill.launching.records import Launch, Launches
+from megatron_distill.launching import node
+from megatron_distill.launching.node_health import Health, gpu_problems, main
+from megatron_distill.launching.records import Launch, Launches, NodeOutcome, Status, read_record
 
 
 @pytest.fixture
@@ -18,14 +18,30 @@ def folder(tmp_path: Path) -> Path:
     return Launches(tmp_path, tmp_path, "").begin(launch)
 
 
-def problems(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Health:
     monkeypatch.setenv("DISTILL_NODE_NAME", "n1")
-    monkeypatch.setenv("PATH", str(folder))  # a machine without nvidia-smi
+    monkeypatch.setenv("PATH", str(folder))  # nvidia-smi is there alone
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert main(["--launch", str(folder), *words]) == 0
-    found = json.loads((folder / "health" / "n1.json").read_text())
-    assert found["node"] == "n1"
-    return list(found["problems"])
+    found = read_record(folder / "health" / "n1.json", Health)
+    assert found is not None
+    assert found.node == "n1"
+    return found
+
+
+def problems(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+    return checked(folder, monkeypatch, *words).problems
+
+
+def write_nvidia_smi(folder: Path, text: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+def hang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_nvidia_smi(folder, "exec /bin/sleep 60")
+    monkeypatch.setattr(node, "_GPU_SECONDS", 0.2)
 
 
 def test_a_healthy_node_has_no_problems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +75,41 @@ def test_a_node_that_does_not_share_the_folder_is_bad(
 
 def test_memory_errors_of_gpus_count_where_they_are_corrected_at_all() -> None:
     assert list(gpu_problems("0, 0\n1, 3\n2, [N/A]\n")) == ["GPU 1 has 3 uncorrected memory errors"]
+
+
+def test_gpus_are_counted_and_looked_at_where_no_scheduler_allots_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checked(folder, monkeypatch).versions["GPUs"] == "0"
+    listed = "echo 'GPU 0: H100'; echo 'GPU 1: H100'"
+    write_nvidia_smi(folder, f'case "$1" in --list-gpus) {listed} ;; *) echo "1, 3" ;; esac')
+    found = checked(folder, monkeypatch)
+    assert found.problems == ["GPU 1 has 3 uncorrected memory errors"]
+    assert found.versions["GPUs"] == "2"
+    # Ranks that leave GPUs over may run beside those of a smaller machine.
+    assert checked(folder, monkeypatch, "--ranks-per-node", "1").versions["GPUs"] == "1"
+    assert problems(folder, monkeypatch, "--gpus", "3")[0] == "has 2 GPUs of 3"
+
+
+def test_gpus_that_hang_are_a_problem_and_no_further_check_hangs_on_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang(folder, monkeypatch)
+    found = checked(folder, monkeypatch, "--command", "echo run >&2; exit 3")
+    assert found.problems == ["nvidia-smi has not answered within 0.2 s; restart the machine"]
+    assert "GPUs" not in found.versions
+
+
+def test_gpus_that_hang_when_ranks_begin_are_a_recorded_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang(folder, monkeypatch)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    words = ["--launch", str(folder), "--endpoint", "n1:1", "--index", "0", "--", "program.py"]
+    assert node.main(words) == 0
+    outcome = read_record(folder / "nodes" / "0.json", NodeOutcome)
+    assert outcome is not None
+    assert outcome.status is Status.FAILED
+    assert outcome.message is not None
+    assert outcome.message.startswith("error: n1: nvidia-smi has not answered within 0.2 s; re")

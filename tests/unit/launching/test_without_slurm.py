@@ -110,6 +110,8 @@ def test_the_ranks_of_a_submission_have_its_nodes_port_words_and_container(
     assert settings[-2:] == ["teacher.ranks=2", "--print-config"]
     assert "--nodelist=n1,n2,n3" in checks
     assert "--kill-on-bad-exit=0" in checks
+    # Four fifths of the 300 seconds that checks have with an image to import.
+    assert checks[checks.index("--command-seconds") + 1] == "240.0"
     assert "--nodelist=n1,n3" in ranks
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= {*ranks}
     for call in (settings, checks, ranks):
@@ -133,11 +135,14 @@ def test_a_chain_is_submitted_once_for_each_job_and_does_not_requeue(
     stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = ["--command", str(stand_in.folder / "program.py"), "--nodes", "3"]
-    assert main(["submit", "slurm", "x", *program, "--chain", "2"]) == 0
+    checks = ["--health-command", "true", "--health-seconds", "100"]
+    assert main(["submit", "slurm", "x", *program, "--chain", "2", *checks]) == 0
     assert capsys.readouterr().out == f"{JOB}\n{JOB}\n"
     assert len(stand_in.called("sbatch")) == 2
     done = stand_in.run(stand_in.launches.script_file)
     assert done.returncode == 1, done.stderr
+    _, checked, _ = stand_in.called("srun")
+    assert checked[checked.index("--command-seconds") + 1] == "80.0"
     assert stand_in.called("scontrol", "requeue") == []
     assert "the next job goes on from step 0" in done.stderr
 
