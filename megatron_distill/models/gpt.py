@@ -56,7 +56,22 @@ class HiddenStateGPT(GPTModel):
         # Rounded to the weights' dtype first, as in the training of families with this scale.
         scale = torch.tensor(architecture.embedding_scale, dtype=self.config.params_dtype)
         self.embedding_scale = float(scale)
+        self._is_frozen = False
         prepare_experts(self, groups=arguments["pg_collection"])
+
+    def freeze(self) -> None:
+        """Take the weights as final: no gradients, no dropout, and FP8 copies made once."""
+        self.requires_grad_(False)
+        self.eval()
+        self._is_frozen = True
+
+    def set_is_first_microbatch(self) -> None:
+        """Let the coming pass make the FP8 copies of the weights anew; schedules call it.
+
+        A frozen model's first pass makes them, and they stay, also where the weights are moved.
+        """
+        if not self._is_frozen:
+            super().set_is_first_microbatch()
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **arguments: Any) -> Any:
         embedded, rotary, *others = super()._preprocess(input_ids, position_ids, **arguments)

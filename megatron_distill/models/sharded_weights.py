@@ -71,8 +71,7 @@ def build_sharded(
     """
     assert execution.weight_shards is not None
     (chunk,) = empty_gpt(architecture, groups=groups, execution=execution, interleaved=False)
-    chunk.requires_grad_(False)
-    chunk.eval()
+    chunk.freeze()
     in_layers = {id(parameter) for parameter in chunk.decoder.layers.parameters()}
     described = described_tensors(chunk, groups)
     _fill([value for value in described if id(value.data) not in in_layers], write)

@@ -152,8 +152,7 @@ def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
     (model,) = build_gpt(
         architecture, groups=groups, execution=execution, seed=12, interleaved=False
     )
-    model.requires_grad_(False)
-    model.eval()
+    model.freeze()
     head = model.head_weight().detach() if groups.is_last_stage else None
     return OnlineTeacher(model, architecture, head, groups, LENGTH)
 

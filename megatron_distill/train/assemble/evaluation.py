@@ -353,8 +353,7 @@ class _Resolved:
         role, shape = self.role, self.source.architecture
         execution = role.execution
         (model,) = self.source.build(execution, groups=groups, seed=role.seed, interleaved=False)
-        model.requires_grad_(False)
-        model.eval()
+        model.freeze()
         tasks = _without_texts(role.name, model, self.tasks)
         return _evaluated(
             role.name,

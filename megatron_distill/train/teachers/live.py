@@ -343,8 +343,7 @@ class OnlineTeacher:
         Collective: tensor group, one all-gather of the head where its shards differ from `shard`.
         """
         (model,) = source.build(execution, groups=groups, seed=seed, interleaved=False)
-        model.requires_grad_(False)
-        model.eval()
+        model.freeze()
         head = None
         if groups.is_last_stage:
             own = vocab_shard(source.architecture, groups, tokens=shard.size)

@@ -112,8 +112,7 @@ class OwnLayout:
         """
         with own_groups.in_use():
             (model,) = source.build(execution, groups=own_groups, seed=seed, interleaved=False)
-        model.requires_grad_(False)
-        model.eval()
+        model.freeze()
         group = _message_group(execution.device, timeout_seconds)
         ways = Ways(own_groups, groups, group)
         own = vocab_shard(source.architecture, own_groups, tokens=shard.size)

@@ -23,6 +23,7 @@ from tests.distributed.megatron_world import build, megatron_groups, small_archi
 from tests.distributed.models.test_tensor_overlap import overlapping_layers
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
+    PIPELINE,
     SECONDS,
     Inputs,
     assembled,
@@ -32,6 +33,7 @@ from tests.e2e.runs import (
     run,
     step_records,
     train_here,
+    train_parts,
 )
 
 if TYPE_CHECKING:
@@ -279,6 +281,55 @@ def test_each_model_has_the_number_format_of_its_own_key(
     overrides = [f"output={tmp_path}", "train.precision=bf16"]
     overrides += [f"{key}={value}" for key, value in named if value is not None]
     assert pool.run(1, formats, inputs.folder / "dense.yaml", overrides) == [own]
+
+
+def _note_copies(model: Any) -> list[bool]:
+    """Let a layer's product note each FP8 copy of its weight as Transformer Engine's makes it."""
+    copies: list[bool] = []
+    product = model.decoder.layers[0].mlp.linear_fc1
+    product.is_first_microbatch = True
+
+    def note(*_: Any) -> None:
+        if product.is_first_microbatch:
+            copies.append(True)
+        product.is_first_microbatch = False
+
+    product.register_forward_hook(note)
+    return copies
+
+
+def copies_of_steps(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> tuple[int, int, list[int]]:
+    """Steps, micro-batches of a step, and the copies of the student and of the teacher."""
+    mcore_patches.prepare_megatron_core(on_cuda=False)
+    from megatron_distill.models import gpt
+
+    with (
+        patch.object(gpt, "check_fp8", lambda *_, **__: None),  # there is no GPU
+        assembled(rank, world, config, overrides) as (settings, parts),
+    ):
+        (student,), teacher = parts.state.student.chunks, vars(parts.teacher)["model"]
+        copies = [_note_copies(model) for model in (student, teacher)]
+        assert train_parts(settings, parts) == ""
+        train = settings.train
+        batches = train.global_batch_size // train.micro_batch_size
+        return train.steps, batches, [len(found) for found in copies]
+
+
+@pytest.mark.parametrize("layout", [(), (PIPELINE, "teacher.parallel={pipeline: 1}")])
+def test_a_frozen_model_makes_its_copies_once(
+    pool: Pool, inputs: Inputs, tmp_path: Path, layout: Sequence[str]
+) -> None:
+    """In the student's step, and in a layout of its own before it."""
+    overrides = [f"output={tmp_path}", "train.precision=bf16", "train.fp8=e4m3", "teacher.fp8=e4m3"]
+    overrides += ["train.steps=2", "schedule.warmup_steps=1", *layout]
+    config = inputs.folder / "dense.yaml"
+    for found in pool.run(2 if layout else 1, copies_of_steps, config, overrides, timeout=SECONDS):
+        steps, batches, (of_student, of_teacher) = found
+        assert batches > 1
+        assert of_student == steps  # its weights have changed
+        assert of_teacher == 1
 
 
 def overlapped(
