@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_distill.errors import DataError
 
-__all__ = ["ByteTokenizer", "CharacterSpans", "token_spans"]
+__all__ = ["ByteTokenizer", "CharacterSpans", "continued_spans", "token_spans"]
 
 _SPACE: Final = b" "
 # One of these is in every vocabulary, so a space put before or behind a text is found.
@@ -29,6 +29,7 @@ _TABLES: Final = 8
 _AROUND: Final = 20  # bytes of a text before and behind a difference, in messages
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class CharacterSpans(Protocol):
@@ -81,7 +82,7 @@ class _Table:
 
     of_id: Sequence[bytes | None]
     lengths_V: Ints
-    has_bytes_V: NDArray[np.bool_]
+    has_bytes_V: Bools
     spellings: Mapping[int, tuple[bytes, ...]]
     space_first: bool
     space_last: bool
@@ -105,6 +106,18 @@ def token_spans(tokenizer: ByteTokenizer, token_ids: ArrayLike, text: str) -> In
     the text around the first difference and its byte: the ids are no encoding of the text, or the
     tokenizer does not tell which characters a token covers.
     """
+    return continued_spans(tokenizer, token_ids, text)[0]
+
+
+def continued_spans(
+    tokenizer: ByteTokenizer, token_ids: ArrayLike, text: str
+) -> tuple[Ints, Bools]:
+    """The ranges as of `token_spans`, and of each token whether it continues the one before it.
+
+    Such a token has an empty range and stands for a further part of rewritten characters, whose
+    range is that of the last token with text: its probability is a factor of their probability. A
+    space that the tokenizer adds, and a special token, continue nothing.
+    """
     table = _table(tokenizer)  # type: ignore[arg-type]  # every object has a hash
     ids_N = _checked_ids(token_ids, table, tokenizer.name)
     try:
@@ -115,7 +128,9 @@ def token_spans(tokenizer: ByteTokenizer, token_ids: ArrayLike, text: str) -> In
             f"{error.start}; give valid UTF-8"
         ) from error
     found = _by_bytes(table, ids_N, data)
-    return _by_characters(tokenizer, table, ids_N, text, data) if found is None else found
+    if found is not None:
+        return found, np.zeros(len(ids_N), np.bool_)
+    return _by_characters(tokenizer, table, ids_N, text, data)
 
 
 @lru_cache(maxsize=_TABLES)
@@ -252,8 +267,11 @@ def _most_bytes_from(table: _Table, ids_N: Ints, widths_N: Ints) -> Ints:
 
 def _by_characters(
     tokenizer: ByteTokenizer, table: _Table, ids_N: Ints, text: str, data: bytes
-) -> Ints:
-    """The spans from the characters of each token that the tokenizer gives for the text."""
+) -> tuple[Ints, Bools]:
+    """The spans from the characters of each token that the tokenizer gives for the text.
+
+    Also which tokens continue another one, see `continued_spans`.
+    """
     found = (
         (characters_n2, encoded_n, lead)
         for characters_n2, encoded_n in _encodings(tokenizer, text)
@@ -269,8 +287,15 @@ def _by_characters(
     shares_n = np.zeros(len(spans_n2) + 1, np.bool_)
     shares_n[1:-1] = spans_n2[1:, 0] < before_n
     edges = np.flatnonzero(np.diff(shares_n.astype(np.int8)))
+    continues_N = np.zeros(len(ids_N), np.bool_)
     for start, stop in zip(edges[::2].tolist(), (edges[1::2] + 1).tolist(), strict=True):
-        spans_n2[start:stop] = _split(table, encoded_n[start:stop], spans_n2[start:stop], data)
+        is_begin = start == 0 or not table.has_bytes_V[encoded_n[start - 1]]
+        group = slice(start, stop)
+        spans_n2[group], first = _split(
+            table, encoded_n[group], spans_n2[group], data, is_begin=is_begin
+        )
+        if first is not None:
+            continues_N[lead + start + first + 1 : lead + stop] = True
     spans_N2 = np.zeros((len(ids_N), 2), np.int64)
     spans_N2[lead : lead + len(spans_n2)] = spans_n2
     spans_N2[lead + len(spans_n2) :] = spans_n2[:, 1].max(initial=0)
@@ -283,7 +308,7 @@ def _by_characters(
             f"{_excerpt(data, place)}: token {index} begins before the token in front of it ends; "
             "leave this text out"
         )
-    return spans_N2
+    return spans_N2, continues_N
 
 
 def _encodings(tokenizer: ByteTokenizer, text: str) -> Iterator[tuple[Ints, Ints]]:
@@ -355,25 +380,31 @@ def _lead(table: _Table, ids_N: Ints, encoded_n: Ints) -> int | None:
     return None
 
 
-def _split(table: _Table, ids_n: Ints, spans_n2: Ints, data: bytes) -> Ints:
+def _split(
+    table: _Table, ids_n: Ints, spans_n2: Ints, data: bytes, *, is_begin: bool
+) -> tuple[Ints, int | None]:
     """The spans of tokens that share characters, from the tokens' bytes.
 
     The bytes must be those of the characters, or of characters of the same lengths (as in another
-    case). Otherwise the first token with text has all.
+    case): then the index is None. Otherwise the first token with text has all: its index.
+    is_begin: whether a text, or one behind a special token, begins with them.
     """
     start, stop = int(spans_n2[0, 0]), int(spans_n2[:, 1].max())
     widths_n = table.lengths_V[ids_n]
     joined = table.joined(ids_n.tolist())
     covered = data[start:stop]
-    if joined.startswith(_SPACE) and (not covered.startswith(_SPACE) or joined[1:] == covered):
+    # Inside a text a space here is a part of the characters, as NFKC writes one for a bare accent.
+    may_be_added = table.space_first and is_begin and joined.startswith(_SPACE)
+    if may_be_added and (not covered.startswith(_SPACE) or joined[1:] == covered):
         joined = joined[1:]
         widths_n[np.argmax(widths_n > 0)] -= 1
+    first = None
     if not table.has_bytes_V[ids_n].all() or _shape(joined) != _shape(covered):
         first = int(np.argmax((widths_n > 0) | ~table.has_bytes_V[ids_n]))
         widths_n[:] = 0
         widths_n[first] = stop - start
     stops_n = start + np.cumsum(widths_n)
-    return np.stack([stops_n - widths_n, stops_n], axis=1)
+    return np.stack([stops_n - widths_n, stops_n], axis=1), first
 
 
 def _shape(data: bytes) -> bytes:

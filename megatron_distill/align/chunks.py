@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = ["Chunks", "align_spans", "checked_spans", "chunk_numbers", "chunks_of_ends"]
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,20 @@ class Chunks:
         """The first `count` chunks."""
         return Chunks(self.student[:count], self.teacher[:count])
 
-    def without(self, student_N: NDArray[np.bool_], teacher_M: NDArray[np.bool_]) -> Chunks:
+    def continued(self, student_N: Bools, teacher_M: Bools) -> Chunks:
+        """The chunks, each with the marked tokens of either side that follow it without a gap.
+
+        Marked are tokens that continue the characters of the token with text before them, see
+        `continued_spans`.
+        """
+        ranges = []
+        for ranges_C2, marked in ((self.student, student_N), (self.teacher, teacher_M)):
+            unmarked = np.flatnonzero(~np.append(marked, np.False_))
+            stops_C = unmarked[np.searchsorted(unmarked, ranges_C2[:, 1])]
+            ranges.append(np.stack([ranges_C2[:, 0], stops_C], axis=1))
+        return Chunks(*ranges)
+
+    def without(self, student_N: Bools, teacher_M: Bools) -> Chunks:
         """The chunks in whose ranges no token of either side is marked."""
         is_left_C = np.ones(len(self), np.bool_)
         for ranges_C2, marked in ((self.student, student_N), (self.teacher, teacher_M)):
@@ -133,10 +147,11 @@ def _with_text(spans_N2: Ints) -> Ints:
     return np.flatnonzero(spans_N2[:, 0] < spans_N2[:, 1])
 
 
-def chunk_numbers(ranges_C2: Ints, spans_N2: Ints) -> Ints:
+def chunk_numbers(ranges_C2: Ints, spans_N2: Ints, joins_N: Bools | None = None) -> Ints:
     """The chunk of each token of one side, int64 `[N]`; -1 for tokens in none.
 
     ranges_C2: `Chunks.student` or `Chunks.teacher`. spans_N2: int64, the spans of that side.
+    joins_N: tokens without text that are in the chunk in whose range they stand; None: none are.
     """
     edges = np.zeros(len(spans_N2) + 1, np.int64)
     edges[ranges_C2[:, 0]] += 1
@@ -144,5 +159,7 @@ def chunk_numbers(ranges_C2: Ints, spans_N2: Ints) -> Ints:
     inside = np.cumsum(edges[:-1]) > 0
     begins = np.zeros(len(spans_N2), np.int64)
     begins[ranges_C2[:, 0]] = 1
-    has_text = spans_N2[:, 0] < spans_N2[:, 1]
-    return np.where(inside & has_text, np.cumsum(begins) - 1, -1)
+    is_part = spans_N2[:, 0] < spans_N2[:, 1]
+    if joins_N is not None:
+        is_part |= joins_N
+    return np.where(inside & is_part, np.cumsum(begins) - 1, -1)

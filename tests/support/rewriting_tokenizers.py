@@ -104,6 +104,9 @@ REWRITING: dict[str, Callable[[], HuggingFaceTokenizer]] = {
     "hf_nfc": lambda: _byte_level(
         normalizers.NFC(), space_first=False, name="byte-level BPE after NFC"
     ),
+    "hf_nfkc": lambda: _byte_level(
+        normalizers.NFKC(), space_first=False, name="byte-level BPE after NFKC"
+    ),
     "hf_lower": lambda: _byte_level(
         normalizers.Lowercase(), space_first=True, name="byte-level BPE of lower case"
     ),

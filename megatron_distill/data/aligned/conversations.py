@@ -13,9 +13,10 @@ from megatron_distill.align import (
     Chunks,
     RenderedTokens,
     align_messages,
+    chunk_numbers,
     closing_roles,
+    continued_spans,
     special_roles,
-    token_spans,
 )
 from megatron_distill.align.special_roles import Role
 from megatron_distill.data.aligned.documents import is_unknown
@@ -118,40 +119,42 @@ class ConversationAligner:
         flags_n: NDArray[np.uint8],
     ) -> TeacherSide:
         try:
-            chunks = self._chunks(pair, ids)
+            chunks, sides = self._chunks(pair, ids)
         except DataError as error:
             return _without_chunks(len(flags_n), str(error))
         chunks = _trained(chunks, flags_n)
         if not len(chunks) and bool((flags_n[1:] & KD_TRAINED).any()):
             return _without_chunks(len(flags_n), _NO_CHUNKS)
         own, other = (
-            _numbers(ranges, len(side))
-            for ranges, side in zip((chunks.student, chunks.teacher), ids, strict=True)
+            chunk_numbers(ranges_C2, spans_N2, joins_N).astype(np.int32)
+            for ranges_C2, (spans_N2, joins_N) in zip(
+                (chunks.student, chunks.teacher), sides, strict=True
+            )
         )
         return TeacherSide(own, ids[1], other)
 
     def _chunks(
         self, pair: tuple[Rendered, Rendered], ids: tuple[NDArray[np.int32], NDArray[np.int32]]
-    ) -> Chunks:
+    ) -> tuple[Chunks, list[tuple[NDArray[np.int64], NDArray[np.bool_]]]]:
+        """The chunks; of each side the spans, and the tokens without text that are in chunks."""
         messages = _common_messages(*pair)
-        sides = []
+        sides, continued = [], []
         for rendered, ids_n, tokenizer, (ends_turn, ends_text) in zip(
             pair, ids, self._tokenizers, self._closing, strict=True
         ):
             assert rendered.contents is not None, "it was rendered with its contents"
             spans = [_stripped(rendered.text, rendered.contents[one]) for one in messages]
-            sides.append(
-                RenderedTokens(
-                    token_spans(tokenizer, ids_n, rendered.text),
-                    _in_bytes(rendered.text, spans),
-                    closing_roles(ids_n, ends_turn=ends_turn, ends_text=ends_text),
-                )
-            )
+            spans_N2, continues_N = continued_spans(tokenizer, ids_n, rendered.text)
+            roles_N = closing_roles(ids_n, ends_turn=ends_turn, ends_text=ends_text)
+            sides.append(RenderedTokens(spans_N2, _in_bytes(rendered.text, spans), roles_N))
+            continued.append(continues_N)
         own, other = (
             is_unknown(tokenizer, ids_n)
             for tokenizer, ids_n in zip(self._tokenizers, ids, strict=True)
         )
-        return align_messages(*sides).without(own, other)
+        chunks = align_messages(*sides).continued(*continued).without(own, other)
+        joins = [one | (side.roles_N > 0) for one, side in zip(continued, sides, strict=True)]
+        return chunks, [(side.spans_N2, one) for side, one in zip(sides, joins, strict=True)]
 
 
 def _closing_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -226,13 +229,3 @@ def _in_bytes(text: str, spans: Sequence[Span]) -> NDArray[np.int64]:
         found.append(length)
         place = edge
     return np.array(found, np.int64).reshape(-1, 2)
-
-
-def _numbers(ranges_c2: NDArray[np.int64], tokens: int) -> NDArray[np.int32]:
-    """The chunk of each token, from the half-open token ranges of the chunks."""
-    begins, edges = np.zeros(tokens + 1, np.int32), np.zeros(tokens + 1, np.int32)
-    begins[ranges_c2[:, 0]] = 1
-    np.add.at(edges, ranges_c2[:, 0], 1)
-    np.add.at(edges, ranges_c2[:, 1], -1)
-    is_inside, numbers = edges.cumsum()[:-1] > 0, begins.cumsum()[:-1] - 1
-    return np.where(is_inside, numbers, NO_CHUNK).astype(np.int32)

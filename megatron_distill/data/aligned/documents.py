@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.align import align_spans, chunk_numbers, token_spans
+from megatron_distill.align import align_spans, chunk_numbers, continued_spans
 from megatron_distill.data.samples import NO_CHUNK
 from megatron_distill.data.tokenizers.protocol import Tokenizer, encoded_or_refused
 from megatron_distill.errors import DataError
@@ -22,9 +22,9 @@ class Side:
 
     Attributes:
         tokens_n: int32 token ids.
-        chunks_n: int32, the chunk of each token, ascending; -1 for a token without text.
+        chunks_n: int32, the chunk of each token, ascending; -1 for a token in none.
         cuts: int64 [C + 1], the token where each chunk's cell ends, from 0 to n. A cell holds its
-            chunk's tokens and the tokens without text before them.
+            chunk's tokens and the tokens in no chunk before them.
     """
 
     tokens_n: NDArray[np.int32]
@@ -215,9 +215,11 @@ class PairEncoder:
         if isinstance(teacher_n, DataError):
             return teacher_n
         try:
-            spans = token_spans(self.student, student_n, text)
-            teacher_spans = token_spans(self.teacher, teacher_n, text)
-            chunks = align_spans(spans, teacher_spans)
+            own, others = (
+                continued_spans(tokenizer, ids_n, text)
+                for tokenizer, ids_n in ((self.student, student_n), (self.teacher, teacher_n))
+            )
+            chunks = align_spans(own[0], others[0]).continued(own[1], others[1])
         except DataError as error:
             return error
         if text and not len(chunks):
@@ -226,8 +228,8 @@ class PairEncoder:
         chunks = chunks.without(*unknown)
         if text and not len(chunks):
             return DataError("each of its chunks has an unknown token")
-        student = Side.of_chunks(student_n, _numbers(chunks.student, spans))
-        teacher = Side.of_chunks(teacher_n, _numbers(chunks.teacher, teacher_spans))
+        student = Side.of_chunks(student_n, _numbers(chunks.student, *own))
+        teacher = Side.of_chunks(teacher_n, _numbers(chunks.teacher, *others))
         if is_end:
             student = student.with_end(self.student.eos_id)
             teacher = teacher.with_end(self.teacher.eos_id)
@@ -246,5 +248,7 @@ def is_unknown(tokenizer: Tokenizer, ids_n: NDArray[np.int32]) -> NDArray[np.boo
     return ids_n == tokenizer.unknown_id
 
 
-def _numbers(ranges_c2: NDArray[np.int64], spans_n2: NDArray[np.int64]) -> NDArray[np.int32]:
-    return chunk_numbers(ranges_c2, spans_n2).astype(np.int32)
+def _numbers(
+    ranges_c2: NDArray[np.int64], spans_n2: NDArray[np.int64], continues_n: NDArray[np.bool_]
+) -> NDArray[np.int32]:
+    return chunk_numbers(ranges_c2, spans_n2, continues_n).astype(np.int32)

@@ -87,7 +87,8 @@ def prepared_conversations(
     if teacher is not None:
         other = teacher_template(spec.conversation, teacher)
         aligner = ConversationAligner(tokenizer, teacher, other)
-        settings += [vars(other), teacher.identity, "chunks without unknown tokens"]
+        # The rule of the chunks, renamed when it changes, so that older caches are not found.
+        settings += [vars(other), teacher.identity, "chunks of whole characters"]
     folder = options.cache / f"conversations-{cache_key(files, settings)}"
     found = open_cache(folder, files)
     if found is None:

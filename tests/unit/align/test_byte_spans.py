@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_distill.align import align_spans, coverage, token_spans
+from megatron_distill.align import align_spans, continued_spans, coverage, token_spans
 from megatron_distill.errors import DataError
 from tests.reference.byte_spans import Range, spans_of_tokens
 from tests.support.rewriting_tokenizers import REWRITING, kind_of, rewriting_tokenizer
@@ -80,7 +80,9 @@ def rewritten(kind: str, text: str) -> str:
     return text.strip()
 
 
-@pytest.mark.parametrize("kind", ["hf_nfc", "hf_lower", "hf_wordpiece", "hf_unigram", "sp_nfkc"])
+@pytest.mark.parametrize(
+    "kind", ["hf_nfc", "hf_nfkc", "hf_lower", "hf_wordpiece", "hf_unigram", "sp_nfkc"]
+)
 @examples
 @given(text=any_text)
 @example(text="E\u0301te\u0301 \u1112\u1161\u11ab \u0130x \ufb01n\u2026 \U0001f44d\U0001f3fdÉ")
@@ -172,6 +174,14 @@ def test_hard_texts_have_ranges_under_every_kind() -> None:
 def test_tokens_of_one_rewritten_character_are_one_range() -> None:
     # The accent after the letter is composed into two bytes, of which no boundary is in the text.
     assert spans("hf_nfc", "e\u0301x") == [(0, 3), (3, 3), (3, 4)]
+    for kind, text, expected in [
+        ("hf_nfc", "e\u0301x", [False, True, False]),
+        ("hf_nfkc", "a\u00a8", [False, False, True, True]),  # a space and an accent of two bytes
+        ("hf_lower", "É", [False, False, False]),  # a space first, and a byte for each byte
+        ("sp_suffix", "a ", [False] * 3),
+    ]:
+        _, continues = continued_spans(kind_of(kind), encoded(kind, text), text)
+        assert (kind, continues.tolist()) == (kind, expected)
     assert spans("hf_lower", "É") == [(0, 0), (0, 1), (1, 2)]
     assert spans("hf_unigram", "\u2603\u2603 ")[:2] == [(0, 0), (0, 6)]
 

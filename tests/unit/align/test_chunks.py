@@ -101,13 +101,31 @@ def test_chunks_are_those_of_the_slow_reference(sides: tuple[list[Range], list[R
     chunks = align_spans(student, teacher)
     assert pairs(chunks) == chunks_of(student, teacher)
     for spans, ranges_C2 in ((student, chunks.student), (teacher, chunks.teacher)):
-        numbers = chunk_numbers(ranges_C2, np.array(spans, np.int64).reshape(-1, 2)).tolist()
+        spans_N2 = np.array(spans, np.int64).reshape(-1, 2)
+        numbers = chunk_numbers(ranges_C2, spans_N2).tolist()
         expected = [-1] * len(spans)
         for chunk, (begin, end) in enumerate(ranges_C2.tolist()):
             for token in range(begin, end):
                 if spans[token][0] < spans[token][1]:
                     expected[token] = chunk
         assert numbers == expected
+
+
+def test_tokens_that_continue_characters_join_the_chunk_before_them() -> None:
+    # A character of three tokens within and behind a chunk, and an added space behind it.
+    student = np.array([(0, 2), (2, 2), (2, 5), (5, 5), (5, 5), (5, 6), (6, 6)])
+    continues = np.array([0, 1, 0, 1, 1, 0, 0], bool)
+    teacher = np.array([(0, 5), (5, 5), (5, 6)])
+    chunks = align_spans(student, teacher)
+    assert pairs(chunks) == [((0, 3), (0, 1)), ((5, 6), (2, 3))]
+    whole = chunks.continued(continues, np.array([0, 1, 0], bool))
+    assert pairs(whole) == [((0, 5), (0, 2)), ((5, 6), (2, 3))]
+    numbers = chunk_numbers(whole.student, student, continues)
+    assert numbers.tolist() == [0, 0, 0, 0, 0, 1, -1]
+    assert chunk_numbers(whole.student, student).tolist() == [0, -1, 0, -1, -1, 1, -1]
+    unknown = np.arange(7) == 4  # one of the tokens that continue
+    assert pairs(whole.without(unknown, np.zeros(3, bool))) == [((5, 6), (2, 3))]
+    assert len(chunks.first(0).continued(continues, np.zeros(3, bool))) == 0
 
 
 @pytest.mark.parametrize(
