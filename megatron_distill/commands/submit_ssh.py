@@ -35,7 +35,10 @@ same paths. The command stays here; Ctrl-C lets the ranks save and leave. Its ex
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--hosts", required=True, metavar="A,B", help="NAME or NAME=ADDRESS of each machine"
+        "--hosts",
+        required=True,
+        metavar="A,B",
+        help="[USER@]NAME or [USER@]NAME=ADDRESS of each machine",
     )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: one per GPU")
     parser.add_argument(
@@ -87,15 +90,7 @@ def _objection(given: argparse.Namespace) -> str | None:
 def _run(given: argparse.Namespace) -> int:
     log.configure(0, name="job")
     program = Program(given.command, tuple(given.words), given.folder)
-    pairs = [host.partition("=") for host in given.hosts.split(",")]
-    hosts = Hosts(
-        names=[name for name, _, _ in pairs],
-        wanted=len(pairs) - given.spare_hosts,
-        addresses={name: address or name for name, _, address in pairs},
-        shell=given.shell,
-        environment=_environment(given.variable),
-        first_pause=given.pause,
-    )
+    hosts = _hosts(given)
     policy = Policy(
         python=sys.executable,
         submission=hosts.job,
@@ -121,6 +116,19 @@ def _run(given: argparse.Namespace) -> int:
         status = supervise(hosts, program, policy)
         if not hosts.again:
             return status
+
+
+def _hosts(given: argparse.Namespace) -> Hosts:
+    """Return the machines; the name of a user in front of one is for the remote shell alone."""
+    pairs = [host.partition("=") for host in given.hosts.split(",")]
+    return Hosts(
+        names=[name for name, _, _ in pairs],
+        wanted=len(pairs) - given.spare_hosts,
+        addresses={name: (address or name).rpartition("@")[2] for name, _, address in pairs},
+        shell=given.shell,
+        environment=_environment(given.variable),
+        first_pause=given.pause,
+    )
 
 
 def _check(hosts: Hosts, program: Program, given: argparse.Namespace) -> None:

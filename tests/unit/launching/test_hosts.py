@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
 import pytest
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megatron_distill.cli import main
+from megatron_distill.commands.submit_ssh import COMMAND, _hosts
 from megatron_distill.launching.ssh import SSH, Hosts, _wait
 from tests.guards.source_tree import ROOT
 
@@ -23,6 +26,15 @@ def test_another_launch_is_on_the_hosts_that_are_left_if_they_are_enough() -> No
     assert hosts.requeue(without=["c"], silent=[]) == "1 of 2 hosts are left: name more in --hosts"
     assert (hosts.nodes, hosts.restart, hosts.again) == (["a", "c"], 1, False)
     assert hosts.address("c") == "10.0.0.c"
+
+
+def test_a_user_s_name_is_for_the_shell_and_no_part_of_an_address() -> None:
+    words = [TINY, "--hosts", "ubuntu@10.0.0.1,ubuntu@node2=10.0.0.2,node3"]
+    hosts = _hosts(COMMAND.parse(argparse.ArgumentParser(), words))
+    assert hosts.names == ["ubuntu@10.0.0.1", "ubuntu@node2", "node3"]
+    assert [hosts.address(name) for name in hosts.names] == ["10.0.0.1", "10.0.0.2", "node3"]
+    endpoint = hosts.endpoint(hosts.address(hosts.names[0]))
+    assert parse_rendezvous_endpoint(endpoint, 29400)[0] == "10.0.0.1"
 
 
 def test_a_silent_host_stays_and_no_launch_begins_on_it() -> None:
