@@ -23,7 +23,11 @@ _GIB: Final = 2**30
 _DAY: Final = 86_400.0
 _COLUMNS: Final = 100  # of a sentence; tables and keys to copy may be wider
 _ALIKE: Final = 0.005  # difference of two times that says nothing
-_NO_STAGES: Final = "parallel.layers_per_stage={}"
+# A mapping would be merged into that of the configuration, and leave its numbers.
+_NO_STAGES: Final = (
+    "parallel.layers_per_stage.student=null",
+    "parallel.layers_per_stage.teacher=null",
+)
 _PLACES: Final = {
     "none": "no teacher",
     "shared": "shared ranks",
@@ -134,7 +138,7 @@ def settings(choice: Choice) -> list[str]:
     words += [f"parallel.virtual_pipeline={layout.virtual_pipeline or 'null'}"]
     words += [f"parallel.context={layout.context}", f"parallel.expert={layout.expert}"]
     words += [f"parallel.sequence={str(layout.sequence).lower()}"]
-    words += [_NO_STAGES]
+    words += _NO_STAGES
     words += [f"train.micro_batch_size={choice.micro_batch_size}"]
     words += [f"train.recompute={choice.recompute}"]
     # Both are refused beside a recomputation that they do not change.
@@ -149,15 +153,20 @@ def settings(choice: Choice) -> list[str]:
         else:
             words += [
                 "teacher.parallel={"
-                f"tensor: {own.tensor}, pipeline: {own.pipeline}, expert: {own.expert}, "
-                f"sequence: {str(own.sequence).lower()}" + "}"
+                f"tensor: {own.tensor}, pipeline: {own.pipeline}, context: {own.context}, "
+                f"expert: {own.expert}, sequence: {str(own.sequence).lower()}" + "}"
             ]
     return words
 
 
 def changed_settings(choice: Choice, there: Choice) -> list[str]:
-    """Return the settings of a choice that differ from those of another one."""
+    """Return the settings of a choice that differ from those of another one, the configured one.
+
+    Layers per stage that a configuration may name are of its own stages.
+    """
     known = settings(there)
+    if (choice.layers, choice.teacher_layers) != (there.layers, there.teacher_layers):
+        known = [word for word in known if word not in _NO_STAGES]
     return [word for word in settings(choice) if word not in known]
 
 
@@ -290,25 +299,13 @@ def _configured(
             text += f", {one.time.total / best[0].time.total:.2f} times the first row's"
         yield from _wrapped(text)
     if best:
-        words = _changes(best[0].choice, None if isinstance(one, str) else one.choice)
+        first = best[0].choice
+        words = settings(first) if isinstance(one, str) else changed_settings(first, one.choice)
         if run.several:  # they have the student's layout
             words = [word for word in words if not word.startswith("teacher.")]
         yield "The first row's keys:" if words else "The first row is the configured layout."
         if words:
             yield "  " + " ".join(_quoted(word) for word in words)
-
-
-def _changes(choice: Choice, there: Choice | None) -> list[str]:
-    """Return the settings that make a choice of the configured one; None: it does not run.
-
-    Layers per stage that a configuration may name are of its own number of stages.
-    """
-    if there is None:
-        return settings(choice)
-    words = changed_settings(choice, there)
-    if choice.layout.stages != there.layout.stages:
-        words.append(_NO_STAGES)
-    return words
 
 
 def _quoted(word: str) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from megatron_distill.config import load_config
+from megatron_distill.config.rules.teacher_parallel import teacher_parallel
 from megatron_distill.planning.device import load_device
 from megatron_distill.planning.memory import memory_need
 from megatron_distill.planning.parameters import stage_numbers
@@ -15,9 +18,23 @@ from megatron_distill.planning.report import changed_settings, plan_report, sett
 from megatron_distill.planning.run import TeacherPlace
 from megatron_distill.planning.search import USABLE, Ranking, Search, nearest
 from megatron_distill.runtime.groups import Layout
+from megatron_distill.train.assemble.shapes import layout_of
 from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
 
 DEVICE = load_device("h100-80gb")
+STAGED = """
+student: {architecture: {num_layers: 32, hidden_size: 4096, ffn_hidden_size: 14336,
+  num_attention_heads: 32, num_kv_heads: 8, vocab_size: 32768}}
+teacher:
+  architecture: {num_layers: 80, hidden_size: 8192, ffn_hidden_size: 28672,
+    num_attention_heads: 64, num_kv_heads: 8, vocab_size: 32768}
+  parallel: {tensor: 2, pipeline: 2, context: 2}
+parallel: {tensor: 2, pipeline: 2, sequence: true,
+  layers_per_stage: {student: [17, 15], teacher: [41, 39]}}
+data: {sources: [{format: python_stdlib}], sequence_length: 8192,
+  tokenizer: {train_vocab_size: 300}}
+train: {steps: 10, global_batch_size: 256, precision: bf16}
+"""
 
 
 def heads_divide(role: str, layout: Layout) -> str | None:
@@ -158,6 +175,31 @@ def test_the_keys_of_a_layout_take_back_another_recomputation(ranking: Ranking) 
     assert changed_settings(none, full) == ["train.recompute=none", "train.recompute_layers=null"]
 
 
+def test_printed_keys_run_where_the_configuration_names_stages_and_a_teacher_s_sizes(
+    tmp_path: Path, ranking: Ranking
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(STAGED)
+    shared = next(
+        one.choice for one in ranking.fitting
+        if one.choice.is_same_layout and one.choice.layout.pipeline == 4
+    )  # fmt: skip
+    own = replace(shared, teacher_layout=Layout(2, 2, sequence=True), teacher_layers=(40, 40))
+    there = replace(
+        shared, layout=Layout(2, 2, sequence=True), layers=(17, 15),
+        teacher_layout=Layout(2, 2, context=2), teacher_layers=(41, 39), micro_batch_size=1,
+    )  # fmt: skip
+    for choice in (shared, own, replace(there, layers=(16, 16))):
+        for words in (settings(choice), changed_settings(choice, there)):
+            found = load_config(path, words)
+            assert found.parallel.pipeline == choice.layout.pipeline
+            assert set(found.parallel.layers_per_stage.model_dump().values()) == {None}
+            assert layout_of(teacher_parallel(found)) == choice.teacher_layout
+    assert changed_settings(there, replace(there, micro_batch_size=2)) == [
+        "train.micro_batch_size=1"
+    ]
+
+
 def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ranking) -> None:
     text = plan_report(
         shared.run,
@@ -181,11 +223,7 @@ def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ra
     assert {word.strip("'").partition("=")[0] for word in keys.split()} == {
         word.partition("=")[0]
         for word in changed_settings(ranking.fitting[0].choice, ranking.fitting[2].choice)
-    } | (
-        {"parallel.layers_per_stage"}
-        if ranking.fitting[0].choice.layout.stages != ranking.fitting[2].choice.layout.stages
-        else set()
-    )
+    }
 
 
 def test_a_configured_layout_that_is_the_first_needs_no_keys(
