@@ -49,7 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     demand.add_argument("--cpus-per-task", type=int, metavar="N", help="for all ranks of a node")
     demand.add_argument(
         "--job-name", metavar="NAME",
-        help="default: megatron-distill; with --chain a digest of the run's folder follows",
+        help="default: megatron-distill; with --chain a digest of its records' folder follows",
     )  # fmt: skip
     demand.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION",
@@ -152,7 +152,7 @@ def _job_name(launches: Launches, *, is_chain: bool) -> str:
     """Return the name of a job without one; Slurm's singleton waits for all jobs of one name."""
     if not is_chain:
         return PROGRAM
-    digest = hashlib.sha256(str(launches.results.resolve()).encode()).hexdigest()
+    digest = hashlib.sha256(str(launches.folder.resolve()).encode()).hexdigest()
     return f"{PROGRAM}-{digest[:8]}"
 
 

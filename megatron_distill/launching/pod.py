@@ -23,7 +23,6 @@ from megatron_distill.launching.records import (
     Outcome,
     Status,
     disk_errors,
-    progress_of,
     write_record,
 )
 from megatron_distill.log import get_logger
@@ -85,7 +84,7 @@ def _begin(given: argparse.Namespace, program: Program, launches: Launches, inde
     """Record the launch, as the first pod; raises OSError, and ConfigError after the last start."""
     # Later ones are of a JobSet of the same name that was deleted.
     starts = launches.starts_without_progress(given.job, before=given.attempt)
-    progress = progress_of(launches.results)
+    progress = launches.progress
     if given.attempt and starts >= given.max_starts and index == 0:
         raise ConfigError(
             f"{counted(starts, 'launch', 'launches')} since {launches.unit} {progress} brought no "
@@ -112,7 +111,7 @@ def _begin(given: argparse.Namespace, program: Program, launches: Launches, inde
 
 def _record(launches: Launches, launch: Launch, status: Status, message: str | None) -> None:
     """Record the outcome of the launch as the first pod has it."""
-    progress = progress_of(launches.results)
+    progress = launches.progress
     if status is Status.DONE:
         launches.mark_done()
     text = "no further launch"

@@ -14,7 +14,7 @@ import yaml
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.node_view import named_paths
-from megatron_distill.launching.records import LAUNCHES, Launches
+from megatron_distill.launching.records import LAUNCHES, Launches, job_folder
 
 __all__ = ["NoAnswerError", "Program", "add_folder"]
 
@@ -147,7 +147,10 @@ class Program:
         if isinstance(store, Mapping) and "path" in store:
             folder = Path(str(store["path"]))
             beside = folder.with_name(f"{folder.name}.{LAUNCHES}")
-            return Launches(beside, folder, f"store.path={folder}", digest, paths)
+            job, jobs = store.get("job", 0), store.get("jobs", 1)
+            beside = beside if jobs == 1 else job_folder(beside, job, jobs)
+            named = f"store.path={folder}"
+            return Launches(beside, folder, named, digest, paths, job=job, jobs=jobs)
         raise ConfigError(f"{self.command}: has neither `output` nor `store.path` in its settings")
 
     def check_layout(self, run: Sequence[str], *, nodes: int, ranks: int) -> None:

@@ -9,6 +9,9 @@
 <run>/launches/12345-0/nodes/0.json      the outcome of a node's ranks
 <run>/launches/12345-0/rank_00003.err    output of a rank; rank_00003.out is its standard output
 <run>/launches/12345-0/outcome.json      the outcome of the launch
+
+A capture has them in <store>.launches, and each of four jobs that write one store side by side in
+<store>.launches/job_0_of_4 to job_3_of_4.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ __all__ = [
     "LAUNCHES",
     "LOST_PEER",
     "LOST_RENDEZVOUS",
-    "SHARDS",
     "BadNode",
     "Launch",
     "Launches",
@@ -43,16 +45,20 @@ __all__ = [
     "Status",
     "bad_nodes",
     "disk_errors",
+    "job_folder",
+    "job_folders",
     "local_time",
     "progress_of",
     "read_record",
+    "shards_of",
     "write_record",
 ]
 
 LAUNCHES: Final = "launches"
 LOST_PEER: Final = 10
 LOST_RENDEZVOUS: Final = 20  # order of a node whose ranks outlived the first node's torchrun
-SHARDS: Final = "logits-*.array_record"  # of a store, beside their descriptions
+_SHARD: Final = re.compile(r"logits-(\d+)\.array_record")  # beside its description
+_JOB: Final = re.compile(r"job_(\d+)_of_(\d+)")
 _CHECKPOINT: Final = re.compile(r"step_(\d{7,})")
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -159,6 +165,7 @@ class Launches:
         named: the key and value of the results' folder, for messages.
         digest: of the job's settings; None: a job without, which is never marked as done.
         paths: of the settings.
+        job, jobs: of those that write one store side by side.
     """
 
     folder: Path
@@ -166,6 +173,13 @@ class Launches:
     named: str
     digest: str | None = None
     paths: tuple[str, ...] = ()
+    job: int = 0
+    jobs: int = 1
+
+    @property
+    def progress(self) -> int:
+        """The step of the newest checkpoint of a run, or the number of this job's shards."""
+        return progress_of(self.results, job=self.job, jobs=self.jobs)
 
     @property
     def unit(self) -> str:
@@ -199,7 +213,7 @@ class Launches:
 
         before: only launches with a lower `restart` count.
         """
-        now, count = progress_of(self.results), 0
+        now, count = self.progress, 0
         for launch in reversed([one for one in self.all() if one.submission == submission]):
             if before is not None and launch.restart >= before:
                 continue
@@ -230,7 +244,7 @@ class Launches:
             progress = int(text)
         except (FileNotFoundError, ValueError):
             return False
-        is_there = self.results.is_dir() and progress_of(self.results) >= progress
+        is_there = self.results.is_dir() and self.progress >= progress
         return digest == self.digest and is_there
 
     def objection(self) -> str | None:
@@ -244,7 +258,7 @@ class Launches:
     def mark_done(self) -> None:
         """Record that a job of these settings reached its end; raises OSError."""
         if self.digest is not None:
-            text = f"{self.digest} {progress_of(self.results)}\n"
+            text = f"{self.digest} {self.progress}\n"
             replace_file(self.folder / "done", text.encode())
 
     def add_bad_nodes(self, found: Sequence[BadNode]) -> None:
@@ -280,14 +294,32 @@ def bad_nodes(folder: Path) -> list[BadNode]:
     return [BadNode(when, node, reason) for when, node, reason in parts]
 
 
-def progress_of(results: Path) -> int:
+def job_folder(folder: Path, job: int, jobs: int) -> Path:
+    """Return the folder of the launches of one of several jobs, each of which has its own lock."""
+    return folder / f"job_{job}_of_{jobs}"
+
+
+def job_folders(folder: Path) -> list[tuple[Path, int, int]]:
+    """Return such folders with job and number of jobs, by these numbers."""
+    found = [(path, _JOB.fullmatch(path.name)) for path in folder.glob("job_*")]
+    numbered = [(path, int(name[1]), int(name[2])) for path, name in found if name]
+    return sorted(numbered, key=lambda one: (one[2], one[1]))
+
+
+def shards_of(store: Path, *, job: int = 0, jobs: int = 1) -> list[Path]:
+    """Return the complete shards that one of the jobs writes."""
+    found = [(path, _SHARD.fullmatch(path.name)) for path in (store / "shards").glob("logits-*")]
+    return [path for path, name in found if name and int(name[1]) % jobs == job]
+
+
+def progress_of(results: Path, *, job: int = 0, jobs: int = 1) -> int:
     """Return the step of the newest checkpoint of a run, or the number of shards of a store."""
     with suppress(FileNotFoundError, NotADirectoryError):
         folders = list((results / "checkpoints").iterdir())
         names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
         return max((int(found[1]) for found in names if found), default=0)
     with suppress(FileNotFoundError, NotADirectoryError):
-        return len(list((results / "shards").glob(SHARDS)))
+        return len(shards_of(results, job=job, jobs=jobs))
     return 0
 
 

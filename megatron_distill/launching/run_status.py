@@ -20,11 +20,12 @@ from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import is_step, newest_records, save_seconds
 from megatron_distill.launching.records import (
     LAUNCHES,
-    SHARDS,
     Launch,
     Launches,
     Outcome,
+    job_folders,
     progress_of,
+    shards_of,
 )
 from megatron_distill.runtime.folder_lock import is_locked
 from megatron_distill.runtime.progress import duration
@@ -34,6 +35,8 @@ __all__ = ["RunStatus", "read_status"]
 _RECENT_STEPS: Final = 50
 _LEAST_SILENCE: Final = 120.0  # seconds without a sign, from which on a run counts as ended
 _SILENT_STEPS: Final = 10.0
+# States of jobs side by side: the first that one of them has is that of all.
+_BY_LIFE: Final = ("running", "starting", "waiting", "failed", "stopped")
 _ERROR: Final = "error: "  # in the log of a job that does not begin
 
 
@@ -167,21 +170,35 @@ def _beside(store: Path) -> Path:
     return store.with_name(f"{store.name}.{LAUNCHES}")
 
 
+def _jobs_of(store: Path) -> list[Launches]:
+    """Return the launches of a capture, those of each job where the newest one is of several."""
+    beside, named = _beside(store), f"store.path={store}"
+    groups = {1: [Launches(beside, store, named)]}
+    for folder, job, jobs in job_folders(beside):
+        groups.setdefault(jobs, []).append(Launches(folder, store, named, job=job, jobs=jobs))
+
+    def newest(group: Sequence[Launches]) -> float:
+        starts = [launch.started for one in group for launch in one.all()]
+        return max([*starts, *(_changed(one.script_file) for one in group)])
+
+    return max(groups.values(), key=newest)
+
+
 def _capture_status(store: Path) -> RunStatus:
-    launches = Launches(_beside(store), store, f"store.path={store}")
-    begun, wanted = launches.all(), None
+    jobs, wanted = _jobs_of(store), None
+    begun = sorted((one for job in jobs for one in job.all()), key=lambda one: one.started)
     with suppress(OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         plan = json.loads((store / "plan.json").read_text(encoding="utf-8"))
         wanted = -(-int(plan["samples"]) // int(plan["samples_per_shard"]))
-    files = list((store / "shards").glob(SHARDS))
-    newest = max(files, key=_changed, default=store / "shards" / "none")
     since = begun[-1].started if begun else 0.0
-    ends = sorted(time for time in map(_changed, files) if time > since)[-_RECENT_STEPS:]
+    changed = map(_changed, shards_of(store))
+    ends = sorted(time for time in changed if time > since)[-_RECENT_STEPS:]
     seconds = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
     done = progress_of(store)
-    state, detail = _state(
-        store, launches, begun, log=newest, step=done, steps=wanted, step_seconds=seconds
-    )
+    states = [_state_of_job(store, job, wanted=wanted, shard_seconds=seconds) for job in jobs]
+    state, detail = states[0]
+    if jobs[0].jobs > 1:
+        state, detail = _together(jobs, states, is_whole=wanted is not None and done >= wanted)
     return RunStatus(
         run=str(store),
         state=state,
@@ -199,6 +216,37 @@ def _capture_status(store: Path) -> RunStatus:
         slowest_ranks=None,
         unit="shard",
     )
+
+
+def _state_of_job(
+    store: Path, launches: Launches, *, wanted: int | None, shard_seconds: float | None
+) -> tuple[str, str]:
+    """Return the state of one of the jobs of a capture, from its own shards and launches."""
+    job, jobs = launches.job, launches.jobs
+    files = shards_of(store, job=job, jobs=jobs)
+    return _state(
+        store,
+        launches,
+        launches.all(),
+        log=max(files, key=_changed, default=store / "shards" / "none"),
+        step=len(files),
+        steps=None if wanted is None else len(range(job, wanted, jobs)),
+        step_seconds=None if shard_seconds is None else shard_seconds * jobs,
+    )
+
+
+def _together(
+    jobs: Sequence[Launches], states: Sequence[tuple[str, str]], *, is_whole: bool
+) -> tuple[str, str]:
+    """Return the state of a store that several jobs write; some may never have begun."""
+    has = {state for state, _ in states}
+    if has == {"done"} and is_whole:
+        return "done", ""
+    texts = [
+        f"job {job.job} of {job.jobs} {state}" + (f" ({detail})" if detail else "")
+        for job, (state, detail) in zip(jobs, states, strict=True)
+    ]
+    return next((one for one in _BY_LIFE if one in has), "stopped"), "; ".join(texts)
 
 
 def _state(

@@ -35,7 +35,6 @@ from megatron_distill.launching.records import (
     Status,
     disk_errors,
     local_time,
-    progress_of,
     read_record,
     write_record,
 )
@@ -261,7 +260,7 @@ def _launch(
         command=program.spelled,
         nodes=list(job.nodes),
         addresses=[job.address(node) for node in job.nodes],
-        progress=progress_of(launches.results),
+        progress=launches.progress,
         started=time.time(),
         paths=list(launches.paths),
     )
@@ -283,7 +282,7 @@ def _launch(
     wanted = policy.wanted_nodes or len(launch.nodes)
     if len(healthy) < wanted:
         reason = f"{counted(len(bad), 'node')} failed the checks: {', '.join(names)}"
-        outcome = Outcome(Status.FAILED, reason, progress_of(launches.results), time.time())
+        outcome = Outcome(Status.FAILED, reason, launches.progress, time.time())
     else:
         launch = replace(
             launch,
@@ -370,7 +369,7 @@ def _run_ranks(
     if any(one.status in (Status.UNFINISHED, Status.ENDED) for one in nodes):
         was_told = was_told or stop.comes_within(_LATE_SIGNAL_SECONDS)
     silent = [node for node, one in zip(launch.nodes, found, strict=True) if one is None]
-    progress, now = progress_of(launches.results), time.time()
+    progress, now = launches.progress, time.time()
     result, reason = classified(nodes, silent, status, was_told=was_told)
     if result in (Status.FAILED, Status.MISCONFIGURED):
         report(nodes, folder, shows_traceback=result is Status.FAILED)

@@ -134,6 +134,12 @@ def test_a_chain_has_a_name_that_no_other_run_has(
     assert len(set(names)) == 3
     assert names[0].startswith("megatron-distill-")
     assert names[2] == "megatron-distill"
+    words = [str(ROOT / "configs" / "cache.yaml"), "--command", "capture", "store.jobs=2"]
+    for job in ("store.job=0", "store.job=1"):
+        submit = ["submit", "slurm", *words, job, "--nodes", "1", "--chain", "2", "--dry-run"]
+        assert main(submit) == 0
+        names.append(options(capsys.readouterr().out)["job-name"])
+    assert len(set(names)) == 5
 
 
 def test_a_node_has_as_many_ranks_as_gpus_of_a_type(

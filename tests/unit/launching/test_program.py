@@ -12,6 +12,7 @@ import yaml
 from megatron_distill.cli import COMMANDS, main
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program
+from tests.guards.source_tree import ROOT
 
 PYTHON = [sys.executable]
 # Of the program's commands, those that need no ranks: they run where they are called.
@@ -44,6 +45,24 @@ def test_records_are_beside_what_a_command_reads_or_in_the_folder_that_is_given(
     folder = "records" if records.startswith("records") else None
     found = Program(command, words, folder).launches(PYTHON)
     assert (found.folder, found.results) == (Path(records), Path(results))
+
+
+def test_each_of_several_jobs_that_write_a_store_has_a_folder_and_a_lock_of_its_own(
+    tmp_path: Path,
+) -> None:
+    words = (str(ROOT / "configs" / "cache.yaml"), f"store.path={tmp_path}/a")
+    assert Program("capture", words).launches(PYTHON).folder == tmp_path / "a.launches"
+    jobs = [
+        Program("capture", (*words, "store.jobs=2", f"store.job={job}")).launches(PYTHON)
+        for job in range(2)
+    ]
+    assert [one.folder for one in jobs] == [
+        tmp_path / "a.launches" / f"job_{job}_of_2" for job in range(2)
+    ]
+    (tmp_path / "a" / "shards").mkdir(parents=True)
+    for shard in (0, 1, 2):
+        (tmp_path / "a" / "shards" / f"logits-{shard:06d}.array_record").touch()
+    assert [one.progress for one in jobs] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,50 @@ def test_a_capture_has_its_shards_speed_and_state(tmp_path: Path) -> None:
     assert read_status(store).state == "done"
 
 
+def test_jobs_that_write_a_store_side_by_side_are_shown_together(tmp_path: Path) -> None:
+    store, now = tmp_path / "store", time.time()
+    (store / "shards").mkdir(parents=True)
+    (store / "plan.json").write_text('{"samples": 50, "samples_per_shard": 10}')
+
+    def shard(number: int, age: float = 0.0) -> None:
+        file = store / "shards" / f"logits-{number:06d}.array_record"
+        file.touch()
+        os.utime(file, (now - age,) * 2)
+
+    def of_job(job: int, outcome: Outcome | None) -> None:
+        folder = tmp_path / "store.launches" / f"job_{job}_of_2"
+        launches = Launches(folder, store, "", job=job, jobs=2)
+        one = Launch(str(job), 3 * job, "s", ["capture"], ["n1"], ["n1"], 0, now - 1000 + job)
+        folder = launches.begin(one)
+        if outcome is not None:
+            write_record(folder / "outcome.json", outcome)
+
+    # An earlier submission was of one job.
+    launch(store, Outcome(Status.FAILED, "old", 0, LONG_AGO, "no further launch"))
+    (store / "launches").rename(tmp_path / "store.launches")
+    assert read_status(store).detail == "old: no further launch"
+    shard(0, age=900)
+    shard(1, age=800)
+    shard(2)
+    of_job(0, None)
+    status = read_status(store)
+    assert (status.state, status.detail) == ("running", "job 0 of 2 running (launch 0-0 on n1)")
+    of_job(1, Outcome(Status.FAILED, "why", 1, now - 700, "no further launch"))
+    status = read_status(store)
+    assert (status.state, status.step, status.steps) == ("running", 3, 5)
+    assert (status.launches, status.restarts) == (2, 3)
+    assert status.detail.endswith("; job 1 of 2 failed (why: no further launch)")
+    # The shards of the other job are no sign of this one.
+    shard(4)
+    of_job(0, Outcome(Status.DONE, "done", 3, now + 1, "done"))
+    status = read_status(store)
+    assert status.state == "failed"
+    assert status.detail == "job 0 of 2 done; job 1 of 2 failed (why: no further launch)"
+    shard(3)
+    of_job(1, Outcome(Status.DONE, "done", 2, now + 1, "done"))
+    assert (read_status(store).state, read_status(store).detail) == ("done", "")
+
+
 def test_a_launch_whose_job_holds_its_lock_is_running_however_silent(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25)
     launch(run, None)
