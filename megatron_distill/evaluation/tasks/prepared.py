@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_distill.data.chat.encode import chat_prompt
 from megatron_distill.data.tokenizers.protocol import Tokenizer
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Request
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
 from megatron_distill.evaluation.tasks.graders import grader_named
@@ -181,6 +181,7 @@ def _of_choices(
             )
             shots_dropped += 1
         truncated += not _fits(encoded[place], positions)
+    _require_tokens(task, items, encoded)
     facts = tuple(
         ItemFacts(
             len(requests),
@@ -203,6 +204,21 @@ def _of_choices(
         truncated=truncated,
         is_single=all(len(request.answer) == 1 for request in flat),
     )
+
+
+def _require_tokens(
+    task: Task, items: Sequence[Item], encoded: Sequence[Sequence[Request]]
+) -> None:
+    """Raise DataError for a choice without a token: its probability is one, so it always wins."""
+    for item, requests in zip(items, encoded, strict=True):
+        for number, request in enumerate(requests):
+            if not len(request.answer):
+                choice = item.choices[number]
+                remedy = "set chat=false" if task.chat else "set `delimiter` to a space"
+                raise DataError(
+                    f"task {task.name}: {item.place}: choice {number}, {choice!r}, has no token of "
+                    f"its own behind the prompt; correct the row or `choices`, or {remedy}"
+                )
 
 
 def _fits(requests: Sequence[Request], positions: int) -> bool:

@@ -141,7 +141,7 @@ class TaskTemplates:
     def item(self, row: TaskRow, shots: Sequence[TaskRow]) -> Item:
         """Return the item of a row with these examples. Raises DataError: a column is missing."""
         task = self._task
-        group = str(self.group_of(row)) if task.group else ""
+        group = self.group_of(row)
         if task.kind == "perplexity":
             text = self._text(task.text, row)
             counted = text if task.counted_text is None else self._text(task.counted_text, row)
@@ -161,13 +161,13 @@ class TaskTemplates:
         choices, right = self._choices(row)
         return Item(prompt, choices, right, group=group, place=row.place)
 
-    def group_of(self, row: TaskRow) -> object:
-        """Return the group of a row, None without one."""
+    def group_of(self, row: TaskRow) -> str:
+        """Return the group of a row as text, empty without one."""
         group = self._task.group
         if not group:
-            return None
+            return ""
         values = self._values(row)
-        return values[group] if group in values else self._expression("group", group, row)
+        return str(values[group] if group in values else self._expression("group", group, row))
 
     def _shot_answer(self, row: TaskRow) -> str:
         task = self._task
@@ -247,7 +247,7 @@ def read_task(task: Task) -> list[Item]:
     templates = TaskTemplates(task)
     columns = templates.columns
     rows, shots = read_items(task, columns), read_shots(task, columns)
-    of_group: dict[object, list[TaskRow]] = {}
+    of_group: dict[str, list[TaskRow]] = {}
     for shot in shots:
         of_group.setdefault(templates.group_of(shot), []).append(shot)
     has_own_files = bool(task.shot_files or task.shot_rows)

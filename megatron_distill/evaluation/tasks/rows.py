@@ -197,6 +197,8 @@ def _csv_rows(task: Task, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]
         lines = csv.reader(io.StringIO(content, newline=""), strict=True)
         names = list(task.column_names) or next(lines, [])
         for cells in lines:
+            if not cells:
+                continue  # a blank line
             if len(cells) != len(names):
                 raise DataError(
                     f"task {task.name}: {path}:{lines.line_num}: {len(cells)} cells for "

@@ -116,7 +116,8 @@ def test_formats_columns_and_limits(tmp_path: Path) -> None:
     pq.write_table(whole, tmp_path / "a.parquet")
     with pa.ipc.new_file(tmp_path / "a.arrow", whole.schema) as writer:
         writer.write_table(whole)
-    table = "".join(f'"{row["q"]}",{row["right"]}\n' for row in rows)
+    # With a blank line at the end, as spreadsheets write.
+    table = "".join(f'"{row["q"]}",{row["right"]}\n' for row in rows) + "\n"
     (tmp_path / "a.csv").write_text(table, encoding="utf-8")
     (tmp_path / "odd.yaml").write_text(
         "kind: multiple_choice\nquestion: '{{ question }}'\nchoices: ['no', 'yes']\n"
@@ -136,6 +137,19 @@ def test_formats_columns_and_limits(tmp_path: Path) -> None:
     texts = [[(item.prompt.text, item.choices[item.right]) for item in one] for one in found]
     assert all(one == texts[0] for one in texts)
     assert texts[0] == [("Is 0 odd?", "no"), ("Is 3 odd?", "yes"), ("Is 6 odd?", "no")]
+
+
+def test_lists_are_groups_and_examples_are_of_an_equal_one(tmp_path: Path) -> None:
+    rows = [
+        {"q": f"{n}?", "right": "no", "topics": ["odd"] if n % 2 else ["a", 2]} for n in range(4)
+    ]
+    lines(tmp_path / "a.jsonl", rows)
+    content = {"kind": "multiple_choice", "question": "{{ q }}", "choices": ["no", "yes"]}
+    content |= {"answer": "right", "files": ["a.jsonl"], "folder": str(tmp_path)}
+    (tmp_path / "mine.yaml").write_text(json.dumps({**content, "group": "topics", "shots": 1}))
+    found = read_task(load_task(str(tmp_path / "mine.yaml")))
+    assert [item.group for item in found] == ["['a', 2]", "['odd']"] * 2
+    assert [item.prompt.shots[0][0] for item in found] == ["2?", "3?", "0?", "1?"]
 
 
 def test_math_500_reads_its_published_columns(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
+from megatron_distill.errors import DataError
 from megatron_distill.evaluation.requests import Score
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
 from megatron_distill.evaluation.tasks.record import load_task
@@ -84,6 +86,28 @@ def test_prompts_lose_whole_examples_then_tokens_and_both_are_counted(tmp_path: 
     assert task_result(tiny, scores(tiny))["not_comparable"] == ["letter_mass", "truncated"]
     tokens = prepared(tmp_path, positions=longest - 1, truncation="tokens")
     assert (tokens.shots_dropped, tokens.truncated > 0) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("question", "choices", "message"),
+    [
+        ("Answer:", ["no", ""], "choice 1, '', has no token .*; correct the row or `choices`, or"),
+        # "Which" is one token, and it begins with the question.
+        ("Whi", ["ch", "no"], "choice 0, 'ch', has no token of its own .* `delimiter` to a space"),
+    ],
+)
+def test_a_choice_without_a_token_of_its_own_is_refused(
+    tmp_path: Path, question: str, choices: list[str], message: str
+) -> None:
+    """Its probability would be one, and it would win every item."""
+    files = lines(tmp_path / "mine.jsonl", [{"q": question}])
+    task = {"kind": "multiple_choice", "question": "{{ q }}", "choices": choices, "delimiter": ""}
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps({**task, "answer": "0", "files": [files]}))
+    with pytest.raises(DataError, match=rf"task mine: .*mine\.jsonl:1: {message}"):
+        prepare_task(load_task(str(path)), tokenizer(), positions=100)
+    spaced = load_task(str(path), {"delimiter": " "})
+    assert prepare_task(spaced, tokenizer(), positions=100).items[0].requests == 2
 
 
 def test_the_hash_is_that_of_the_prompts(tmp_path: Path) -> None:
