@@ -114,6 +114,14 @@ def _ratio_targets(config: RunConfig) -> Iterator[Problem]:
                 f"objective.balance.mode = {mode!r} needs positive ones; use 'tail' or "
                 "'renormalized', or objective.balance.mode=gradient_norm",
             )
+        if mode == "magnitude" and term.published:
+            key = f"objective.terms.{index}.published"
+            yield Problem(
+                ("objective.balance.mode", key),
+                f"{key} = true: the published loss can be zero or negative, and "
+                f"objective.balance.mode = {mode!r} divides by it; set {key}=false, or "
+                "objective.balance.mode=gradient_norm",
+            )
     for index, feature in enumerate(objective.features):
         if mode == "gradient_norm" and feature.loss == "attention":
             yield Problem(

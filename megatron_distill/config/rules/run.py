@@ -34,6 +34,7 @@ from megatron_distill.config.schema import (
     CaptureConfig,
     FeatureConfig,
     JobConfig,
+    KeepBestConfig,
     ParallelConfig,
     RunConfig,
 )
@@ -197,6 +198,12 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
         yield without_effect(
             "schedule.initial_learning_rate", first, "with schedule.warmup_steps = 0", instead=0.0
         )
+    if schedule.decay == "constant":
+        unused: dict[str, object] = {"min_learning_rate": 0.0, "decay_steps": None}
+        for name, nothing in unused.items():
+            value = getattr(schedule, name)
+            if value != nothing:
+                yield without_effect(f"schedule.{name}", value, f"with {decay}", instead=nothing)
     for name in ("min_learning_rate", "initial_learning_rate"):
         rate = getattr(schedule, name)
         if rate > config.optimizer.learning_rate:
@@ -313,11 +320,14 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
 
 def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
-    settings: dict[str, object] = {"interval": 0, "asynchronous": False}
+    settings: dict[str, object] = {
+        "interval": 0, "keep": 2, "keep_best": None, "asynchronous": False,
+    }  # fmt: skip
     for name, nothing in settings.items():
         value = getattr(checkpoint, name)
         if not checkpoint.save and value != nothing:
             key = f"checkpoint.{name}"
+            value = value.metric if isinstance(value, KeepBestConfig) else value
             yield without_effect(key, value, "with checkpoint.save = false", instead=nothing)
 
 

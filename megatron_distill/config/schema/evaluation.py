@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, field_validator
 
@@ -93,6 +93,10 @@ class EvaluationConfig(Section):
         return [{"task": one} if isinstance(one, str) else one for one in tasks]
 
 
+# Ends of the names of measures whose smallest value is the best.
+_SMALL_IS_GOOD: Final = ("loss", "perplexity", "bits_per_byte", "_kl", "_divergence")
+
+
 class KeepBestConfig(Section):
     """The checkpoint that is kept beside the newest ones."""
 
@@ -101,6 +105,13 @@ class KeepBestConfig(Section):
         examples=["mmlu.acc"],
         description="`TASK.MEASURE` of the student, or `validation.NAME`.",
     )
-    mode: Literal["max", "min"] = Field(
-        default="max", description="Whether the largest or the smallest value is the best."
+    mode: Literal["max", "min"] | None = Field(
+        default=None,
+        description="Whether the largest or the smallest value is the best; null: the smallest of "
+        "losses, divergences, perplexities and bits per byte, else the largest.",
     )
+
+    @property
+    def best(self) -> Literal["max", "min"]:
+        """Whether the largest or the smallest value is the best."""
+        return self.mode or ("min" if self.metric.endswith(_SMALL_IS_GOOD) else "max")

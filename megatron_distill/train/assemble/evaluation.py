@@ -86,7 +86,7 @@ _LOGGER = get_logger(__name__)
 
 def best_rule(section: KeepBestConfig) -> BestRule:
     """Translate `checkpoint.keep_best`."""
-    return BestRule(section.metric, section.mode)
+    return BestRule(section.metric, section.best)
 
 
 def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunEvaluation:
@@ -136,7 +136,7 @@ def _logged(path: Path) -> frozenset[tuple[str, int]]:
                 record = json.loads(line)
             except ValueError:
                 continue  # torn by a kill; the log drops it
-            found |= {(role, record["step"]) for role in record["evaluation"]}
+            found |= {(role, record["step"]) for role in record.get("evaluation", ())}
     return frozenset(found)
 
 

@@ -206,7 +206,7 @@ def test_a_live_teacher_beside_a_store_has_ranks_of_its_own(
 def refusals(store: Callable[..., str]) -> Sequence[tuple[str, tuple[str, ...]]]:
     return (
         ("train.steps = 60", (store(), "train.steps=60")),
-        ("reads 319", (store(whole=False), "train.steps=60")),
+        ("reads 320", (store(whole=False), "train.steps=60")),
         (
             "has the samples of data.sources.0 alone, and objective.terms.1 takes teachers.code",
             (store(whole=False), NAMED),

@@ -304,6 +304,11 @@ objective.terms=[{top_k: 4, support: raw}]
        = 'magnitude' needs positive ones; use 'tail' or 'renormalized', or
        objective.balance.mode=gradient_norm
 objective.balance.mode=magnitude
+objective.terms=[{alignment: projection, published: true}]
+    -> objective.terms.0.published = true: the published loss can be zero or negative, and
+       objective.balance.mode = 'magnitude' divides by it; set objective.terms.0.published=false,
+       or objective.balance.mode=gradient_norm
+objective.balance.mode=magnitude
 objective.balance={per_microbatch: true, raw_losses: previous}
     -> objective.balance.raw_losses = 'previous': with objective.balance.per_microbatch = true a
        micro-batch has no losses of an earlier step; use 'exact'
@@ -458,6 +463,10 @@ KEPT = [
         "objective.terms=[{weight: 0, weight_schedule: {to: 1, steps: 3}}]",
     ],
     ["objective.balance.mode=gradient_norm", "objective.terms=[{top_k: 4, support: raw}]"],
+    [
+        "objective.balance.mode=gradient_norm",
+        "objective.terms=[{alignment: projection, published: true}]",
+    ],
     [
         "objective.balance.mode=magnitude",
         "objective.balance={ema: 0.9, clamp: 1, epsilon: 1, raw_losses: previous}",

@@ -59,6 +59,14 @@ objective.terms=[{support: raw}]
        which compares the whole vocabulary
 schedule.wsd_decay_steps=1
     -> schedule.wsd_decay_steps = 1 has no effect with schedule.decay = 'cosine'
+schedule={decay: constant, min_learning_rate: 1.0e-9, decay_steps: 3}
+    -> schedule.min_learning_rate = 1e-09 has no effect with schedule.decay = 'constant'
+    -> schedule.decay_steps = 3 has no effect with schedule.decay = 'constant'
+checkpoint={save: false, keep: 3, keep_best: {metric: validation.ce_loss}}
+validation.samples=2
+data.validation_fraction=0.1
+    -> checkpoint.keep = 3 has no effect with checkpoint.save = false
+    -> checkpoint.keep_best = 'validation.ce_loss' has no effect with checkpoint.save = false
 schedule.warmup_steps=4
     -> schedule.decay = 'cosine' has no effect within train.steps = 3: the warm-up takes
        schedule.warmup_steps = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_distill.train.assemble.sources import dataset_settings
 from megatron_distill.train.capture.folder import configured
 from megatron_distill.train.teachers.stored import JoinedSamples
 
-__all__ = ["OneOfSeveral", "share_of_source", "source_of_store"]
+__all__ = ["OneOfSeveral", "most_samples", "share_of_source", "source_of_store"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,14 @@ def share_of_source(data: DataConfig, source: int | None) -> float:
     if source is None:
         return 1.0
     return data.sources[source].weight / sum(one.weight for one in data.sources)
+
+
+def most_samples(share: float, total: int) -> int:
+    """Return how many of the first samples of a blend a source with this share may have.
+
+    It has less than one sample more than its share of them, see `next_source`.
+    """
+    return math.ceil(share * total * (1 - 1e-12))  # a product may be rounded up
 
 
 def source_of_store(store: StoreReader, config: RunConfig, teacher: OneOfSeveral) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +44,7 @@ from megatron_distill.train.assemble.models import resolve_model, teacher_seed
 from megatron_distill.train.assemble.sources import dataset_settings
 from megatron_distill.train.assemble.stores.source import (
     OneOfSeveral,
+    most_samples,
     share_of_source,
     source_of_store,
 )
@@ -375,13 +375,12 @@ def require_samples(stored: Stored | SeveralStores, train: TrainConfig) -> None:
     for one in stored.parts:
         if one.is_by_document:
             continue  # its samples are others than the run's
-        # A source has its share of the samples but for less than one.
-        wanted = steps * batch if one.share == 1.0 else math.ceil(one.share * steps * batch - 1)
+        wanted = most_samples(one.share, steps * batch)
         remedy = ", or remove data.sources to train on the store's samples for several epochs"
         if wanted > one.samples:
             raise StoreError(
                 f"{one.key}.store: contains {counted(one.samples, 'sample')}, but train.steps = "
-                f"{steps} with train.global_batch_size = {batch} reads {wanted:,}; lower "
+                f"{steps} with train.global_batch_size = {batch} reads {wanted:,} of them; lower "
                 f"train.steps or capture more samples{remedy if one.key == 'teacher' else ''}"
             )
 

@@ -1,0 +1,59 @@
+"""What a start reads of its run: the evaluations in the log, and what it needs of a store."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.config import KeepBestConfig
+from megatron_distill.data.blending import next_source
+from megatron_distill.train.assemble.evaluation import _logged, best_rule
+from megatron_distill.train.assemble.stores.source import most_samples
+
+
+def test_a_source_named_evaluation_is_none_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    records = [
+        {"step": 1, "sources": {"evaluation": {"ce_loss": 2.0}, "web": {"ce_loss": 3.0}}},
+        {"step": 2, "evaluation": {"student": {}, "teacher": {}}},
+    ]
+    log.write_text("".join(json.dumps(one) + "\n" for one in records) + '{"step": 3, "evaluation"')
+    assert _logged(log) == {("student", 2), ("teacher", 2)}
+    assert _logged(tmp_path / "none.jsonl") == frozenset()
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (2, 1), (0.1, 0.2, 0.7), (1, 1, 1, 1), (5, 3, 1, 1)])
+def test_a_store_of_one_source_must_have_all_that_the_run_reads_of_it(
+    weights: tuple[float, ...],
+) -> None:
+    taken = [0] * len(weights)
+    for total in range(1, 400):
+        taken[next_source(taken, weights)] += 1
+        for count, weight in zip(taken, weights, strict=True):
+            most = most_samples(weight / sum(weights), total)
+            assert count <= most <= count + 1, total
+            # A whole share is read exactly, whatever rounding makes of the product.
+            share = Fraction(str(weight)) / sum(Fraction(str(one)) for one in weights) * total
+            if share.denominator == 1:
+                assert most == count == share
+    assert most_samples(0.5, 2999) == 1500
+    assert most_samples(1.0, 2999) == 2999
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("validation.ce_loss", "min"),
+        ("validation.forward_kl", "min"),
+        ("prose.bits_per_byte", "min"),
+        ("prose.word_perplexity", "min"),
+        ("mmlu.acc", "max"),
+        ("gsm8k.exact_match", "max"),
+    ],
+)
+def test_the_best_value_of_a_metric_is_the_one_that_a_user_means(metric: str, mode: str) -> None:
+    assert best_rule(KeepBestConfig(metric=metric)).mode == mode
+    assert best_rule(KeepBestConfig(metric=metric, mode="max")).mode == "max"
