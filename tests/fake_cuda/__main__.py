@@ -1,12 +1,9 @@
-"""One rank's work on the fake device; prints what was seen of it as JSON.
+"""A fake device for the programs of this package: python -m tests.fake_cuda STUB.
 
-python -m tests.fake_cuda STUB PROGRAM RANK WORLD SUBJECT [OVERRIDE ...]
-
-PROGRAM is train, fused, capture, generate or benchmark.
+`tests.fake_cuda.forks` starts it and gives it work.
 """
 
 import ctypes
-import importlib
 import os
 import sys
 
@@ -14,5 +11,6 @@ import sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled code would want the numbers
 
-program = importlib.import_module(f"tests.fake_cuda.{sys.argv[2]}")
-program.main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6:])
+from tests.fake_cuda.forks import serve  # noqa: E402
+
+serve()

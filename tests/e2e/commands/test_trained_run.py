@@ -183,20 +183,18 @@ def under(launcher: Sequence[str], script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "options"),
-    [(TORCHRUN, []), (SIGNALLING_TORCHRUN, ["--run"])],
-    ids=["torchrun", "wrapper-run"],
-)
-def test_the_scripts_run_under_torchrun_and_its_wrapper(
-    trained: Path, launcher: Sequence[str], options: list[str]
-) -> None:
-    run_words = [*options, str(trained / "student"), "parallel.tensor=2"]
+def test_a_text_under_torchrun_is_that_of_one_process(trained: Path) -> None:
+    run_words = [str(trained / "student"), "parallel.tensor=2"]
     words = ("--prompt", PROMPT, "--tokens", "5", "--temperature", "0")
-    text = under(launcher, "generate.py", *run_words, *words)
+    text = under(TORCHRUN, "generate.py", *run_words, *words)
     assert text.startswith(PROMPT)
     assert text == call("generate.py", str(trained / "student"), *words)
-    found = json.loads(under(launcher, "evaluate.py", *run_words))
+
+
+@pytest.mark.slow
+def test_an_evaluation_under_the_wrapper_has_the_figures_of_the_run(trained: Path) -> None:
+    run_words = ["--run", str(trained / "student"), "parallel.tensor=2"]
+    found = json.loads(under(SIGNALLING_TORCHRUN, "evaluate.py", *run_words))
     assert set(found) >= {"ce_loss", "kd_loss", "top1_agreement"}
     validation: Any = records(trained / "student")[-1]["validation"]
     assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)

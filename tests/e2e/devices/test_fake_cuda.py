@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from benchmarks import gpu
 from benchmarks.steps.cases import Case, Ranks
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.processes import run_python
 from tests.e2e.runs import CONTEXT, MEANS_TERMS, Inputs
+from tests.fake_cuda.forks import FakeDevice
 from tests.fake_cuda.stub import COMPILER, compile_stub
 
 pytestmark = [
@@ -128,38 +128,44 @@ BALANCED: dict[str, tuple[Sequence[str], dict[str, int]]] = {
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake device, compiled once."""
-    return compile_stub(tmp_path_factory.mktemp("fake_cuda"))
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDevice]:
+    """The fake device, compiled and started once."""
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    found = FakeDevice.start(compile_stub(folder), folder)
+    yield found
+    found.end()
 
 
 def train(
-    stub: Path, inputs: Inputs, output: Path, name: str, rank: int, world: int, *overrides: str
+    device: FakeDevice,
+    inputs: Inputs,
+    output: Path,
+    name: str,
+    rank: int,
+    world: int,
+    *overrides: str,
 ) -> dict[str, Any]:
     """Train as one rank on the fake device; returns what was seen."""
     config = inputs.folder / f"{name}.yaml"
     words = (f"output={output}", *SHORT, *overrides)
-    found = seen_of(stub, "train", rank, world, config, *words)
+    found = seen_of(device, "train", rank, world, config, *words)
     assert found["is_done"]
     return found
 
 
 def seen_of(
-    stub: Path, program: str, rank: int, world: int, subject: str | Path, *overrides: str
+    device: FakeDevice, program: str, rank: int, world: int, subject: str | Path, *overrides: str
 ) -> dict[str, Any]:
     """Run a program of `tests.fake_cuda`; returns what was seen."""
-    words = [str(stub), program, str(rank), str(world), str(subject), *overrides]
-    printed = run_python("-m", "tests.fake_cuda", *words, seconds=SECONDS)
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return found
+    return device.run(program, rank, world, str(subject), *overrides, seconds=SECONDS)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_stays_on_its_device_and_waits_twice(
-    stub: Path, inputs: Inputs, tmp_path: Path, case: str
+    device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
     name, rank, world, overrides = CASES[case]
-    seen = train(stub, inputs, tmp_path, name, rank, world, *overrides)
+    seen = train(device, inputs, tmp_path, name, rank, world, *overrides)
     assert seen["waits"] == STEP_WAITS
     assert seen["from_host"] == seen["refused"] == {}
     assert seen["copies"] == seen["unpinned"] == {}
@@ -184,10 +190,12 @@ FUSED: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("case", FUSED)
-def test_fused_paths_wait_no_more(stub: Path, inputs: Inputs, tmp_path: Path, case: str) -> None:
+def test_fused_paths_wait_no_more(
+    device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
     config = inputs.folder / "dense.yaml"
     words = (f"output={tmp_path}", *SHORT, "train.precision=bf16", "train.micro_batch_size=1")
-    seen = seen_of(stub, "fused", 0, 1, config, *words, *FUSED[case])
+    seen = seen_of(device, "fused", 0, 1, config, *words, *FUSED[case])
     assert seen["is_done"]
     assert seen["waits"] == STEP_WAITS
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
@@ -197,24 +205,24 @@ def test_fused_paths_wait_no_more(stub: Path, inputs: Inputs, tmp_path: Path, ca
 
 @pytest.mark.parametrize("case", BALANCED)
 def test_a_balanced_step_waits_for_its_ratios_too(
-    stub: Path, inputs: Inputs, tmp_path: Path, case: str
+    device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
     overrides, waits = BALANCED[case]
     mode = f"objective.balance.mode={case.split(',')[0]}"
-    seen = train(stub, inputs, tmp_path, "dense", 0, 1, mode, *overrides)
+    seen = train(device, inputs, tmp_path, "dense", 0, 1, mode, *overrides)
     assert seen["waits"] == {**STEP_WAITS, **waits}
     assert seen["from_host"] == {}
 
 
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
 def test_a_stored_teacher_is_asked_once_whether_it_failed(
-    pool: Pool, stub: Path, inputs: Inputs, tmp_path: Path, mode: str
+    pool: Pool, device: FakeDevice, inputs: Inputs, tmp_path: Path, mode: str
 ) -> None:
     config, store = write_capture(inputs, "fake", samples=16), tmp_path / "store"
     kept = () if mode == "top_k" else ("store.mode=sampled", "store.temperatures=[]")
     assert run_in(pool, 1, config, store, *kept) is True
     stored = (f"teacher.store={store}", "teacher.architecture=null")
-    seen = train(stub, inputs, tmp_path / "run", "dense", 0, 1, *stored)
+    seen = train(device, inputs, tmp_path / "run", "dense", 0, 1, *stored)
     assert seen["waits"] == {**STEP_WAITS, "collectives.py:highest": STEPS}
     assert seen["copies"] == seen["unpinned"] == {}
     assert seen["from_host"] == {}
@@ -233,20 +241,20 @@ ALIGNED: dict[str, tuple[int, int, Sequence[str]]] = {
 
 @pytest.mark.parametrize("case", ALIGNED)
 def test_a_step_between_two_tokenizers_waits_twice(
-    stub: Path, inputs: Inputs, tmp_path: Path, case: str
+    device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
     rank, world, overrides = ALIGNED[case]
-    seen = train(stub, inputs, tmp_path, "aligned", rank, world, *overrides)
+    seen = train(device, inputs, tmp_path, "aligned", rank, world, *overrides)
     assert seen["waits"] == STEP_WAITS
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
 
 
 @pytest.mark.parametrize("kept", [(), ("capture.chunk_tokens=16",)], ids=["whole", "chunks"])
 def test_a_capture_waits_once_per_step(
-    stub: Path, inputs: Inputs, tmp_path: Path, kept: tuple[str, ...]
+    device: FakeDevice, inputs: Inputs, tmp_path: Path, kept: tuple[str, ...]
 ) -> None:
     config = write_capture(inputs, "fake-capture", samples=16)
-    seen = seen_of(stub, "capture", 0, 1, config, f"store.path={tmp_path / 'store'}", *kept)
+    seen = seen_of(device, "capture", 0, 1, config, f"store.path={tmp_path / 'store'}", *kept)
     (steps,) = seen["steps"]
     assert seen["records"] == 2 * steps  # of each micro-batch, for the thread that writes
     assert seen["waits"] == {"loop.py:_exchange": steps + 1}
@@ -267,9 +275,11 @@ WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", WRITERS)
-def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(stub: Path, case: str) -> None:
+def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(
+    device: FakeDevice, case: str
+) -> None:
     rank, world, layout, changes = WRITERS[case]
-    seen = seen_of(stub, "generate", rank, world, json.dumps(layout), json.dumps(changes))
+    seen = seen_of(device, "generate", rank, world, json.dumps(layout), json.dumps(changes))
     groups = layout.get("pipeline", 1)
     for name, found in seen["requests"].items():
         assert found["from_host"] == found["copies"] == found["unpinned"] == {}, name
@@ -292,8 +302,8 @@ def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(stub: Path, cas
         assert passes["pass_scoring.py:_shared"] == 1
 
 
-def test_experts_of_two_ranks_wait_for_their_rows_in_each_layer(stub: Path) -> None:
-    seen = seen_of(stub, "generate", 0, 2, json.dumps({"expert": 2}), json.dumps(EXPERTS))
+def test_experts_of_two_ranks_wait_for_their_rows_in_each_layer(device: FakeDevice) -> None:
+    seen = seen_of(device, "generate", 0, 2, json.dumps({"expert": 2}), json.dumps(EXPERTS))
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
     of_experts, looks = "experts.py:_routed", {"flight.py:finish_look", "collectives.py:highest"}
     for name in ("greedy", "whole", "cut"):
@@ -323,14 +333,14 @@ WORKERS: dict[str, tuple[Sequence[str], set[str]]] = {
 
 @pytest.mark.parametrize("worker", WORKERS)
 def test_a_worker_of_the_benchmark_runs_on_a_device(
-    stub: Path, tmp_path: Path, worker: str
+    device: FakeDevice, tmp_path: Path, worker: str
 ) -> None:
     words, waits = WORKERS[worker]
     case, result = tmp_path / "case.json", tmp_path / "result.json"
     small = Case(gpu.SMALL.workload, Ranks("TP1", 1), "bf16", chunk_tokens=32)
     case.write_text(json.dumps(small.as_dict()))
     told = [f"{word}={case}" if word == "--case" else word for word in words]
-    seen = seen_of(stub, "benchmark", 0, 1, worker, *told, f"--result={result}")
+    seen = seen_of(device, "benchmark", 0, 1, worker, *told, f"--result={result}")
     assert seen["waits"].keys() == waits
     assert seen["from_host"] == seen["refused"] == seen["unpinned"] == {}
     assert seen["kernels"]["measure_rows"] > 0

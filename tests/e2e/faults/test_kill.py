@@ -237,7 +237,7 @@ def test_killed_again_and_again_it_arrives(
     output = tmp_path / "run"
     chance = random.Random(5)
     given = arguments(inputs, output, *overrides, name=name)
-    for _ in range(8):
+    for _ in range(5):
         before = steps_done(output)
         with torchrun(tmp_path, given) as started:
             if chance.random() < 0.7:
