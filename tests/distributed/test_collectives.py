@@ -102,6 +102,7 @@ def _long_work(rank: int, world: int, seconds: float) -> str | None:
     return on_first_rank(work, device=CPU, group=group, beat_seconds=0.1)
 
 
+@pytest.mark.slow
 def test_the_first_rank_works_longer_than_a_collective_may_wait(pool: Pool) -> None:
     assert pool.run(4, _long_work, 4.0) == ["done by 0", None, None, None]
 

@@ -132,8 +132,10 @@ def peak_of_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_features", [False, True])
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SEQUENCE), (2, {"pipeline": 2})])
+@pytest.mark.parametrize(
+    ("world", "layout", "with_features"),
+    [(1, {}, False), (1, {}, True), (2, SEQUENCE, True), (2, {"pipeline": 2}, True)],
+)
 def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
     pool: Pool, world: int, layout: dict[str, Any], with_features: bool
 ) -> None:

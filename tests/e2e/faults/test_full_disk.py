@@ -43,11 +43,9 @@ FULL = "free disk space or change `output`"
 
 @pytest.mark.parametrize(
     ("failing", "asynchronous"),
-    [
-        (1, "false"),
-        pytest.param(0, "true", marks=pytest.mark.slow),
-    ],
+    [(1, "false"), (0, "true")],
 )
+@pytest.mark.slow
 def test_a_disk_that_fills_up_on_one_rank_ends_all(
     pool: Pool, inputs: Inputs, tmp_path: Path, asynchronous: str, failing: int
 ) -> None:

@@ -211,7 +211,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ("DP2",)))
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ()))
 def test_the_layout_changes_nothing(
     pool: Pool, config: Path, whole: list[dict[str, Any]], tmp_path: Path, case: str
 ) -> None:

@@ -221,6 +221,7 @@ def test_hosts_that_see_other_files_packages_or_gpus_are_bad(machines: Machines)
     }
 
 
+@pytest.mark.slow
 def test_a_job_over_ssh_waits_longer_each_time_and_ends_without_a_new_checkpoint(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
