@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from megatron_distill.data.samples import Sample, SampleSource, State, permutation
 from megatron_distill.errors import DataError, counted
+from megatron_distill.log import get_logger
+
+_LOG = get_logger(__name__)
 
 
 def next_source(taken: Sequence[int], weights: Sequence[float]) -> int:
@@ -25,6 +28,26 @@ def next_source(taken: Sequence[int], weights: Sequence[float]) -> int:
     # There is always a lag of 1/k, but rounding may hide it.
     ready = [i for i, lag in enumerate(lags) if lag >= min(bound, max(lags))]
     return min(ready, key=lambda i: (1 - bound - lags[i]) / shares[i])
+
+
+def warn_of_pauses(
+    taken: Sequence[int], weights: Sequence[float], owners: Sequence[int], *, key: str
+) -> None:
+    """Warn of sources that a resumed blend does not read for long, since their weights are lower.
+
+    key: of the sources in the configuration; `owners` are their numbers.
+    """
+    count, total = sum(taken), sum(weights)
+    for has, weight, owner in zip(taken, weights, owners, strict=True):
+        share = weight / total
+        if has - share * count > 1:  # more than `next_source` lets it lead
+            _LOG.warning(
+                "%s.%d: none of the next %s samples are of this source: it gave %s of the first "
+                "%s, and its weight, which counts from the beginning of the run, is now a share of "
+                "%.3g; restore the weights, or start a new run from the checkpoint "
+                "(student.checkpoint) to blend by the new ones at once",
+                *(key, owner, f"{has / share - count:,.0f}", f"{has:,}", f"{count:,}", share),
+            )
 
 
 class BlendedSource:
@@ -79,6 +102,7 @@ class BlendedSource:
         for source, part in zip(self._sources, state["sources"], strict=True):
             source.load_state_dict(part)
         self._taken = list(state["taken"])
+        warn_of_pauses(self._taken, self._weights, self._owners, key="data.sources")
 
 
 def blend_finite(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from megatron_distill.data.blending import next_source
+from megatron_distill.data.blending import next_source, warn_of_pauses
 from megatron_distill.data.samples import Sample, SampleList, State, TeacherTokens, shuffled
 from megatron_distill.errors import DataError, counted
 from megatron_distill.store import StoreSet
@@ -94,6 +94,8 @@ class StoredSamples:
                 "those, or start a new run with another output"
             )
         self._taken, self._places = list(state["taken"]), list(state["places"])
+        weights = [share.weight for share in self._shares]
+        warn_of_pauses(self._taken, weights, range(len(weights)), key="teacher.store")
 
     def _identities(self) -> list[str]:
         return [store.plan.uid.hex() for store in self._stores.stores]

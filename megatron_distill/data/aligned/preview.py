@@ -116,9 +116,9 @@ def _teacher_of(sample: Sample) -> TeacherTokens:
 
 def _rows(sample: Sample, teacher: TeacherTokens, kinds_S1: Sequence[str]) -> Iterator[_Row]:
     """Chunks and what is between them, in the order of the text; no padding."""
-    own = _groups(sample.document_ids_S1, teacher.student_chunks_S1, kinds_S1)
+    own = _groups(sample.document_ids_S1, _without_holes(teacher.student_chunks_S1), kinds_S1)
     kinds_U1 = [_TEACHER_ONLY] * len(teacher.tokens_U1)
-    others = _groups(teacher.document_ids_U1, teacher.chunks_U1, kinds_U1)
+    others = _groups(teacher.document_ids_U1, _without_holes(teacher.chunks_U1), kinds_U1)
     place = 0
     for document, chunk, kind, span in own:
         while place < len(others) and others[place][0] < document:
@@ -159,6 +159,14 @@ def _groups(
             inside = list(places)
             found.append((document, chunk, kinds_n[inside[0]], (inside[0], inside[-1] + 1)))
     return found
+
+
+def _without_holes(chunks_n: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The chunks with the tokens in none that stand among the tokens of one, as an added space."""
+    before_n = np.maximum.accumulate(chunks_n)
+    last = np.iinfo(chunks_n.dtype).max
+    after_n = np.minimum.accumulate(np.where(chunks_n == NO_CHUNK, last, chunks_n)[::-1])[::-1]
+    return np.where(before_n == after_n, before_n, chunks_n)
 
 
 def coverage_lines(found: Coverage) -> Iterable[str]:

@@ -187,10 +187,17 @@ def write_cache(
 ) -> PreparedConversations:
     """Write prepared blocks, each with its file's name; the folder appears when it is complete.
 
+    A complete folder, which another process has written meanwhile, is returned as it is.
+
     has_teacher: blocks have the columns of a teacher with a tokenizer of its own. `refuse` is
     called with every bad row and may raise. A failure leaves no folder. Raises DataError: the
     folder cannot be written.
     """
+    earlier = open_cache(folder, files)
+    if earlier is not None:
+        for message in earlier.manifest.problems:
+            refuse(message)
+        return earlier
     try:
         if folder.exists():
             shutil.rmtree(folder)  # it is damaged

@@ -1,6 +1,7 @@
 """Blending: shares at every moment, resume at every position, sources that end, owners."""
 
 import json
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -85,6 +86,25 @@ def test_resuming_continues_every_source_where_it_was(weights: list[float], posi
     after = drawn(source, 40)
     assert drawn(resumed, 40) == after
     assert [number for _, _, number in before + after] == list(range(position + 40))
+
+
+def test_other_weights_on_resume_tell_how_long_a_source_is_not_read(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
+    source = blend([2.0, 1.0, 1.0])
+    drawn(source, 400)
+    state = source.state_dict()
+    blend([2.0, 1.0, 1.0]).load_state_dict(state)
+    assert caplog.messages == []
+    changed = blend([1.0, 1.0, 2.0])
+    changed.load_state_dict(state)
+    (text,) = caplog.messages
+    assert text.startswith("data.sources.0: none of the next 400 samples are of this source: it ")
+    assert "it gave 200 of the first 400" in text
+    assert "is now a share of 0.25" in text
+    order = [which for which, _, _ in drawn(changed, 420)]
+    assert 398 <= order.index(0) <= 402
 
 
 def test_each_source_is_read_in_its_own_order() -> None:

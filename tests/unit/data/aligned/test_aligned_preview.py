@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -18,7 +20,7 @@ from megatron_distill.data.aligned.coverage import StepCoverage, TokenBytes, sam
 from megatron_distill.data.aligned.preview import Pieces, chunk_table, coverage_lines
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.preview import BOTH, CE_ONLY, token_kinds
-from megatron_distill.data.samples import Sample
+from megatron_distill.data.samples import NO_CHUNK, Sample
 from megatron_distill.data.sources import DataOptions, TeacherReading, open_training
 from megatron_distill.data.tokenizers.open import Tokenizer
 from tests.support.sample_configs import ARCHITECTURE
@@ -73,6 +75,33 @@ def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path: Pat
     shown = console.export_text()
     assert re.search(r"\.\.\. +\d+ more chunks", shown)
     assert max(map(len, shown.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("side", ["student_chunks_S1", "chunks_U1"])
+def test_a_token_in_no_chunk_among_those_of_one_is_in_its_row(tmp_path: Path, side: str) -> None:
+    (sample,), student, teacher = samples(tmp_path, 1)
+    assert sample.teacher is not None
+    # Chunks 2 to 4 become one, of three or more tokens on both sides.
+    large = {
+        name: np.where(chunks > 2, np.maximum(chunks - 2, 2), chunks)
+        for name, chunks in vars(sample.teacher).items()
+        if name in ("student_chunks_S1", "chunks_U1")
+    }
+    whole = replace(sample, teacher=replace(sample.teacher, **large))
+    holed = large[side].copy()
+    holed[np.flatnonzero(holed == 2)[1]] = NO_CHUNK
+    kinds = token_kinds(sample, isolate_documents=True)
+    tables = [
+        chunk_table(
+            one, Pieces(student), Pieces(teacher), kinds, rows=1000, width=100, has_colour=False
+        )
+        for one in (
+            whole,
+            replace(sample, teacher=replace(sample.teacher, **{**large, side: holed})),
+        )
+    ]
+    assert cells(tables[1]) == cells(tables[0])
+    assert len(cells(tables[0])) > 20
 
 
 def test_coverage_counts_what_the_samples_hold(tmp_path: Path) -> None:

@@ -104,6 +104,18 @@ def test_damaged_files_are_prepared_anew(tmp_path: Path, logged: pytest.LogCaptu
     np.testing.assert_array_equal(prepare(path).tokens_n, expected)
 
 
+def test_a_cache_that_another_run_has_written_meanwhile_is_kept(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [*ROWS, {"text": 1}])
+    first = prepare(path, skip_bad=True)
+    expected, refused = np.array(first.tokens_n), []
+    inode = (first.folder / "tokens").stat().st_ino
+    found = conversation_cache.write_cache(first.folder, [path], [], refuse=refused.append)
+    assert (first.folder / "tokens").stat().st_ino == inode
+    np.testing.assert_array_equal(found.tokens_n, expected)
+    assert len(refused) == 1
+    assert "it has no 'messages'" in refused[0]
+
+
 def test_bad_rows_stop_or_are_counted_from_the_cache_too(
     tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
