@@ -56,15 +56,15 @@ class Settings:
 
     workload: Workload
     precision: str
-    losses: tuple[int, int]  # tokens and vocabulary
+    losses: tuple[int, int, int]  # tokens, vocabulary, and an odd vocabulary, as Qwen2.5 has
     attention: Sequence[tuple[int, str]]
     repeats: int
     steps: int
     profile: Path | None = None  # the file of the operators of a step
 
 
-LARGE = Settings(_LARGE, "bf16", (8192, 128_256), _ATTENTION, repeats=5, steps=3)
-SMALL = Settings(_SMALL, "fp32", (64, 512), ((512, "packed"),), repeats=1, steps=1)
+LARGE = Settings(_LARGE, "bf16", (8192, 128_256, 151_665), _ATTENTION, repeats=5, steps=3)
+SMALL = Settings(_SMALL, "fp32", (64, 512, 499), ((512, "packed"),), repeats=1, steps=1)
 
 
 @dataclass
@@ -226,23 +226,30 @@ def _outcomes(lines: Sequence[str]) -> dict[str, str]:
 
 
 def _losses(settings: Settings, part: Part) -> None:
-    """Each loss beside its peers' and beside a copy of the bytes that it must move."""
-    tokens, vocab = settings.losses
-    words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={settings.precision}"]
-    words += ["--tensor=1", f"--repeats={settings.repeats}"]
+    """Each loss beside its peers' and beside a copy of the bytes that it must move.
+
+    Those from hidden states once more with a vocabulary whose rows of logits would not be aligned.
+    """
+    tokens, vocab, odd = settings.losses
+    words = [f"--tokens={tokens}", f"--precision={settings.precision}", "--tensor=1"]
     part.lines += [
         "| loss | subject | ms | against ours | memory (logit tensors) |",
         "|---|---|---:|---:|---:|",
     ]
-    for inputs in ("hidden", "logits"):
+    cases = (
+        ("hidden", vocab, settings.repeats, ""),
+        ("logits", vocab, settings.repeats, ""),
+        ("hidden", odd, min(2, settings.repeats), f", {odd:,} ids"),
+    )
+    for inputs, ids, repeats, suffix in cases:
+        told = [*words, f"--vocab={ids}", f"--inputs={inputs}", f"--repeats={repeats}"]
+        name = inputs + suffix
 
-        def run(seconds: float, inputs: str = inputs) -> Any:
-            told = [*words, f"--inputs={inputs}"]
-            return run_child(
-                "objectives/worker.py", told, processes=1, name=inputs, seconds=seconds
-            )
+        def run(seconds: float, told: list[str] = told, name: str = name) -> Any:
+            return run_child("objectives/worker.py", told, processes=1, name=name, seconds=seconds)
 
-        rows = part.measure(inputs, run) or []
+        rows = part.measure(name, run) or []
+        rows = [row | {"family": f"{row['family']}{suffix}"} for row in rows]
         ended = [row for row in rows if row["seconds"] < math.inf]
         missing = [row for row in rows if row not in ended]
         part.lines += _loss_rows(ended)

@@ -21,7 +21,7 @@ from megatron_distill.ops.workspace import (
     Rows,
     Scratch,
     accumulation_dtype,
-    allocate,
+    allocate_logits,
     equal_chunks,
 )
 from megatron_distill.signals import HiddenState, LogitRule
@@ -70,7 +70,7 @@ def output_chunks(
         chunks = equal_chunks(indices.numel(), chunk_tokens)
         if not chunks:
             continue
-        buffer = allocate(chunks[0].stop, columns, state.dtype, device)
+        buffer = allocate_logits(chunks[0].stop, columns, state.dtype, device)
         for chunk in chunks:
             selected = indices[chunk]
             take = partial(rows.take, chunk=chunk)

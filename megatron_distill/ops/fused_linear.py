@@ -26,7 +26,7 @@ from megatron_distill.ops.workspace import (
     Rows,
     Scratch,
     accumulation_dtype,
-    allocate,
+    allocate_logits,
     equal_chunks,
 )
 from megatron_distill.signals import HiddenState, LogitSource
@@ -53,12 +53,13 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     tensor, and backward returns None for it. The upstream gradient must be one then.
 
     Tokens of zero weight are left out before the products. Memory above the inputs, in elements:
-    ``chunk_tokens V`` logits of each model that has a head, in its dtype. Gradients take ``N H`` in
-    the student's dtype and, unless a sum is given, ``V H``. The latter is in fp32 if the dtype is
-    narrower and there are several chunks (then also ``V H`` in that dtype in backward). A product
-    accumulated in a wider dtype takes up to 2^21 on a CPU, nothing on a GPU. Per row block
-    (`row_blocks`) ``1 + 2 T`` fp32 buffers for T temperatures; one more for each model whose logits
-    are narrower, capped or scaled; at most seven for each term with slopes.
+    ``chunk_tokens V`` logits of each model that has a head, in its dtype, with V rounded up to a
+    multiple of 64 on a GPU. Gradients take ``N H`` in the student's dtype and, unless a sum is
+    given, ``V H``. The latter is in fp32 if the dtype is narrower and there are several chunks
+    (then also ``V H`` in that dtype in backward). A product accumulated in a wider dtype takes up
+    to 2^21 on a CPU, nothing on a GPU. Per row block (`row_blocks`) ``1 + 2 T`` fp32 buffers for T
+    temperatures; one more for each model whose logits are narrower, capped or scaled; at most seven
+    for each term with slopes.
 
     Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the spec and token
     (10 names with a teacher and forward KL at temperature one), the further ones of `Chunk.solve`,
@@ -112,7 +113,7 @@ class _Executor:
         if work.teacher is not None:
             sources["teacher"] = work.teacher
         buffers = {
-            model: allocate(size, self._columns, source.dtype, self._student.weight.device)
+            model: allocate_logits(size, self._columns, source.dtype, self._student.weight.device)
             for model, source in sources.items()
             if source.formed is None
         }

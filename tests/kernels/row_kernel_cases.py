@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective, token_divergence
-from megatron_distill.ops import VocabShard
+from megatron_distill.ops import VocabShard, workspace
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.ops.kernels.launch import TritonRows
 from megatron_distill.ops.torch_rows import Block
@@ -142,6 +142,25 @@ def test_objective_of_several_terms(
     signal = HiddenState(problem.teacher_hidden, problem.teacher_weight, *rules[1])
     ours = run(problem, terms, signal=signal, chunk_tokens=8, student_rule=rules[0])
     assert_close(ours, expected_objective(problem, terms, *rules))
+
+
+def test_rows_may_be_further_apart_than_they_are_wide(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = on_device(Problem.random(vocab=157), device)
+    terms, rules = [*BETWEEN, KEPT[0]], ((4.0, 1.5), PLAIN)
+    oracle, strides = expected_objective(problem, terms, *rules), set()
+    launch = TritonRows._launch
+
+    def noted(rows: TritonRows, *given: Any, **named: Any) -> None:
+        strides.add(tuple(raw.stride() for raw in rows.raw.values()))
+        launch(rows, *given, **named)
+
+    monkeypatch.setattr(TritonRows, "_launch", noted)
+    for stride in (157, 192):
+        monkeypatch.setattr(workspace, "_row_stride", lambda *_, stride=stride: stride)
+        assert_close(run(problem, terms, chunk_tokens=8, student_rule=rules[0]), oracle)
+    assert strides == {((157, 1), (157, 1)), ((192, 1), (192, 1))}
 
 
 def on_device(problem: Problem, device: torch.device) -> Problem:

@@ -33,7 +33,13 @@ from megatron_distill.ops.fused_linear import (
 )
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.weight_gradient import HeadGradients, differentiable_pass
-from megatron_distill.ops.workspace import Rows, Scratch, accumulation_dtype, allocate
+from megatron_distill.ops.workspace import (
+    Rows,
+    Scratch,
+    accumulation_dtype,
+    allocate,
+    allocate_logits,
+)
 from megatron_distill.signals import DenseLogits, HiddenState, LogitSource
 
 __all__ = [
@@ -138,7 +144,7 @@ class _Side:
         columns, device = shard.real_width, rows.indices.device
         self._buffer = None
         if source.formed is None:
-            self._buffer = allocate(largest, columns, source.dtype, device)
+            self._buffer = allocate_logits(largest, columns, source.dtype, device)
         self._scratch = Scratch(largest, columns, accumulation_dtype(source.dtype), device)
         self._formed: tuple[int, Tensor] | None = None  # the band's first row, and its logits
 

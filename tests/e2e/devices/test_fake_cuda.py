@@ -325,7 +325,7 @@ WORKERS: dict[str, tuple[Sequence[str], set[str]]] = {
     ),
     "workers.capture": (("--case", "--repeats=1"), set()),
     "objectives.worker": (
-        ("--tokens=64", "--vocab=512", "--precision=bf16", "--tensor=1", "--repeats=1"),
+        ("--tokens=64", "--vocab=499", "--precision=bf16", "--tensor=1", "--repeats=1"),
         {"workspace.py:of_weights"},
     ),
 }

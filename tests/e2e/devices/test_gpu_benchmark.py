@@ -60,6 +60,7 @@ def test_every_part_is_measured_and_written(tmp_path: Path) -> None:
     cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     losses = {(row[1], row[2]) for row in cells if len(row) == 7}
     assert ("forward_kl", "copy of 10 bytes per logit") in losses
+    assert any(family.endswith(", 499 ids") for family, _ in losses)
     has_modelopt = installed("nvidia-modelopt") is not None
     assert {("forward_kl", "ModelOpt"), ("top-k", "ModelOpt")} <= losses or not has_modelopt
     assert ("jsd", "Liger") in losses or installed("liger-kernel") is None
