@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.log_softmax import log_normalizer
-from megatron_distill.ops.workspace import accumulation_dtype
+from megatron_distill.ops.workspace import accumulation_dtype, allocate_logits
 from megatron_distill.signals import LogitRule, LogitSource
 
 __all__ = ["ArithmeticMean", "ChosenLogits", "GeometricMean"]
@@ -71,10 +71,20 @@ class _Joint:
         return None
 
     def _logits(
-        self, member: LogitSource, take: Callable[[Tensor], Tensor], columns: int
+        self,
+        member: LogitSource,
+        take: Callable[[Tensor], Tensor],
+        columns: int,
+        out: Tensor | None,
     ) -> Tensor:
-        """Logits ``[n, columns]`` of a member, in memory that may be overwritten."""
-        raw = member.outputs(take, columns)
+        """Logits ``[n, columns]`` of a member, in memory of its own that may be overwritten.
+
+        ``out``, if given, is memory for the result of all members.
+        """
+        memory = None
+        if out is not None and member.formed is None:
+            memory = allocate_logits(len(out), columns, member.dtype, out.device)
+        raw = member.outputs(take, columns, memory)
         return member.rule.apply_(raw.to(self.dtype, copy=member.formed is not None))
 
 
@@ -117,7 +127,7 @@ class ArithmeticMean(_Joint):
         """``T log m`` ``[n, columns]``; see `LogitSource`."""
         mean = out
         for number, (member, weight) in enumerate(zip(self.members, self.weights, strict=True)):
-            logits = self._logits(member, take, columns).div_(self.temperature)
+            logits = self._logits(member, take, columns, out).div_(self.temperature)
             shift = log_normalizer(logits, self.group).sub_(math.log(weight))
             logits.sub_(shift.unsqueeze(1))
             if number == 0:
@@ -154,7 +164,7 @@ class GeometricMean(_Joint):
         """Weighted means ``[n, columns]``; see `LogitSource`."""
         mean = out
         for number, (member, weight) in enumerate(zip(self.members, self.weights, strict=True)):
-            logits = self._logits(member, take, columns).mul_(weight)
+            logits = self._logits(member, take, columns, out).mul_(weight)
             if number == 0:
                 mean = logits if mean is None else mean.copy_(logits)
             else:
@@ -182,8 +192,10 @@ class ChosenLogits(_Joint):
     ) -> Tensor:
         """The chosen logits ``[n, columns]``; see `LogitSource`."""
         chosen_n1 = take(self.choice).unsqueeze(1)
-        found = self._logits(self.members[0], take, columns)
+        found = self._logits(self.members[0], take, columns, out)
         found = found if out is None else out.copy_(found)
         for number, member in enumerate(self.members[1:], start=1):
-            torch.where(chosen_n1 == number, self._logits(member, take, columns), found, out=found)
+            torch.where(
+                chosen_n1 == number, self._logits(member, take, columns, out), found, out=found
+            )
         return found

@@ -27,7 +27,7 @@ from megatron_distill.ops.aligned.projected_rows import ProjectedRows
 from megatron_distill.ops.aligned.projection import largest_ids
 from megatron_distill.ops.aligned.tile import Tile, TileSide
 from megatron_distill.ops.topk import gather_ranks
-from megatron_distill.ops.workspace import accumulation_dtype, allocate, row_blocks
+from megatron_distill.ops.workspace import accumulation_dtype, allocate_logits, row_blocks
 
 __all__ = ["PUBLISHED_TOP_K", "PublishedDivergence", "PublishedProjectionTerm", "published_ids"]
 
@@ -57,7 +57,7 @@ def published_ids(rows: AlignedRows, top_k: int = PUBLISHED_TOP_K) -> Tensor:
     memory = None
     if teacher.formed is None:
         most = max((band.stop - band.start for band in plan.teacher_bands), default=1)
-        memory = allocate(most, columns, teacher.dtype, device)
+        memory = allocate_logits(most, columns, teacher.dtype, device)
     for band in plan.teacher_bands:
         count = band.stop - band.start
         if not count:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_distill.losses import Term
 from megatron_distill.ops import VocabShard, workspace
 from megatron_distill.ops.aligned.executor import aligned_linear
+from megatron_distill.ops.aligned.published_projection import published_ids
 from megatron_distill.ops.frozen_head import output_chunks, row_statistics
 from megatron_distill.ops.topk import select
 from megatron_distill.ops.workspace import allocate_logits
@@ -19,7 +20,9 @@ from megatron_distill.signals import HiddenState, LogitRule
 from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.distillation import Problem
 from tests.support.objective_runs import Rule, run
+from tests.support.several_teachers import Inputs, on_shard
 from tests.unit.losses.test_objective_terms import BETWEEN, CAPS, KEPT, PLAIN
+from tests.unit.losses.test_several_teachers import NAMES, TERMS
 from tests.unit.ops.test_aligned_linear import work_for
 
 Figures = list[Tensor]
@@ -88,6 +91,16 @@ def test_an_objective_is_that_of_rows_side_by_side(
     assert_close(of_both(figures))
 
 
+def test_mixtures_of_teachers_are_those_of_rows_side_by_side(of_both: Any) -> None:
+    inputs = Inputs.random()
+
+    def figures() -> Figures:
+        found = on_shard(0, 1, inputs, TERMS["all"], NAMES)
+        return [found.total, *found.report.values(), found.hidden_gradient, found.weight_gradient]
+
+    assert_close(of_both(figures))
+
+
 def test_a_capture_is_that_of_rows_side_by_side(of_both: Any) -> None:
     problem = Problem.random(vocab=1000)
     state = HiddenState(problem.teacher_hidden, problem.teacher_weight)
@@ -120,3 +133,10 @@ def test_losses_between_tokenizers_are_those_of_rows_side_by_side(
         return [total.detach(), sums, *torch.autograd.grad(total, leaves)]
 
     assert_close(of_both(figures))
+
+
+def test_published_ids_are_those_of_rows_side_by_side(of_both: Any) -> None:
+    work = work_for(AlignedProblem.random())
+    close, apart = of_both(lambda: [published_ids(work.rows, 9)])
+    assert torch.equal(apart[0], close[0])
+    assert len(close[0].unique()) == 9
