@@ -256,7 +256,7 @@ def read_task(task: Task) -> list[Item]:
         pool = of_group.get(templates.group_of(row), [])[: task.shots + 1]
         chosen = [one for one in pool if has_own_files or one.place != row.place][: task.shots]
         if len(chosen) < task.shots:
-            group = f" of {task.group} {templates.group_of(row)!r}" if task.group else ""
+            group = f" of {task.group} {templates.group_of(row)}" if task.group else ""
             raise DataError(
                 f"task {task.name}: {len(chosen)} examples{group}, and shots is {task.shots}; "
                 "lower shots, or add rows to shot_files"
