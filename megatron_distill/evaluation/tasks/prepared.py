@@ -181,7 +181,7 @@ def _of_choices(
             )
             shots_dropped += 1
         truncated += not _fits(encoded[place], positions)
-    _require_tokens(task, items, encoded)
+    _require_tokens(task, items, answers, encoded)
     facts = tuple(
         ItemFacts(
             len(requests),
@@ -207,12 +207,18 @@ def _of_choices(
 
 
 def _require_tokens(
-    task: Task, items: Sequence[Item], encoded: Sequence[Sequence[Request]]
+    task: Task,
+    items: Sequence[Item],
+    answers: Sequence[Sequence[str]],
+    encoded: Sequence[Sequence[Request]],
 ) -> None:
-    """Raise DataError for a choice without a token: its probability is one, so it always wins."""
-    for item, requests in zip(items, encoded, strict=True):
+    """Raise DataError for a choice without a token: its probability is one, so it always wins.
+
+    White space at the end of a prompt is scored with the answer, but is none of an empty one.
+    """
+    for item, texts, requests in zip(items, answers, encoded, strict=True):
         for number, request in enumerate(requests):
-            if not len(request.answer):
+            if not texts[number] or not len(request.answer):
                 choice = item.choices[number]
                 remedy = "set chat=false" if task.chat else "set `delimiter` to a space"
                 raise DataError(

@@ -17,6 +17,7 @@ from megatron_distill.evaluation.requests import Score
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
 from megatron_distill.evaluation.tasks.record import load_task
 from megatron_distill.evaluation.tasks.results import scored_items, task_result
+from tests.support.chat_fixtures import chat_tokenizer
 from tests.unit.evaluation.tasks import published
 from tests.unit.evaluation.tasks.test_prompts import lines
 
@@ -106,6 +107,10 @@ def test_a_choice_without_a_token_of_its_own_is_refused(
     path.write_text(json.dumps({**task, "answer": "0", "files": [files]}))
     with pytest.raises(DataError, match=rf"task mine: .*mine\.jsonl:1: {message}"):
         prepare_task(load_task(str(path)), tokenizer(), positions=100)
+    # A chat prompt ends with a new line, which is scored with the answer.
+    spoken = load_task(str(path), {"chat": True, "choices": ["", "no"]})
+    with pytest.raises(DataError, match="choice 0, '', has no token .* or set chat=false"):
+        prepare_task(spoken, chat_tokenizer("qwen25"), positions=100)
     spaced = load_task(str(path), {"delimiter": " "})
     assert prepare_task(spaced, tokenizer(), positions=100).items[0].requests == 2
 
