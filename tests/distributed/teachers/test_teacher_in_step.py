@@ -86,7 +86,7 @@ def objective_of(groups: Groups, features: FeatureLosses | None) -> TokenObjecti
 class Away:
     """Host memory that is not in tensors, as pinned memory is not on the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: None = None) -> None:
         self._arrays: dict[int, Any] = {}
 
     def put(self, micro_batch: int, hidden_sbh: torch.Tensor) -> None:
