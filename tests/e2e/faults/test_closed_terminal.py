@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.clusters.jobs import ENDLESS, steps_done
@@ -17,9 +19,10 @@ pytestmark = pytest.mark.slow
 
 # A terminal whose window is closed when a file appears; prints the exit status of its program.
 WINDOW = """
-import os, pty, select, sys
+import os, pty, select, signal, sys
 pid, window = pty.fork()
 if pid == 0:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.execv(sys.argv[2], sys.argv[2:])
 while not os.path.exists(sys.argv[1]):
     if select.select([window], [], [], 0.05)[0]:
@@ -27,6 +30,14 @@ while not os.path.exists(sys.argv[1]):
 os.close(window)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
+
+
+def end_family(started: subprocess.Popen[str]) -> None:
+    """Kill a process with its descendants, if they are left."""
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(started.pid).children(recursive=True):
+            process.kill()
+    started.kill()
 
 
 @pytest.mark.parametrize("ranks", [(), ("--processes", "2")], ids=["alone", "processes"])
@@ -49,7 +60,7 @@ def test_a_run_in_a_closed_terminal_saves_and_ends(
         closed.touch()
         printed, _ = started.communicate(timeout=PATIENCE)
     finally:
-        started.kill()
+        end_family(started)
     assert printed.split() == ["0"]
     last = len(step_records(output))
     assert checkpoints(output) == [f"step_{last:07d}"]
