@@ -25,7 +25,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks to their end; return the exit status of the first rank to fail, or 0."""
     logging.disable(logging.ERROR)  # torchrun logs the failed process, not the reason
-    # Without its parent nobody tells the ranks to stop. They have SIGTERM when this process ends.
+    # The ranks have SIGTERM when this process ends, and it is of no use once its parent is gone.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     try:
         run(parse_args(arguments))

@@ -9,9 +9,12 @@ import select
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 from tests.e2e.runs import environment
 
@@ -56,28 +59,25 @@ def _work(asked: dict[str, Any]) -> NoReturn:
         os._exit(status)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FakeDevice:
     """That process, for tests; `folder` has what the last program printed."""
 
-    process: subprocess.Popen[str]
+    stub: Path
     folder: Path
+    process: subprocess.Popen[str]
 
     @classmethod
     def start(cls, stub: Path, folder: Path) -> FakeDevice:
         """Start it with the stub loaded."""
-        with (folder / "log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fake_cuda", str(stub)],
-                env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, cwd=Path(__file__).parents[2],
-            )  # fmt: skip
-        return cls(process, folder)
+        return cls(stub, folder, _started(stub, folder))
 
     def run(
         self, program: str, rank: int, world: int, subject: str, *overrides: str, seconds: float
     ) -> dict[str, Any]:
         """Run a program of `tests.fake_cuda` as this rank; return what it saw."""
+        if self.process.poll() is not None:  # a program before has hung
+            self.process = _started(self.stub, self.folder)
         printed, errors = self.folder / "printed", self.folder / "errors"
         asked = {
             "program": program, "rank": rank, "world": world, "subject": subject,
@@ -99,6 +99,17 @@ class FakeDevice:
 
     def end(self) -> None:
         """End the process, and a program that still runs."""
-        subprocess.run(["pkill", "-KILL", "-P", str(self.process.pid)], check=False)
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()
         self.process.kill()
         self.process.communicate()
+
+
+def _started(stub: Path, folder: Path) -> subprocess.Popen[str]:
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.fake_cuda", str(stub)],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip

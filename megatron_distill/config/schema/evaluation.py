@@ -93,8 +93,10 @@ class EvaluationConfig(Section):
         return [{"task": one} if isinstance(one, str) else one for one in tasks]
 
 
-# Ends of the names of measures whose smallest value is the best.
-_SMALL_IS_GOOD: Final = ("loss", "perplexity", "bits_per_byte", "_kl", "_divergence")
+# Of a task, ends of the names of measures whose smallest value is the best; of a validation, parts
+# of the names of figures whose largest value is: all others are losses, divergences or entropies.
+_SMALL_IS_GOOD: Final = ("perplexity", "bits_per_byte")
+_LARGE_IS_GOOD: Final = ("agreement", "mass")
 
 
 class KeepBestConfig(Section):
@@ -107,11 +109,17 @@ class KeepBestConfig(Section):
     )
     mode: Literal["max", "min"] | None = Field(
         default=None,
-        description="Whether the largest or the smallest value is the best; null: the smallest of "
-        "losses, divergences, perplexities and bits per byte, else the largest.",
+        description="Whether the largest or the smallest value is the best; null: of a validation "
+        "the smallest, but for agreement and mass; of a task the largest, but for perplexities and "
+        "bits per byte.",
     )
 
     @property
     def best(self) -> Literal["max", "min"]:
         """Whether the largest or the smallest value is the best."""
-        return self.mode or ("min" if self.metric.endswith(_SMALL_IS_GOOD) else "max")
+        if self.mode is not None:
+            return self.mode
+        place, _, measure = self.metric.partition(".")
+        if place == "validation":
+            return "max" if any(part in measure for part in _LARGE_IS_GOOD) else "min"
+        return "min" if measure.endswith(_SMALL_IS_GOOD) else "max"

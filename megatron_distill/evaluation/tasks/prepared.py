@@ -220,10 +220,12 @@ def _require_tokens(
         for number, request in enumerate(requests):
             if not texts[number] or not len(request.answer):
                 choice = item.choices[number]
-                remedy = "set chat=false" if task.chat else "set `delimiter` to a space"
+                remedy = ", or set chat=false" if task.chat else ", or set `delimiter` to a space"
+                if not task.chat and task.delimiter == " ":
+                    remedy = ""
                 raise DataError(
                     f"task {task.name}: {item.place}: choice {number}, {choice!r}, has no token of "
-                    f"its own behind the prompt; correct the row or `choices`, or {remedy}"
+                    f"its own behind the prompt; correct the row or `choices`{remedy}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""What a live teacher has computed for a step, in host memory until the student needs it."""
+"""Hidden states and features of a live teacher, in host memory until the student needs them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FAILED = Status.FAILED
 # its own, with Python packages and programs in it.
 SHELL = """\
 host=$1; shift
-export HOME={folder}/$host PYTHONPATH={folder}/$host PATH={folder}/$host:$PATH
+export HOME={folder}/$host PYTHONPATH={folder}/$host PATH={folder}/$host:{folder}/programs:$PATH
 grep -qx "$host" {folder}/broken && {{ echo "connect to host $host: No route" >&2; exit 255; }}
 exec "$@"
 """
@@ -43,7 +43,7 @@ exec "$@"
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """Give the process its handlers of signals back, which a job leaves to its end."""
-    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
@@ -206,8 +206,11 @@ def test_hosts_that_see_other_files_packages_or_gpus_are_bad(machines: Machines)
     (torch / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99\n")
     (machines.folder / "e").symlink_to(machines.folder / "a")
     shutil.copytree(machines.folder / "a", machines.folder / "f")
-    (machines.folder / "f" / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100'\n")
-    (machines.folder / "f" / "nvidia-smi").chmod(0o755)
+    (machines.folder / "programs").mkdir()
+    for place, listed in (("f", "echo 'GPU 0: H100'"), ("programs", ":")):  # whatever is here
+        program = machines.folder / place / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{listed}\n")
+        program.chmod(0o755)
     hosts = machines.hosts("a", "b", "c", "d", "e", "f", wanted=6)
     policy = Policy(sys.executable, hosts.job, health_seconds=120.0)
     assert supervise(hosts, machines.program, policy) == 1

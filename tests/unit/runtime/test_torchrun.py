@@ -54,8 +54,9 @@ LAUNCHER = textwrap.dedent(
 )
 PARENT = textwrap.dedent(
     """
-    import os, sys
+    import os, signal, sys
     from megatron_distill.runtime.torchrun import run_child
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     outcome = run_child([sys.executable, "-c", *sys.argv[2:]], environment=os.environ,
                         grace_seconds=float(sys.argv[1]))
     print(outcome.status, outcome.interrupted_by)

@@ -1,4 +1,4 @@
-"""What a start reads of its run: the evaluations in the log, and what it needs of a store."""
+"""The evaluations that a start finds in its log, the samples it needs, and its best metric."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ def test_a_store_of_one_source_must_have_all_that_the_run_reads_of_it(
     ("metric", "mode"),
     [
         ("validation.ce_loss", "min"),
-        ("validation.forward_kl", "min"),
+        ("validation.forward_kl_t2", "min"),
+        ("validation.forward_kl_top64_renormalized", "min"),
+        ("validation.total_variation", "min"),
+        ("validation.uld", "min"),
+        ("validation.top1_agreement", "max"),
+        ("validation.topk_mass", "max"),
         ("prose.bits_per_byte", "min"),
         ("prose.word_perplexity", "min"),
         ("mmlu.acc", "max"),
