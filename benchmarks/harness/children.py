@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
+
+import psutil
 
 from benchmarks.harness.environment import ROOT
 from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
@@ -20,6 +23,7 @@ from megatron_distill.runtime.torchrun import threads_per_process, torchrun_comm
 __all__ = ["ChildFailed", "run_child", "run_to_end"]
 
 _LAST_CHARACTERS = 4000  # of the output of a child that failed
+_END_SECONDS = 10.0  # of killed processes
 
 
 class ChildFailed(SystemExit):
@@ -102,7 +106,24 @@ def run_to_end(
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+        _wait_for_group(child.pid)
         signal.signal(signal.SIGTERM, before)
+
+
+def _wait_for_group(group: int) -> None:
+    """Wait some seconds for killed processes: until its end each has its memory of a GPU."""
+    deadline = time.monotonic() + _END_SECONDS
+    while any(_is_in(process, group) for process in psutil.process_iter()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+def _is_in(process: psutil.Process, group: int) -> bool:
+    with suppress(psutil.Error, ProcessLookupError, PermissionError):
+        is_left = process.status() != psutil.STATUS_ZOMBIE
+        return is_left and os.getpgid(process.pid) == group
+    return False
 
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:
