@@ -173,6 +173,7 @@ def test_a_pruned_student_learns_from_the_store_of_its_capture(
         assert 0 < record["topk_mass"] <= 1
 
 
+@pytest.mark.slow
 def test_features_of_two_sizes_are_projected_and_balanced(
     pool: Pool, inputs: Inputs, llamas: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(
     assert second["objective"]["ce_weight"] == 1e30
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(
     pool: Pool, inputs: Inputs, begun: Path
 ) -> None:

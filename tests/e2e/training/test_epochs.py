@@ -99,6 +99,7 @@ def test_the_samples_of_an_indexed_corpus_are_those_of_its_index(
     assert state["sources"][0]["position"] == found == state["sources"][0]["samples_per_epoch"]
 
 
+@pytest.mark.slow
 def test_the_samples_of_conversations_are_one_pass_of_their_windows(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -109,7 +109,7 @@ COMBINATIONS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick_and_slow(COMBINATIONS, ["TP2+sequence", "EP2xPP2, mixture"]))
+@pytest.mark.parametrize("case", quick_and_slow(COMBINATIONS, ["TP2+sequence"]))
 def test_combinations_are_those_of_one_rank(train: Runner, case: str) -> None:
     name, common, own = COMBINATIONS[case]
     world, overrides = layout(case)

@@ -61,6 +61,7 @@ def rates_of(rank: int, world: int, config: Path, cases: list[list[str]]) -> lis
     return found
 
 
+@pytest.mark.slow
 def test_the_forms_of_warm_ups_and_decays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
     wsd = ["schedule.decay=wsd", f"schedule.wsd_decay_steps={WSD}"]
     by_form = {

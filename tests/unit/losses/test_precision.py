@@ -77,6 +77,7 @@ def test_a_student_near_its_teacher(name: str, given: dict[str, float]) -> None:
 SUPPORTED = [("renormalized", 0.001), ("tail", 0.1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "given", "support", "noise"),
     [(*case, *SUPPORTED[number % 2]) for number, case in enumerate(CASES)],

@@ -122,7 +122,9 @@ def check_samples(pair: tuple[str, str], document: AlignedDocument, text: str) -
     assert count == document.chunks - any(begins)
 
 
-@pytest.mark.parametrize("pair", [("hf_nfc", "hf_bytes"), ("sp_bpe", "hf_nfkc")])
+@pytest.mark.parametrize(
+    "pair", [("hf_nfc", "hf_bytes"), pytest.param(("sp_bpe", "hf_nfkc"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("text", TEXTS)
 def test_conversations_have_the_chunks_of_documents(pair: tuple[str, str], text: str) -> None:
     student, teacher = map(kind_of, pair)

@@ -224,6 +224,7 @@ def test_neither_tags_nor_what_was_learned_change_a_response(name: str) -> None:
             assert learned.find(messages) == unlearned.find(messages), dialogue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
 def test_the_twin_trains_the_same_except_the_table_s_rows(name: str) -> None:
     refused, found = REFUSED.get(name, {}), set[Difference]()
