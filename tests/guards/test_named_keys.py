@@ -81,6 +81,7 @@ def test_every_key_that_a_message_names_is_in_the_schema() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_every_option_that_a_message_names_is_one() -> None:
     known = FOREIGN_OPTIONS | {option for _, option in script_options()}
     known |= {o for action in get_args_parser()._actions for o in action.option_strings}

@@ -154,6 +154,7 @@ def test_chat_data_train_responses_alone(pool: Pool, qwens: Path, tmp_path: Path
         assert record["kd_loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_pruned_student_learns_from_the_store_of_its_capture(
     pool: Pool, llamas: Path, corpora: Path, tmp_path: Path
 ) -> None:

@@ -112,9 +112,8 @@ def test_no_layout_of_reader_or_writer_changes_a_loss(
     assert_same_course(offline, train(1, ALL_TERMS), first=5 * FIRST, last=LAST)
 
 
-@pytest.mark.parametrize(
-    ("codec", "tolerance"), [pytest.param("f16", 1e-4, marks=pytest.mark.slow), ("u8", 1e-2)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "tolerance"), [("f16", 1e-4), ("u8", 1e-2)])
 def test_a_lossy_codec_changes_a_loss_as_little_as_it_promises(
     codec: str, tolerance: float, capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:

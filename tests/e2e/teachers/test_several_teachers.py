@@ -156,6 +156,7 @@ def test_the_log_has_every_teacher(whole: list[dict[str, Any]], inputs: Inputs) 
     assert set(validation["teachers"]) == set(whole[0]["teachers"])
 
 
+@pytest.mark.slow
 def test_routing_to_one_teacher_is_the_run_of_that_teacher(
     pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
 ) -> None:

@@ -249,6 +249,7 @@ def test_the_log_has_each_term_and_each_teacher(whole: list[dict[str, Any]], con
     assert kd == pytest.approx(validation["kd_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_with_the_other_tokenizer_alone_it_is_the_run_of_that_teacher(
     pool: Pool, inputs: Inputs, config: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_changes_are_reported_once_and_each_start_is_saved(
     assert kept(begun) == ["config.step_0000002.yaml", "config.yaml"]
 
 
+@pytest.mark.slow
 def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(
     pool: Pool, inputs: Inputs, begun: Path
 ) -> None:

@@ -162,7 +162,7 @@ FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick_and_slow(FAMILIES, ["PP2, layers per stage"]))
+@pytest.mark.parametrize("case", quick_and_slow(FAMILIES, []))
 def test_families_are_those_of_one_rank_from_random_weights(train: Runner, case: str) -> None:
     architecture, own = FAMILIES[case]
     world, overrides = layout(case)
