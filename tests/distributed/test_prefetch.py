@@ -84,7 +84,7 @@ def taken_meanwhile(rank: int, world_size: int, spec: SourceSpec) -> tuple[list[
         with patch.object(steps._loader, "take_on_host", noted):
             steps.take(1)
             state = steps.state_dict()
-            # Step 1 of the training: nobody asks for step 2.
+            # While step 1 runs: `take(2)` is not called.
             assert second.wait(timeout=60.0)
             return finished, steps.state_dict() == state != steps._loader.state_dict()
 

@@ -108,9 +108,9 @@ def test_a_choice_without_a_token_of_its_own_is_refused(
     with pytest.raises(DataError, match=rf"task mine: .*mine\.jsonl:1: {message}"):
         prepare_task(load_task(str(path)), tokenizer(), positions=100)
     # A chat prompt ends with a new line, which is scored with the answer.
-    spoken = load_task(str(path), {"chat": True, "choices": ["", "no"]})
+    in_chat = load_task(str(path), {"chat": True, "choices": ["", "no"]})
     with pytest.raises(DataError, match="choice 0, '', has no token .* or set chat=false"):
-        prepare_task(spoken, chat_tokenizer("qwen25"), positions=100)
+        prepare_task(in_chat, chat_tokenizer("qwen25"), positions=100)
     spaced = load_task(str(path), {"delimiter": " "})
     assert prepare_task(spaced, tokenizer(), positions=100).items[0].requests == 2
 
