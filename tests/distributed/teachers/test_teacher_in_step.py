@@ -101,7 +101,7 @@ def peak_of_step(
 ) -> int:
     """Peak bytes of tensors above those alive before the teacher's and the student's schedule.
 
-    With several stages what the teacher has computed waits in host memory.
+    With several stages the teacher's hidden states and features are in host memory.
     """
     with megatron_groups(**layout) as groups:
         from megatron_distill.train.step import run_student
@@ -245,7 +245,7 @@ def means_of_step(
 
 
 @pytest.mark.parametrize("with_features", [False, True])
-def test_what_waits_in_host_memory_gives_the_same_losses(pool: Pool, with_features: bool) -> None:
+def test_host_memory_gives_the_same_losses(pool: Pool, with_features: bool) -> None:
     on_device, through_host = (
         pool.run(2, means_of_step, host, with_features) for host in (False, True)
     )

@@ -186,11 +186,8 @@ def test_a_folder_that_was_there_is_as_it_was(
     other = "student.architecture.num_layers=2"
     text = failure(pool, 2, config, output, *SHORT, broken, other, "checkpoint.save=true")
     assert "is a checkpoint of another model" in text
-    for saves in (
-        "checkpoint.save=true",
-        "checkpoint.save=false",
-    ):  # metrics and settings stay, too
-        off = (saves, "checkpoint.resume=false")
+    for save in ("true", "false"):  # without a save the metrics and settings would go all the same
+        off = (f"checkpoint.save={save}", "checkpoint.resume=false")
         assert "of an earlier run exists" in failure(pool, 2, config, output, *SHORT, broken, *off)
     assert BROKEN_ROW in failure(pool, 2, config, output, *SHORT, broken, "train.steps=4")
     left = {name: content for name, (content, _) in everything(output).items()}
