@@ -114,6 +114,7 @@ def test_the_clamp_is_in_value_and_gradient(pool: Pool, oracle: Solve, whole: Or
     assert_equal(pool.run(1, balanced, case), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layout", "micro_batch"),
     [(1, (), 2), (2, (), 1), (2, PIPELINE, 1), (4, (*SEQUENCE, *PIPELINE), 2), (2, SEQUENCE, 1)],
@@ -132,6 +133,7 @@ def test_one_micro_batch_of_one_rank_is_the_whole_batch(pool: Pool, whole: Oracl
     assert_equal(pool.run(1, balanced, Case(per_micro_batch=True, micro_batch=SAMPLES)), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layout", "micro_batch"),
     [(1, (), 4), (2, (), 1), (2, SEQUENCE, 2), (4, (("tensor", 2), *PIPELINE), 1)],

@@ -24,6 +24,7 @@ def tensors_read(rank: int) -> int:
     return ROUNDS * plan.units.micro_batches * len(plan.slot_rows(rank))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_a_slow_reader_keeps_its_rows(pool: Pool, steps_ahead: int) -> None:
     # Its neighbour, which reads at once, has asked for the next round long before.

@@ -127,6 +127,7 @@ def assert_two_steps(records: list[dict[str, Any]]) -> None:
         assert record["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_chat_data_train_responses_alone(pool: Pool, qwens: Path, tmp_path: Path) -> None:
     turns = [
         [

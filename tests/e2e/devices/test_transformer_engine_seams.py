@@ -107,7 +107,8 @@ def trained(pool: Pool, config: Path, output: Path, *overrides: str) -> list[dic
     return step_records(output)
 
 
-@pytest.mark.parametrize("distributed", [pytest.param("false", marks=pytest.mark.slow), "true"])
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", ["false", "true"])
 def test_a_fused_adam_is_saved_and_resumed(
     pool: Pool, inputs: Inputs, tmp_path: Path, distributed: str
 ) -> None:

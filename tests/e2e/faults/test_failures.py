@@ -89,6 +89,7 @@ def with_bad_lines(inputs: Inputs, path: Path, numbers: list[int]) -> int:
     return len(lines)
 
 
+@pytest.mark.slow
 def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

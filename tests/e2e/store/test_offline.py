@@ -217,6 +217,7 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     assert not {"kd_loss", "teacher_ce_loss"} & last.keys()
 
 
+@pytest.mark.slow
 def test_several_stores_share_the_steps_by_weight(
     pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -256,6 +257,7 @@ def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -
         ]
 
 
+@pytest.mark.slow
 def test_maxtexts_files_train_as_far_as_they_know(
     pool: Pool, inputs: Inputs, train: Callable[..., Course], tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_teacher_with_experts_on_several_replicas_runs_on_all_of_them(
     assert_same_course(found, expected, COMPARED)
 
 
+@pytest.mark.slow
 def test_the_log_has_every_teacher(whole: list[dict[str, Any]], inputs: Inputs) -> None:
     for record in whole:
         teachers = record["teachers"]

@@ -70,7 +70,6 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "own layout, e2 to t2": (4, (TENSOR, SEQUENCE, EXPERTS, "teacher.parallel={expert: 2}")),
     "features, own layout": (2, (FEATURES, PIPELINE, "teacher.parallel={pipeline: 1}")),
 }
-QUICK = ("own layout, p1 to p2",)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def train(pool: Pool, inputs: Inputs) -> Callable[..., Course]:
     return trained
 
 
-@pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
+@pytest.mark.parametrize("case", quick_and_slow(CASES, ()))
 def test_losses_are_those_of_whole_weights_to_the_bit(
     train: Callable[..., Course], case: str
 ) -> None:

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[int, Sequence[str], str, bool]] = {
         2, ("teacher.architecture.vocab_divisible_by=8", TENSOR), "tensor: 1", False,
     ),
 }  # fmt: skip
-QUICK = ("p1 to p2, virtual", "t2 with a split sequence to t1")
+QUICK = ("p1 to p2, virtual",)
 
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))

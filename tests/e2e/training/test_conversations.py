@@ -115,6 +115,7 @@ def test_a_broken_row_stops_every_rank_with_its_file_and_row(
     assert len(run(pool, 2, config, folder, *changes, "data.on_error=skip")) == 4
 
 
+@pytest.mark.slow
 def test_a_store_keeps_the_masks_of_conversations(pool: Pool, inputs: Inputs, config: Path) -> None:
     path = write_chat(inputs.folder / "stored.jsonl", weights=False)
     chat = SECTIONS.format(corpus=path)

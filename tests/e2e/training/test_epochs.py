@@ -114,6 +114,7 @@ def test_the_samples_of_conversations_are_one_pass_of_their_windows(
     assert 3 * 60 / 8 / 4 < found[-1]["step"] < 3 * 60 / 8
 
 
+@pytest.mark.slow
 def test_a_stores_own_samples_are_counted_without_the_held_out(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def saved_features(pool: Pool, inputs: Inputs) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_a_projector_serves_its_own_run_alone(
     pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
 ) -> None:

@@ -168,6 +168,7 @@ def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_an
     assert not hosts.again
 
 
+@pytest.mark.slow
 def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
     machines: Machines,
 ) -> None:

@@ -68,6 +68,7 @@ def near_pairs() -> Iterator[tuple[Tensor, Tensor, float]]:
     yield student, teacher, 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "given"), CASES)
 def test_a_student_near_its_teacher(name: str, given: dict[str, float]) -> None:
     for student, teacher, temperature in near_pairs():

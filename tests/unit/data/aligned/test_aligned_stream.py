@@ -208,6 +208,7 @@ def test_texts_that_a_tokenizer_cannot_encode_are_counted_or_an_error_with_the_r
     assert str(caught.value).startswith(reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_without_one_alignable_document_is_an_error_with_any_share(
     tmp_path: Path, workers: int
