@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.imports import hidden, hide, uncollected
 
 _LOGGER = get_logger(__name__)
 
@@ -296,12 +296,15 @@ def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") ->
             "to auto or off"
         )
     if not on_cuda or transformer_engine == "off":
-        _hide("transformer_engine")
-    if on_cuda:
-        importlib.import_module("megatron.core")
-    else:
-        _hide("apex")  # its optimizers run on CUDA only
-        _patch_for_cpu()
+        hide("transformer_engine")
+    # Its inference engines, which are not used here, import wandb wherever it is installed.
+    with hidden("wandb"), uncollected():
+        if on_cuda:
+            importlib.import_module("megatron.core")
+        else:
+            hide("apex")  # its optimizers run on CUDA only
+            _patch_for_cpu()
+    if not on_cuda:
         mend_gathering()
     if not has_transformer_engine():
         _require_no_transformer_engine(transformer_engine)
@@ -321,11 +324,6 @@ def has_transformer_engine() -> bool:
     """
     names = ("extensions.transformer_engine", "models.gpt.gpt_layer_specs")
     return all(importlib.import_module(f"megatron.core.{name}").HAVE_TE for name in names)
-
-
-def _hide(package: str) -> None:
-    """Let every later import of an optional package fail, unless it was imported before."""
-    sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
 
 def _require_no_transformer_engine(wanted: str) -> None:

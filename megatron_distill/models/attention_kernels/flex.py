@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.segments import KeyRanges, Segments, copied
+
+# FlexAttention is imported where it is used: it loads torch's compiler, which takes a process most
+# of a second.
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _BLOCK = 128
 _SMALLEST_HEAD = 16  # of the products of Triton, which the kernel is compiled to
@@ -54,6 +58,8 @@ def attend_with(
     rule: AttentionRule,
 ) -> Tensor:
     """Attend through a form of `flex_attention`, compiled or not."""
+    from torch._dynamo import config as dynamo_config
+
     softcap = rule.softcap
     assert softcap is not None
 
@@ -79,6 +85,8 @@ def attend_with(
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)
 
 
@@ -88,6 +96,8 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     A block of queries lists the blocks of keys that some of its queries see in part, and those
     that all of them see whole, which need no mask: integers [b, 1, s / 128, S / 128] in all.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     ranges = segments.key_ranges(window, device)
     first, last = ranges.first_bs, ranges.last_s
     queries, keys = segments.queries, segments.keys

@@ -27,13 +27,13 @@ _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
 def takes(query: Tensor, rule: AttentionRule) -> bool:
     """Whether the kernel computes this rule on these queries."""
     return (
-        {"scale", "window_size"} <= arguments()
-        and query.device.type == "cuda"
+        query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
         and rule.softcap is None
         and not rule.dropout
         and query.shape[-1] <= _LARGEST_HEAD
         and query.shape[-1] % _HEAD_MULTIPLE == 0
+        and {"scale", "window_size"} <= arguments()
     )
 
 

@@ -1,0 +1,46 @@
+"""What a rank imports before its first step, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from megatron_distill.runtime.imports import hidden, uncollected
+from tests.guards.source_tree import ROOT
+
+PROGRAM = """
+import gc, sys
+from importlib.util import find_spec
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+had = find_spec("wandb") is not None
+prepare_megatron_core(on_cuda=False)
+import megatron_distill.train.assemble.run
+print(*sorted({"wandb", "torch._dynamo", "megatron.core"} & set(sys.modules)))
+print(gc.isenabled(), had == (find_spec("wandb") is not None))
+"""
+
+
+def test_a_rank_on_a_cpu_loads_neither_a_tracker_nor_the_compiler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[:2] == ["megatron.core", "True True"]
+
+
+def test_a_package_is_missing_within_the_block_alone() -> None:
+    with hidden("wave_of_no_file"), pytest.raises(ModuleNotFoundError, match="import of"):
+        import wave_of_no_file  # type: ignore[import-not-found] # noqa: F401
+    assert "wave_of_no_file" not in sys.modules
+    with hidden("json"):
+        import json
+    assert sys.modules["json"] is json
+
+
+def test_collections_go_on_after_the_block() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
