@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.imports import hidden, hide, uncollected
+from megatron_distill.runtime.imports import hidden, hide, uncollected_import
 
 _LOGGER = get_logger(__name__)
 
@@ -298,7 +298,7 @@ def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") ->
     if not on_cuda or transformer_engine == "off":
         hide("transformer_engine")
     # Its inference engines, which are not used here, import wandb wherever it is installed.
-    with hidden("wandb"), uncollected():
+    with hidden("wandb"), uncollected_import("megatron.core"):
         if on_cuda:
             importlib.import_module("megatron.core")
         else:

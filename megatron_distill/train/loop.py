@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
@@ -33,24 +32,6 @@ from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
 from megatron_distill.train.throughput import PeakMemory, Throughput
 from megatron_distill.train.validation import HeldOut, validate
-
-
-@contextmanager
-def permanent_imports() -> Iterator[None]:
-    """A block in which no collection scans the objects of the imports.
-
-    Megatron-Core collects garbage at every save; the scan would stop all ranks for a tenth of a
-    second or more.
-    """
-    is_frozen = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not is_frozen:
-            # Else Triton's bindings, which Megatron-Core imports, report leaks at exit.
-            gc.unfreeze()
 
 
 @dataclass

@@ -28,6 +28,7 @@ from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.collectives import on_first_rank, together
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.imports import permanent_objects
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.alignment import own_tokens
@@ -51,7 +52,6 @@ from megatron_distill.train.assemble.routing import members, sample_routing, sha
 from megatron_distill.train.assemble.same_files import publish_files, require_same_files
 from megatron_distill.train.assemble.site import Site, TeacherFit
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
-from megatron_distill.train.loop import permanent_imports
 from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.teachers.live import OnlineTeacher
@@ -167,7 +167,7 @@ def run_teacher(config: RunConfig, device: Device) -> None:
     parallel = teacher_parallel(config, bridge.role.name)
     with (
         bridge.meet("run"),
-        permanent_imports(),
+        permanent_objects(),
         job_groups(parallel, config.runtime, seed=config.seed, trains=False) as groups,
         ExitStack() as resources,
         device.alone,

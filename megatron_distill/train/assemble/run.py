@@ -22,6 +22,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.models.execution import Execution, Fp8, Recompute
 from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.imports import permanent_objects
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble.distillation import (
@@ -39,7 +40,7 @@ from megatron_distill.train.assemble.stores.teacher import require_samples
 from megatron_distill.train.assemble.tasks import NO_TASKS, open_run_tasks
 from megatron_distill.train.checkpoint.description import Description
 from megatron_distill.train.checkpoint.folder import CheckpointFolder
-from megatron_distill.train.loop import LoopPlan, Parts, permanent_imports, train
+from megatron_distill.train.loop import LoopPlan, Parts, train
 from megatron_distill.train.metrics import MetricsLog, open_metrics
 from megatron_distill.train.optimizer import (
     build_optimizer,
@@ -73,7 +74,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
         return True
     with (
         device.meet("run"),
-        permanent_imports(),
+        permanent_objects(),
         job_groups(config.parallel, config.runtime, seed=config.seed, trains=True) as groups,
         ExitStack() as resources,
         device.alone,

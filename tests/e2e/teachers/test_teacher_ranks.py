@@ -35,6 +35,7 @@ from tests.e2e.runs import (
     VIRTUAL,
     Course,
     Inputs,
+    KnownRuns,
     StopAfter,
     configure,
     layout,
@@ -135,16 +136,22 @@ def of_roles(case: str) -> tuple[int, int, tuple[str, ...]]:
     return students, teachers, (*own, f"teacher.parallel={{{', '.join(values) or 'tensor: 1'}}}")
 
 
+@pytest.fixture(scope="module")
+def shared_ranks(pool: Pool, inputs: Inputs) -> KnownRuns:
+    """Every record of runs whose models are on the same ranks."""
+    return KnownRuns(pool, inputs, "shared-ranks", *SHORT, validations=True)
+
+
 def runs_of_roles(
-    pool: Pool, inputs: Inputs, folder: Path, case: str, *both: str,
+    pool: Pool, inputs: Inputs, known: KnownRuns, folder: Path, case: str, *both: str,
     own: Sequence[str] = (), name: str = "dense",
 ) -> tuple[Course, Course]:  # fmt: skip
     """The run with a teacher on ranks of its own, and the same on one rank for both models."""
     students, teachers, layouts = of_roles(case)
-    config, given = inputs.folder / f"{name}.yaml", (*SHORT, *both)
-    apart = folder / "apart"
-    found = run_apart(pool, students, teachers, config, apart, *given, *layouts, *own)
-    return found, shared(pool, 1, config, folder / "shared", *given)
+    given = (*SHORT, *both, *layouts, *own)
+    config = inputs.folder / f"{name}.yaml"
+    found = run_apart(pool, students, teachers, config, folder / "apart", *given)
+    return found, known(name, 1, *both)
 
 
 EXACT = {"first": 0.0, "later": 0.0}
@@ -156,9 +163,9 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, ["1 and DP3"]))
 def test_the_course_is_that_of_shared_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
 ) -> None:
-    found, expected = runs_of_roles(pool, inputs, tmp_path, case)
+    found, expected = runs_of_roles(pool, inputs, shared_ranks, tmp_path, case)
     assert_same(found, expected, **(EXACT if case == "1 and 1" else {}))
 
 
@@ -193,9 +200,9 @@ def test_neither_steps_ahead_nor_the_way_change_a_bit(
     "case", ["1 and 1", "TP2+sequence and 1", "1 and TP2+sequence", "CP2 and CP2"]
 )
 def test_a_sent_top_k_gives_the_losses_of_a_live_one(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
 ) -> None:
-    found, expected = runs_of_roles(pool, inputs, tmp_path, case, TOP_K, own=[SENT])
+    found, expected = runs_of_roles(pool, inputs, shared_ranks, tmp_path, case, TOP_K, own=[SENT])
     assert_same(found, expected)
     assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
 
@@ -239,11 +246,13 @@ CHANGING: dict[str, Sequence[str]] = {
 
 @pytest.mark.parametrize("case", quick_and_slow(CHANGING, []))
 def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
 ) -> None:
     given = [FEATURES if one == "{features}" else one for one in CHANGING[case]]
     sent, live = ([one for one in given if (one == SENT) == is_sent] for is_sent in (True, False))
-    found, expected = runs_of_roles(pool, inputs, tmp_path, "1 and 1", *live, own=sent)
+    found, expected = runs_of_roles(
+        pool, inputs, shared_ranks, tmp_path, "1 and 1", *live, own=sent
+    )
     names = (*QUANTITIES, *OF_FEATURES, "balance")
     assert_same(found, expected, **({} if sent else EXACT), names=names)
 
@@ -251,12 +260,14 @@ def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", ["teacher.parallel={expert: 2}", "teacher.shard_weights=true"])
 def test_weights_of_a_teacher_are_spread_over_its_replicas(
-    pool: Pool, inputs: Inputs, tmp_path: Path, spread: str
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, spread: str
 ) -> None:
     # Three units of the student's step on two replicas: one runs a unit again.
     experts = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
     odd = (experts, "train.global_batch_size=6")
-    assert_same(*runs_of_roles(pool, inputs, tmp_path, "1 and DP2", *odd, own=[spread]))
+    assert_same(
+        *runs_of_roles(pool, inputs, shared_ranks, tmp_path, "1 and DP2", *odd, own=[spread])
+    )
 
 
 @dataclass(frozen=True)
@@ -374,10 +385,12 @@ WITH_FEATURES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_FEATURES)
 def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
 ) -> None:
     own, both = WITH_FEATURES[case]
-    found, expected = runs_of_roles(pool, inputs, tmp_path, case, FEATURES, *both, own=own)
+    found, expected = runs_of_roles(
+        pool, inputs, shared_ranks, tmp_path, case, FEATURES, *both, own=own
+    )
     exact = EXACT if case.startswith("1 and 1") else {}
     assert_same(found, expected, **exact, names=(*QUANTITIES, *OF_FEATURES))
     assert all(record["features_loss"] > 0.1 for record in found if "validation" not in record)
@@ -396,10 +409,12 @@ WITH_MAPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_MAPS)
 def test_attention_maps_are_made_of_sent_queries_and_keys(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
 ) -> None:
     own, both = WITH_MAPS[case]
-    found, expected = runs_of_roles(pool, inputs, tmp_path, case, MAPS, *both, own=own)
+    found, expected = runs_of_roles(
+        pool, inputs, shared_ranks, tmp_path, case, MAPS, *both, own=own
+    )
     exact = EXACT if case == "1 and 1" else {}
     assert_same(found, expected, **exact, names=(*QUANTITIES, *OF_MAPS))
     assert all(record[OF_MAPS[1]] > 1e-3 for record in found if "validation" not in record)
@@ -465,10 +480,12 @@ OWN_TOKENS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OWN_TOKENS)
 def test_a_teacher_with_its_own_tokenizer_gives_the_losses_of_shared_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
 ) -> None:
     own, both = OWN_TOKENS[case]
-    found, expected = runs_of_roles(pool, inputs, tmp_path, case, *both, own=own, name="aligned")
+    found, expected = runs_of_roles(
+        pool, inputs, shared_ranks, tmp_path, case, *both, own=own, name="aligned"
+    )
     exact = EXACT if case.startswith("1 and 1") else {}
     names = [name for name in expected[0] if name.startswith(("likelihood", "common", "gold"))]
     assert_same(found, expected, **exact, names=(*QUANTITIES, *names))
