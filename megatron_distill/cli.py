@@ -98,7 +98,7 @@ def _choose(
         near = difflib.get_close_matches(words[0], table, n=1)
         guess = f"did you mean {near[0]}? The" if near else "the"
         sys.stderr.write(
-            f"{name}: {words[0]!r} is no command; {guess} commands are {', '.join(table)}\n"
+            f"{name}: {words[0]!r} is not a command; {guess} commands are {', '.join(table)}\n"
         )
         return USAGE_STATUS
     path = (*path, words[0])

@@ -103,7 +103,7 @@ def token_spans(tokenizer: ByteTokenizer, token_ids: ArrayLike, text: str) -> In
     range and the rest have none. Unknown tokens have the range of their characters.
 
     Tables of the last few tokenizers stay in memory. Raises DataError, which names the tokenizer,
-    the text around the first difference and its byte: the ids are no encoding of the text, or the
+    the text around the first difference and its byte: the ids do not encode the text, or the
     tokenizer does not tell which characters a token covers.
     """
     return continued_spans(tokenizer, token_ids, text)[0]
@@ -413,7 +413,7 @@ def _shape(data: bytes) -> bytes:
 
 
 def _no_encoding(tokenizer: ByteTokenizer, table: _Table, ids_N: Ints, data: bytes) -> str:
-    """The message for ids that are no encoding of a text."""
+    """The message for ids that do not encode a text."""
     place = 0
     for number in ids_N.tolist():
         token = table.of_id[number]
@@ -427,7 +427,7 @@ def _no_encoding(tokenizer: ByteTokenizer, table: _Table, ids_N: Ints, data: byt
         if equal < len(token):
             break
     return (
-        f"{tokenizer.name}: the token ids are no encoding of the text; the first difference is "
+        f"{tokenizer.name}: the token ids do not encode the text; the first difference is "
         f"at or after byte {place} of {len(data)}, {_excerpt(data, place)}; give the ids that this "
         "tokenizer's encode_batch returns for the text"
     )

@@ -22,7 +22,7 @@ from megatron_distill.align.build_map import (
 from megatron_distill.align.vocabulary_map import VocabularyMap, VocabularySide
 from megatron_distill.errors import DataError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.atomic_files import partial_file, publish, write_errors
+from megatron_distill.runtime.atomic_files import flush_folder, partial_file, publish, write_errors
 
 __all__ = [
     "VERSION",
@@ -66,7 +66,7 @@ def map_bytes(vocabulary_map: VocabularyMap) -> bytes:
 def map_from_bytes(content: bytes, *, place: str) -> VocabularyMap:
     """Read and check the content of a map's file; `place` names it in messages.
 
-    Raises DataError: it is no map, is damaged, or is of another version.
+    Raises DataError: it is not a map, is damaged, or is of another version.
     """
     about = _header(content, place)
     if about.get("version") != VERSION:
@@ -96,7 +96,7 @@ def _header(content: bytes, place: str) -> Mapping[str, Any]:
     except (ValueError, KeyError, TypeError):
         is_map = False
     if not is_map:
-        raise DataError(f"{place}: is no vocabulary map, or is damaged; {_ADVICE}")
+        raise DataError(f"{place}: not a vocabulary map, or damaged; {_ADVICE}")
     found: Mapping[str, Any] = about
     return found
 
@@ -166,6 +166,7 @@ def cached_vocabulary_map(
             partial.write_bytes(map_bytes(found))
             os.fsync(descriptor)
             partial.replace(path)
+            flush_folder(folder)
             _report(found, student, teacher, "built", path)
     return found
 

@@ -126,7 +126,7 @@ def paired_special_tokens(
             if text not in side.special_ids:
                 known = ", ".join(map(repr, side.special_ids)) or "none"
                 raise DataError(
-                    f"special pair {'='.join(texts)!r}: {text!r} is no special token of "
+                    f"special pair {'='.join(texts)!r}: {text!r} is not a special token of "
                     f"{side.name}; it has {known}"
                 )
             ids.append(side.special_ids[text])

@@ -102,7 +102,7 @@ def _objection(arguments: argparse.Namespace) -> str | None:
     if arguments.teacher and (weights or not arguments.tasks):
         return "--teacher is the teacher of a run, on tasks; give the run and --tasks"
     if arguments.items is not None and not on_tasks:
-        return "--items has those of tasks; add --tasks or --lm-eval"
+        return "--items writes the items of tasks; add --tasks or --lm-eval"
     if arguments.against and not arguments.tasks:
         return "--against compares on tasks; add --tasks"
     if arguments.include is not None and not arguments.lm_eval:

@@ -51,7 +51,7 @@ def _check(given: argparse.Namespace) -> str | None:
     if given.row < 0:
         return f"--row {given.row}: must be 0, the configured layout, or a row of the table"
     if given.simulate is not None and given.simulate.exists() and not given.simulate.is_dir():
-        return f"--simulate {given.simulate}: is no folder; name one, which is made where missing"
+        return f"--simulate {given.simulate}: not a folder; name one, made where missing"
     return None
 
 

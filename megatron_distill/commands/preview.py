@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +99,7 @@ def _preview(
         None if teacher is None else teacher.tokenizer,
         console,
         shown=samples,
+        names=[spec.log_name for spec in data.sources],
         title=f"the first {counted(count, 'sample')} of {data.sequence_length} positions",
         isolate_documents=data.isolate_documents,
         chunks=console.height - _AROUND_ROWS if chunks is None else chunks,
@@ -112,6 +113,7 @@ def _show(
     console: Console,
     *,
     shown: int,
+    names: Sequence[str],
     title: str,
     isolate_documents: bool,
     chunks: int,
@@ -124,12 +126,14 @@ def _show(
 
     has_colour = console.color_system is not None
     totals, coverage = Totals(), Coverage()
+    of_source = {name: Totals() for name in names}
     sides = None if teacher is None else (Pieces(tokenizer), Pieces(teacher))
     sizes = None if teacher is None else (TokenBytes(tokenizer), TokenBytes(teacher))
     console.print(legend(has_colour=has_colour))
     for number, sample in enumerate(found):
         kinds = token_kinds(sample, isolate_documents=isolate_documents)
         totals.add(sample, kinds)
+        of_source[names[sample.source]].add(sample, kinds)
         if sizes is not None:
             coverage = coverage.merge(sample_coverage(sample, *sizes))
         if number >= shown:
@@ -148,6 +152,9 @@ def _show(
     console.rule(title)
     for line in (*totals.lines(), *histogram(totals.lengths, width=console.width)):
         console.print(line, markup=False)
+    for name, own in of_source.items() if len(names) > 1 else ():
+        for line in own.lines():
+            console.print(f"{name}: {line}", markup=False)
     for line in coverage_lines(coverage) if sides is not None else ():
         console.print(line, markup=False)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from megatron_distill.commands.command import Command, spelled
 from megatron_distill.errors import counted
+from megatron_distill.runtime.progress import ProgressReporter
 from megatron_distill.store import (
     UNKNOWN,
     Identity,
@@ -117,12 +118,12 @@ def _stats(arguments: argparse.Namespace, console: Console) -> int:
     table.add_row("positions", f"{totals.positions:,}")
     if totals.positions:
         mass = "not defined" if not plan.settings.kind.is_ranked or lacks else None
-        table.add_row("kept mass", mass or f"{totals.kept_mass / totals.positions:.5f}")
+        table.add_row("stored probability", mass or f"{totals.kept_mass / totals.positions:.5f}")
         nats = {"entropy": totals.entropy, "cross-entropy": -totals.label_log_prob}
         for name, total in nats.items():
-            known = f"{total / totals.positions:.4f} nat"
+            known = f"{total / totals.positions:.4f} nats"
             table.add_row(f"teacher's {name}", "unknown" if lacks else known)
-        table.add_row("kept ids", f"{totals.kept / totals.positions:.2f}")
+        table.add_row("stored ids", f"{totals.kept / totals.positions:.2f}")
         for name, share in _histogram(totals):
             table.add_row(name, f"{share:7.2%} {'#' * round(40 * share)}")
     console.print(table)
@@ -162,7 +163,7 @@ def _repair(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _read_all(store: Path, console: Console) -> VerificationReport:
-    with _bar(console, "shards") as update:
+    with _progress("shards") as update:
         report = verify(store, progress=update)
     if report.problems:
         for problem in report.problems[:SHOWN_PROBLEMS]:
@@ -188,7 +189,7 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
         dataset=arguments.dataset,
         settings={"converted_from": arguments.source},
     )
-    with _bar(console, "samples") as update:
+    with _progress("samples") as update:
         manifest = convert_maxtext(
             arguments.files,
             arguments.store,
@@ -208,12 +209,20 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
 
 
 @contextmanager
-def _bar(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    is_hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task(unit)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many of all are done; the number of all is known with the first."""
+    reporters: list[ProgressReporter] = []
+
+    def update(done: int, total: int) -> None:
+        if not reporters:
+            reporters.append(ProgressReporter(sys.stderr, label=unit, total=total))
+        reporters[0].update(done, lambda: [])
+
+    try:
+        yield update
+    finally:
+        for reporter in reporters:
+            reporter.close()
 
 
 COMMAND = Command(

@@ -39,19 +39,28 @@ checkpoints."""
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="write the manifest; required")
-    parser.add_argument("--name", default="megatron-distill", help="of the JobSet")
+    parser.add_argument(
+        "--name", default="megatron-distill", help="name of the JobSet (default: %(default)s)"
+    )
     parser.add_argument("--namespace", metavar="NAME")
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="pods")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of pods")
     parser.add_argument("--gpus-per-node", type=int, metavar="N")
     parser.add_argument("--cpus-per-node", metavar="QUANTITY", help="e.g. 64")
     parser.add_argument("--memory-per-node", metavar="QUANTITY", help="e.g. 512Gi")
     parser.add_argument("--image", required=True)
-    parser.add_argument("--image-python", default="python3", help="(default: %(default)s)")
+    parser.add_argument(
+        "--image-python", default="python3", metavar="PYTHON",
+        help="Python in the image (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--claim", action="append", default=[], metavar="NAME:FOLDER",
         help="a persistent volume claim that all pods mount; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--work-folder", metavar="FOLDER", help="in the pods (default: this one)")
+    parser.add_argument(
+        "--work-folder",
+        metavar="FOLDER",
+        help="folder of the program in the pods (default: this one)",
+    )
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="default: --gpus-per-node, else 1"
     )
@@ -75,7 +84,7 @@ def _objection(given: argparse.Namespace) -> str | None:
         amount = getattr(given, name)
         if amount is not None and _QUANTITY.fullmatch(amount) is None:
             example = "64" if name == "cpus_per_node" else "512Gi"
-            return f"--{name.replace('_', '-')} {amount}: is no quantity; write as {example}"
+            return f"--{name.replace('_', '-')} {amount}: not a quantity; write it as {example}"
     folders = [claim.partition(":")[2] for claim in given.claim] + [given.work_folder or "/"]
     relative = [folder for folder in folders if not folder.startswith("/")]
     if relative:

@@ -46,25 +46,27 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("partition", "account", "qos"):
         demand.add_argument(f"--{name}", metavar=name.upper())
     demand.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="e.g. 8 or a100:8")
-    demand.add_argument("--cpus-per-task", type=int, metavar="N", help="for all ranks of a node")
+    demand.add_argument(
+        "--cpus-per-task", type=int, metavar="N", help="CPU cores of all ranks of a node"
+    )
     demand.add_argument(
         "--job-name", metavar="NAME",
         help="default: megatron-distill; with --chain a digest of its records' folder follows",
     )  # fmt: skip
     demand.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION",
-        help="a further one, as --sbatch=--reservation=maintenance; may be repeated",
+        help="further option of sbatch, as --sbatch=--reservation=maintenance; may be repeated",
     )  # fmt: skip
     rules = parser.add_argument_group("rules of the job")
     rules.add_argument(
-        "--spare-nodes", type=int, default=0, metavar="N", help="more nodes, for bad ones"
+        "--spare-nodes", type=int, default=0, metavar="N", help="nodes to replace bad ones"
     )
     rules.add_argument(
         "--chain", type=int, default=1, metavar="N",
         help="jobs one after the other (singleton), where requeues are not allowed",
     )  # fmt: skip
     rules.add_argument(
-        "--array", type=int, default=1, metavar="N", help="the same as tasks of one array"
+        "--array", type=int, default=1, metavar="N", help="like --chain, as tasks of one array"
     )
     add_rules(parser)
     add_command(parser)

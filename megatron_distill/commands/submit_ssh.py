@@ -47,22 +47,30 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--pause", type=float, default=FIRST_PAUSE, metavar="SECONDS",
-        help="before the next launch; four times as long after each one without a new checkpoint, "
+        help="wait before the next launch; four times as long after each without a new checkpoint, "
         "at most 15 minutes (default: %(default)g)",
     )  # fmt: skip
-    parser.add_argument("--no-requeue", action="store_true", help="one launch alone")
-    parser.add_argument("--spare-hosts", type=int, default=0, metavar="N", help="the last of them")
-    parser.add_argument("--health-command", metavar="COMMAND", help="a host is bad if it fails")
+    parser.add_argument("--no-requeue", action="store_true", help="launch once")
+    parser.add_argument(
+        "--spare-hosts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="hosts kept to replace bad ones: the last of --hosts",
+    )
+    parser.add_argument(
+        "--health-command", metavar="COMMAND", help="shell command; a host is bad if it fails"
+    )
     parser.add_argument(
         "--health-seconds", type=float, default=HEALTH_SECONDS, metavar="S",
-        help="for all checks of the hosts (default: %(default)g)",
+        help="time limit of the host checks (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
         "--variable", action="append", default=[], metavar="NAME=VALUE",
-        help="of the ranks' environment, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
+        help="environment variable of the ranks, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--shell", default=SSH, help="that runs a line on {host} (default: %(default)s)"
+        "--shell", default=SSH, help="command that runs a line on {host} (default: %(default)s)"
     )
     add_command(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the remote command, stop")

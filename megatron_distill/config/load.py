@@ -87,15 +87,25 @@ def _checked(
     for override in (*own, *overrides):
         _apply(tree, override, Path(path))
         warnings += _drop_older_length(tree, override)
-    subject = f"{path} with {' '.join(overrides)}" if overrides else str(path)
     try:
         resolved = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{subject}: {_first_line(error)}") from error
+        named = [override for override in overrides if "${" in override]
+        raise ConfigError(f"{_with(path, named)}: {_first_line(error)}") from error
     config, problems, without_effect = _validate(resolved, kind)
-    raise_problems(f"{subject}{_of_another_job(resolved, kind)}", problems)
+    named = [
+        override
+        for override in overrides
+        if any(problem.concerns(override.partition("=")[0]) for problem in problems)
+    ]
+    raise_problems(f"{_with(path, named)}{_of_another_job(resolved, kind)}", problems)
     assert config is not None, "no problems means a valid configuration"
     return config, warnings + without_effect
+
+
+def _with(path: str | Path, overrides: Sequence[str]) -> str:
+    """Name a file, and the overrides that have to do with an error."""
+    return f"{path} with {' '.join(overrides)}" if overrides else str(path)
 
 
 def _of_another_job(tree: Any, kind: type[JobConfig]) -> str:

@@ -86,11 +86,6 @@ class Format:
         """Whether its documents are text instead of token ids."""
         return self.reader is not None
 
-    @property
-    def holds_conversations(self) -> bool:
-        """Whether its rows may be conversations."""
-        return self.rows is not None
-
 
 def source_files(spec: SourceSpec) -> list[Path]:
     """The files of a source, sorted. Raises DataError, see `expand_paths`."""

@@ -31,6 +31,7 @@ from megatron_distill.data.chat.source import (
 from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.routing import RoutedPart, Routing, routed_parts, teacher_of_sample
 from megatron_distill.data.samples import Sample, SampleList, SampleSource, permutation
+from megatron_distill.data.stored import HELD_OUT_SEED
 from megatron_distill.data.text.documents import Cursor, DocumentReader, is_held_out
 from megatron_distill.data.text.files import fingerprint
 from megatron_distill.data.text.indexed import IndexedSource
@@ -48,7 +49,6 @@ from megatron_distill.errors import DataError, counted
 if TYPE_CHECKING:
     from megatron_distill.store import DocumentIndex
 
-HELD_OUT_SEED: Final = 0  # the held-out samples do not depend on the run's seed
 _COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
 # Held-out samples read per sample used: a larger factor draws from more documents.
 _HELD_OUT_CHOICE: Final = 8
@@ -160,7 +160,7 @@ def _samples_in_epoch(
     differs by a few samples from one epoch to the next. Call it on the one rank that reads.
     Raises DataError: there is too much text, or no trained label.
     """
-    if spec.format == "megatron":
+    if not spec.kind.is_text:
         (indexed,) = _indexed(spec, tokenizer, options, seed, is_held_out=False)
         return indexed.samples_per_epoch
     if spec.conversation is not None:
@@ -170,7 +170,7 @@ def _samples_in_epoch(
         raise DataError(
             f"train.epochs: data source {spec.name} has {size / 1e6:,.0f} MB of documents, and "
             f"the samples of more than {_COUNTED_BYTES / 1e6:,.0f} MB are not counted at the "
-            "start; set train.steps, or tokenise the corpus with tools/tokenize_corpus.py"
+            "start; set train.steps, or tokenise it with megatron-distill data tokenize"
         )
     order = Order(
         seed=seed,

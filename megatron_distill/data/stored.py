@@ -11,9 +11,9 @@ from megatron_distill.data.samples import Sample, SampleList, State, TeacherToke
 from megatron_distill.errors import DataError, counted
 from megatron_distill.store import StoreSet
 
-__all__ = ["Share", "StoredSamples", "held_out_numbers", "read_held_out_numbers"]
+__all__ = ["HELD_OUT_SEED", "Share", "StoredSamples", "held_out_numbers", "read_held_out_numbers"]
 
-_HELD_OUT_SEED: Final = 0  # the held-out samples do not depend on the run's seed
+HELD_OUT_SEED: Final = 0  # the held-out samples do not depend on the run's seed
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def held_out_numbers(samples: int, count: int) -> list[int]:
             f"{counted(samples, 'sample')} for training and validation together; lower it, or "
             "capture more samples"
         )
-    return [shuffled(place, samples, _HELD_OUT_SEED) for place in range(count)]
+    return [shuffled(place, samples, HELD_OUT_SEED) for place in range(count)]
 
 
 def read_held_out_numbers(

@@ -77,7 +77,7 @@ def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"--hf {folder}: no config.json is there; give a Hugging Face folder, such as "
-            "`tools/convert_checkpoint.py export` writes"
+            "`megatron-distill convert export` writes"
         )
     tokenizer = load_tokenizer(folder, named="--hf")
     try:

@@ -174,8 +174,8 @@ def claim(child: Child) -> None:
     if before != child.settings:
         was, now = _first_difference(before, child.settings)
         raise ConfigError(
-            f"{file}: that run was started with other settings (there {was!r}, here {now!r}); add"
-            " --fresh to throw it away, or name another --output"
+            f"{file}: that run was started with other settings (it has {was!r}, this "
+            f"call has {now!r}); add --fresh to throw it away, or name another --output"
         )
 
 

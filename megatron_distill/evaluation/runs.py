@@ -106,7 +106,7 @@ def read_run(folder: Path, *, label: str) -> RunLog:
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is None:
-            raise DataError(f"{path}:{number}: no JSON object with a whole number under `step`")
+            raise DataError(f"{path}:{number}: not a JSON object with a whole number under `step`")
         if "evaluation" in record:
             evaluations.append(record)
         else:

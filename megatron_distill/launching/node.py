@@ -167,7 +167,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--index", type=int, help="place of this node (default: as launched)")
     parser.add_argument("--ranks-per-node", type=int, help="default: one per GPU, else 1")
     parser.add_argument(
-        "--stop-seconds", type=float, default=300.0, help="for ranks to save after a signal"
+        "--stop-seconds", type=float, default=300.0, help="time for ranks to save after a signal"
     )
     parser.add_argument("--stops-with-input", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- SCRIPT or -m MODULE, words")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from megatron_distill.errors import TrainingError
+from megatron_distill.errors import TrainingError, counted
 from megatron_distill.launching.node import asked_of_gpus, gpus_listed, node_name
 from megatron_distill.launching.node_view import seen_files, versions
 from megatron_distill.launching.records import Launch, read_record, write_record
@@ -49,9 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check this node, record the result, and return 0; 1 where it cannot be recorded."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--launch", required=True, help="folder of the launch")
-    parser.add_argument("--gpus", type=int, help="that a node must have (default: as allotted)")
-    parser.add_argument("--ranks-per-node", type=int, help="GPUs beyond them are no difference")
-    parser.add_argument("--command", help="of a shell; the node is bad if it fails")
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs that a node must have (default: as allotted)"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="ranks of a node; GPUs beyond them may differ"
+    )
+    parser.add_argument("--command", help="shell command; the node is bad if it fails")
     parser.add_argument("--command-seconds", type=float, default=40.0)
     given = parser.parse_args(arguments)
     folder = Path(given.launch)
@@ -91,12 +95,12 @@ def _of_gpus(given: argparse.Namespace, software: dict[str, str]) -> Iterator[st
     allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
     wanted = given.gpus or (int(allotted) if allotted.isdecimal() else 0)
     if wanted and shutil.which("nvidia-smi") is None:
-        yield f"has no nvidia-smi, and {wanted} GPUs are asked for"
+        yield f"has no nvidia-smi, and {counted(wanted, 'GPU')} per node must be checked"
         return
     try:
         found = gpus_listed()
         if found < wanted:
-            yield f"has {found} GPUs of {wanted}"
+            yield f"has {found} of {counted(wanted, 'GPU')}"
         if not wanted:
             software["GPUs"] = str(min(found, given.ranks_per_node or found))
         if found:
@@ -115,7 +119,7 @@ def gpu_problems(table: str) -> Iterator[str]:
     for line in table.splitlines():
         index, _, count = (part.strip() for part in line.partition(","))
         if count.isdecimal() and int(count) > 0:
-            yield f"GPU {index} has {count} uncorrected memory errors"
+            yield f"GPU {index} has {counted(int(count), 'uncorrected memory error')}"
 
 
 def _of_command(command: str, seconds: float) -> Iterator[str]:

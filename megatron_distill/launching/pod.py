@@ -37,9 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run this pod's ranks and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--job", required=True, help="name of the job")
-    parser.add_argument("--attempt", type=int, required=True, help="launches of the job before")
-    parser.add_argument("--pods", required=True, metavar="A,B", help="their addresses, in order")
-    parser.add_argument("--port", type=int, default=_PORT, help="of the rendezvous")
+    parser.add_argument(
+        "--attempt", type=int, required=True, help="number of earlier launches of the job"
+    )
+    parser.add_argument(
+        "--pods", required=True, metavar="A,B", help="addresses of the pods, in order"
+    )
+    parser.add_argument("--port", type=int, default=_PORT, help="port of the rendezvous")
     parser.add_argument("--ranks-per-node", type=int, help="default: one per GPU, else 1")
     parser.add_argument("--max-starts", type=int, default=3)
     parser.add_argument("--stop-seconds", type=float, default=300.0)

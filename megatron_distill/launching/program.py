@@ -98,7 +98,7 @@ class Program:
             return self._reading(name.removesuffix(".py"), sees_results=sees_results)
         if name not in (*_JOBS, *_OTHERS) and not name.endswith(".py"):
             known = ", ".join((*_JOBS, *_READERS[:2], *_OTHERS))
-            raise ConfigError(f"{name}: is no command for a cluster; {known} are, and scripts")
+            raise ConfigError(f"{name}: not a command for a cluster; {known} are, and scripts")
         if name.endswith(".py") and sees_results and not Path(self.command).is_file():
             raise ConfigError(f"{self.command}: there is no such script in {Path.cwd()}")
         if self.folder is not None and name not in _JOBS:

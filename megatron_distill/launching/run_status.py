@@ -330,7 +330,7 @@ def _settings(path: Path) -> Mapping[str, Any] | None:
     except FileNotFoundError:
         return None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is no YAML ({error}); start the run again") from error
+        raise ConfigError(f"{path}: not valid YAML ({error}); start the run again") from error
     return found if isinstance(found, dict) else {}
 
 

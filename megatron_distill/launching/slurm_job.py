@@ -36,21 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-requeue", action="store_true", help="end with status 75 instead of going on"
     )
     parser.add_argument(
-        "--health-command", metavar="COMMAND", help="of a shell; a node where it fails is excluded"
+        "--health-command",
+        metavar="COMMAND",
+        help="shell command; a node on which it fails is excluded",
     )
     parser.add_argument(
         "--health-seconds", type=float, metavar="S",
-        help=f"for all checks of the nodes (default: {HEALTH_SECONDS:g}, with --container "
-        f"{_IMPORT_SECONDS:g}: the image is imported in them)",
+        help=f"time limit of the node checks (default: {HEALTH_SECONDS:g}, with --container "
+        f"{_IMPORT_SECONDS:g}, which includes importing the image)",
     )  # fmt: skip
     parser.add_argument(
         "--grace-seconds", type=float, metavar="S",
-        help="for a save before the time limit (default: from measured steps and saves)",
+        help="time kept for a save before the time limit (default: from measured steps and saves)",
     )  # fmt: skip
-    parser.add_argument("--container", metavar="IMAGE", help="that pyxis starts on each node")
-    parser.add_argument("--container-mounts", metavar="FROM:TO,...", help="beside the work folder")
+    parser.add_argument("--container", metavar="IMAGE", help="image that pyxis starts on each node")
     parser.add_argument(
-        "--container-python", default="python3", metavar="PYTHON", help="in the image"
+        "--container-mounts", metavar="FROM:TO,...", help="mounts besides the work folder"
+    )
+    parser.add_argument(
+        "--container-python",
+        default="python3",
+        metavar="PYTHON",
+        help="Python in the image (default: %(default)s)",
     )
 
 
@@ -59,8 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     add_folder(parser)
-    parser.add_argument("--wanted-nodes", type=int, metavar="N", help="further ones are spare")
-    parser.add_argument("--submission", help="launches of the same one are counted together")
+    parser.add_argument(
+        "--wanted-nodes", type=int, metavar="N", help="nodes that run ranks; the others are spare"
+    )
+    parser.add_argument(
+        "--submission", help="id of the submission; its launches are counted together"
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- COMMAND, words")
     given = parser.parse_args(arguments)
     log.configure(0, name="job")

@@ -42,12 +42,14 @@ class VocabShard:
         """Rank ``rank`` of ``world`` equal shards of ``padded_size`` columns.
 
         Raises:
-            ValueError: the padded size is smaller than the real one or does not divide.
+            ValueError: the padded size is smaller than the real one or not a multiple of the ranks.
         """
         if padded_size < size:
             raise ValueError(f"padded vocabulary {padded_size} is smaller than the real one {size}")
         if padded_size % world:
-            raise ValueError(f"padded vocabulary {padded_size} does not divide by {world} ranks")
+            raise ValueError(
+                f"padded vocabulary {padded_size} is not a multiple of the {world} ranks"
+            )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not one of {world}")
         width = padded_size // world

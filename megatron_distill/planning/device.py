@@ -189,7 +189,7 @@ def load_device(name: str) -> Device:
 
 
 def read_device(path: Path) -> Device:
-    """Read a device's file. Raises ConfigError: it is no YAML, or a key is wrong."""
+    """Read a device's file. Raises ConfigError: it is not valid YAML, or a key is wrong."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         return Device.model_validate(tree)

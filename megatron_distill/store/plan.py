@@ -58,7 +58,7 @@ def sealed(value: dict[str, Any]) -> bytes:
 def repair_advice(store: Path, *, file: bool = False) -> str:
     """The advice at the end of a message about a damaged store; `file`: also to restore a copy."""
     first = "restore the file from a copy, or " if file else ""
-    return f"{first}run `python tools/teacher_store.py repair {store}`, then the capture again"
+    return f"{first}run `megatron-distill store repair {store}`, then the capture again"
 
 
 def unsealed(path: Path, *, advice: str) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def _drop_after(path: Path, resume_step: int) -> None:
         elif step <= resume_step:
             lines_left.append(line)
     if damaged:
-        logger.warning("%s: dropped lines that are no records: %s", path, damaged)
+        logger.warning("%s: dropped lines that are not records: %s", path, damaged)
     if len(lines_left) == len(whole) and not torn:
         return
     replace_file(path, b"".join(line + b"\n" for line in lines_left))

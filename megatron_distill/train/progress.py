@@ -376,7 +376,7 @@ def summary(folder: str, manifest: Manifest) -> str:
     ]
     if totals.positions:
         if manifest.plan.settings.kind.is_ranked:
-            parts.append(f"kept mass {totals.kept_mass / totals.positions:.4f}")
+            parts.append(f"stored probability {totals.kept_mass / totals.positions:.4f}")
         parts.append(f"teacher's ce {-totals.label_log_prob / totals.positions:.4f}")
         parts.append(f"entropy {totals.entropy / totals.positions:.4f}")
     return ", ".join(parts)

@@ -56,10 +56,16 @@ def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["trian"], "megatron-distill: 'trian' is no command; did you mean train? "),
-        (["evalaute", "runs/a"], "'evalaute' is no command; did you mean evaluate? "),
-        (["data", "tokenise"], "megatron-distill data: 'tokenise' is no command; did you mean tok"),
-        (["quantise"], "megatron-distill: 'quantise' is no command; the commands are train, plan"),
+        (["trian"], "megatron-distill: 'trian' is not a command; did you mean train? "),
+        (["evalaute", "runs/a"], "'evalaute' is not a command; did you mean evaluate? "),
+        (
+            ["data", "tokenise"],
+            "megatron-distill data: 'tokenise' is not a command; did you mean tok",
+        ),
+        (
+            ["quantise"],
+            "megatron-distill: 'quantise' is not a command; the commands are train, plan",
+        ),
     ],
 )
 def test_a_misspelt_command_gets_the_nearest_name(

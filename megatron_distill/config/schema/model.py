@@ -351,8 +351,8 @@ class ModelConfig(Section):
         default=None,
         min_length=1,
         strict=False,
-        description="Teacher only: stores of its captured outputs (`launch/cache_teacher.py`) to "
-        "read instead of running a model: folder, glob, or list of `path` and `weight`. Other "
+        description="Teacher only: stores of its outputs (`megatron-distill capture`) to read "
+        "instead of running a model: folder, glob, or list of `path` and `weight`. Other "
         "keys of `teacher` are compared with the store. One of several teachers has one store.",
     )
 
@@ -405,7 +405,10 @@ class ModelConfig(Section):
         "null: all ranks run both.",
     )
     nodes: int | None = Field(
-        default=None, ge=1, examples=[1], description="Teacher only: the same, as whole machines."
+        default=None,
+        ge=1,
+        examples=[1],
+        description="Teacher only: ranks as whole machines; null: see ranks.",
     )
     steps_ahead: int = Field(
         default=1,

@@ -268,18 +268,18 @@ class StageLayersConfig(Section):
         min_length=1,
         strict=False,
         examples=[[9, 9, 9, 5]],
-        description="The student's. With virtual stages one number per chunk, in the order of the "
-        "forward pass: chunk 0 of every rank, then chunk 1. null: the last stage, which also has "
-        "the output heads of student and live teacher, holds fewer layers where that shortens the "
-        "most expensive stage.",
+        description="Layers of each stage of the student. With virtual stages one number per "
+        "chunk, in the order of the forward pass: chunk 0 of every rank, then chunk 1. null: the "
+        "last stage, which also has the output heads of student and live teacher, holds fewer "
+        "layers where that shortens the most expensive stage.",
     )
     teacher: tuple[int, ...] | None = Field(
         default=None,
         min_length=1,
         strict=False,
         examples=[[20, 20, 20, 20]],
-        description="A live teacher's, which has no virtual stages; null: evenly, the remainder on "
-        "the first stages.",
+        description="Layers of each stage of a live teacher, which has no virtual stages; null: "
+        "evenly, the remainder on the first stages.",
     )
 
 

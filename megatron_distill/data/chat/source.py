@@ -21,7 +21,7 @@ from megatron_distill.data.samples import (
     permutation,
     shuffled,
 )
-from megatron_distill.errors import DataError
+from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -221,11 +221,12 @@ class ConversationSource(Generic[Part]):
         size, room = self._layout.describe(long.longest)
         if self._truncation == "error":
             raise DataError(
-                f"{place}: the conversation has {size}, {room}, and {long.count} of this source "
-                "are too long; raise data.sequence_length, or choose another data.truncation"
+                f"{place}: the conversation has {size}, {room}; too long in this source: "
+                f"{counted(long.count, 'conversation')}; raise data.sequence_length, or choose "
+                "another data.truncation"
             )
         _LOG.warning(
-            "%s: %d of %d conversations are too long: the longest has %s, %s (%s); truncation %r "
+            "%s: too long: %d of %d conversations; the longest has %s, %s (%s); truncation %r "
             "leaves out %d trained labels",
             self._name,
             long.count,

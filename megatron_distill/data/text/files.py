@@ -267,7 +267,7 @@ def record_batches(
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise DamagedFileError(
             f"{path}: damaged or cut off ({reason}); replace it, or correct `format` of the data "
-            "source if it is no Parquet or Arrow file"
+            "source if it is not a Parquet or Arrow file"
         ) from error
 
 

@@ -166,7 +166,7 @@ def _id_or_none(number: int) -> int | None:
 def open_sentencepiece(path: Path) -> SentencePieceTokenizer:
     """The tokenizer of a `.model` file, with the chat template beside it.
 
-    Raises DataError if the file is no SentencePiece model or has no end-of-document token.
+    Raises DataError if the file is not a SentencePiece model or has no end-of-document token.
     """
     try:
         model = path.read_bytes()

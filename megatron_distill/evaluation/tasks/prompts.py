@@ -11,7 +11,7 @@ from typing import Any, Final
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
-from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.errors import ConfigError, DataError, counted
 from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.evaluation.tasks.rows import TaskRow, in_its_layout, read_items, read_shots
 
@@ -123,8 +123,8 @@ class TaskTemplates:
                 names |= meta.find_undeclared_variables(self._environment.parse(text))
             except TemplateSyntaxError as error:
                 raise ConfigError(
-                    f"task {task.name} ({task.place}): {text!r} is no template: {error.message}; "
-                    "correct it"
+                    f"task {task.name} ({task.place}): {text!r} is not a template: {error.message};"
+                    " correct it"
                 ) from error
         if task.group:
             names |= self._names_of_group(task.group)
@@ -258,7 +258,8 @@ def read_task(task: Task) -> list[Item]:
         if len(chosen) < task.shots:
             group = f" of {task.group} {templates.group_of(row)}" if task.group else ""
             raise DataError(
-                f"task {task.name}: {len(chosen)} examples{group}, and shots is {task.shots}; "
+                f"task {task.name}: {counted(len(chosen), 'example')}{group}, and shots is "
+                f"{task.shots}; "
                 "lower shots, or add rows to shot_files"
             )
         found.append(templates.item(row, chosen))

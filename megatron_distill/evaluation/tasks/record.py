@@ -153,7 +153,7 @@ def _values(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     unknown = sorted(str(key) for key in set(content) - set(known))
     if unknown:
         raise ConfigError(
-            f"{place}: {unknown[0]!r} is no key of a task; the keys are base, name, "
+            f"{place}: {unknown[0]!r} is not a key of a task; the keys are base, name, "
             f"{', '.join(known)}"
         )
     return {key: _value(key, value, place) for key, value in content.items()}

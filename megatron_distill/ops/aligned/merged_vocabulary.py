@@ -54,7 +54,7 @@ class CommonTerm:
 
     def __post_init__(self) -> None:
         if self.weighted.divergence.head_mass is not None:
-            raise ValueError(f"{self.weighted.divergence.name} is no f-divergence")
+            raise ValueError(f"{self.weighted.divergence.name} is not an f-divergence")
         if self.top_k is None and self.recorded is None and not self.columns.is_aligned:
             raise ValueError(
                 "the teacher's common columns are not on the ranks of the student's: arrange them "

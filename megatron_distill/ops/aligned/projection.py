@@ -83,7 +83,7 @@ class ProjectionTerm:
 
     def __post_init__(self) -> None:
         if self.divergence.head_mass is not None:
-            raise ValueError(f"{self.divergence.name} is no f-divergence")
+            raise ValueError(f"{self.divergence.name} is not an f-divergence")
 
     def solve(self, tile: Tile, *, with_gradient: bool) -> SolvedMeans:
         """See `AlignedTerm`.

@@ -87,9 +87,9 @@ class OpenTasks:
         for task in found[0]:
             if task.truncated and dist.get_rank() == 0:
                 _LOGGER.warning(
-                    "task %s: %d of %d prompts are longer than the %d positions of the model and "
-                    "lose tokens on the left; lower its shots, or raise evaluation.max_length",
-                    *(task.task.name, task.truncated, len(task.items), positions),
+                    "task %s: longer than the model's %d positions, and cut on the left: %d of "
+                    "%d prompts; lower its shots, or raise evaluation.max_length",
+                    *(task.task.name, positions, task.truncated, len(task.items)),
                 )
         return found[0]
 
@@ -182,6 +182,6 @@ def _check_metric(keep_best: KeepBestConfig | None, tasks: Sequence[Task]) -> No
     if name != "validation" and measure not in measures.get(name, ()):
         known = [f"{task}.{one}" for task, own in measures.items() for one in own]
         raise ConfigError(
-            f"checkpoint.keep_best.metric = {keep_best.metric!r} is no measure of this run; give "
-            f"one of {', '.join([*known, 'validation.ce_loss'])}"
+            f"checkpoint.keep_best.metric = {keep_best.metric!r} is not a measure of this run; "
+            f"give one of {', '.join([*known, 'validation.ce_loss'])}"
         )

@@ -62,6 +62,7 @@ class BestRule:
         if not self.metric.startswith("validation.") or self.metric in validation:
             return ""
         return (
-            f"checkpoint.keep_best.metric = {self.metric!r} is no figure of this run's validation, "
-            f"so that no checkpoint is kept as the best; give one of {', '.join(validation)}"
+            f"checkpoint.keep_best.metric = {self.metric!r} is not a figure of this run's "
+            f"validation, so that no checkpoint is kept as the best; "
+            f"give one of {', '.join(validation)}"
         )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from megatron_distill.data.tokenizers.open import (
     OTHER_KINDS_FOLDER,
@@ -34,7 +33,7 @@ from megatron_distill.models.hugging_face.model import HuggingFaceWeights
 from megatron_distill.models.weights import converted_dtype
 from megatron_distill.runtime.atomic_files import new_folder, write_errors
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.progress import size
+from megatron_distill.runtime.progress import Field, ProgressReporter, size
 from megatron_distill.train.checkpoint.description import (
     Description,
     assets_of,
@@ -198,8 +197,8 @@ def _say_where_it_lacks_a_tokenizer(partial: Path, output: Path) -> None:
     if holds_tokenizer(partial) and not is_hugging_face(partial):
         _LOGGER.warning(
             "%s: the run's tokenizer is not a Hugging Face tokenizer, so transformers finds none "
-            "in this folder; it is in %s, which launch/generate.py --hf reads. --tokenizer DIR "
-            "takes a Hugging Face tokenizer of the same ids instead",
+            "in this folder; it is in %s, which `megatron-distill generate --hf` reads. "
+            "--tokenizer DIR takes a Hugging Face tokenizer of the same ids instead",
             output,
             output / OTHER_KINDS_FOLDER,
         )
@@ -240,14 +239,19 @@ def _bytes(text: str) -> int:
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show the first rank's progress; all ranks have shares of the same size."""
-    console = Console(highlight=False, soft_wrap=True, stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+    reporter = ProgressReporter(
+        sys.stderr,
+        label=name,
+        total=max(1, total // dist.get_world_size()),
+        as_percent=True,
+        write_line=lambda line: _LOGGER.info("%s", line),
+        shows_bar=dist.get_rank() == 0,
     )
-    is_shown = dist.get_rank() == 0
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task(name, total=total / dist.get_world_size())
-        yield lambda count: progress.advance(task, count)
+
+    def advance(count: int) -> None:
+        done = reporter.done + count
+        if dist.get_rank() == 0:
+            reporter.update(done, lambda: [Field(size(done))])
+
+    with closing(reporter):
+        yield advance

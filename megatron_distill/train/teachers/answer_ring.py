@@ -10,6 +10,7 @@ from threading import Thread
 
 import torch
 
+from megatron_distill.errors import counted
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.lone_failure import LoneFailure
@@ -158,7 +159,8 @@ class AnswerRing:
                 )
             if header.non_finite:
                 raise AnswerError(
-                    f"{where} has {header.non_finite} values that are not finite: look at the "
+                    f"{where} has {counted(header.non_finite, 'value')} that "
+                    f"{'is' if header.non_finite == 1 else 'are'} not finite: look at the "
                     "teacher's weights and precision, and at samples "
                     f"{batch.on_host.sample_ids_b.tolist()}"
                 )

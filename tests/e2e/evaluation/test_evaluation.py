@@ -203,7 +203,7 @@ def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -
         pool, 1, config, tmp_path / "other", *COMMON, *tasks,
         "checkpoint.keep_best.metric=quiz.exact_match",
     )  # fmt: skip
-    assert "checkpoint.keep_best.metric = 'quiz.exact_match' is no measure of this run" in text
+    assert "checkpoint.keep_best.metric = 'quiz.exact_match' is not a measure of this run" in text
     assert "quiz.acc, quiz.acc_norm" in text
 
 

@@ -31,7 +31,13 @@ def test_it_writes_a_store_prints_its_summary_and_ends_with_zero(
     assert (first.status, second.status) == (0, 0)
     assert "samples 5/5  shards 3/3" in first.stderr
     summary = first.stderr.strip().splitlines()[-1]
-    for words in (f"{tmp_path}/store: 160 tokens", "bytes/token", "kept mass", "ce", "entropy"):
+    for words in (
+        f"{tmp_path}/store: 160 tokens",
+        "bytes/token",
+        "stored probability",
+        "ce",
+        "entropy",
+    ):
         assert words in summary
     assert second.stderr == ""
     assert len(shards_of(tmp_path / "store")) == 3

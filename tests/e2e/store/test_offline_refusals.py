@@ -101,7 +101,7 @@ def _flipped(store: Path) -> None:
 
 # Every kind of damage is told by tests/unit/store/test_damage.py: one that opening the store finds,
 # and one that reading a sample does.
-REPAIR = "run `python tools/teacher_store.py repair "
+REPAIR = "run `megatron-distill store repair "
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "unfinished": (_unfinished, ("incomplete, 13 of 13 shards and no manifest.json",)),
     "flipped": (_flipped, ("logits-000003.array_record: sample", "damaged", REPAIR)),

@@ -2,7 +2,7 @@
 
 Regimes: parts of characters, byte fallback, spaces put first and last, other cases, composed and
 removed accents, unknown characters, lost white space; special tokens that the text spells, that it
-does not, and both; ids that are no encoding; pairs of kinds, whose chunks cover every byte.
+does not, and both; ids that do not encode it; pairs of kinds, whose chunks cover every byte.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def test_a_special_token_before_a_text_that_spells_it_in_letters() -> None:
         ("hf_bytes", "words", " words", r"byte 0 of 5, near 'words'"),
         ("tiktoken", "one two", "one", r"byte 3 of 7, near 'one two'"),
         ("sp_bpe", "one", "one two", r"byte 3 of 3, near 'one'"),
-        ("hf_wordpiece", "One two", "one three", r"the token ids are no encoding of the text"),
+        ("hf_wordpiece", "One two", "one three", r"the token ids do not encode the text"),
         ("sp_nfkc", "\ufb01ne", "fin", r"give the ids that this tokenizer's encode_batch"),
     ],
 )
@@ -254,7 +254,7 @@ def test_ids_of_another_text_are_refused(kind: str, text: str, ids_of: str, mess
 def test_a_special_token_inside_a_text_that_does_not_spell_it_is_refused() -> None:
     tokenizer = kind_of("hf_bytes")
     ids = [*encoded("hf_bytes", "one"), tokenizer.eos_id, *encoded("hf_bytes", " two")]
-    with pytest.raises(DataError, match="no encoding of the text"):
+    with pytest.raises(DataError, match="do not encode the text"):
         spans("hf_bytes", "one two", ids)
 
 
@@ -262,7 +262,7 @@ def test_ids_and_texts_that_are_none_are_refused() -> None:
     for number in (-1, kind_of("tiktoken").vocab_size):
         with pytest.raises(DataError, match=rf"token 1 is id {number}, and ids are in \[0, 511\)"):
             spans("tiktoken", "a", [*encoded("tiktoken", "a"), number])
-    with pytest.raises(DataError, match="no encoding of the text"):
+    with pytest.raises(DataError, match="do not encode the text"):
         spans("tiktoken", "a", [*encoded("tiktoken", "a"), 505])  # an id without a token
     with pytest.raises(DataError, match="an unpaired surrogate at character 1"):
         spans("tiktoken", "a\ud83d", [1])

@@ -57,13 +57,13 @@ def test_damaged_files_are_refused(tmp_path: Path, found: VocabularyMap) -> None
     del_one = {name: array for name, array in arrays.items() if name != "pieces_V"}
     half = arrays | {"row_weights_n": arrays["row_weights_n"] * np.float32(0.5)}
     for damaged, message in (
-        (b"", "is no vocabulary map"),
+        (b"", "not a vocabulary map"),
         (content[:-1], "is damaged"),
         (content[: len(content) // 2], "is damaged"),
-        (save(arrays), "is no vocabulary map"),
-        (b"\x00" * 100, "is no vocabulary map"),
+        (save(arrays), "not a vocabulary map"),
+        (b"\x00" * 100, "not a vocabulary map"),
         (written(version=2), "is of version 2, and this program reads version 1"),
-        (written(format="x"), "is no vocabulary map"),
+        (written(format="x"), "not a vocabulary map"),
         (written(student={"name": "x"}), "is damaged"),
         (_with(content, del_one), "is damaged"),
         (_with(content, half), "sums to 0.5000000, not to 1"),

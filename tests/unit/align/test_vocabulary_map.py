@@ -139,7 +139,7 @@ def test_special_tokens_pair_by_role_alone() -> None:
     assert found.student_to_teacher()[256:].tolist() == [259, 257, -1]
     named = build_vocabulary_map(student, teacher, special_pairs=[("<|tool|>", "<|tool|>")])
     assert named.student_to_teacher()[256:].tolist() == [259, 257, 258]
-    with pytest.raises(DataError, match="'<|x|>' is no special token of ranks of 0 merges"):
+    with pytest.raises(DataError, match="'<|x|>' is not a special token of ranks of 0 merges"):
         paired_special_tokens(student, teacher, special_pairs=[("<|tool|>", "<|x|>")])
     with pytest.raises(DataError, match="one of the two is paired already"):
         paired_special_tokens(student, teacher, special_pairs=[("<|tool|>", "<|tool|>")] * 2)

@@ -114,7 +114,7 @@ def test_wrong_words_are_named_before_any_work(
     for words, message in (
         ([*plan, "--devices", "0"], "--devices 0: must be 1 or more"),
         ([*plan, "--devices", "8", "--row", "-1"], "--row -1: must be 0"),
-        ([*plan, "--devices", "8", "--simulate", config], "run.yaml: is no folder"),
+        ([*plan, "--devices", "8", "--simulate", config], "run.yaml: not a folder"),
         (["calibrate", "--output", str(tmp_path)], "is a folder; name a file in it"),
         (["calibrate", "--output", str(tmp_path / "no" / "a.yaml")], "is not there; make it"),
     ):

@@ -139,6 +139,12 @@ def test_a_malformed_override_is_named(minimal, override, words):
     assert override in str(caught.value)
 
 
+def test_only_overrides_that_have_to_do_with_the_error_are_repeated(minimal):
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, ["seed=3", "train.global_batch_size=-1"])
+    assert str(caught.value).startswith(f"{minimal} with train.global_batch_size=-1: 1 problem")
+
+
 def test_a_value_that_replaces_a_section_is_refused(minimal):
     with pytest.raises(ConfigError, match="train = 5: must be a section"):
         load_config(minimal, ["train=5"])

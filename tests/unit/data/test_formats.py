@@ -22,7 +22,7 @@ from megatron_distill.errors import DataError
 def test_the_configuration_and_the_table_name_the_same_formats() -> None:
     assert get_args(SourceFormat) == tuple(FORMATS)
     for names, holds in (
-        (ConversationFormat, lambda row: row.holds_conversations),
+        (ConversationFormat, lambda row: row.rows is not None),
         (TokenizedFormat, lambda row: not row.is_text),
         (PathlessFormat, lambda row: not row.has_paths),
     ):
@@ -34,7 +34,7 @@ def test_an_identity_names_fields_of_a_source() -> None:
     for name, row in FORMATS.items():
         assert set(row.identity) <= known, name
         # A conversation takes the place of a text.
-        assert ("text_key" in row.identity) == row.holds_conversations, name
+        assert ("text_key" in row.identity) == (row.rows is not None), name
 
 
 @pytest.mark.parametrize(("documents", "count"), [("file", 1), ("line", 2)])

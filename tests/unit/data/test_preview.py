@@ -103,7 +103,12 @@ def test_the_tool_shows_conversations_and_documents_alike(tmp_path: Path) -> Non
     assert re.search(r"\[\[say \d<\|im_end\|>\]\]", found.stdout)
     assert "sample 1" in found.stdout
     assert "sample 2" not in found.stdout
-    assert "labels of cross-entropy" in found.stdout
+    whole, *parts = [
+        int(text.replace(",", "")) for text in re.findall(r"tokens ([\d,]+), doc", found.stdout)
+    ]
+    assert len(parts) == 2
+    assert sum(parts) == whole
+    assert "python_stdlib: labels of cross-entropy" in found.stdout
     wrong = subprocess.run(
         [*command, "data.sequence_length=1"], capture_output=True, text=True, timeout=300, cwd=root,
         env={"PYTHONPATH": str(root), "PATH": ""}, check=False,

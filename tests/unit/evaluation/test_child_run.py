@@ -96,7 +96,7 @@ def test_a_run_is_not_continued_under_other_settings(
     with suppress(RunStoppedError):
         make(a_run(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"teacher\.yaml.*there 'b: 2', here 'b: 3'.*--fresh.*--output"
+        ConfigError, match=r"teacher\.yaml.*it has 'b: 2', this call has 'b: 3'.*--fresh.*--output"
     ):
         make(a_run(tmp_path, settings="a: 1\nb: 3\n"))
     assert len(children.commands) == 1

@@ -71,7 +71,7 @@ def test_damage_elsewhere_is_named_by_file_and_line(tmp_path: Path, line: str) -
     folder = write(tmp_path, step(1))
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text() + line + "\n" + json.dumps(step(2)) + "\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: no JSON object"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a JSON object"):
         read_run(folder, label="a run")
 
 

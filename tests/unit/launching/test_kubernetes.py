@@ -30,7 +30,7 @@ def violations(value: Any, schema: dict[str, Any], place: str = "") -> Iterator[
     """Where a value differs from a schema."""
     if schema["type"] == "quantity":
         if not re.fullmatch(r"\d+(\.\d+)?(m|[KMGT]i?)?", str(value)):
-            yield f"{place}: {value!r} is no quantity"
+            yield f"{place}: {value!r} is not a quantity"
     elif type(value) is not TYPES[schema["type"]]:
         yield f"{place}: {value!r} is no {schema['type']}"
     elif value not in schema.get("enum", [value]):
@@ -123,8 +123,11 @@ def test_the_command_writes_the_manifest(
         (["--claim", "data"], "NAME:FOLDER"),
         (["--claim", "data:data"], "data: a folder in the pods has a path from the root"),
         (["--work-folder", "code"], "code: a folder in the pods has a path from the root"),
-        (["--memory-per-node", "512GB"], "--memory-per-node 512GB: is no quantity; write as 512Gi"),
-        (["--cpus-per-node", "all"], "--cpus-per-node all: is no quantity; write as 64"),
+        (
+            ["--memory-per-node", "512GB"],
+            "--memory-per-node 512GB: not a quantity; write it as 512Gi",
+        ),
+        (["--cpus-per-node", "all"], "--cpus-per-node all: not a quantity; write it as 64"),
         (["--grace-seconds", "inf"], "--grace-seconds inf: must be a finite number"),
     ):
         wrong = [*words, *more]

@@ -53,7 +53,7 @@ def test_a_healthy_node_has_no_problems(folder: Path, monkeypatch: pytest.Monkey
     [
         (["--command", "echo first; echo bad link >&2; exit 3"], "failed with status 3: bad link"),
         (["--command", "/bin/sleep 60; :", "--command-seconds", "0.1"], "not ended within 0.1 s"),
-        (["--gpus", "8"], "has no nvidia-smi, and 8 GPUs are asked for"),
+        (["--gpus", "8"], "has no nvidia-smi, and 8 GPUs per node must be checked"),
     ],
 )
 def test_a_problem_is_recorded(
@@ -88,7 +88,7 @@ def test_gpus_are_counted_and_looked_at_where_no_scheduler_allots_them(
     assert found.versions["GPUs"] == "2"
     # Ranks that leave GPUs over may run beside those of a smaller machine.
     assert checked(folder, monkeypatch, "--ranks-per-node", "1").versions["GPUs"] == "1"
-    assert problems(folder, monkeypatch, "--gpus", "3")[0] == "has 2 GPUs of 3"
+    assert problems(folder, monkeypatch, "--gpus", "3")[0] == "has 2 of 3 GPUs"
 
 
 def test_gpus_that_hang_are_a_problem_and_no_further_check_hangs_on_them(

@@ -73,8 +73,8 @@ def test_each_of_several_jobs_that_write_a_store_has_a_folder_and_a_lock_of_its_
         ("generate", (), None, "generate: give the folder of a run first"),
         ("convert", ("import",), None, "convert: give --folder, a folder for the records"),
         ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records beside its results"),
-        ("trian", ("tiny.yaml",), None, "trian: is no command for a cluster; train, capture"),
-        ("data", ("preview",), None, "data: is no command for a cluster"),
+        ("trian", ("tiny.yaml",), None, "trian: not a command for a cluster; train, capture"),
+        ("data", ("preview",), None, "data: not a command for a cluster"),
         ("prun.py", (), "x", "prun.py: there is no such script in /"),
     ],
 )
@@ -117,7 +117,7 @@ def test_every_command_in_ranks_can_be_submitted(tmp_path: Path) -> None:
         try:
             Program(command, (str(tmp_path),), str(tmp_path)).launches(PYTHON)
         except ConfigError as error:
-            if "is no command for a cluster" in str(error):
+            if "not a command for a cluster" in str(error):
                 refused.add(command)
     assert refused == HERE
 

@@ -196,7 +196,7 @@ def test_a_damaged_file_leaves_the_rest_of_the_state(
 def test_settings_that_are_no_text_are_named(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25)
     (run / "config.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"config\.yaml: is no YAML"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: not valid YAML"):
         read_status(run)
 
 

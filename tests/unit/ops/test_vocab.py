@@ -51,7 +51,7 @@ def test_impossible_shards_are_refused(arguments: tuple[int, int, int], message:
     ("arguments", "message"),
     [
         ((100, 96, 0, 2), "padded vocabulary 96 is smaller than the real one 100"),
-        ((100, 102, 0, 4), "102 does not divide by 4"),
+        ((100, 102, 0, 4), "102 is not a multiple of the 4 ranks"),
         ((100, 104, 4, 4), "rank 4 is not one of 4"),
     ],
 )

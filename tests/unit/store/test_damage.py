@@ -41,7 +41,7 @@ def refusal(folder: Path) -> str:
 
 def repair(folder: Path) -> str:
     """What the user is told to do."""
-    return f"run `python tools/teacher_store.py repair {folder}`, then the capture again"
+    return f"run `megatron-distill store repair {folder}`, then the capture again"
 
 
 def test_300_flipped_bits_of_a_record_are_all_found() -> None:

@@ -90,7 +90,7 @@ def test_stats_of_draws(tmp_path: Path, call: Call) -> None:
     write_store(tmp_path, settings(mode="sampled", sampling_seed=1))
     status, out, _ = call("stats", tmp_path)
     assert status == 0
-    assert "kept mass" in out
+    assert "stored probability" in out
     assert "not defined" in out
     assert "8 draws per position" in call("inspect", tmp_path)[1]
 

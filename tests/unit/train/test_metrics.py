@@ -72,7 +72,7 @@ def test_a_damaged_line_is_dropped_and_reported(
     path.write_bytes(first + b"\n" + damage + b"\n" + rest)
     JsonLinesSink(path, resume_step=3).close()
     assert path.read_bytes() == before
-    assert f"{path}: dropped lines that are no records: [2]" in caplog.text
+    assert f"{path}: dropped lines that are not records: [2]" in caplog.text
 
 
 def test_a_whole_file_is_not_rewritten(path: Path) -> None:

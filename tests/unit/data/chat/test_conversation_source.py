@@ -170,7 +170,7 @@ def test_long_conversations_are_counted_and_named(
         source_of(conversation_spec(path), options_of(tmp_path, length))
     longest = sizes.index(max(sizes)) + 1
     reported = f"has {max(sizes)} tokens, {length + 1} fit (data.sequence_length + 1)"
-    assert f"2 of 6 conversations are too long: the longest {reported}" in caplog.text
+    assert f"too long: 2 of 6 conversations; the longest {reported}" in caplog.text
     assert f"{path}:{longest}" in caplog.text
 
 
