@@ -166,9 +166,7 @@ def _resume(student: _Student, folder: Path) -> dict[str, int | float]:
     def work() -> None:
         nonlocal read
         chunks = MappedChunks(folder / f"step_{_STEP:07d}")
-        read = load_shards(
-            student.shards, chunks, rank=dist.get_rank(), world=dist.get_world_size()
-        )
+        read = load_shards(student.shards, chunks, student.groups)
 
     started = time.perf_counter()
     peaks = _measured(work)

@@ -101,10 +101,9 @@ class RunState:
         self.require_same(description, folder)
         same_layout = description.layout == _layout_name(self.student)
         groups = self.student.groups
-        rank, world = groups.world.rank(), groups.world.size()
         with together():
             chunks = MappedChunks(folder)
-        load_shards(self._shards(), chunks, rank=rank, world=world)
+        load_shards(self._shards(), chunks, groups)
         self.step, self.tokens = description.step, description.tokens
         self.bad_steps = description.bad_steps
         self.balance = saved_balance(description, folder)

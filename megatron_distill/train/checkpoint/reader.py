@@ -1,36 +1,43 @@
-"""The stored chunks of a sharded checkpoint as memory-mapped tensors, of any layout.
+"""The stored chunks of a sharded checkpoint, read in any layout.
 
-A rank reads the parts of the chunks that overlap its shards, straight into the live tensors.
+A rank reads the parts of the chunks that overlap its shards. Their checksums are joined with those
+of the ranks that read the rest, so that no byte is read again to be verified.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, cast
-from zipfile import BadZipFile, ZipFile
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from typing_extensions import Buffer
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face.settings import one_line
 from megatron_distill.models.parameters import LayerIndex, parameters
 from megatron_distill.runtime.collectives import together
+from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.checkpoint.archive import (
+    UNPICKLING_ERRORS,
+    BlockReader,
+    StoredTensor,
+    locate,
+    read_object,
+)
+from megatron_distill.train.checkpoint.copies import fill_copies
 from megatron_distill.train.checkpoint.shards import (
     Part,
     Shard,
@@ -39,33 +46,6 @@ from megatron_distill.train.checkpoint.shards import (
     own_parts,
 )
 from megatron_distill.train.checkpoint.writer import METADATA_FILE
-
-# Errors that torch raises for a damaged pickle or a damaged archive around one.
-_UNPICKLING_ERRORS: tuple[type[Exception], ...] = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    BadZipFile,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-# Besides torch's own tensors, in the states of random generators.
-_RECONSTRUCT: Callable[..., Any] = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
-_PLAIN: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    _RECONSTRUCT,
-    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),  # of numpy 1
-    np.ndarray,
-    np.dtype,
-    type(np.dtype(np.uint32)),
-]
 
 
 @dataclass(frozen=True)
@@ -117,7 +97,7 @@ class _Rows:
 
 
 class MappedChunks:
-    """Chunks by their place in a checkpoint, memory-mapped: only accessed pages are read.
+    """Chunks by their place in a checkpoint, memory-mapped where they are read piece by piece.
 
     torch loads a whole chunk, however small the part that a rank needs. Raises CheckpointError for
     files that are missing or damaged.
@@ -155,41 +135,7 @@ class MappedChunks:
         place = self.metadata.storage_data.get(MetadataIndex(key))
         if place is None:
             raise self.misfit(f"it has no {key}")
-        path = self.folder / place.relative_path
-        try:
-            with path.open("rb") as stream, torch.serialization.safe_globals(_PLAIN):
-                part = io.BufferedReader(_Part(stream, place.offset, place.length))
-                return torch.load(cast(IO[bytes], part), weights_only=True)
-        except _UNPICKLING_ERRORS as error:
-            raise self._broken(path, key, error) from error
-
-    def verify(self, *, share: int, shares: int) -> None:
-        """Compare the contents of every `shares`-th file with their checksums.
-
-        In the layout that wrote them, these are the files that this rank reads. Raises
-        CheckpointError.
-        """
-        places: dict[str, list[tuple[int, int, str]]] = {}
-        for index, place in self.metadata.storage_data.items():
-            entry = (place.offset, place.length, index.fqn)
-            places.setdefault(place.relative_path, []).append(entry)
-        for name in sorted(places, key=_rank_of)[share::shares]:
-            self._verify_file(self.folder / name, sorted(places[name]))
-
-    def _verify_file(self, path: Path, entries: Sequence[tuple[int, int, str]]) -> None:
-        key = ""
-        try:
-            with path.open("rb") as stream:
-                for offset, length, name in entries:
-                    key = name
-                    part = io.BufferedReader(_Part(stream, offset, length), 2**20)
-                    with ZipFile(cast(IO[bytes], part)) as archive:
-                        if archive.testzip() is not None:
-                            raise BadZipFile("its checksum differs")
-        except FileNotFoundError:
-            raise self._missing(path, key) from None
-        except _UNPICKLING_ERRORS as error:
-            raise self._broken(path, key, error) from error
+        return read_object(self.folder / place.relative_path, key, place.offset, place.length)
 
     def misfit(self, reason: str) -> CheckpointError:
         """Return the error of a checkpoint that lacks a part."""
@@ -198,48 +144,19 @@ class MappedChunks:
             "from an earlier one, or name a checkpoint of the same architecture"
         )
 
-    @staticmethod
-    def _missing(path: Path, key: str) -> CheckpointError:
-        holds = f" (it contains {key})" if key else ""
-        return CheckpointError(
-            f"{path} is missing{holds}: the checkpoint is damaged; use another one"
-        )
-
-    @staticmethod
-    def _broken(path: Path, key: str, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{path} is damaged at {key} ({one_line(error)}); use another checkpoint"
-        )
-
     def chunk(self, index: MetadataIndex, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a stored chunk; raises CheckpointError."""
+        """Return a stored chunk, mapped; raises CheckpointError."""
         if self._last is None or self._last[0] != index:
-            self._last = (index, self._map(index, shape, dtype))
+            self._last = (index, self.located(index, shape, dtype, checked=False).mapped())
         return self._last[1]
 
-    def _map(self, index: MetadataIndex, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def located(
+        self, index: MetadataIndex, shape: torch.Size, dtype: torch.dtype, *, checked: bool
+    ) -> StoredTensor:
+        """Return the place of a stored chunk, with its checksum if asked; see `locate`."""
         place = self.metadata.storage_data[index]
         path = self.folder / place.relative_path
-        try:
-            with path.open("rb") as stream, FakeTensorMode():
-                archive = io.BufferedReader(_Part(stream, place.offset, place.length))
-                stored = torch.load(cast(IO[bytes], archive), weights_only=True)
-            # For a fake tensor torch reads everything but the bytes, and records their offset.
-            start = place.offset + stored.untyped_storage()._checkpoint_offset  # noqa: SLF001
-        except FileNotFoundError:
-            raise self._missing(path, index.fqn) from None
-        except _UNPICKLING_ERRORS as error:
-            raise self._broken(path, index.fqn, error) from error
-        is_as_said = stored.shape == shape and stored.dtype == dtype and stored.is_contiguous()
-        if not is_as_said or stored.storage_offset():
-            raise CheckpointError(
-                f"{path} has a tensor at {index.fqn} that differs from the metadata; use another "
-                "checkpoint"
-            )
-        # Copy on write, which never happens: torch requires writable memory.
-        count = shape.numel() * dtype.itemsize
-        mapped = np.memmap(path, np.uint8, "c", offset=start, shape=(count,))
-        return torch.from_numpy(mapped).view(dtype).view(shape)
+        return locate(path, index.fqn, place.offset, place.length, shape, dtype, checked=checked)
 
 
 def _read_metadata(folder: Path) -> Metadata:
@@ -252,47 +169,9 @@ def _read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(
             f"{path} is missing, which every checkpoint needs; use another one"
         ) from None
-    except _UNPICKLING_ERRORS as error:
+    except UNPICKLING_ERRORS as error:
         raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
     return metadata
-
-
-def _rank_of(name: str) -> tuple[int, str]:
-    """Return the rank that wrote a file, `__12_0.distcp`, for sorting."""
-    number = name.removeprefix("__").partition("_")[0]
-    return (int(number) if number.isdigit() else 0, name)
-
-
-class _Part(io.RawIOBase):
-    """A part of an open file as a separate read-only file."""
-
-    def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
-        self._stream, self._start, self._length = stream, start, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to an offset from the part's start, from here, or from the part's end."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Buffer) -> int:
-        """Fill a buffer up to the end of the part."""
-        wanted = memoryview(buffer)
-        self._stream.seek(self._start + self._at)
-        found = self._stream.read(max(0, min(len(wanted), self._length - self._at)))
-        wanted[: len(found)] = found
-        self._at += len(found)
-        return len(found)
 
 
 class CheckpointWeights:
@@ -353,42 +232,101 @@ class CheckpointWeights:
                     )
 
 
-def load_shards(shards: Sequence[Shard], chunks: MappedChunks, *, rank: int, world: int) -> int:
+def load_shards(shards: Sequence[Shard], chunks: MappedChunks, groups: Groups) -> int:
     """Fill shards from a checkpoint of any layout; return the bytes that this rank has read.
 
-    Every byte of the files is compared with its checksum by one rank. Replicas read parts of what
-    they hold, and exchange them. Memory: the mapped pages of one chunk at a time. Raises
-    CheckpointError on all ranks when the checkpoint does not fit the model or is damaged.
+    The ranks together read each byte once, and compare it with its checksum. Replicas read parts of
+    what they hold, and exchange them. Memory: one block of 4 MiB. Raises CheckpointError on all
+    ranks when the checkpoint does not fit the model or is damaged.
 
-    Collective: the world, one all-gather of a short object per rank; the groups of replicas, one
-    broadcast of each replicated byte.
+    Collective: the world, three all-gathers of short objects; the groups of replicas, one broadcast
+    of each replicated byte; the tensor-parallel ranks, and the world with pipeline stages, see
+    `fill_copies`.
     """
-    count = 0
+    stored = [shard for shard in shards if shard.is_stored]
+    found = _Checked()
     with together():
-        chunks.verify(share=rank, shares=world)
-        count = _read(own_parts(shards), chunks)
-    exchange(shards)
-    return count
+        found = _read(own_parts(stored), chunks)
+    every: list[Any] = [None] * groups.world.size()
+    dist.all_gather_object(every, found.partial_registers(), group=groups.world)
+    with together():
+        found.check(np.concatenate(every))
+    exchange(stored)
+    for group, is_divided in ((groups.tensor, True), (groups.world, groups.pipeline.size() > 1)):
+        if is_divided and group.size() > 1:
+            fill_copies(shards, group)
+    return found.nbytes
+
+
+class _Checked:
+    """The registers of the chunks that this rank has read, as a whole or in part."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        # By their number in the metadata: the chunk, the register, and the bytes of the parts.
+        self._partial: dict[int, tuple[StoredTensor, int, int]] = {}
+
+    def add(self, number: int, stored: StoredTensor, register: int, nbytes: int) -> None:
+        """Note a chunk; raises CheckpointError for one that was read as a whole and differs."""
+        self.nbytes += nbytes
+        if nbytes < stored.nbytes:
+            self._partial[number] = (stored, register, nbytes)
+        elif register != stored.register:
+            raise stored.differs()
+
+    def partial_registers(self) -> NDArray[np.int64]:
+        """Return number, register and bytes of each chunk that was read in part."""
+        rows = [(number, value, size) for number, (_, value, size) in self._partial.items()]
+        return np.array(rows, np.int64).reshape(-1, 3)
+
+    def check(self, registers: NDArray[np.int64]) -> None:
+        """Compare chunks that were read in part with those parts of all ranks.
+
+        Raises CheckpointError.
+        """
+        own = np.fromiter(self._partial, np.int64, len(self._partial))
+        joined = dict.fromkeys(self._partial, (0, 0))
+        for number, register, nbytes in registers[np.isin(registers[:, 0], own)].tolist():
+            value, count = joined[number]
+            joined[number] = (value ^ register, count + nbytes)
+        for number, (stored, _, _) in self._partial.items():
+            value, count = joined[number]
+            assert count == stored.nbytes, f"the ranks read {count} bytes of {stored}"
+            if value != stored.register:
+                raise stored.differs()
 
 
 @torch.no_grad()
-def _read(parts: Sequence[Part], chunks: MappedChunks) -> int:
-    """Fill parts in the order of the files."""
+def _read(parts: Iterable[Part], chunks: MappedChunks) -> _Checked:
+    """Fill parts in the order of the files; raises CheckpointError."""
+    numbers = {index: number for number, index in enumerate(chunks.metadata.storage_data)}
     copies = [
-        (place.relative_path, place.offset, number, overlap, target)
+        (place.relative_path, place.offset, numbers[overlap.index], overlap, target)
         for part in parts
         for window in part.windows()
-        for number, (overlap, target) in enumerate(_overlaps(window, chunks))
+        for overlap, target in _overlaps(window, chunks)
         for place in (chunks.metadata.storage_data[overlap.index],)
     ]
     copies.sort(key=lambda copy: copy[:3])
-    for *_, overlap, target in copies:
-        target.copy_(chunks.part(overlap))
-    return sum(overlap.nbytes for *_, overlap, _ in copies)
+    reader, found = BlockReader(), _Checked()
+    for number, group in groupby(copies, key=lambda copy: copy[2]):
+        overlaps = [(overlap, target) for *_, overlap, target in group]
+        one = overlaps[0][0]
+        stored = chunks.located(one.index, one.chunk_shape, one.dtype, checked=True)
+        register, nbytes = 0, 0
+        for overlap, target in overlaps:
+            register ^= reader.read(stored, overlap.in_chunk, overlap.sizes, target)
+            nbytes += overlap.nbytes
+        found.add(number, stored, register, nbytes)
+    return found
 
 
-def _overlaps(window: Window, chunks: MappedChunks) -> Iterator[tuple[Overlap, Tensor]]:
-    """Yield the stored parts of a window, and where they belong in it."""
+def _overlaps(window: Window, chunks: MappedChunks) -> Iterator[tuple[Overlap, Tensor | None]]:
+    """Yield the stored parts of a window, and where they belong in it.
+
+    Stored rows beyond those of this layout belong nowhere. They are of the window with the last
+    element: their checksum is that of rows before them, too.
+    """
     stored = chunks.find(window.key).size
     sizes = tuple(window.data.shape)
     if tuple(stored) != window.global_shape:
@@ -400,6 +338,12 @@ def _overlaps(window: Window, chunks: MappedChunks) -> Iterator[tuple[Overlap, T
         window.data[max(0, rows) :].zero_()
         if rows <= 0:
             return
+        ends = tuple(at + n for at, n in zip(window.offset, sizes, strict=True))
+        beyond = stored[0] - window.global_shape[0]
+        if beyond > 0 and ends == window.global_shape:
+            start = (window.global_shape[0], *(0 for _ in stored[1:]))
+            for overlap in chunks.overlaps(window.key, start, (beyond, *stored[1:])):
+                yield overlap, None
         sizes = (rows, *sizes[1:])
     for overlap in chunks.overlaps(window.key, window.offset, sizes):
         yield overlap, _window(window.data, overlap.in_window, overlap.sizes)

@@ -34,7 +34,8 @@ class Shard:
         shape: shape of the rectangle.
         first: flat index of `data[0]` in the rectangle.
         replicas: ranks that hold the same range, this one among them; None: this rank alone.
-        is_stored: whether this rank or one of its replicas writes it; all that hold it read it.
+        copied_in: ranks one of which has the same values to give, after it has read them; None:
+            this rank or one of its replicas writes and reads it.
         is_padded: whether the number of rows depends on the layout; missing rows are zero.
     """
 
@@ -45,8 +46,13 @@ class Shard:
     shape: tuple[int, ...]
     first: int = 0
     replicas: dist.ProcessGroup | None = None
-    is_stored: bool = True
+    copied_in: dist.ProcessGroup | None = None
     is_padded: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether this rank or one of its replicas writes and reads it."""
+        return self.copied_in is None
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def optimizer_shards(
             values,
             prefix=f"{_STATE}.{name}.",
             start=owned.start,
-            groups=groups if owned.is_whole else None,
+            groups=groups,
+            is_whole=owned.is_whole,
         )
     ]
 
@@ -151,14 +152,15 @@ def _shards(
     pieces: Sequence[ShardedTensor],
     values: Tensor,
     *,
-    groups: Groups | None,
+    groups: Groups,
+    is_whole: bool = True,
     prefix: str = "",
     start: int = 0,
 ) -> Iterator[Shard]:
     """Yield the values of a parameter, from its flat element `start`, by its pieces.
 
     A piece is a part of the parameter with a place of its own in a global tensor: gate and up
-    projection are one parameter. `groups`: of the replicas of the values; None: they have none.
+    projection are one parameter. `is_whole`: data-parallel ranks have the same values.
     """
     flat = values.detach().view(-1)
     stop = start + flat.numel()
@@ -177,15 +179,22 @@ def _shards(
                 offset=piece.global_offset,
                 shape=(*(1 for _ in range(piece.prepend_axis_num)), *piece.local_shape),
                 first=first - begin,
-                replicas=_replicas(parameter, groups),
-                is_stored=not any(piece.replica_id[:-1]),  # by pipeline, tensor, data rank
+                replicas=_replicas(parameter, groups) if is_whole else None,
+                copied_in=_copied_in(piece, groups),
                 is_padded=piece.allow_shape_mismatch,
             )
 
 
-def _replicas(parameter: Tensor, groups: Groups | None) -> dist.ProcessGroup | None:
-    if groups is None:
-        return None
+def _replicas(parameter: Tensor, groups: Groups) -> dist.ProcessGroup | None:
     is_dense = getattr(parameter, "allreduce", True)
     group = groups.data_context if is_dense else groups.megatron.expt_dp
     return group if group.size() > 1 else None
+
+
+def _copied_in(piece: ShardedTensor, groups: Groups) -> dist.ProcessGroup | None:
+    """Return the ranks one of which stores a piece; None: this rank, or a data-parallel one."""
+    assert isinstance(piece.replica_id, tuple)
+    by_pipeline, by_tensor, _ = piece.replica_id
+    if by_pipeline:
+        return groups.world
+    return groups.tensor if by_tensor else None

@@ -202,7 +202,7 @@ def test_another_tokenizer_is_refused(
     assert "data.tokenizer.path" in text
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "description"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "flip TP2", "remove", "description"])
 def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     shard = folder / "__0_0.distcp"
     if damage == "truncate":
         shard.write_bytes(shard.read_bytes()[:1000])
-    elif damage == "flip":
+    elif damage.startswith("flip"):
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
@@ -219,8 +219,9 @@ def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
         shard.unlink()
     else:
         (folder / "description.json").write_text("{")
-    text = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED)
+    layout = ("parallel.tensor=2",) if "TP2" in damage else ()
+    text = failure(pool, 2, inputs.folder / "dense.yaml", output, *CONTINUED, *layout)
     assert text.startswith("CheckpointError: ")
-    assert str(folder) in text
+    assert str(folder / "description.json" if damage == "description" else shard) in text
     assert "damaged" in text
     assert "\n" not in text

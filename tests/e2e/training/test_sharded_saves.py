@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
@@ -91,22 +94,52 @@ def save(
         return take_snapshot(shards, {}, None).nbytes, sorted({shard.key for shard in shards})
 
 
-def differences(
-    rank: int, world: int, config: Path, overrides: list[str]
-) -> tuple[list[str], list[str]]:
-    """Resume; return the tensors that differ from the known values, and those that this rank has.
+@dataclass(frozen=True)
+class Resumed:
+    """What a rank has after a resume: its tensors, those that differ from the known values, and
+    the bytes of values that it read by its own account and by the system's."""
+
+    keys: list[str]
+    wrong: list[str]
+    nbytes: int
+    read: int
+
+
+def resume(rank: int, world: int, config: Path, overrides: list[str]) -> Resumed:
+    """Resume, and compare with the known values.
 
     The weights of a bf16 model differ where its fp32 weights were not read.
     """
-    with assembled(rank, world, config, overrides) as (_, parts):
+    from megatron_distill.train.checkpoint import reader
+
+    plain, found = reader._read, []
+
+    def counted(*given: Any) -> Any:
+        before = read_bytes()
+        checked = plain(*given)
+        found.append((checked.nbytes, read_bytes() - before))
+        return checked
+
+    with (
+        patch.object(reader, "_read", counted),
+        assembled(rank, world, config, overrides) as (_, parts),
+    ):
         state = parts.state
         assert state.step == 3
         for part in state.optimizer.chained_optimizers:
             for moments in part.optimizer.state.values():
                 assert float(moments["step"]) == 2.0
         shards = state._shards()
-        wrong = [shard.key for shard in shards if not shard.data.equal(expected(shard))]
-        return sorted(set(wrong)), sorted({shard.key for shard in shards})
+        wrong = {shard.key for shard in shards if not shard.data.equal(expected(shard))}
+        ((nbytes, read),) = found
+        return Resumed(sorted({shard.key for shard in shards}), sorted(wrong), nbytes, read)
+
+
+def read_bytes() -> int:
+    """The bytes that this process has read, of files in the system's cache too."""
+    name, count = Path("/proc/self/io").read_text().splitlines()[0].split()
+    assert name == "rchar:"
+    return int(count)
 
 
 def resume_elsewhere(
@@ -117,19 +150,59 @@ def resume_elsewhere(
     config = inputs.folder / f"{name}.yaml"
     common = [f"output={output}", *COMMON, "train.global_batch_size=24"]
     saved = pool.run(world, save, config, [*common, *layout], is_old, timeout=120.0)
-    found = pool.run(other_world, differences, config, [*common, *other], timeout=120.0)
-    assert [wrong for wrong, _ in found] == [[]] * other_world
+    found = pool.run(other_world, resume, config, [*common, *other], timeout=120.0)
+    assert [rank.wrong for rank in found] == [[]] * other_world
     written = {key for _, keys in saved for key in keys}
-    assert {key for _, keys in found for key in keys} == written
+    assert {key for rank in found for key in rank.keys} == written
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in written)
     assert any(".fp32_param." in key for key in written) == (BF16 in layout)
+    assert sum(rank.nbytes for rank in found) == values_in(output / "checkpoints" / "step_0000003")
     return [nbytes for nbytes, _ in saved]
+
+
+def values_in(checkpoint: Path) -> int:
+    """The bytes of a checkpoint's tensors."""
+    from megatron_distill.train.checkpoint.reader import MappedChunks
+
+    tensors = MappedChunks(checkpoint).metadata.state_dict_metadata.values()
+    return sum(
+        one.size.numel() * one.properties.dtype.itemsize
+        for one in tensors
+        if isinstance(one, TensorStorageMetadata)
+    )
 
 
 @pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, QUICK))
 def test_any_layout_reads_every_bit(pool: Pool, inputs: Inputs, tmp_path: Path, case: str) -> None:
     nbytes = resume_elsewhere(pool, inputs, tmp_path, case)
     assert len(list((tmp_path / "checkpoints" / "step_0000003").glob("*.distcp"))) == len(nbytes)
+
+
+# Large enough that the descriptions of the chunks are little beside their values.
+LARGE = (
+    "student.architecture.hidden_size=512", "student.architecture.ffn_hidden_size=1024",
+    "student.architecture.num_layers=2", BF16,
+)  # fmt: skip
+READ: dict[str, tuple[Run, Run]] = {
+    "DP2 to TP2xPP2": ((2, ()), (4, (TENSOR, PIPELINE))),
+    "DP2 to DP2": ((2, ()), (2, ())),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(READ, ["DP2 to TP2xPP2"]))
+def test_the_ranks_read_no_byte_twice(
+    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    (world, layout), (other_world, other) = READ[case]
+    config = inputs.folder / "dense.yaml"
+    common = [f"output={tmp_path}", *COMMON, *LARGE]
+    pool.run(world, save, config, [*common, *layout], False, timeout=120.0)
+    found = pool.run(other_world, resume, config, [*common, *other], timeout=120.0)
+    assert [rank.wrong for rank in found] == [[]] * other_world
+    checkpoint = tmp_path / "checkpoints" / "step_0000003"
+    stored = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
+    assert stored > 4e7
+    assert values_in(checkpoint) <= sum(rank.read for rank in found) < 1.05 * stored
 
 
 @pytest.mark.parametrize("whole", [pytest.param((WHOLE,), marks=pytest.mark.slow), ()])
