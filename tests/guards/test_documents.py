@@ -12,7 +12,8 @@ from tests.guards.source_tree import PACKAGE, ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Guides that quote the package; that of a signal adds a kind, and tests/unit/signals run it.
 GUIDES = [
-    ROOT / "docs" / "extending" / f"adding_a_{kind}.md" for kind in ("divergence", "model_family")
+    ROOT / "docs" / "extending" / f"adding_a_{kind}.md"
+    for kind in ("divergence", "model_family", "feature_loss", "command")
 ]
 FOLDERS = ("benchmarks", "configs", "docs", "launch", "tests", "tools", PACKAGE)
 FRONT_PAGE_LINES = 140
