@@ -4,10 +4,11 @@
     python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2
     python benchmarks/planning.py --only memory         # valid on a busy machine too
     python benchmarks/planning.py --again               # new formulas beside the recorded steps
+    python benchmarks/planning.py --again --device this-cpu.yaml    # a newly calibrated device
 
 The cases are those of benchmarks/step.py. Times are predicted twice: for the device as
 `megatron-distill calibrate` measures it, and refined by the first case as `calibrate --run` refines
-a device by a run, with a factor for each phase. Its own refined row shows little.
+a device by a run, with a factor for each phase. That holds for runs of one rank in fp32, as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -28,16 +30,18 @@ from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.quiet import others, run_in_quiet
 from benchmarks.steps.cases import Case, layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case, planned_peaks, refined_by_case
+from megatron_distill.commands.calibration_steps import measured_machine
 from megatron_distill.errors import ConfigError, counted
-from megatron_distill.planning.calibration import measure_machine
 from megatron_distill.planning.device import Device, load_device
 
 _CHILD_SECONDS = 1800
 _MIB = 2**20
+_DISTINCT = 0.05  # equal steps differ by as much between two hours of a virtual machine
 _NOTE = """\
 `measured` is the median of all timed steps of all rounds, `others` the median of the cores that
 other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device,
-`refined` the same with factors that make the phases of the first row the measured ones. `peak` is
+`refined` the same with factors that make the phases of the first row the measured ones, for the
+rows with one rank and its precision. `peak` is
 the most bytes of tensors alive at once during a step above those that last from step to step, of
 the rank that has most; `lasting` those: weights of both models, gradients and the optimizer's
 state. Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.
@@ -73,11 +77,11 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     if arguments.again:
-        return _again(arguments.output)
+        return _again(arguments.output, given)
     # Before the measurements: it has the load that they met.
     environment = describe("benchmarks/planning.py", sys.argv[1:])
     has_times = arguments.only != "memory"
-    device = given or (measure_machine("cpu") if has_times else _without_rates())
+    device = given or (measured_machine("cpu") if has_times else _without_rates())
     measured: dict[str, list[Any]] = {case.name: [] for case in cases}
     for number in range(arguments.rounds if has_times else 1):
         for case in cases if number % 2 == 0 else cases[::-1]:
@@ -90,15 +94,21 @@ def main() -> int:
     return 0
 
 
-def _again(folder: Path) -> int:
-    """Write the record of a folder again, with the predictions of the present formulas."""
+def _again(folder: Path, given: Device | None) -> int:
+    """Write the record of a folder again, with the predictions of the present formulas.
+
+    given: a device in place of the record's.
+    """
     file = folder / "planning.json"
     if not file.is_file():
         sys.stderr.write(f"--again: {file} does not exist; measure first\n")
         return 1
     kept = json.loads(file.read_text(encoding="utf-8"))
-    environment = kept["environment"] | {"predicted at": describe("", [])["commit"]}
-    device = Device.model_validate(kept["device"])
+    now = describe("", [])
+    environment = kept["environment"] | {"predicted at": now["commit"]}
+    if given is not None:
+        environment["calibrated"] = f"{given.date}, {given.source}"
+    device = given or Device.model_validate(kept["device"])
     _save(folder, environment, device, kept["rounds"], has_times=kept["has_times"])
     return 0
 
@@ -251,6 +261,26 @@ def _summary(rows: Sequence[Row], *, has_times: bool) -> Iterator[str]:
                 f"- {name}: mean error {mean(map(abs, found)):.1%}, from {min(found):+.1%} to "
                 f"{max(found):+.1%} over {counted(len(found), 'case')}"
             )
+    if has_times:
+        pairs = list(_distinct_pairs(rows))
+        right = sum(a.calibrated_seconds < b.calibrated_seconds for a, b in pairs)
+        yield (
+            f"- order: {right} of {counted(len(pairs), 'pair')} of layouts of one workload and "
+            f"precision whose measured times differ by more than {_DISTINCT:.0%}"
+        )
+
+
+def _distinct_pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Yield pairs of layouts that do the same work, the faster one first."""
+
+    def work(row: Row) -> tuple[str, str]:
+        workload, _, precision = row.case.split("/")
+        return workload, precision
+
+    for first, second in combinations(rows, 2):
+        fast, slow = sorted((first, second), key=lambda row: row.seconds)
+        if work(first) == work(second) and slow.seconds > (1 + _DISTINCT) * fast.seconds:
+            yield fast, slow
 
 
 if __name__ == "__main__":

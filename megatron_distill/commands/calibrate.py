@@ -45,9 +45,9 @@ def _run(given: argparse.Namespace) -> int:
 def _measured() -> Device:
     import torch
 
-    from megatron_distill.planning.calibration import measure_machine
+    from megatron_distill.commands.calibration_steps import measured_machine
 
-    return measure_machine("gpu" if torch.cuda.is_available() else "cpu")
+    return measured_machine("gpu" if torch.cuda.is_available() else "cpu")
 
 
 def _refined(folder: Path, name: str) -> Device:
@@ -88,7 +88,9 @@ def _refined(folder: Path, name: str) -> Device:
     found = refined(device, run, choice, measured, shared_by=ranks)
     steps, devices = counted(measured.count, "step"), counted(ranks, "device")
     lines = [f"{steps} of {measured.step:.3f} s on {devices}; factors:"]
-    lines += [f"  {phase} {factor:.2f}" for phase, factor in found.factors.items()]
+    shared = found.shared_by(ranks)
+    factors = {phase: shared.factor(phase, run.precision) for phase in measured.phases}
+    lines += [f"  {phase} {factor:.2f}" for phase, factor in factors.items() if factor != 1.0]
     sys.stdout.write("\n".join(lines) + "\n")
     return found.model_copy(update={"name": f"{device.name}-refined"})
 
@@ -114,7 +116,7 @@ def _vocabularies(config: RunConfig, folder: Path) -> dict[str, int]:
 
 
 COMMAND = Command(
-    description="""Measure the machine at hand for `plan`, in less than a minute.
+    description="""Measure the machine at hand for `plan`, in about a minute.
 
     megatron-distill calibrate --output this-cpu.yaml
     megatron-distill calibrate --run runs/first --device this-cpu.yaml

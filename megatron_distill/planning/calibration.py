@@ -1,8 +1,8 @@
-"""The rates of the machine at hand, measured in less than a minute.
+"""The rates of the machine at hand, measured in about a quarter of a minute.
 
 Measured are products of four sizes, a fused attention, a layer's element-wise work, on a CPU the
-losses' work per logit and the optimizer's per parameter, and a sum over two processes. Operands of
-products are not in the caches, as they are not in a step.
+losses' work per logit and the optimizer's per parameter, and messages between two processes.
+Operands of products are not in the caches, as they are not in a step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import platform
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -29,7 +31,10 @@ from torch import Tensor
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.models.attention_kernels.tiles import attend
 from megatron_distill.planning.device import CALIBRATED, Curve, Device, Link, Precision
+from megatron_distill.runtime.segments import Segments
 from megatron_distill.signals import HiddenState
 
 __all__ = ["measure_machine", "measured_beside"]
@@ -42,10 +47,11 @@ _CPU_SIDES: Final = (128, 256, 512, 1024)
 _GPU_SIDES: Final = (1024, 2048, 4096, 8192)
 _CPU_BYTES: Final = (2**18, 2**20, 2**23, 2**26)
 _GPU_BYTES: Final = (2**18, 2**21, 2**24, 2**27)
-_SECONDS: Final = 0.6  # of one measurement
+_SECONDS: Final = 0.4  # of one measurement
 _CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
-_MESSAGES: Final = (2**12, 2**20, 2**24)
-_SUMS: Final = 20  # of each message
+_MESSAGES: Final = (2**12, 2**24)
+_REPEATS: Final = 20  # of each message
+_HEAD_WIDTHS: Final = (32, 128)  # of which a CPU's attention is measured
 # Of products in layers: [tokens, hidden size, a multiple of it].
 _GAIN_SHAPES: Final = ((512, 256, 1408), (2048, 768, 2048))
 _HIDDEN: Final = 1024
@@ -55,8 +61,13 @@ _UNSEEN: Final = 0.1
 _ELEMENT_KERNELS: Final = 7
 
 
-def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
-    """Measure this machine's CPU, or its first GPU; warns where other processes disturb it."""
+def measure_machine(
+    kind: Literal["cpu", "gpu"], *, steps: Callable[[Device], Device] | None = None
+) -> Device:
+    """Measure this machine's CPU, or its first GPU; warns where other processes disturb it.
+
+    steps: returns the device refined by steps that it takes.
+    """
     began, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
     device = torch.device("cuda:0" if kind == "gpu" else "cpu")
     threads = torch.get_num_threads()
@@ -65,7 +76,7 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
         if kind == "cpu":
             torch.set_num_threads(1)
         peaks, efficiency = _products(device)
-        attention = _attention(device, peaks["fp32" if kind == "cpu" else "bf16"])
+        attention, softmax = _attention(device, peaks)
         rate, memory = _elements(device)
         kernel = _kernel(device)
         logits, update = {}, 0.0
@@ -78,9 +89,7 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
     finally:
         torch.set_num_threads(threads)
     node, network = _links(device)
-    others = max(0.0, _busy_seconds() - busy - (_own_seconds() - own))
-    others /= time.perf_counter() - began
-    return Device(
+    found = Device(
         name=CALIBRATED[kind],
         title=_title(device),
         kind=kind,
@@ -89,6 +98,7 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
         peak_tflops=peaks,
         product_efficiency=efficiency,
         attention_efficiency=attention,
+        score_ns=softmax,
         memory_gb_per_s=rate,
         memory_efficiency=memory,
         kernel_us=kernel * 1e6,
@@ -98,11 +108,17 @@ def measure_machine(kind: Literal["cpu", "gpu"]) -> Device:
         thread_efficiency=gain,
         node=node,
         network=network,
-        # A GPU does not mind them.
-        source=measured_beside(0.0 if cores is None else others, cores=cores or 1),
+        source="",
         efficiency_source="measured too",
         date=date.today().isoformat(),
     )
+    if steps is not None:
+        found = steps(found)
+    others = max(0.0, _busy_seconds() - busy - (_own_seconds() - own))
+    others /= time.perf_counter() - began
+    # A GPU does not mind them.
+    source = measured_beside(0.0 if cores is None else others, cores=cores or 1)
+    return found.model_copy(update={"source": source})
 
 
 def measured_beside(others: float, *, cores: int) -> str:
@@ -195,23 +211,64 @@ def _cold_product(
     return work
 
 
-def _attention(device: torch.device, peak: float) -> tuple[float, float]:
+def _attention(
+    device: torch.device, peaks: dict[Precision, float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the share of the peak of attention's products, and the nanoseconds of a softmax."""
+    if device.type == "cuda":
+        return _gpu_attention(device, peaks["bf16"]), (0.0, 0.0)
+    return _cpu_attention(peaks["fp32"])
+
+
+def _gpu_attention(device: torch.device, peak: float) -> tuple[float, float]:
     """Return the share of the peak that fused attention reaches, forward and backward."""
-    heads, length, width = (8, 512, 64) if device.type == "cpu" else (32, 4096, 128)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    shape = (1, heads, length, width)
+    heads, length, width = 32, 4096, 128
     query, key, value = (
-        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        torch.randn(
+            (1, heads, length, width), device=device, dtype=torch.bfloat16, requires_grad=True
+        )
+        for _ in range(3)
     )
-    flops = 4 * heads * width * length * (length + 1) / 2
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
+    ahead, back = _both_passes(forward, device)
+    flops = 4 * heads * width * length * (length + 1) / 2
+    return flops / ahead / (peak * 1e12), 2.5 * flops / back / (peak * 1e12)
+
+
+def _cpu_attention(peak: float) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the share of the peak of attention's products, and the nanoseconds of a softmax.
+
+    Both forward and backward; of a softmax for one score. Two widths of heads tell them apart.
+    """
+    heads, groups, length = 8, 4, 512
+    scores = heads * length * (length + 1) / 2
+    segments = Segments(bounds=((0, length),))
+    found = []
+    for width in _HEAD_WIDTHS:
+        query, key, value = (
+            torch.randn(length, 1, count, width, requires_grad=True)
+            for count in (heads, groups, groups)
+        )
+        rule = AttentionRule(scale=width**-0.5, softcap=None, dropout=0.0)
+        forward = partial(attend, query, key, value, segments, rule)
+        found.append(_both_passes(forward, torch.device("cpu")))
+    narrow, wide = _HEAD_WIDTHS
+    shares, softmax = [], []
+    for products, few, many in zip((4.0, 10.0), *found, strict=True):
+        rate = products * scores * (wide - narrow) / max(many - few, 0.1 * many)
+        shares.append(rate / (peak * 1e12))
+        softmax.append(max(0.0, few - products * scores * narrow / rate) / scores * 1e9)
+    return (shares[0], shares[1]), (softmax[0], softmax[1])
+
+
+def _both_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+    """Return the time of a forward pass and of its backward pass."""
     ahead = _seconds(forward, device)
     both = _seconds(lambda: forward().sum().backward(), device)
-    back = max(both - ahead, ahead)
-    return flops / ahead / (peak * 1e12), 2.5 * flops / back / (peak * 1e12)
+    return ahead, max(both - ahead, ahead)
 
 
 def _elements(device: torch.device) -> tuple[float, tuple[tuple[float, float], ...]]:
@@ -341,7 +398,7 @@ def _gain(cores: int) -> Curve:
 
 
 def _links(device: torch.device) -> tuple[Link, Link]:
-    """Measure a sum over two processes; the network is taken to be the same."""
+    """Measure messages between two processes; the network is taken to be the same."""
     ranks = 2
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         link = Link(devices=1, gb_per_s=25.0, efficiency=0.8, latency_us=20.0)
@@ -349,18 +406,31 @@ def _links(device: torch.device) -> tuple[Link, Link]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds"
         arguments = (ranks, device.type, f"{folder}/store", str(result))
-        mp.spawn(_sum_of_ranks, args=arguments, nprocs=ranks)
-        small, _, large = map(float, result.read_text().split())
+        mp.spawn(_collectives_of_rank, args=arguments, nprocs=ranks)
+        small, *small_halves, large, gather, scatter = map(float, result.read_text().split())
     # A sum sends and receives twice the half of it.
-    rate = _MESSAGES[-1] / max(large - small, 1e-9) / 1e9
+    by_bytes = max(large - small, 1e-9)
+    halves = [
+        max(2 * (half - latency) / by_bytes, 0.1)
+        for half, latency in zip((gather, scatter), small_halves, strict=True)
+    ]
     most = torch.cuda.device_count() if device.type == "cuda" else 64
-    link = Link(devices=most, gb_per_s=rate, efficiency=1.0, latency_us=small * 1e6)
+    link = Link(
+        devices=most,
+        gb_per_s=_MESSAGES[-1] / by_bytes / 1e9,
+        efficiency=1.0,
+        latency_us=small * 1e6,
+        gather=halves[0],
+        scatter=halves[1],
+    )
     return link, link
 
 
-def _sum_of_ranks(rank: int, ranks: int, kind: str, store: str, result: str) -> None:
-    """Time sums of three sizes; the first of the two processes writes them."""
+def _collectives_of_rank(rank: int, ranks: int, kind: str, store: str, result: str) -> None:
+    """Time sums, gathers and scatters of two sizes; the first of the processes writes them."""
     torch.set_num_threads(1)
+    # torch has new names for collectives that older releases do not know.
+    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)  # else the barrier of every rank is on the first GPU
@@ -374,15 +444,21 @@ def _sum_of_ranks(rank: int, ranks: int, kind: str, store: str, result: str) -> 
     times = []
     for count in _MESSAGES:
         message = torch.zeros(count // 4, device=device)
-        # One after the other, as in a step: each sum begins when all ranks have ended the last.
-        for repetitions in (3, _SUMS):
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(repetitions):
-                dist.all_reduce(message)
-            if kind == "cuda":
-                torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - began) / _SUMS)
+        part = torch.zeros(count // 4 // ranks, device=device)
+        for collective in (
+            partial(dist.all_reduce, message),
+            partial(dist.all_gather_into_tensor, message, part),
+            partial(dist.reduce_scatter_tensor, part, message),
+        ):
+            # One after the other, as in a step: each begins when all ranks have ended the last.
+            for repetitions in (3, _REPEATS):
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(repetitions):
+                    collective()
+                if kind == "cuda":
+                    torch.cuda.synchronize(device)
+            times.append((time.perf_counter() - began) / _REPEATS)
     if rank == 0:
         Path(result).write_text(" ".join(map(str, times)))
     dist.destroy_process_group()

@@ -20,6 +20,7 @@ __all__ = [
     "Link",
     "Phase",
     "Precision",
+    "Sharing",
     "device_names",
     "load_device",
     "write_device",
@@ -27,6 +28,8 @@ __all__ = [
 
 Phase = Literal["teacher", "forward", "loss", "backward", "communication", "optimizer"]
 Precision = Literal["bf16", "fp32", "fp8"]
+# Who has a machine's cores: one rank of a run, or several.
+Sharing = Literal["one rank", "several ranks"]
 # The file that `megatron-distill calibrate` writes, by the kind of the machine.
 CALIBRATED: Final = {"cpu": "this-cpu", "gpu": "this-gpu"}
 _FOLDER: Final = Path(__file__).parent / "devices"
@@ -42,22 +45,34 @@ class Link(_Table):
     """A connection of devices.
 
     devices: that it connects. gb_per_s: of one device in one direction. efficiency: share of it
-    that collectives reach. latency_us: of one collective.
+    that sums reach. latency_us: of one collective. gather, scatter: time of an all-gather and of a
+    reduce-scatter over half of a sum's, above 1 for gloo, which scatters no better than it sums.
     """
 
     devices: int = Field(ge=1)
     gb_per_s: Positive
     efficiency: float = Field(gt=0, le=1)
     latency_us: float = Field(ge=0)
+    gather: Positive = 1.0
+    scatter: Positive = 1.0
 
-    def seconds(self, byte_count: float, *, ranks: int) -> float:
-        """Return the time of an all-gather or a reduce-scatter of `byte_count` over `ranks`.
+    def gathered(self, byte_count: float, *, ranks: int) -> float:
+        """Return the time of an all-gather over `ranks` of a tensor of `byte_count` in all."""
+        return self._collective(byte_count, ranks, self.gather)
 
-        byte_count: of the whole tensor. Each rank receives all of it but its own part.
-        """
+    def scattered(self, byte_count: float, *, ranks: int) -> float:
+        """Return the time of a reduce-scatter over `ranks` of a tensor of `byte_count` in all."""
+        return self._collective(byte_count, ranks, self.scatter)
+
+    def summed(self, byte_count: float, *, ranks: int) -> float:
+        """Return the time of a sum of `byte_count` over `ranks`."""
+        return self._collective(byte_count, ranks, 2.0)
+
+    def _collective(self, byte_count: float, ranks: int, factor: float) -> float:
         if ranks < 2 or not byte_count:
             return 0.0
-        moved = byte_count * (ranks - 1) / ranks
+        # Of a gather each rank receives all but its own part.
+        moved = factor * byte_count * (ranks - 1) / ranks
         return self.latency_us * 1e-6 + moved / (self.gb_per_s * 1e9 * self.efficiency)
 
     def message(self, byte_count: float) -> float:
@@ -72,7 +87,9 @@ class Device(_Table):
         memory_gib: that a process can allocate; reserved_gib of it by the driver and libraries.
         peak_tflops: of dense matrix products, by precision.
         product_efficiency: share of the peak over the GFLOP of one product, ascending.
-        attention_efficiency: share of the peak of a fused attention, forward and backward.
+        attention_efficiency: share of the peak of a fused attention's products, forward and
+            backward. score_ns: of the softmax of one score, which the width of a head does not
+            change, where it was measured.
         memory_gb_per_s, memory_efficiency: of element-wise work; the share over its megabytes.
         kernel_us: of starting one operation.
         logit_ns: of one logit of one model in the losses and their gradient, by precision, where it
@@ -84,7 +101,11 @@ class Device(_Table):
         thread_efficiency: of a CPU, speed of n threads over n, by the GFLOP of a product,
             ascending. Other work divides like the smallest product.
         node, network: links inside a node, and between nodes.
+        ranks: of a run, that share a CPU.
         factors: measured over predicted time of a step's phases, from a run's log; see `refine`.
+        step_factors: the same of a CPU, by who has its cores and by precision: of the steps that
+            `calibrate` takes, or of a run's log. Layers have more than the sum of their calls, and
+            threads and ranks share caches and memory.
         source, date: of the figures. efficiency_source: of the shares, which no maker publishes.
     """
 
@@ -96,6 +117,7 @@ class Device(_Table):
     peak_tflops: dict[Precision, Positive]
     product_efficiency: Curve
     attention_efficiency: tuple[Positive, Positive]
+    score_ns: tuple[float, float] = (0.0, 0.0)
     memory_gb_per_s: Positive
     memory_efficiency: Curve
     kernel_us: float = Field(ge=0)
@@ -105,7 +127,11 @@ class Device(_Table):
     threads: int = 1
     core_share: float = Field(default=1.0, gt=0, le=1)
     thread_efficiency: Curve = ((1.0, 1.0),)
+    ranks: int = 1
     factors: dict[Phase, Positive] = Field(default_factory=dict)
+    step_factors: dict[Sharing, dict[Precision, dict[Phase, Positive]]] = Field(
+        default_factory=dict
+    )
     node: Link
     network: Link
     source: str
@@ -135,20 +161,28 @@ class Device(_Table):
                 "attention_efficiency": tuple(
                     value * gains[0][1] for value in self.attention_efficiency
                 ),
+                "score_ns": tuple(value / factor for value in self.score_ns),
                 "memory_gb_per_s": self.memory_gb_per_s * factor,
                 "logit_ns": {key: value / factor for key, value in self.logit_ns.items()},
                 "update_ns": self.update_ns / factor,
                 "kernel_us": self.kernel_us / min(1.0, threads),
                 "memory_gib": self.memory_gib / ranks,
                 "cores": None,
+                "ranks": ranks,
                 "threads": max(1, self.cores // ranks),
                 "core_share": min(1.0, threads),
             }
         )
 
-    def factor(self, phase: Phase) -> float:
+    @property
+    def sharing(self) -> Sharing:
+        """Who has the cores of a CPU."""
+        return "one rank" if self.ranks == 1 else "several ranks"
+
+    def factor(self, phase: Phase, precision: Precision) -> float:
         """Return the measured over the predicted time of a phase, 1 without a measurement."""
-        return self.factors.get(phase, 1.0)
+        of_steps = self.step_factors.get(self.sharing, {}).get(precision, {})
+        return self.factors.get(phase, 1.0) * of_steps.get(phase, 1.0)
 
     def link(self, span: int) -> Link:
         """Return the link of a group whose ranks lie within `span` consecutive ranks."""

@@ -105,13 +105,15 @@ class Rank:
         """Return the time of element-wise work that reads and writes `byte_count` in all."""
         return element_seconds(self.device, byte_count, kernels=kernels)
 
-    def fused_attention(self, flops: float, *, backward: bool) -> float:
-        """Return the time of a fused attention's products."""
+    def fused_attention(self, flops: float, scores: float, *, backward: bool) -> float:
+        """Return the time of a fused attention's products, and of the softmax of its scores."""
         device = self.device
         # A CPU's attention computes in fp32 whatever it is given.
         in_fp32 = self.precision == "fp32" or device.kind == "cpu"
         peak = device.peak_tflops["fp32" if in_fp32 else "bf16"] * 1e12
-        return flops / (peak * device.attention_efficiency[backward]) + device.kernel_us * 1e-6
+        softmax = scores * device.score_ns[backward] * 1e-9
+        products = flops / (peak * device.attention_efficiency[backward])
+        return products + softmax + device.kernel_us * 1e-6
 
 
 def element_seconds(device: Device, byte_count: float, *, kernels: int = 1) -> float:
@@ -300,20 +302,26 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
     feed_forward, inner_elements, expert = _feed_forward(shape, rank, has_experts=has_experts)
     elements += inner_elements
     message = tokens * hidden * width
-    link = rank.device.link(split)
-    once = link.seconds(message, ranks=split) * (1 - rank.overlapped)
-    # Two gathers and two scatters, or two sums, which cost the same; in backward the gathered
-    # inputs are needed again.
-    tensor = (4 * once, (6 if layout.sequence else 4) * once)
+    link, shown = rank.device.link(split), 1 - rank.overlapped
+    if layout.sequence:
+        gather, scatter = (
+            shown * one(message, ranks=split) for one in (link.gathered, link.scattered)
+        )
+        # In backward the gathered inputs are needed again.
+        tensor = (2 * gather + 2 * scatter, 4 * gather + 2 * scatter)
+    else:
+        sums = 2 * shown * link.summed(message, ranks=split)
+        tensor = (sums, sums)
     context_bytes = 2 * keys * width * tokens * layout.context
     link = rank.device.link(split * layout.context)
-    keys_once = link.seconds(context_bytes, ranks=layout.context)
+    keys_once = link.gathered(context_bytes, ranks=layout.context)
+    keys_back = keys_once + link.scattered(context_bytes, ranks=layout.context)
     return _Layer(
         products + feed_forward,
         attention,
         (elements + rank.calls, 2 * elements + rank.calls),
         tensor,
-        (keys_once, 2 * keys_once),
+        (keys_once, keys_back),
         expert,
         feed_forward + inner_elements,
     )
@@ -323,10 +331,11 @@ def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float,
     """Return forward and backward time of scores, softmax and the sum of values."""
     heads = shape.num_attention_heads / rank.layout.tensor
     if not rank.scores:
-        flops = 4.0 * rank.tokens * heads * shape.head_size * attended
+        seen = rank.tokens * heads * attended
+        flops = 4.0 * seen * shape.head_size
         return (
-            rank.fused_attention(flops, backward=False),
-            rank.fused_attention(_FUSED_BACKWARD * flops, backward=True),
+            rank.fused_attention(flops, seen, backward=False),
+            rank.fused_attention(_FUSED_BACKWARD * flops, seen, backward=True),
         )
     # Every score of the square is in memory: causal masks save nothing.
     length = 2 * attended - 1
@@ -374,7 +383,7 @@ def _feed_forward(
     if layout.expert > 1:
         link = rank.device.link(layout.tensor * layout.expert)
         sent = tokens / layout.tensor * moe.top_k * shape.hidden_size * rank.width
-        messages = 2 * _IMBALANCE * link.seconds(sent, ranks=layout.expert)
+        messages = 2 * _IMBALANCE * link.gathered(sent, ranks=layout.expert)
     return products, elements, messages
 
 
@@ -412,7 +421,10 @@ def head_passes(
         else:
             forward += rank.passes(logits * rank.width * passes, kernels=chunks)
     link = rank.device.link(split)
-    statistics = chunks * link.seconds(80.0 * rank.tokens / chunks * split, ranks=split)
+    statistics = chunks * link.gathered(80.0 * rank.tokens / chunks * split, ranks=split)
     hidden = 0.0 if student is None else rank.tokens * student.hidden_size * rank.width
-    edge = link.seconds(hidden, ranks=split)
-    return Passes(forward, backward, statistics + edge, edge, statistics + 2 * edge)
+    # The hidden states are whole, but for the sum of their gradients, or gathered and scattered.
+    sequence = rank.layout.sequence
+    edge = link.gathered(hidden, ranks=split) if sequence else 0.0
+    back = (link.scattered if sequence else link.summed)(hidden, ranks=split)
+    return Passes(forward, backward, statistics + edge, back, statistics + edge + back)

@@ -75,16 +75,24 @@ def refined(
 ) -> Device:
     """Return the device with factors that make the run's predicted phases the measured ones.
 
-    shared_by: ranks of a machine that share a CPU. Phases that the run hardly has keep theirs.
+    shared_by: ranks of a machine that share a CPU. Phases that the run hardly has keep theirs. A
+    CPU's factors hold for runs of that precision with one rank, or with several, as it had.
     """
     plain = device.model_copy(update={"factors": {}})
+    on_cpu = device.cores is not None
+    shared = plain.shared_by(shared_by)
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
-    predicted = phase_seconds(run, choice, plain.shared_by(shared_by), numbers)
-    factors = dict(device.factors)
+    predicted = phase_seconds(run, choice, shared, numbers)
+    before = device.step_factors.get(shared.sharing, {})
+    factors = dict(before.get(run.precision, {}) if on_cpu else device.factors)
     for phase, seconds in measured.phases.items():
         enough = min(seconds, predicted[phase]) > _LEAST * measured.step
         # Waiting for other stages is a result of the other phases.
         waits = phase == "communication" and choice.layout.pipeline > 1
         if enough and not waits:
-            factors[phase] = round(seconds / predicted[phase], 4)
-    return device.model_copy(update={"factors": factors})
+            known = factors.get(phase, 1.0) if on_cpu else 1.0
+            factors[phase] = round(known * seconds / predicted[phase], 4)
+    if not on_cpu:
+        return device.model_copy(update={"factors": factors})
+    own = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
+    return device.model_copy(update={"factors": {}, "step_factors": own})

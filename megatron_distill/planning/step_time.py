@@ -135,8 +135,9 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     several = run.several and run.keeps_head(choice.place)
     for one, _, share in teachers_apart(run, choice) if several else ():
         heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
-    heads = heads.scaled(device.factor("loss"), device.factor("loss"))
-    factors = device.factor("forward"), device.factor("backward")
+    precision, loss = run.precision, device.factor("loss", run.precision)
+    factors = device.factor("forward", precision), device.factor("backward", precision)
+    heads = heads.scaled(loss, loss)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
     times = LayerTimes(run.student, rank)
     stages = []
@@ -197,7 +198,7 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     ranks = choice.teacher_ranks or choice.ranks
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
     times = LayerTimes(teacher, rank)
-    factor = device.factor("teacher")
+    factor = device.factor("teacher", run.precision)
     return [
         StageTimes(
             (
@@ -256,10 +257,8 @@ def step_time(
     )
     messages = slow.layers + slow.heads
     teacher, teacher_bubble = teacher_seconds(run, choice, device)
-    updates, exposed, optimizer, edge = _updates(
-        run, choice, device, numbers[busiest], slow, tied=split
-    )
-    own = schedule + updates
+    updates = _updates(run, choice, device, numbers[busiest], slow)
+    own = schedule + sum(vars(updates).values())
     waiting = 0.0
     if choice.place == "own ranks":
         waiting = teacher + teacher_bubble
@@ -274,12 +273,12 @@ def step_time(
         backward=micro_batches * slow.layers.backward,
         heads=micro_batches * (slow.heads.forward + slow.heads.backward),
         tensor=micro_batches * messages.tensor,
-        pipeline=micro_batches * exchange + edge,
+        pipeline=micro_batches * exchange + updates.edge,
         context=micro_batches * messages.context,
         expert=micro_batches * messages.expert,
-        data_parallel=exposed,
+        data_parallel=updates.reduction + updates.gather,
         bubble=schedule - micro_batches * (slow.total + exchange) + teacher_bubble,
-        optimizer=optimizer,
+        optimizer=updates.optimizer,
         waiting=waiting,
     )
     return replace(time, data=max(0.0, _reading(run, choice) - time.total))
@@ -297,15 +296,19 @@ def phase_seconds(
 ) -> dict[Phase, float]:
     """Return the predicted time of the phases that `metrics.jsonl` has, of the first rank."""
     micro_batches = choice.micro_batches(run)
-    stage = student_stages(run, choice, device)[0]
-    time = step_time(run, choice, device, numbers)
+    stages = student_stages(run, choice, device)
+    stage, time = stages[0], step_time(run, choice, device, numbers)
+    busiest = max(range(len(stages)), key=lambda one: stages[one].total)
+    # Weights that no forward pass hides are gathered as the last part of the update.
+    updates = _updates(run, choice, device, numbers[busiest], stages[busiest])
+    gather = 0.0 if run.overlaps_parameters else updates.gather
     return {
         "teacher": time.teacher + time.waiting,
         "forward": micro_batches * stage.layers.forward_seconds,
         "loss": micro_batches * (stage.heads.forward_seconds + stage.heads.backward_seconds),
         "backward": micro_batches * stage.layers.backward_seconds,
-        "communication": time.data_parallel + time.pipeline + time.bubble,
-        "optimizer": time.optimizer,
+        "communication": time.data_parallel - gather + time.pipeline + time.bubble,
+        "optimizer": time.optimizer + gather,
     }
 
 
@@ -340,7 +343,20 @@ def _weights_received(run: PlannedRun, choice: Choice, device: Device) -> float:
     share = ranks // (layout.tensor * layout.pipeline)
     numbers = stage_numbers(teacher, layout, choice.teacher_layers)
     count = max(each.total for each in numbers) * run.width
-    return device.link(share * layout.tensor).seconds(count, ranks=share)
+    return device.link(share * layout.tensor).gathered(count, ranks=share)
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """Seconds behind the backward pass: messages that nothing hides, and the optimizer.
+
+    edge: the message of weights that the first and the last stage have in common.
+    """
+
+    reduction: float
+    gather: float
+    optimizer: float
+    edge: float
 
 
 def _updates(
@@ -349,25 +365,23 @@ def _updates(
     device: Device,
     numbers: RankNumbers,
     stage: StageTimes,
-    *,
-    tied: bool,
-) -> tuple[float, float, float, float]:
-    """Return the sum, exposed data-parallel messages, the optimizer, and tied weights' message."""
+) -> _Updates:
+    """Return the time of gradients and weights between replicas, and of the optimizer."""
     layout, replicas = choice.layout, choice.data * choice.layout.context
     link = device.link(layout.tensor * replicas)
     parameters = numbers.total
     bucket = run.bucket_size or max(_BUCKET, _BUCKET_PER_RANK * replicas)
     last = min(1.0, bucket / max(1, parameters))
-    reduce = link.seconds(4.0 * parameters, ranks=replicas)
-    gather = link.seconds(float(run.width) * parameters, ranks=replicas)
-    if not run.is_distributed:
-        gather = reduce  # one sum is both
-    exposed = reduce
+    gathered = 0.0
+    if run.is_distributed:
+        reduced = link.scattered(4.0 * parameters, ranks=replicas)
+        gathered = link.gathered(float(run.width) * parameters, ranks=replicas)
+    else:
+        reduced = link.summed(4.0 * parameters, ranks=replicas)
     if run.overlaps_gradients:
-        exposed = max(reduce * last, reduce - stage.backward * (1 - last))
-    hidden = run.overlaps_parameters and run.is_distributed
-    exposed += max(gather * last, gather - stage.forward * (1 - last)) if hidden else gather
-    exposed *= device.factor("communication")
+        reduced = max(reduced * last, reduced - stage.backward * (1 - last))
+    if run.overlaps_parameters:
+        gathered = max(gathered * last, gathered - stage.forward * (1 - last))
     state = parameters / (replicas if run.is_distributed else 1)
     # Gradient, fp32 weight, both moments; the latter three written too, and the run's weight.
     touched = 4 + 3 * 8 + (run.width if run.precision != "fp32" else 0)
@@ -375,9 +389,11 @@ def _updates(
         optimizer = state * device.update_ns * 1e-9
     else:
         optimizer = element_seconds(device, state * (touched + 4) + 4.0 * parameters)
-    optimizer *= device.factor("optimizer")
     edge = 0.0
-    if tied and run.student.tied_embeddings:
+    if layout.pipeline > 1 and run.student.tied_embeddings:
         rows = run.student.padded_vocab_size(layout.tensor) // layout.tensor
         edge = 2 * device.link(choice.ranks).message(4.0 * rows * run.student.hidden_size)
-    return exposed + optimizer + edge, exposed, optimizer, edge
+    messages = device.factor("communication", run.precision)
+    update = device.factor("optimizer", run.precision)
+    gathered *= messages if run.overlaps_parameters else update
+    return _Updates(reduced * messages, gathered, optimizer * update, edge)

@@ -11,21 +11,27 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.cli import main
+from megatron_distill.commands import calibration_steps
 from megatron_distill.planning.calibration import _busy_seconds, _own_seconds, measured_beside
 from megatron_distill.planning.device import load_device
+from megatron_distill.runtime.torchrun import available_cores
 from tests.unit.commands.test_plan import RUN
 
 
 @pytest.mark.slow
 def test_the_measured_machine_plans_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibration_steps, "_PRECISIONS", ("fp32",))  # the other takes as long
     file, config = tmp_path / "mine.yaml", tmp_path / "run.yaml"
     assert main(["calibrate", "--output", str(file)]) == 0
     device = load_device(str(file))
     assert device.source.startswith("measured by megatron-distill calibrate")
     for curve in (device.product_efficiency, device.memory_efficiency):
         assert all(0 < share <= 1 for _, share in curve)
+    assert len(device.step_factors) == min(2, available_cores())
+    for factors in device.step_factors.values():
+        assert {"teacher", "forward", "loss", "backward"} <= set(factors["fp32"])
     config.write_text(RUN)
     capsys.readouterr()
     assert main(["plan", str(config), "--devices", "2", "--device", str(file)]) == 0

@@ -8,7 +8,14 @@ from statistics import mean
 import pytest
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.planning.device import Device, device_names, load_device, share, write_device
+from megatron_distill.planning.device import (
+    Device,
+    Link,
+    device_names,
+    load_device,
+    share,
+    write_device,
+)
 from megatron_distill.planning.run import Choice
 from megatron_distill.planning.step_time import student_stages
 from megatron_distill.runtime.layout import Layout
@@ -101,6 +108,30 @@ def test_ranks_of_a_cpu_share_its_cores() -> None:
     assert sixteen.product_efficiency == machine.product_efficiency
     assert sixteen.memory_gib == machine.memory_gib / 16
     assert load_device("h200").shared_by(8) == load_device("h200")
+
+
+def test_gathers_and_scatters_cost_what_was_measured_beside_a_sum() -> None:
+    link = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=100.0, gather=2.0, scatter=3.0)
+    one = 1e-4
+    assert link.summed(1e9, ranks=2) == pytest.approx(one + 1.0)
+    assert link.gathered(1e9, ranks=2) == pytest.approx(one + 1.0)
+    assert link.scattered(1e9, ranks=2) == pytest.approx(one + 1.5)
+    plain = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=0.0)
+    assert plain.gathered(1e9, ranks=4) == plain.scattered(1e9, ranks=4) == pytest.approx(0.75)
+    assert plain.summed(1e9, ranks=1) == 0.0
+
+
+def test_factors_of_steps_are_those_of_who_has_the_cores_and_of_the_precision() -> None:
+    steps = {"one rank": {"fp32": {"loss": 1.5}}, "several ranks": {"fp32": {"loss": 1.2}}}
+    cpu = load_device("h200").model_dump() | {"kind": "cpu", "cores": 4, "step_factors": steps}
+    cpu |= {"score_ns": (2.0, 4.0), "thread_efficiency": [[1.0, 0.5]]}
+    machine = Device.model_validate(cpu | {"factors": {"loss": 2.0}})
+    assert machine.shared_by(1).factor("loss", "fp32") == 3.0
+    assert machine.shared_by(2).factor("loss", "fp32") == 2.4
+    assert machine.shared_by(1).factor("loss", "bf16") == 2.0
+    assert machine.shared_by(1).factor("teacher", "fp32") == 1.0
+    assert machine.shared_by(2).score_ns == (2.0, 4.0)  # two threads at half their speed
+    assert machine.shared_by(1).score_ns == (1.0, 2.0)
 
 
 def test_stages_of_a_cpu_that_wait_lend_their_cores() -> None:

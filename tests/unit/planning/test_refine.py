@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.errors import DataError
-from megatron_distill.planning.device import load_device
+from megatron_distill.planning.device import Device, load_device
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.refine import read_steps, refined
+from megatron_distill.planning.refine import MeasuredSteps, read_steps, refined
 from megatron_distill.planning.run import Choice
 from megatron_distill.planning.step_time import phase_seconds, step_time
 from megatron_distill.runtime.groups import Layout
-from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
+from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
 
 DEVICE = load_device("h100-80gb")
 RUN = run_of(teacher=TEACHER)
@@ -60,6 +61,48 @@ def test_the_refined_device_predicts_the_measured_phases(tmp_path: Path) -> None
     now = step_time(RUN, CHOICE, device, NUMBERS).total
     assert abs(now - measured.step) < abs(before - measured.step)
     assert now == pytest.approx(measured.step, rel=0.01)
+
+
+def test_a_run_of_a_cpu_refines_what_it_measured_and_a_second_one_adds_its_part() -> None:
+    fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 5.0}
+    cpu = Device.model_validate(fields)
+    run = run_of(llama(4, 256, 704, 8, 4, vocab_size=32_768), precision="fp32")
+    numbers = stage_numbers(run.student, Layout(), (4,))
+    one = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(4,), place="none")
+    two = Choice(layout=Layout(), ranks=2, micro_batch_size=1, layers=(4,), place="none")
+
+    def measured(choice: Choice, speed: float) -> MeasuredSteps:
+        predicted = phase_seconds(run, choice, cpu.shared_by(choice.ranks), numbers)
+        phases = {phase: speed * seconds for phase, seconds in predicted.items()}
+        return MeasuredSteps(phases, sum(phases.values()), 1, 1.0, 1.0)
+
+    first = refined(cpu, run, one, measured(one, 1.5), shared_by=1)
+    both = refined(first, run, two, measured(two, 1.2), shared_by=2)
+    again = refined(both, run, one, measured(one, 1.8), shared_by=1)
+    for device, alone, beside in ((first, 1.5, 1.0), (both, 1.5, 1.2), (again, 1.8, 1.2)):
+        for choice, speed in ((one, alone), (two, beside)):
+            shared = device.shared_by(choice.ranks)
+            now = phase_seconds(run, choice, shared, numbers)
+            wanted = measured(choice, speed).phases
+            assert now["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+            assert now["backward"] == pytest.approx(wanted["backward"], rel=1e-3)
+            assert shared.factor("loss", "bf16") == 1.0
+        assert not device.factors
+
+
+def test_weights_that_no_pass_hides_are_gathered_in_the_optimizer_s_phase() -> None:
+    plain, hidden = (
+        run_of(teacher=TEACHER, overlaps_parameters=overlaps) for overlaps in (False, True)
+    )
+    choice = replace(CHOICE, layout=Layout(), teacher_layout=Layout())
+    numbers = stage_numbers(STUDENT, choice.layout, choice.layers)
+    for run in (plain, hidden):
+        time = step_time(run, choice, DEVICE, numbers)
+        phases = phase_seconds(run, choice, DEVICE, numbers)
+        assert sum(phases.values()) == pytest.approx(time.total - time.data, rel=1e-6)
+        gathered = phases["optimizer"] - time.optimizer
+        assert (gathered > 0.0) == (run is plain)
+        assert phases["communication"] + gathered == pytest.approx(time.data_parallel, rel=1e-6)
 
 
 def test_the_log_has_the_number_of_devices(tmp_path: Path) -> None:

@@ -63,6 +63,18 @@ def test_the_teacher_takes_the_flops_of_its_layers() -> None:
     assert found.forward * PEAK == pytest.approx(BATCH * LENGTH * layer_flops(STUDENT), rel=1e-6)
 
 
+def test_the_softmax_of_a_cpu_takes_its_time_per_score_whatever_a_head_s_width() -> None:
+    cpu = DEVICE.model_copy(update={"score_ns": (1.0, 3.0)})
+    scores = BATCH * LENGTH * (LENGTH + 1) / 2 * STUDENT.num_attention_heads * STUDENT.num_layers
+    choice = Choice(
+        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,), place="none"
+    )
+    run, numbers = replace(RUN, teacher=None), stage_numbers(STUDENT, Layout(), choice.layers)
+    found, plain = (step_time(run, choice, one, numbers) for one in (cpu, DEVICE))
+    assert found.forward - plain.forward == pytest.approx(scores * 1e-9, rel=1e-6)
+    assert found.backward - plain.backward == pytest.approx(3 * scores * 1e-9, rel=1e-6)
+
+
 def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -> None:
     student, teacher = map(head_flops_per_token, (STUDENT, TEACHER))
     heads = BATCH * LENGTH * (3 * student + teacher)

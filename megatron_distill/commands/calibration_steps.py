@@ -1,0 +1,130 @@
+"""A calibrated CPU refined by real steps: those of a small built-in run, as a user starts one.
+
+The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
+one rank with all cores, and one of a rank per core, are measured in both precisions. Their phases
+over the predicted ones are the device's `step_factors`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from megatron_distill.errors import TrainingError
+
+if TYPE_CHECKING:
+    from megatron_distill.planning.device import Device
+
+__all__ = ["measured_machine"]
+
+_VOCABULARY: Final = 20_480
+_MOST_RANKS: Final = 8
+_PRECISIONS: Final = ("fp32", "bf16")
+_STEPS: Final = 7  # of which the first three are not counted
+_WORDS: Final = 400_000  # several times those that the steps read
+_SECONDS: Final = 600.0  # of one run; only a hang takes that long
+_LINES: Final = 12  # of the output of a run that failed
+_RUN: Final = """\
+student:
+  architecture: {{num_layers: 3, hidden_size: 320, ffn_hidden_size: 864, num_attention_heads: 8,
+    num_kv_heads: 4, vocab_size: {vocabulary}}}
+teacher:
+  architecture: {{num_layers: 5, hidden_size: 448, ffn_hidden_size: 1216, num_attention_heads: 8,
+    num_kv_heads: 4, vocab_size: {vocabulary}}}
+data:
+  sources: [{{format: jsonl, paths: {folder}/texts.jsonl}}]
+  tokenizer: {{path: {folder}/tokenizer}}
+  sequence_length: 384
+  isolate_documents: false
+objective: {{terms: [{{divergence: forward_kl}}]}}
+train: {{steps: {steps}, micro_batch_size: 2}}
+checkpoint: {{save: false}}
+logging: {{progress: false}}
+runtime: {{device: cpu}}
+"""
+
+
+def measured_machine(kind: Literal["cpu", "gpu"]) -> Device:
+    """Measure this machine, a CPU also by real steps. Raises TrainingError: its steps fail."""
+    from megatron_distill.planning.calibration import measure_machine
+
+    return measure_machine(kind, steps=_refined_by_steps if kind == "cpu" else None)
+
+
+def _refined_by_steps(device: Device) -> Device:
+    """Return a CPU with the factors of a small run's steps."""
+    cores = device.cores or 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_inputs(folder)
+        for ranks in sorted({1, min(cores, _MOST_RANKS)}):
+            for precision in _PRECISIONS:
+                words = [
+                    f"output={folder}/{ranks}-{precision}",
+                    f"train.precision={precision}",
+                    f"train.global_batch_size={2 * max(2, ranks)}",
+                ]
+                _train(folder, words, ranks=ranks, threads=max(1, cores // ranks))
+                device = _refined_by_run(device, folder, words, ranks=ranks)
+    return device
+
+
+def _write_inputs(folder: Path) -> None:
+    """Write the configuration, random texts, and a tokenizer with a word for each number."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<eos>", *(f"w{number}" for number in range(1, _VOCABULARY))]
+    plain = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "<eos>"))
+    plain.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    chosen = random.Random(1).choices(words[1:], k=_WORDS)
+    texts = (" ".join(chosen[start : start + 1000]) for start in range(0, _WORDS, 1000))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "texts.jsonl").write_text(lines, encoding="utf-8")
+    settings = _RUN.format(vocabulary=_VOCABULARY, folder=folder, steps=_STEPS)
+    (folder / "run.yaml").write_text(settings, encoding="utf-8")
+
+
+def _train(folder: Path, words: list[str], *, ranks: int, threads: int) -> None:
+    command = [sys.executable, "-m", "megatron_distill.cli", "train", f"{folder}/run.yaml"]
+    outcome = subprocess.run(
+        [*command, "--processes", str(ranks), *words],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    if outcome.returncode:
+        end = "\n".join(outcome.stdout.splitlines()[-_LINES:])
+        raise TrainingError(
+            f"calibrate: its run of {ranks} ranks ended with status {outcome.returncode}; correct "
+            f"the cause that its output names, and calibrate again:\n{end}"
+        )
+
+
+def _refined_by_run(device: Device, folder: Path, words: list[str], *, ranks: int) -> Device:
+    from megatron_distill.config import load_config
+    from megatron_distill.planning.refine import read_steps, refined
+    from megatron_distill.train.reports.planned_run import (
+        configured_choice,
+        open_shapes,
+        planned_run,
+    )
+
+    config = load_config(folder / "run.yaml", words)
+    run = planned_run(config, open_shapes(config))
+    choice = configured_choice(config, run, ranks=ranks, teachers=0)
+    measured = read_steps(Path(config.output) / "metrics.jsonl")
+    return refined(device, run, choice, measured, shared_by=ranks)
