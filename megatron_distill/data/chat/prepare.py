@@ -273,22 +273,20 @@ def _refuse(message: str, *, skip_bad: bool) -> None:
 def _report(spec: SourceSpec, found: PreparedConversations) -> None:
     manifest = found.manifest
     untrained = int((found.index["trained"] == 0).sum())
-    _LOG.info(
-        "%s: %s, %s, %s; cross-entropy trains %.1f%% of them, distillation %.1f%%%s%s%s",
-        spec.name,
-        counted(manifest.rows, "row"),
-        counted(manifest.conversations, "conversation"),
-        counted(manifest.tokens, "token"),
-        100 * manifest.ce_labels / max(1, manifest.tokens),
-        100 * manifest.kd_labels / max(1, manifest.tokens),
-        f"; {counted(manifest.bad_rows, 'bad row')} skipped" if manifest.bad_rows else "",
-        f"; {counted(untrained, 'conversation')} without a trained token left out"
-        if untrained
-        else "",
-        f"; {counted(manifest.dropped, 'response')} before the first prompt dropped"
-        if manifest.dropped
-        else "",
-    )
+    share = 100 / max(1, manifest.tokens)
+    parts = [
+        f"{spec.name}: {counted(manifest.rows, 'row')}, "
+        f"{counted(manifest.conversations, 'conversation')}, {counted(manifest.tokens, 'token')}",
+        f"cross-entropy trains {share * manifest.ce_labels:.1f}% of them, distillation "
+        f"{share * manifest.kd_labels:.1f}%",
+    ]
+    if manifest.bad_rows:
+        parts.append(f"{counted(manifest.bad_rows, 'bad row')} skipped")
+    if untrained:
+        parts.append(f"{counted(untrained, 'conversation')} without a trained token left out")
+    if manifest.dropped:
+        parts.append(f"{counted(manifest.dropped, 'response')} before the first prompt dropped")
+    _inform("; ".join(parts), found.folder)
     if manifest.unclosed:
         _warn_of_unclosed(spec.name, found.folder, manifest.unclosed, manifest.conversations)
     for count, template, remedy in (
@@ -297,6 +295,12 @@ def _report(spec: SourceSpec, found: PreparedConversations) -> None:
     ):
         if count:
             _warn_of_unseen(spec.name, found.folder, count, template, remedy)
+
+
+@lru_cache(maxsize=1 << 10)
+def _inform(text: str, folder: Path) -> None:  # noqa: ARG001
+    """Log once per source, as below."""
+    _LOG.info("%s", text)
 
 
 @lru_cache(maxsize=1 << 10)
