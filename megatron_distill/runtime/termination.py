@@ -28,6 +28,7 @@ class TerminationRequest:
 
     def __init__(self, *, note: str = "") -> None:
         self.signal_number: int | None = None
+        self._ends_the_process = False
         self._note = note if os.environ.get("RANK", "0") == "0" else ""
         self._previous: dict[int, object] = {}
 
@@ -42,8 +43,12 @@ class TerminationRequest:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # A rank may be at its end because of a signal that a peer had first. Its own signal, which
+        # comes now, must not make a failure of that.
+        is_at_its_end = self._ends_the_process and kind is None
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            after = signal.SIG_IGN if is_at_its_end else handler
+            signal.signal(number, after)  # type: ignore[arg-type]
 
     def _remember(self, number: int, _: FrameType | None) -> None:
         is_alone = "RANK" not in os.environ
@@ -60,9 +65,11 @@ class TerminationRequest:
         """Deliver SIGTERM to this process when its parent torchrun ends.
 
         Ranks run in separate sessions, so that no other signal reaches them if torchrun is killed.
-        Linux only, like torchrun's own handling.
+        Linux only, like torchrun's own handling. The process has nothing to do after this block,
+        and ignores signals then.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
+            self._ends_the_process = True
             from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
             _prctl_pr_set_pdeathsig(signal.SIGTERM)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
 from megatron_distill.runtime.termination import (
     Interruption,
@@ -110,6 +111,28 @@ def test_a_rank_of_torchrun_takes_a_second_ctrl_c_for_the_same(
         interrupt()
         assert termination.received
     assert capfd.readouterr().err == noted
+
+
+def test_a_rank_of_torchrun_that_has_done_its_work_cannot_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the signal of a peer has let all ranks save, and this one's own comes after that."""
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    try:
+        with TerminationRequest() as termination:
+            termination.expect_from_torchrun()
+        interrupt(signal.SIGTERM)
+        assert seen == []
+        signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+        with suppress(RuntimeError), TerminationRequest() as termination:
+            termination.expect_from_torchrun()
+            raise RuntimeError("broken")
+        interrupt(signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+    finally:
+        _prctl_pr_set_pdeathsig(0)
 
 
 def test_an_interruption_is_known_from_its_signal_on() -> None:
