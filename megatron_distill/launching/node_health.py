@@ -70,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         health = Health(node, problems, software, files)
         write_record(folder / "health" / f"{node}.json", health)
     except OSError as error:
-        sys.stderr.write(f"{node}: cannot write in {folder}: {error.strerror}\n")
+        problem = f"cannot write in {folder}: {error.strerror}"
+        if not folder.exists():
+            problem = f"does not see {folder}: share it with all nodes, and mount it in a container"
+        sys.stderr.write(f"{node}: {problem}\n")
         return 1
     return 0
 

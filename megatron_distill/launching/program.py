@@ -28,6 +28,7 @@ _READ: Final = ("--run", "--hf", "--checkpoint")
 _OTHERS: Final = ("convert",)
 _SECONDS: Final = 300.0  # an import from a slow shared disk
 _ERROR: Final = "error: "
+_MISSING: Final = "ModuleNotFoundError: "
 _NO_SETTINGS: Final = (
     "a script without --print-config needs --folder, a folder for the records of its launches"
 )
@@ -136,6 +137,11 @@ class Program:
             raise ConfigError(f"{self.command}: {error.last_line}; {_NO_SETTINGS}") from None
         except yaml.YAMLError:
             settings = None
+        if not isinstance(settings, Mapping) and self.command in _JOBS:
+            raise ConfigError(
+                f"{text.partition(chr(10))[0]!r} comes before the settings of {self.command}: the "
+                "login shell of a node writes that; keep ~/.bashrc silent where no terminal is"
+            )
         if not isinstance(settings, Mapping):
             raise ConfigError(f"{self.command}: writes no YAML of its settings; {_NO_SETTINGS}")
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -172,6 +178,10 @@ class Program:
             own = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
             if own:
                 raise ConfigError("\n".join(lines[own[0] :]).removeprefix(_ERROR))
+            missing = next((line for line in lines[-1:] if line.startswith(_MISSING)), None)
+            if missing is not None:
+                reason = f"{missing.removeprefix(_MISSING)}; install it for this Python, or name "
+                raise NoAnswerError(command, f"{reason}one that has it")
             last = "\n".join(lines[-5:])
             raise NoAnswerError(command, f"status {done.returncode}: {last}".strip())
         return done.stdout

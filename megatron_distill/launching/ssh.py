@@ -112,8 +112,10 @@ def ranks_on(run: Sequence[str]) -> int:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COUNT_SECONDS, check=True
         )
-        return int(done.stdout)
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError, ValueError) as error:
+        return int(done.stdout.splitlines()[-1])  # a login shell may have written something
+    except (
+        subprocess.TimeoutExpired, subprocess.CalledProcessError, ValueError, IndexError,
+    ) as error:  # fmt: skip
         said = str(getattr(error, "stderr", None) or "").strip() or str(error)
         said = _ERROR_CLASS.sub("", said.splitlines()[-1])
         raise ConfigError(

@@ -306,9 +306,11 @@ def _bad_nodes(
         words += ["--ranks-per-node", str(policy.ranks_per_node)]
     command = [*job.on_nodes(launch.nodes, waits=0), policy.python, *words]
     step = subprocess.Popen(command, start_new_session=True)
+    silence = "has written no answer: its own message is above"
     try:
         step.wait(timeout=policy.health_seconds)
     except subprocess.TimeoutExpired:
+        silence = f"has not answered within {policy.health_seconds:.0f} s"
         _end(step)
     took = time.time() - launch.started
     if stop.received:  # the checks were ended as well
@@ -320,8 +322,7 @@ def _bad_nodes(
     bad = []
     for node, health in found.items():
         if health is None:
-            reason = f"has not answered within {policy.health_seconds:.0f} s"
-            bad.append(BadNode(local_time(), node, reason, is_silent=True))
+            bad.append(BadNode(local_time(), node, silence, is_silent=True))
         elif problems := [*health.problems, *unlike.get(node, [])]:
             bad.append(BadNode(local_time(), node, "; ".join(problems)))
     return bad

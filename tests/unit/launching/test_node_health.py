@@ -70,7 +70,7 @@ def test_a_node_that_does_not_share_the_folder_is_bad(
     (found,) = problems(tmp_path, monkeypatch)
     assert "the run's folder must be shared" in found
     assert main(["--launch", str(tmp_path / "nowhere")]) == 1
-    assert "cannot write" in capsys.readouterr().err
+    assert f"does not see {tmp_path}/nowhere: share it with all" in capsys.readouterr().err
 
 
 def test_memory_errors_of_gpus_count_where_they_are_corrected_at_all() -> None:

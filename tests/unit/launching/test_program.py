@@ -12,6 +12,7 @@ import yaml
 from megatron_distill.cli import COMMANDS, main
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program
+from megatron_distill.launching.ssh import ranks_on
 from tests.guards.source_tree import ROOT
 
 PYTHON = [sys.executable]
@@ -109,6 +110,26 @@ def test_a_script_without_settings_is_told_of_the_option(
     with pytest.raises(ConfigError, match="needs --folder, a folder for the records") as error:
         Program(str(script), ()).launches(PYTHON)
     assert message in str(error.value)
+
+
+def test_a_python_without_the_packages_is_named_in_one_line() -> None:
+    """As that of an image into which nobody has installed them."""
+    words = (str(ROOT / "configs" / "tiny.yaml"),)
+    with pytest.raises(ConfigError) as caught:
+        Program("train", words).launches([*PYTHON, "-S"])
+    text = str(caught.value)
+    assert text.startswith(f"{sys.executable} -S -m megatron_distill.cli train ")
+    assert "--print-config: No module named '" in text
+    assert text.endswith("install it for this Python, or name one that has it")
+    assert "\n" not in text
+
+
+def test_a_login_that_writes_a_line_is_named_with_it() -> None:
+    login = ["sh", "-c", 'echo Welcome to node 3; exec "$0" "$@"', *PYTHON]
+    words = (str(ROOT / "configs" / "tiny.yaml"),)
+    with pytest.raises(ConfigError, match=r"^'Welcome to node 3' comes before .*\.bashrc silent"):
+        Program("train", words).launches(login)
+    assert ranks_on(login) == ranks_on(PYTHON) >= 1
 
 
 def test_every_command_in_ranks_can_be_submitted(tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ def test_a_job_over_ssh_waits_longer_each_time_and_ends_without_a_new_checkpoint
     assert launches[1].started - ends[0] >= 0.5
     assert launches[2].started - ends[1] >= 2.0
     error = capsys.readouterr().err
+    assert error.count("node b: has written no answer: its own message is above") == 3
     assert "goes on from step 0 in 1 s" in error
     assert "goes on from step 0 in 2 s" in error
     assert "no further launch: 3 launches since step 0 brought no new checkpoint" in error
