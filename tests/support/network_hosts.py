@@ -1,15 +1,35 @@
-"""Two hosts as network namespaces, with a cable between them that may be pulled."""
+"""Two hosts as network namespaces, with a cable between them that may be pulled, and with ssh."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from megatron_distill.launching.ssh import SSH
+
 INTERFACE: Final = "cable"
+_SERVER: Final = """\
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+AuthenticationMethods publickey
+StrictModes no
+"""
+# The server runs in the host's network and talks over its standard streams: it needs no port.
+_CLIENT: Final = """\
+ProxyCommand ip netns exec %h {server} -i -f {folder}/server
+IdentityFile {folder}/key
+IdentitiesOnly yes
+StrictHostKeyChecking no
+UserKnownHostsFile {folder}/known
+LogLevel ERROR
+"""
 
 
 @dataclass(frozen=True)
@@ -23,6 +43,20 @@ class Hosts:
     def words(self) -> str:
         """The hosts as `submit ssh --hosts` takes them."""
         return ",".join(map("=".join, zip(self.names, self.addresses, strict=True)))
+
+    def shell(self, folder: Path) -> str:
+        """Return `submit ssh --shell` for these hosts: ssh, or without its programs `ip netns`."""
+        server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+        if server is None or shutil.which("ssh") is None:
+            return "ip netns exec {host}"
+        folder.mkdir()
+        for key in ("host_key", "key"):
+            make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+            subprocess.run(make, check=True, timeout=30)
+        Path("/run/sshd").mkdir(exist_ok=True)  # where no init system has made it
+        (folder / "server").write_text(_SERVER.format(folder=folder))
+        (folder / "client").write_text(_CLIENT.format(folder=folder, server=server))
+        return SSH.replace("ssh ", f"ssh -F {shlex.quote(str(folder / 'client'))} ", 1)
 
     def pull(self) -> None:
         """Pull the cable."""

@@ -1,4 +1,7 @@
-"""A job over two hosts with an interface of their own each: a pulled cable, and what follows."""
+"""A job over two hosts with an interface of their own each: a pulled cable, and what follows.
+
+Where OpenSSH's server is installed the job comes to them by ssh.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def submitted(hosts: Hosts, log: Path, *words: str) -> Iterator[subprocess.Popen
     """A job over both hosts; nothing of it is left at the end."""
     command = [sys.executable, "-m", "megatron_distill.cli", "submit", "ssh", *words]
     command += ["--hosts", hosts.words, "--ranks-per-node", "1"]
-    command += ["--shell", "ip netns exec {host}", "--variable", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+    # A login has none of this process's variables.
+    variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", MARK: str(log)}
+    command += [f"--variable={name}={value}" for name, value in variables.items()]
+    command += ["--shell", hosts.shell(log.with_name("ssh"))]
     with log.open("wb") as stream:
         job = subprocess.Popen(
             command, env=environment(**{MARK: str(log)}), cwd=ROOT, stdout=stream,
