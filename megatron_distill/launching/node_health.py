@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _of_system(folder: Path, launch: Launch | None) -> Iterator[str]:
     if launch is None:
         yield f"does not see {folder / 'launch.json'}: the run's folder must be shared"
+    else:
+        yield from _of_first_node(launch)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _LEAST_OPEN_FILES:
         yield f"allows {most} open files, fewer than {_LEAST_OPEN_FILES} (ulimit -H -n)"
@@ -88,6 +91,18 @@ def _of_system(folder: Path, launch: Launch | None) -> Iterator[str]:
     free = shutil.disk_usage(temporary).free
     if free < _LEAST_BYTES:
         yield f"has {free / 1e6:.0f} MB left in {temporary}"
+
+
+def _of_first_node(launch: Launch) -> Iterator[str]:
+    """Look for the node where ranks meet; they would try for two minutes to find it."""
+    node, address = launch.nodes[0], launch.addresses[0]
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        yield (
+            f"finds no {address}, by which ranks reach {node} ({error.strerror}); a name of "
+            f"~/.ssh/config alone needs its address, --hosts {node}=10.0.0.1"
+        )
 
 
 def _of_gpus(given: argparse.Namespace, software: dict[str, str]) -> Iterator[str]:

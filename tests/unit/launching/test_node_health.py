@@ -14,7 +14,7 @@ from megatron_distill.launching.records import Launch, Launches, NodeOutcome, St
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The folder of a launch."""
-    launch = Launch("7", 0, "7", ["train"], ["n1"], ["n1"], 0, 1.0)
+    launch = Launch("7", 0, "7", ["train"], ["n1"], ["127.0.0.1"], 0, 1.0)
     return Launches(tmp_path, tmp_path, "").begin(launch)
 
 
@@ -61,6 +61,17 @@ def test_a_problem_is_recorded(
 ) -> None:
     (found,) = problems(folder, monkeypatch, *words)
     assert problem in found
+
+
+def test_a_node_that_cannot_find_the_first_one_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that only the ssh of the machine that submits has a name for."""
+    names, addresses = ["n0", "n1"], ["n0.invalid", "127.0.0.1"]
+    launch = Launch("7", 0, "7", ["train"], names, addresses, 0, 1.0)
+    (found,) = problems(Launches(tmp_path, tmp_path, "").begin(launch), monkeypatch)
+    assert found.startswith("finds no n0.invalid, by which ranks reach n0 (")
+    assert found.endswith("needs its address, --hosts n0=10.0.0.1")
 
 
 def test_a_node_that_does_not_share_the_folder_is_bad(
