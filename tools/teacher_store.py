@@ -7,8 +7,10 @@
     python tools/teacher_store.py convert --from maxtext part_*.array_record --to stores/code \\
         --vocab-size 128256
 
-`repair` moves bad shards and bad lists of documents to quarantine/; running the capture again
-rewrites them.
+`verify` needs the store alone: it compares lists of documents with the records, not with the texts.
+A wrong digest of a text makes its document a missing one, and never a wrong loss, since a run
+compares the tokens. `repair` moves bad shards and bad lists of documents to quarantine/; running
+the capture again rewrites them.
 """
 
 from __future__ import annotations

@@ -33,7 +33,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for name, run, description in (
         ("inspect", _inspect, "size, settings and identities of a store"),
-        ("verify", _verify, "read every record and list every problem"),
+        (
+            "verify",
+            _verify,
+            "read every record and list every problem; lists of documents are compared with the "
+            "records, not with the texts, whose files the capture's configuration names",
+        ),
         ("stats", _stats, "stored mass, entropy, cross-entropy and number of ids of the teacher"),
         ("repair", _repair, "verify, and move bad shards and bad lists to quarantine/"),
     ):
@@ -235,8 +240,10 @@ COMMAND = Command(
     megatron-distill store convert --from maxtext part_*.array_record --to stores/code \\
         --vocab-size 128256
 
-`repair` moves bad shards and bad lists of documents to quarantine/; the capture, run again, writes
-them anew.""",
+`verify` needs the store alone: it compares lists of documents with the records, not with the texts.
+A wrong digest of a text makes its document a missing one, and never a wrong loss, since a run
+compares the tokens. `repair` moves bad shards and bad lists of documents to quarantine/; the
+capture, run again, writes them anew.""",
     add_arguments=_add_arguments,
     run=_run,
     has_actions=True,
