@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from megatron_distill.data.aligned.cache import DocumentCache, cache_folder
 from megatron_distill.data.aligned.documents import PairEncoder
 from megatron_distill.data.aligned.layout import AlignedLayout
 from megatron_distill.data.aligned.packing import Window
@@ -85,7 +86,8 @@ class DataOptions:
     of format megatron. conversations: masking, packing and preparation of conversations. teacher:
     None where the teacher has the student's tokenizer. add_bos: whether documents of text begin
     with the tokenizer's begin-of-text token; None: where the tokenizer's own files add it. routing:
-    of samples to several teachers.
+    of samples to several teachers. document_cache_gib: most GiB of documents for a teacher with a
+    tokenizer of its own, in the folder of the prepared conversations; 0: none.
     """
 
     sequence_length: int
@@ -98,6 +100,7 @@ class DataOptions:
     teacher: TeacherReading | None = None
     add_bos: bool | None = None
     routing: Routing | None = None
+    document_cache_gib: float = 0.0
 
 
 def open_training(
@@ -108,7 +111,7 @@ def open_training(
     Without held-out documents. Call it on the one rank that reads. Raises DataError.
     """
 
-    tokenization = _tokenization(tokenizer, options)
+    tokenization, _ = _tokenization(tokenizer, options)
 
     def opened(spec: SourceSpec) -> list[SampleSource]:
         if not spec.kind.is_text:
@@ -178,7 +181,7 @@ def _samples_in_epoch(
         held_out_fraction=options.validation_fraction,
         is_held_out=False,
     )
-    stream = _stream(spec, _tokenization(tokenizer, options), options, order, epochs=1)
+    stream = _stream(spec, _tokenization(tokenizer, options)[0], options, order, epochs=1)
     samples = sum(1 for _ in iter(stream.next_or_none, None))
     if samples == 0:
         raise DataError(
@@ -203,7 +206,7 @@ def read_held_out(
     owners: list[int] = []
     named = _named(specs, "data.validation_sources")
     total = sum(spec.weight for spec in named)
-    tokenization = _tokenization(tokenizer, options)
+    tokenization, cache = _tokenization(tokenizer, options)
     routing = options.routing and replace(options.routing, seed=HELD_OUT_SEED)
     routed: list[RoutedPart] = []
     for number, spec in enumerate(named):
@@ -222,6 +225,8 @@ def read_held_out(
         owners=owners,
         teacher_of=teacher_of_sample(routed, routing),
     )
+    if cache is not None:
+        cache.flush()  # streams that are not read to their end write none of their last documents
     if len(found_samples) < samples:
         raise DataError(
             f"validation.samples is {samples}, but the documents held out "
@@ -241,7 +246,7 @@ def all_held_out(
 
     Raises DataError.
     """
-    tokenization = _tokenization(tokenizer, options)
+    tokenization, _ = _tokenization(tokenizer, options)
     for spec in _named(specs, "data.validation_sources"):
         for part in _held_out_parts(spec, tokenizer, tokenization, options):
             yield from iter(part.next_or_none, None)
@@ -328,16 +333,19 @@ def _reader(spec: SourceSpec, files: Sequence[Path], options: DataOptions) -> Do
     return DocumentReader(files, read=spec.kind.reader(spec), skip_bad=options.on_error == "skip")
 
 
-def _tokenization(tokenizer: TextEncoder, options: DataOptions) -> _OfName:
-    """The tokenization of each source by its name; all share the worker processes."""
+def _tokenization(
+    tokenizer: TextEncoder, options: DataOptions
+) -> tuple[_OfName, DocumentCache | None]:
+    """The tokenization of each source by its name; all share worker processes and the cache."""
     length, teacher = options.sequence_length, options.teacher
     begin = begin_token(tokenizer, options.add_bos)
     if teacher is None:
         one = OneTokenizer(tokenizer, length, begin)
-        return lambda _name: one
+        return (lambda _name: one), None
     begins = (begin, begin_token(teacher.tokenizer, options.add_bos))
     encoder = PairEncoder(cast(Tokenizer, tokenizer), teacher.tokenizer, begins)
     pool = encoding_pool(encoder, teacher.workers)
+    cache = _document_cache(encoder, options)
 
     def of_name(name: str) -> Tokenization[Any]:
         share, index = teacher.max_unaligned, teacher.index
@@ -349,9 +357,21 @@ def _tokenization(tokenizer: TextEncoder, options: DataOptions) -> _OfName:
             Unaligned(name, share),
             teacher.distils_all,
             None if index is None else RecordsOfDocuments(index, name, share),
+            cache,
         )
 
-    return of_name
+    return of_name, cache
+
+
+def _document_cache(encoder: PairEncoder, options: DataOptions) -> DocumentCache | None:
+    """The cache of aligned documents; None if there is none."""
+    most_bytes = int(options.document_cache_gib * 2**30)
+    if options.conversations is None or most_bytes == 0:
+        return None
+    folder = cache_folder(
+        options.conversations.cache, encoder.student, encoder.teacher, encoder.begins
+    )
+    return DocumentCache(folder, most_bytes)
 
 
 def _stream(

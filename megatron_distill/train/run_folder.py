@@ -146,7 +146,7 @@ class FolderAsFound:
                     if inner != self._prepared:
                         _remove(inner)
         if is_prepared:
-            _LOGGER.info("%s remains: prepared conversations, which the next start uses",
+            _LOGGER.info("%s remains: prepared data, which the next start uses",
                          self._prepared)  # fmt: skip
         for path in self._missing:
             path.rmdir()  # fails, and ends the loop, if the folder is not empty

@@ -169,13 +169,11 @@ def _without(config: RunConfig, teacher: ModelConfig | None) -> Iterator[Problem
     if teacher is not None and teacher.sequence_length is not None:
         value = teacher.sequence_length
         yield without_effect("teacher.sequence_length", value, reason, instead=None)
-    share, default = (
-        config.data.max_unaligned,
-        type(config.data).model_fields["max_unaligned"].default,
-    )
     # Without a teacher, as a command on a trained student has it, the data's settings may stay.
-    if share != default and teacher is not None:
-        yield without_effect("data.max_unaligned", share, reason, instead=default)
+    for name in () if teacher is None else ("max_unaligned", "document_cache_gib"):
+        value, default = getattr(config.data, name), type(config.data).model_fields[name].default
+        if value != default:
+            yield without_effect(f"data.{name}", value, reason, instead=default)
 
 
 def _sources(config: JobConfig, cause: str) -> Iterator[Problem]:

@@ -252,9 +252,16 @@ class DataConfig(Section):
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder for prepared conversations, vocabulary maps and index files of "
-        "`megatron` sources; null: within `output`, but index files are built anew at each start. "
-        "Runs on the same data may share it.",
+        description="Folder for prepared conversations, aligned documents, vocabulary maps and "
+        "index files of `megatron` sources; null: within `output`, but index files are built anew "
+        "at each start. Runs on the same data may share it.",
+    )
+    document_cache_gib: float = Field(
+        default=16.0,
+        ge=0,
+        description="Two tokenizers: most GiB of documents in both tokens that `data.cache` holds, "
+        "about 10 bytes per token, so that further epochs and runs tokenise only new texts; 0: "
+        "none. Further documents are encoded in each epoch.",
     )
     distill_on_prompt: bool = Field(
         default=False,

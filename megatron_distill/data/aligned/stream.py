@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from megatron_distill.data.aligned.cache import CachedDocument, DocumentCache, document_key
 from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder, UnknownTokens
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.samples import State
@@ -162,6 +163,7 @@ class EpochCount:
     epoch: int
     is_whole: bool  # whether its first document was seen
     documents: int = 0
+    cached: int = 0
     unaligned: int = 0
     absent: int = 0  # of which a store has no record
     last: str = ""
@@ -189,12 +191,65 @@ class EpochCount:
 
 
 @dataclass(frozen=True)
+class _Batch:
+    """Documents that are encoded together, but for those that the cache has.
+
+    keys: of the cache; empty without one. known: the document in the cache, None for the others.
+    """
+
+    documents: Sequence[tuple[Document, DocumentMark]]
+    keys: Sequence[bytes]
+    known: Sequence[CachedDocument | None]
+
+    @classmethod
+    def of(
+        cls, documents: Sequence[tuple[Document, DocumentMark]], cache: DocumentCache | None
+    ) -> _Batch:
+        """Look up documents in a cache."""
+        if cache is None:
+            return cls(documents, (), [None] * len(documents))
+        keys = [document_key(document) for document, _ in documents]
+        return cls(documents, keys, cache.find(keys))
+
+    @property
+    def position(self) -> StreamPosition:
+        """Of the first document; all are of one epoch."""
+        return self.documents[0][1].position
+
+    @property
+    def cached(self) -> int:
+        """The number of documents that the cache had."""
+        return sum(one is not None for one in self.known)
+
+    def texts(self) -> _Texts:
+        """The texts to encode, which may be none."""
+        return [
+            (document.text, document.is_end, document.is_start)
+            for (document, _), known in zip(self.documents, self.known, strict=True)
+            if known is None
+        ]
+
+    def added(
+        self, encoded: Sequence[AlignedDocument | DataError], cache: DocumentCache | None
+    ) -> Iterator[tuple[Document, DocumentMark, AlignedDocument | DataError]]:
+        """Add what was encoded of `texts` to the cache; yield all documents in their order."""
+        if cache is not None:
+            missing = [key for key, one in zip(self.keys, self.known, strict=True) if one is None]
+            for key, item in zip(missing, encoded, strict=True):
+                cache.add(key, item)
+        new = iter(encoded)
+        for (document, mark), known in zip(self.documents, self.known, strict=True):
+            item = next(new) if known is None else known.found(is_end=document.is_end)
+            yield document, mark, item
+
+
+@dataclass(frozen=True)
 class TwoTokenizers:
     """Documents in the student's and the teacher's tokens; a `Tokenization`.
 
     Texts are tokenised and aligned by the workers of a pool, which sources may share; see
     `encoding_pool`. `distils_all`: as in `AlignedPacker`. `records`: joins them with a store; None:
-    they are not joined by document.
+    they are not joined by document. `cache`: of the documents; None: each epoch encodes them.
     """
 
     encoder: PairEncoder
@@ -204,6 +259,7 @@ class TwoTokenizers:
     unaligned: Unaligned
     distils_all: bool = False
     records: RecordsOfDocuments | None = None
+    cache: DocumentCache | None = None
 
     @property
     def identity(self) -> State:
@@ -228,25 +284,41 @@ class TwoTokenizers:
 
     def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[AlignedDocument, DocumentMark]]:
         """See `Tokenization`; a document that cannot be aligned is left out and counted."""
-        in_work: deque[list[tuple[Document, DocumentMark]]] = deque()
+        in_work: deque[_Batch] = deque()
         count: EpochCount | None = None
 
         def texts() -> Iterator[_Texts]:
             for block in blocks:
-                for batch in document_batches(block):
-                    in_work.append(batch)
-                    yield [(one.text, one.is_end, one.is_start) for one, _ in batch]
+                for documents in document_batches(block):
+                    in_work.append(_Batch.of(documents, self.cache))
+                    yield in_work[-1].texts()
 
         with self.pool.results(texts()) as results:
-            for found in results:
-                for (document, mark), item in zip(in_work.popleft(), found, strict=True):
-                    if count is None or mark.position.epoch != count.epoch:
-                        if count is not None:
-                            count.require_used(self.unaligned.name, self.unaligned.share)
-                        count = EpochCount.begun(mark.position)
+            for encoded in results:
+                batch = in_work.popleft()
+                if count is None or batch.position.epoch != count.epoch:
+                    self._end_epoch(count)
+                    count = EpochCount.begun(batch.position)
+                count.cached += batch.cached
+                for document, mark, item in batch.added(encoded, self.cache):
                     joined = self._joined(document, item, count)
                     if joined is not None:
                         yield joined, mark
+        if self.cache is not None:
+            self.cache.flush()
+
+    def _end_epoch(self, count: EpochCount | None) -> None:
+        """Check an epoch that has ended, and write what it has added; None before the first one."""
+        if count is None:
+            return
+        count.require_used(self.unaligned.name, self.unaligned.share)
+        if self.cache is not None and self.cache.is_open and count.cached < count.documents:
+            self.cache.flush()
+            _LOG.info(
+                "%s: %s of an epoch, of which %d were in %s before",
+                *(self.unaligned.name, counted(count.documents, "document")),
+                *(count.cached, self.cache.folder),
+            )
 
     def _joined(
         self, document: Document, item: AlignedDocument | DataError, count: EpochCount
@@ -269,5 +341,7 @@ def encoding_pool(encoder: PairEncoder, workers: int) -> EncodingPool:
 
 
 def _encode(encoder: PairEncoder, batch: _Texts) -> list[AlignedDocument | DataError]:
+    if not batch:
+        return []  # all documents were in the cache
     texts, ends, starts = zip(*batch, strict=True)
     return encoder(texts, ends, starts=starts)

@@ -102,7 +102,7 @@ class PreparedConversations:
         self.folder = folder
         self.manifest = manifest
         arrays = {
-            name: _mapped(folder / name, kind, length)
+            name: mapped_array(folder / name, kind, length)
             for name, (kind, length) in manifest.sizes.items()
         }
         self.tokens_n: NDArray[np.int32] = arrays["tokens"]
@@ -126,7 +126,8 @@ class PreparedConversations:
         return f"{self.manifest.files[int(entry['file'])]}:{int(entry['row'])}"
 
 
-def _mapped(path: Path, kind: np.dtype[Any], length: int) -> NDArray[Any]:
+def mapped_array(path: Path, kind: np.dtype[Any], length: int) -> NDArray[Any]:
+    """A file's elements, which are read when they are used."""
     if length == 0:
         return np.zeros(0, kind)
     return np.memmap(path, dtype=kind, mode="r", shape=(length,))

@@ -180,7 +180,7 @@ OF_REMARK = {
 }
 ALIGNED = (
     "TP2+sequence, tied", "PP2+virtual", "CP2, longer teacher", "DP2, smaller", "TP2xPP2, tied",
-    "TP2xCP2+sequence", "one rank, micro-batch 1",
+    "TP2xCP2+sequence", "one rank, micro-batch 1, no cache",
 )  # fmt: skip
 ALIGNED_NAMES = ("likelihood_js_divergence_t6", "common_forward_kl_t2", "common_reverse_kl_top8")
 
@@ -194,6 +194,7 @@ def runs_of_two_tokenizers(
     smaller = inputs.second_tokenizer(min(SECOND_SIZES))
     common = [OF_REMARK[one].format(smaller=smaller) for one in remarks if one in OF_REMARK]
     own = ["train.micro_batch_size=1"] if "micro-batch 1" in remarks else []
+    own += ["data.document_cache_gib=0"] if "no cache" in remarks else []
     found = train("aligned", world, *terms, *common, *overrides, *own)
     return found, train("aligned", 1, *terms, *common)
 

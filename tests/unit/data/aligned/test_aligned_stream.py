@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_distill.data.aligned import cache as document_cache
 from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
 from megatron_distill.data.aligned.rows import ChunkPlanner, ChunkRows
+from megatron_distill.data.chat.source import ConversationOptions
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.samples import NO_CHUNK, Sample
@@ -92,7 +94,11 @@ def test_chunks_are_the_same_text_in_both_tokenizers(
 
 @pytest.mark.parametrize("samples", [0, 1, 7])
 def test_a_stream_resumes_bit_for_bit_also_with_worker_processes(
-    tokenizers: tuple[Tokenizer, Tokenizer], spec: SourceSpec, samples: int
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    spec: SourceSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    samples: int,
 ) -> None:
     student, teacher = tokenizers
     specs = [spec, replace(spec, weight=2.0)]
@@ -102,9 +108,16 @@ def test_a_stream_resumes_bit_for_bit_also_with_worker_processes(
         whole.next_sample()
     state = json.loads(json.dumps(whole.state_dict()))
     workers = 2 if samples == 1 else 0
-    resumed = open_training(
-        specs, tokenizer=student, options=options(teacher, workers=workers), seed=3
-    )
+    given = options(teacher, workers=workers)
+    if workers:
+        # Some of the documents, and of the batches all of them, are in the cache.
+        monkeypatch.setattr(document_cache, "SEGMENT_BYTES", 1000)
+        conversations = ConversationOptions(tmp_path / "cache")
+        given = replace(given, document_cache_gib=1.0, conversations=conversations)
+        held_out = replace(given, validation_fraction=0.5, teacher=options(teacher).teacher)
+        read_held_out(specs, tokenizer=student, options=held_out, samples=3)
+        assert list(tmp_path.glob("cache/documents-*/000000/manifest.json"))
+    resumed = open_training(specs, tokenizer=student, options=given, seed=3)
     resumed.load_state_dict(state)
     for _ in range(12):
         assert same(whole.next_sample(), resumed.next_sample())
