@@ -33,7 +33,14 @@ from megatron_distill.log import get_logger
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.attention_kernels.tiles import attend
-from megatron_distill.planning.device import CALIBRATED, Curve, Device, Link, Precision
+from megatron_distill.planning.device import (
+    ALIASED_COLUMNS,
+    CALIBRATED,
+    Curve,
+    Device,
+    Link,
+    Precision,
+)
 from megatron_distill.runtime.segments import Segments
 from megatron_distill.signals import HiddenState
 
@@ -51,6 +58,7 @@ _SECONDS: Final = 0.4  # of one measurement
 _CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
 _MESSAGES: Final = (2**12, 2**24)
 _REPEATS: Final = 20  # of each message
+_COLUMNS: Final = 33_024  # of logits, as many as aliased ones and no multiple of their number
 _HEAD_WIDTHS: Final = (32, 128)  # of which a CPU's attention is measured
 # Of products in layers: [tokens, hidden size, a multiple of it].
 _GAIN_SHAPES: Final = ((512, 256, 1408), (2048, 768, 2048))
@@ -79,9 +87,9 @@ def measure_machine(
         attention, softmax = _attention(device, peaks)
         rate, memory = _elements(device)
         kernel = _kernel(device)
-        logits, update = {}, 0.0
+        logits, aliased, update = {}, {}, 0.0
         if kind == "cpu":
-            logits = {name: _logit(dtype, peaks[name]) for name, dtype in _DTYPES.items()}
+            logits, aliased = (_logits(peaks, count) for count in (_COLUMNS, ALIASED_COLUMNS))
             update = _update()
         gain: Curve = ((1.0, 1.0),)
         if cores is not None and cores > 1:
@@ -102,7 +110,8 @@ def measure_machine(
         memory_gb_per_s=rate,
         memory_efficiency=memory,
         kernel_us=kernel * 1e6,
-        logit_ns={name: max(seconds * 1e9, 0.01) for name, seconds in logits.items()},
+        logit_ns=logits,
+        aliased_logit_ns=aliased,
         update_ns=update * 1e9,
         cores=cores,
         thread_efficiency=gain,
@@ -322,12 +331,20 @@ def _kernel(device: torch.device) -> float:
     return _seconds(lambda: [small.add_(1.0) for _ in range(100)], device) / 100
 
 
-def _logit(dtype: torch.dtype, peak: float) -> float:
-    """Return the time of one logit of one model in the objective, without the products.
+def _logits(peaks: dict[Precision, float], columns: int) -> dict[Precision, float]:
+    """Return the nanoseconds of one logit of one model in the objective, without the products."""
+    return {
+        precision: max(1e9 * _logit(dtype, peaks[precision], columns), 0.01)
+        for precision, dtype in _DTYPES.items()
+    }
+
+
+def _logit(dtype: torch.dtype, peak: float, columns: int) -> float:
+    """Return the seconds of one of `columns` logits.
 
     peak: of products, in TFLOP/s.
     """
-    rows, hidden, columns = 512, 256, 32_768
+    rows, hidden = 512, 256
     student, weight = (
         torch.randn(count, hidden).to(dtype).requires_grad_() for count in (rows, columns)
     )

@@ -14,6 +14,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.atomic_files import replace_file
 
 __all__ = [
+    "ALIASED_COLUMNS",
     "CALIBRATED",
     "Curve",
     "Device",
@@ -32,6 +33,9 @@ Precision = Literal["bf16", "fp32", "fp8"]
 Sharing = Literal["one rank", "several ranks"]
 # The file that `megatron-distill calibrate` writes, by the kind of the machine.
 CALIBRATED: Final = {"cpu": "this-cpu", "gpu": "this-gpu"}
+# Rows of so many fp32 logits begin in the same sets of a core's second cache, usually of 1 MiB in
+# eight ways.
+ALIASED_COLUMNS: Final = 2**15
 _FOLDER: Final = Path(__file__).parent / "devices"
 Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -93,7 +97,8 @@ class Device(_Table):
         memory_gb_per_s, memory_efficiency: of element-wise work; the share over its megabytes.
         kernel_us: of starting one operation.
         logit_ns: of one logit of one model in the losses and their gradient, by precision, where it
-            was measured; else memory limits it.
+            was measured; else memory limits it. aliased_logit_ns: the same where rows of logits are
+            a multiple of `ALIASED_COLUMNS` apart, of which a cache keeps few at a time.
         update_ns: of one parameter in the optimizer, where it was measured; 0: memory limits it.
         cores: of a CPU, which its ranks share; None: ranks share nothing.
         threads: of one rank of a CPU. core_share: of a core that a rank has, where it has no whole
@@ -122,6 +127,7 @@ class Device(_Table):
     memory_efficiency: Curve
     kernel_us: float = Field(ge=0)
     logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
+    aliased_logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
     update_ns: float = Field(default=0.0, ge=0)
     cores: int | None = None
     threads: int = 1
@@ -164,6 +170,9 @@ class Device(_Table):
                 "score_ns": tuple(value / factor for value in self.score_ns),
                 "memory_gb_per_s": self.memory_gb_per_s * factor,
                 "logit_ns": {key: value / factor for key, value in self.logit_ns.items()},
+                "aliased_logit_ns": {
+                    key: value / factor for key, value in self.aliased_logit_ns.items()
+                },
                 "update_ns": self.update_ns / factor,
                 "kernel_us": self.kernel_us / min(1.0, threads),
                 "memory_gib": self.memory_gib / ranks,
@@ -183,6 +192,13 @@ class Device(_Table):
         """Return the measured over the predicted time of a phase, 1 without a measurement."""
         of_steps = self.step_factors.get(self.sharing, {}).get(precision, {})
         return self.factors.get(phase, 1.0) * of_steps.get(phase, 1.0)
+
+    def logit_seconds(self, precision: Precision, columns: float) -> float | None:
+        """Return the time of a logit where rows have `columns`; None: it was not measured."""
+        found = self.logit_ns.get(precision)
+        if columns % ALIASED_COLUMNS == 0:
+            found = self.aliased_logit_ns.get(precision, found)
+        return None if found is None else found * 1e-9
 
     def link(self, span: int) -> Link:
         """Return the link of a group whose ranks lie within `span` consecutive ranks."""

@@ -416,8 +416,8 @@ def head_passes(
         if shape is student:
             backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
         logits = rank.tokens * columns
-        if (measured := rank.device.logit_ns.get(rank.precision)) is not None:
-            forward += logits * measured * 1e-9
+        if (measured := rank.device.logit_seconds(rank.precision, columns)) is not None:
+            forward += logits * measured
         else:
             forward += rank.passes(logits * rank.width * passes, kernels=chunks)
     link = rank.device.link(split)

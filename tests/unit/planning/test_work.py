@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
-from megatron_distill.planning.device import Link, load_device
+from megatron_distill.planning.device import Device, Link, load_device
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.run import Choice, PlannedRun
@@ -73,6 +73,26 @@ def test_the_softmax_of_a_cpu_takes_its_time_per_score_whatever_a_head_s_width()
     found, plain = (step_time(run, choice, one, numbers) for one in (cpu, DEVICE))
     assert found.forward - plain.forward == pytest.approx(scores * 1e-9, rel=1e-6)
     assert found.backward - plain.backward == pytest.approx(3 * scores * 1e-9, rel=1e-6)
+
+
+def test_logits_whose_rows_fall_into_the_same_cache_sets_take_what_was_measured_for_them() -> None:
+    cpu = DEVICE.model_copy(
+        update={"logit_ns": {"bf16": 1.0}, "aliased_logit_ns": {"bf16": 3.0}, "kind": "cpu"}
+    )
+    choice = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(4,), place="none")
+
+    def nanoseconds(columns: int, device: Device) -> float:
+        student = llama(4, 512, 1408, 8, 4, vocab_size=columns)
+        run = replace(RUN, student=student, teacher=None)
+        numbers = stage_numbers(student, Layout(), choice.layers)
+        products = 3 * 2 * BATCH * LENGTH * 512 * columns / PEAK
+        heads = step_time(run, choice, device, numbers).heads
+        return 1e9 * (heads - products) / (BATCH * LENGTH * columns)
+
+    assert nanoseconds(65_536, cpu) == pytest.approx(3.0, rel=1e-6)
+    assert nanoseconds(128_256, cpu) == pytest.approx(1.0, rel=1e-6)
+    older = cpu.model_copy(update={"aliased_logit_ns": {}})
+    assert nanoseconds(65_536, older) == pytest.approx(1.0, rel=1e-6)
 
 
 def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -> None:
