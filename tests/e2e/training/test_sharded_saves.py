@@ -45,7 +45,9 @@ LAYOUTS: dict[str, tuple[str, Run, Run]] = {
     "DP4 to TP2xPP2, bf16": ("dense", (4, (BF16,)), (4, (TENSOR, PIPELINE, BF16))),
     "TP2xPP2 to DP3, bf16": ("dense", (4, (TENSOR, PIPELINE, BF16)), (3, (BF16,))),
     "uneven PP2+virtual to DP2": ("dense", (2, (PIPELINE, VIRTUAL, *UNEVEN)), (2, UNEVEN)),
-    "TP2xDP2 to PP2+virtual, tied": ("gpt", (4, (TENSOR, TIED)), (2, (PIPELINE, VIRTUAL, TIED))),
+    "TP2xDP2 to PP2xDP2+virtual, tied": (
+        "gpt", (4, (TENSOR, TIED)), (4, (PIPELINE, VIRTUAL, TIED))
+    ),
     "PP2xDP2 to CP2, tied": ("gpt", (4, (PIPELINE, TIED)), (2, (CONTEXT, TIED))),
     "TP2xDP2 whole to PP2xDP2": ("dense", (4, (WHOLE, TENSOR)), (4, (PIPELINE,))),
     "DP4 to TP2 whole, bf16": ("dense", (4, (BF16,)), (2, (WHOLE, TENSOR, BF16))),
