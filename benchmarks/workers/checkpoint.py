@@ -30,6 +30,8 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 32_000,
     "max_position_embeddings": 512,
 }
+_PERIOD, _PART = 65521, 2**16
+_VALUES = (torch.arange(_PERIOD + _PART) * 7919 % _PERIOD) / _PERIOD
 MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 256}
 
 
@@ -130,8 +132,8 @@ class _Student:
 
     def _values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for shard in self.shards:
-            for start in range(0, shard.data.numel(), 2**16):
-                part = shard.data[start : start + 2**16]
+            for start in range(0, shard.data.numel(), _PART):
+                part = shard.data[start : start + _PART]
                 yield part, _known(shard, start, part.numel())
 
     def share(self) -> dict[str, float]:
@@ -164,13 +166,24 @@ class _Student:
 
 
 def _known(shard: Any, start: int, count: int) -> torch.Tensor:
-    index = torch.arange(shard.first + start, shard.first + start + count)
-    place, stride = torch.zeros_like(index), 1
+    """Return the values of a part of a shard, which depend on their places in the whole tensor."""
+    run = 1  # places side by side in the whole: along the last axes, as far as the shard has all
     for axis in reversed(range(len(shard.shape))):
-        place += (index % shard.shape[axis] + shard.offset[axis]) * stride
-        index //= shard.shape[axis]
-        stride *= shard.global_shape[axis]
-    return (place * 7919 + zlib.crc32(shard.key.encode())) % 65521 / 65521.0
+        run *= shard.shape[axis]
+        if shard.shape[axis] != shard.global_shape[axis]:
+            break
+    found = []
+    at, stop = shard.first + start, shard.first + start + count
+    while at < stop:
+        end = min(stop, (at // run + 1) * run)
+        index, place, stride = at, zlib.crc32(shard.key.encode()), 1
+        for axis in reversed(range(len(shard.shape))):
+            index, here = divmod(index, shard.shape[axis])
+            place += (here + shard.offset[axis]) * stride
+            stride *= shard.global_shape[axis]
+        found.append(_VALUES[place % _PERIOD :][: end - at])
+        at = end
+    return torch.cat(found)
 
 
 def _save(student: _Student, folder: Path) -> dict[str, int | float]:
