@@ -153,6 +153,15 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def _published(folder: Path) -> str:
+    """Return the published figures that conversion and scorer reproduce, from their record."""
+    path = folder / "published.json"
+    if not path.exists():
+        return "No published figure has been reproduced: run `python benchmarks/published.py`."
+    figure = json.loads(path.read_text(encoding="utf-8"))["figure"]
+    return f"Reproduced by conversion and scorer ([record](published.md)): {figure}."
+
+
 def _peak(row: Mapping[str, Any]) -> int:
     return int(row["peak"]) + int(row["buffers"])
 
@@ -169,7 +178,7 @@ def _write(folder: Path, name: str, part: str, measured: Mapping[str, Any]) -> N
         f"feed-forward {shape.intermediate}, vocabulary {shape.vocabulary:,}"
         for role, shape in MODELS.items()
     ]
-    lines = ["# A teacher of another tokenizer", "", _NOTE, *shapes, ""]
+    lines = ["# A teacher of another tokenizer", "", _NOTE, *shapes, "", _published(folder), ""]
     for one in _PARTS:
         if one in parts:
             lines += _section(one, parts[one])

@@ -1,0 +1,1 @@
+"""The model, the draws and the ranks of benchmarks/published.py."""
