@@ -41,7 +41,9 @@ _NOTE: Final = """\
 stories260K of llama2.c by Andrej Karpathy (MIT) is a Llama of 260 thousand parameters with a
 SentencePiece vocabulary of its own. Its page has a greedy text and a text drawn at temperature {t}
 from the likeliest tokens with a mass of {p}, seed {s}. Its files become a Hugging Face folder,
-which is read into Megatron in fp32.
+which is read into Megatron in fp32. The page is in https://github.com/karpathy/llama2.c; weights
+and pieces are in https://huggingface.co/karpathy/tinyllamas and in
+https://github.com/ytmytm/llama2.c64.
 
 * greedy text: the grader `exact` of `megatron-distill evaluate --hf` on {steps} tokens from the
   begin-of-text token alone.
@@ -202,8 +204,8 @@ def report(record: Mapping[str, Any], page: Page) -> list[str]:
         loss = f"not measured; {page.loss} on the page"
         if "loss" in one:
             loss = (
-                f"{one['loss']:.4f} ± {one['loss_stderr']:.4f} in {one['windows']:,} windows; "
-                f"{page.loss} on the page"
+                f"{one['loss']:.4f} (standard error {one['loss_stderr']:.4f}) in "
+                f"{one['windows']:,} windows; {page.loss} on the page"
             )
         lines.append(
             f"| {name} | equal | equal | {one['draws']} | {one['closest_draw']:.1e} | {loss} |"
