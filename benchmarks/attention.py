@@ -3,6 +3,7 @@
 python benchmarks/attention.py                    # both parts, some twenty minutes on two cores
 python benchmarks/attention.py --only attention   # forward and backward of one layer's attention
 python benchmarks/attention.py --only step        # a training step like that of configs/tiny.yaml
+python benchmarks/attention.py --only context     # keys of context ranks: gathered, around a ring
 
 The peer is this library's former path: one bool mask [b, 1, s, S] per micro-batch, read by
 `scaled_dot_product_attention`. Subjects run in turns, each in fresh processes.
@@ -28,6 +29,35 @@ _SECONDS = 1800.0
 _ATTENTION_LENGTHS = (512, 2048, 8192, 32_768)
 _STEP_LENGTHS = (512, 2048, 8192)
 _STEP_TOKENS = 16_384
+# Subject, length, documents, ranks, rounds.
+_CONTEXTS = (
+    ("attention", 8192, "packed", 2, 15),
+    ("attention", 8192, "whole", 2, 9),
+    ("attention", 32_768, "packed", 2, 7),
+    ("attention", 32_768, "whole", 2, 1),
+    ("attention", 8192, "packed", 4, 9),
+    ("attention", 8192, "whole", 4, 5),
+    ("attention", 32_768, "packed", 4, 5),
+    ("layer", 8192, "packed", 2, 9),
+    ("layer", 8192, "whole", 2, 5),
+    ("layer", 32_768, "packed", 2, 3),
+    ("layer", 8192, "packed", 4, 7),
+)
+_CONTEXT_NOTE = """\
+One layer on context ranks, forward and backward: `attention` alone, 8 query heads of size 64 on 2
+key-value heads; or the whole `layer`, of width 512 with a feed-forward of 1,408, its embedding and
+final norm with it. One sample, fp32, gloo, one thread per rank. `gathered` is the way of a run: one
+all-gather of keys and values, in backward one more and a reduce-scatter. `ring` sends them from
+rank to rank while the rank attends to those before (`benchmarks/workers/ring.py`). Both ways run in
+turns in the same processes.
+
+`ms` is the median by the clock, from a barrier to a barrier; `least` the ratio of the shortest
+rounds; `CPU` the least CPU time of a rank, gloo's threads with it. `peak` is the most bytes of
+tensors alive at once above the inputs, results and gradients with them. All are those of the rank
+with the largest figure. `difference` is that of a result or gradient, over its largest number.
+
+The CPU time is the figure to read: other work on the machine disturbs the clock.
+"""
 _NOTE = """\
 `documents` is the number of documents in the first sample: the whole sequence, eight equal ones, or
 lengths drawn evenly from 512 to 4,096. `attention` is one layer, forward and backward: 8 query
@@ -87,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("attention", "step", "communication"))
+    parser.add_argument("--only", choices=("attention", "step", "communication", "context"))
     parser.add_argument("--longest", type=int, default=max(_ATTENTION_LENGTHS))
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--name", default="attention", help="what the result file is called")
@@ -96,6 +126,9 @@ def main() -> int:
     environment = describe("benchmarks/attention.py", sys.argv[1:])
     arguments.output.mkdir(parents=True, exist_ok=True)
     result = arguments.output / f"{arguments.name}.md"
+    if arguments.only == "context":
+        _contexts(arguments, environment, result)
+        return 0
     is_whole = arguments.only is None and not arguments.cases
     moved = _communication() if is_whole or arguments.only == "communication" else []
     lines: list[str] = []
@@ -123,6 +156,42 @@ def _measured(case: Case, subject: str) -> dict[str, Any]:
         name=f"{case.name}, {subject}",
         seconds=_SECONDS,
     )
+
+
+def _contexts(arguments: argparse.Namespace, environment: dict[str, str], result: Path) -> None:
+    parts = ["# Keys of context ranks: gathered, or around a ring\n", _CONTEXT_NOTE]
+    parts.append("\n".join(f"* {name}: {value}" for name, value in environment.items()) + "\n")
+    lines = [
+        "| case | documents | gathered ms | ring ms | ring/gathered | least | CPU ms | CPU ring |"
+        " peak (MiB) | peak ring | difference |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for subject, length, documents, ranks, rounds in _CONTEXTS:
+        name = f"{subject} {length:,} {documents}, CP{ranks}"
+        if length <= arguments.longest and arguments.cases in name:
+            words = ["--subject", subject, "--length", str(length), "--documents", documents]
+            words += ["--rounds", str(rounds)]
+            found = run_child(
+                "workers/context.py",
+                words,
+                processes=ranks,
+                threads=1,
+                name=name,
+                seconds=_SECONDS,
+            )
+            lines.append(_context_line(name, found))
+            Console().print(lines[-1])
+            result.write_text("\n".join([*parts, *lines]) + "\n", encoding="utf-8")
+
+
+def _context_line(name: str, found: dict[str, Any]) -> str:
+    ours, ring = found["gathered"], found["ring"]
+    cells = [name, str(found["documents"])]
+    cells += [f"{way['median'] * 1e3:,.0f}" for way in (ours, ring)]
+    cells += [f"{ring[figure] / ours[figure]:.2f}" for figure in ("median", "least")]
+    cells += [f"{way['work'] * 1e3:,.0f}" for way in (ours, ring)]
+    cells += [f"{way['peak'] / _MIB:,.1f}" for way in (ours, ring)]
+    return "| " + " | ".join([*cells, f"{found['difference']:.1e}"]) + " |"
 
 
 def _communication() -> list[str]:

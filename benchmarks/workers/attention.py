@@ -226,7 +226,7 @@ def _batches(count: int, arguments: argparse.Namespace, rank: int, size: int) ->
     for number in range(count):
         tokens_bS1 = torch.randint(VOCABULARY, (1, arguments.length + 1), generator=generator)
         bounds = bounds_of(arguments.length, arguments.documents, seed=number)
-        batch = _batch(tokens_bS1, bounds).context_shard(rank, size)
+        batch = batch_of(tokens_bS1, bounds).context_shard(rank, size)
         batches.append(batch.with_trained_rows().to("cpu"))
     positions = count * arguments.length
     return StepBatches(
@@ -234,7 +234,8 @@ def _batches(count: int, arguments: argparse.Namespace, rank: int, size: int) ->
     )
 
 
-def _batch(tokens_bS1: Tensor, bounds: tuple[int, ...]) -> Batch:
+def batch_of(tokens_bS1: Tensor, bounds: tuple[int, ...]) -> Batch:
+    """Return one sample with documents of these cumulative lengths, all of it trained."""
     from megatron_distill.data.collation import document_positions
     from megatron_distill.runtime.batch import Batch
 
