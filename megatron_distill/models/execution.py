@@ -234,7 +234,7 @@ def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, ob
         "moe_aux_loss_coeff": moe.aux_loss_coefficient,
         # Per sequence: the only form independent of micro-batches and data-parallel ranks.
         "moe_router_load_balancing_type": ("seq_aux_loss" if moe.aux_loss_coefficient else "none"),
-        # gloo has no all-to-all.
+        # Upstream's exchange takes its sizes from a GPU only.
         "moe_token_dispatcher_type": "alltoall" if on_cuda else "allgather",
         "moe_router_dtype": "fp32",
     }

@@ -2,9 +2,9 @@
 
 Where one rank has all experts, nothing here waits for the device: the number of rows is that of the
 tokens times the experts per token, and the counts of the experts stay on the device. With several
-ranks Megatron-Core's dispatchers exchange the tokens; they read the counts on the host in every
-layer, because the exchange needs its sizes there. So do the experts of Transformer Engine, whose
-grouped product takes the counts as numbers of the host.
+ranks the host waits once per layer and forward pass, for the sizes of the exchange: see
+docs/internals/scaling.md. The experts of Transformer Engine wait too, since their grouped product
+takes the counts as numbers of the host.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
 from torch import Tensor, nn
 
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.runtime.segments import copied
 
 # The kernel's rows must start at multiples of this.
 _ALIGNMENT_BYTES = 16
@@ -88,7 +92,9 @@ class GroupedExperts(MegatronModule):
         """
         if not rows_nH.shape[0]:
             return self._of_no_rows(rows_nH, weights_n), None
-        ends_e = counts_e.cumsum(0).to(torch.int32).to(rows_nH.device, non_blocking=True)
+        ends_e = counts_e.cumsum(0).to(torch.int32)
+        if ends_e.device != rows_nH.device:
+            ends_e = copied(ends_e, rows_nH.device)
         inner_ni = F.grouped_mm(rows_nH, self.weight1.transpose(1, 2), offs=ends_e)
         inner_nf = self._activated(inner_ni, weights_n.unsqueeze(-1))
         return F.grouped_mm(inner_nf, self.weight2.transpose(1, 2), offs=ends_e), None
@@ -198,15 +204,12 @@ class OwnTokens(MoETokenDispatcher):
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows [n k, H] ordered by expert, each expert's count, and the rows' weights."""
-        per_token = self.config.moe_router_topk
-        chosen_nk = self.routing_nE.to(torch.int32).topk(per_token, dim=1).indices
-        chosen_nk = chosen_nk.sort(dim=1).values
-        order = chosen_nk.flatten().argsort(stable=True)
-        self.places = _Places(order, per_token)
-        weights = probs.gather(1, chosen_nk).flatten().index_select(0, order)
+        rows, weights, self.places = _ordered_by_expert(
+            tokens, self.routing_nE, probs, per_token=self.config.moe_router_topk
+        )
         counts_E = self.routing_nE.sum(dim=0)
         self.routing_nE = torch.empty(0)
-        return _ToExperts.apply(tokens, self.places), counts_E, weights
+        return rows, counts_E, weights
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
         """Return the sums [n, H] over each token's experts."""
@@ -219,6 +222,52 @@ class OwnTokens(MoETokenDispatcher):
     def combine_postprocess(self, tokens: Tensor) -> Tensor:
         """Return the tokens in the shape in which they came."""
         return tokens.view(self.shape)
+
+
+class SentTokens(MoEAlltoAllTokenDispatcher):
+    """Megatron-Core's exchange of tokens, whose rows are ordered without a wait for the device.
+
+    Upstream's own ordering selects by a mask, twice in a layer. Each selection waits for its number
+    of rows, and so for everything before it, although that number is known. Here one wait is left:
+    for the sizes of the exchange, after the rows have been ordered. The order is upstream's.
+    """
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows [n k, H] ordered by expert, and their weights.
+
+        Collective: ranks of the experts, one all-gather of the experts' counts.
+        """
+        assert self.shared_experts is None
+        assert not self.config.moe_router_padding_for_quantization
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        counts = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        rows, weights, self.places = _ordered_by_expert(
+            hidden_states.view(-1, self.hidden_shape[-1]),
+            routing_map,
+            probs,
+            per_token=self.config.moe_router_topk,
+        )
+        return rows, weights
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Return the sums over each token's experts, in the shape in which the tokens came."""
+        sums_nH: Tensor = _FromExperts.apply(permutated_local_input_tokens, self.places)
+        return sums_nH.view(self.hidden_shape)
+
+
+def _ordered_by_expert(
+    tokens_nH: Tensor, routing_nE: Tensor, probs_nE: Tensor, *, per_token: int
+) -> tuple[Tensor, Tensor, _Places]:
+    """Return rows [n k, H], their weights, and their places: by expert, then by token."""
+    chosen_nk = routing_nE.to(torch.int32).topk(per_token, dim=1).indices
+    chosen_nk = chosen_nk.sort(dim=1).values
+    order = chosen_nk.flatten().argsort(stable=True)
+    places = _Places(order, per_token)
+    weights = probs_nE.gather(1, chosen_nk).flatten().index_select(0, order)
+    return _ToExperts.apply(tokens_nH, places), weights, places
 
 
 class _Places:
@@ -271,7 +320,16 @@ def prepare_experts(model: nn.Module, *, groups: ProcessGroupCollection) -> None
         if isinstance(layer, MoELayer):
             if groups.tp_ep.size() == 1:
                 layer.token_dispatcher = OwnTokens(layer.config, groups)
+            elif _orders_by_masks(layer.token_dispatcher):
+                layer.token_dispatcher = SentTokens(
+                    layer.num_local_experts, layer.local_expert_indices, layer.config, groups
+                )
             layer.register_forward_hook(_release_routing)
+
+
+def _orders_by_masks(dispatcher: MoETokenDispatcher) -> bool:
+    is_exchange = isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
+    return is_exchange and not dispatcher.config.moe_permute_fusion
 
 
 def _release_routing(layer: MoELayer, *_: object) -> None:

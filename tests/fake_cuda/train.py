@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -38,12 +39,31 @@ def main(rank: int, world: int, path: str, overrides: Sequence[str]) -> None:
     run_on_the_host(assembly, "keep_assets")
     patch.object(assembly, "exchange_group", lambda **_: None).start()
     run_on_the_host(HostBatch, "of")
+    _know_sizes()
     patch.object(loop, "_distil", opened.watched(loop._distil)).start()
     with opened.mode() as mode:
         read_on_the_host(mode)
         _align_on_the_host(opening, alignment, mode)
         is_done = assembly.run_training(config, CUDA, TerminationRequest())
     opened.print_seen(is_done=is_done)
+
+
+def _know_sizes() -> None:
+    """Let the host read, for an exchange of tokens, as many rows for each rank and expert."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    read = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+
+    def known(self: Any, point: str, counts: Tensor | None = None) -> Tensor | None:
+        counts = read(self, point, counts)
+        if point == self.cuda_dtoh_point:
+            ranks, experts = self.ep_size, self.num_local_experts
+            rows = self.num_out_tokens // ranks
+            self.input_splits = self.output_splits = np.full(ranks, rows)
+            self.num_global_tokens_per_local_expert = np.full((ranks, experts), rows // experts)
+        return counts
+
+    patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", known).start()
 
 
 def _align_on_the_host(opening: Any, alignment: Any, mode: WatchingMode) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -63,6 +64,7 @@ class WatchingMode(FakeTensorMode):
         self._pinned: dict[int, Any] = {}  # memory without contents, kept: its address is its name
         FakeTensor.data = property(Tensor.data.__get__, _set_data)
         FakeTensor.tolist = lambda tensor: self._as_list(tensor)
+        FakeTensor.numpy = lambda tensor: np.array(tensor.tolist())
         FakeTensor.pin_memory = lambda tensor: self._pin(tensor)
         FakeTensor.record_stream = lambda _tensor, _stream: None
 

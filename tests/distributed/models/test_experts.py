@@ -91,6 +91,61 @@ def test_a_grouped_product_is_that_of_each_expert(
             torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-5)
 
 
+def exchanged(
+    rank: int, world: int, moe: dict[str, Any], layout: dict[str, Any]
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Output and gradients of a layer whose tokens are gathered, and are sent; twice, since sizes
+    change."""
+    with megatron_groups(**layout) as groups:
+        from megatron.core.transformer.moe import token_dispatcher
+
+        from megatron_distill.models import experts
+
+        (model,) = build(small_architecture(init_std=0.2, moe=moe), groups, seed=11)
+        layer = model.decoder.layers[0].mlp
+        gathering = layer.token_dispatcher
+        assert isinstance(gathering, token_dispatcher.MoEAllGatherTokenDispatcher)
+        sending = experts.SentTokens(
+            layer.num_local_experts, layer.local_expert_indices, layer.config, groups.megatron
+        )
+        weights = list(layer.parameters())
+        found = []
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(10 * rank + seed)
+            hidden = torch.randn(12, 2, 32, generator=generator, requires_grad=True)
+            gradient = torch.randn(12, 2, 32, generator=generator)
+            sides = []
+            for layer.token_dispatcher in (gathering, sending):
+                with patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", on_host):
+                    output, _ = layer(hidden)
+                    grads = torch.autograd.grad(output, [hidden, *weights], gradient)
+                sides.append([output.detach(), *grads])
+            found.append((sides[0], sides[1]))
+        return found
+
+
+def on_host(tensor: Any, *, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Upstream's copy of sizes, which leaves tensors of the host as they are."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+@pytest.mark.parametrize(
+    ("top_k", "ranks", "layout"),
+    [
+        (2, 2, {"expert": 2}),
+        pytest.param(1, 4, {**SPLIT, "expert": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sent_tokens_give_what_gathered_ones_do(
+    pool: Pool, top_k: int, ranks: int, layout: dict[str, Any]
+) -> None:
+    for rank in pool.run(ranks, exchanged, {**MOE, "top_k": top_k}, layout):
+        for gathered, sent in rank:
+            for one, other in zip(gathered, sent, strict=True):
+                torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
+
+
 def without_numbers(rank: int, world: int, grouped: bool) -> str:
     """Run a layer on tensors that have no numbers, forward and backward; the error, if any."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode

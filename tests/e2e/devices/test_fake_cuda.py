@@ -178,6 +178,16 @@ def test_a_step_stays_on_its_device_and_waits_twice(
     assert (seen["kernels"] != {}) == is_last_stage
 
 
+def test_experts_of_two_ranks_wait_once_per_layer_for_the_sizes_of_their_exchange(
+    device: FakeDevice, inputs: Inputs, tmp_path: Path
+) -> None:
+    seen = train(device, inputs, tmp_path, "moe", 1, 2, *BF16, "parallel.expert=2")
+    of_sizes = seen["waits"].pop("token_dispatcher.py:_maybe_dtoh_and_synchronize")
+    assert seen["waits"] == STEP_WAITS
+    assert of_sizes == STEPS * 2 * 4  # micro-batches and layers
+    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
+
+
 # Transformer Engine's layers, attention and positions are stand-ins; heads are of eight numbers.
 FUSED: dict[str, Sequence[str]] = {
     "documents": ("teacher.architecture.num_attention_heads=5",),
