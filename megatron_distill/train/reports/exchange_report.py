@@ -10,12 +10,12 @@ from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.runtime.progress import shortened, size
-from megatron_distill.runtime.roles import Roles
+from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
 from megatron_distill.train.assemble.routing import members, share_of_units
 from megatron_distill.train.teachers.answers import AnswerPlan
 
-__all__ = ["exchange_report"]
+__all__ = ["exchange_report", "movement_report"]
 
 _OF_LAYER: Final = {"query": "queries", "key": "keys"}
 
@@ -65,3 +65,30 @@ def _exchange(plan: AnswerPlan, roles: Roles, *, is_routed: bool) -> Iterator[st
             f"slots{several}: {size(held)} on each rank of the student's {where}, for "
             f"{counted(plan.blocks, 'step')} ({plan.role}.steps_ahead = {plan.steps_ahead})"
         )
+
+
+def movement_report(
+    config: RunConfig, name: str, roles: Roles, shapes: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """Yield what a teacher with its own layout moves between the student's ranks in a step.
+
+    name: of the teacher. shapes: of the models by role. Raises ConfigError: a feature loss names a
+    layer that its model does not have.
+    """
+    precision = PRECISIONS[config.train.precision]
+    role = Role(name, 0, roles.student.size)
+    plan = answer_plan(config, role, roles, shapes[name], shapes["student"], precision, None)
+    # Positions that a rank has in both layouts stay there.
+    moved = {route: count for route, count in plan.step_bytes().items() if route[0] != route[1]}
+    most = "at most " if share_of_units(members(config).get(name)).number is not None else ""
+    yield (
+        f"movement of {name}: {most}{size(sum(moved.values()))} of hidden states per step from its "
+        f"layout to the student's, {plan.outputs[0].bytes_per_token:,} bytes per token of another "
+        "rank"
+    )
+    yield from shortened(
+        [
+            f"  {roles.name(source)} to {roles.name(destination)}: {most}{size(count)} per step"
+            for (source, destination), count in sorted(moved.items())
+        ]
+    )

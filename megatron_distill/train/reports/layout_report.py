@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,8 @@ from megatron_distill.config import (
     RunConfig,
     TeacherRanks,
     is_divisible,
+    named_teachers,
+    own_layouts,
     teacher_parallel,
 )
 from megatron_distill.errors import counted
@@ -54,23 +56,29 @@ def layout_report(config: RunConfig, *, ranks: int, teachers: TeacherRanks) -> s
     lines = [f"layout of {counted(ranks, 'rank')}", *_ranks(roles.student, config.parallel)]
     for role in roles.teachers:
         lines += _ranks(role, teacher_parallel(config, role.name))
-    if roles.teachers:
+    moving = [name for name, _ in own_layouts(config) if name in shapes and name not in apart]
+    if roles.teachers or moving:
         # Imported here: it loads Megatron-Core, which takes seconds, and no other layout needs it.
         from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
         prepare_megatron_core(on_cuda=False)
-        from megatron_distill.train.reports.exchange_report import exchange_report
+        from megatron_distill.train.reports.exchange_report import exchange_report, movement_report
 
         lines += exchange_report(config, roles, {"student": student, **shapes})
+        for name in moving:
+            lines += movement_report(config, name, roles, {"student": student, **shapes})
+    every_flops = {}
     for name, shape in shapes.items():
         lines.append(_teacher_weights(config, name, shape, apart.get(name, roles.student).size))
-        flops = step_flops_per_token(
+        flops = every_flops[name] = step_flops_per_token(
             student,
             shape,
             sequence_length=config.data.sequence_length,
             teacher_length=config.models[name].sequence_length,
         )
         lines += _balance(flops, roles, shape, config) if name == "teacher" else _share(flops)
+    if config.teachers and roles.teachers:
+        lines += _balance_of_several(every_flops, shapes, roles, config)
     note = vocabulary_note(config.models, config.data.tokenizer, every)
     return "\n".join([*lines, *([note] if note else [])]) + "\n"
 
@@ -152,17 +160,47 @@ def _balance(
         yield "  on ranks of its own the teacher's head runs on the student's, in the losses"
     yield _best_division(sides, roles, config)
     for role in roles.teachers:
-        of_teacher, own = sides.teacher / role.size, sides.student / roles.student.size
-        slower = "teacher" if of_teacher > own else "student"
-        ratio = max(of_teacher, own) / min(of_teacher, own)
-        waits = "student" if slower == "teacher" else "teacher"
-        verdict = (
-            f"the {waits} waits for the {slower}" if ratio > _BALANCED else "the sides are balanced"
-        )
-        yield (
-            f"  here: {role.size} of the teacher and {roles.student.size} of the "
-            f"student; the {slower}'s step takes {ratio:.2f} times the other's: {verdict}"
-        )
+        yield f"  here: {_verdict(sides, role, roles, 'the teacher')}"
+
+
+def _verdict(sides: _Sides, role: Role, roles: Roles, name: str) -> str:
+    """Return which of the student and a teacher, by its name, waits for the other."""
+    of_teacher, own = sides.teacher / role.size, sides.student / roles.student.size
+    slower, waits = (name, "the student") if of_teacher > own else ("the student", name)
+    ratio = max(of_teacher, own) / min(of_teacher, own)
+    verdict = f"{waits} waits for {slower}" if ratio > _BALANCED else "the sides are balanced"
+    return (
+        f"{role.size} of {name} and {roles.student.size} of the student; {slower}'s step takes "
+        f"{ratio:.2f} times the other's: {verdict}"
+    )
+
+
+def _balance_of_several(
+    flops: Mapping[str, StepFlops],
+    shapes: Mapping[str, Architecture],
+    roles: Roles,
+    config: RunConfig,
+) -> Iterator[str]:
+    """Yield for each of several teachers with ranks of its own who waits, and its best ranks."""
+    named = {f"teachers.{name}" for name in named_teachers(config.objective.terms)}
+    sides = {name: _Sides.of(one, shapes[name], config, name) for name, one in flops.items()}
+    apart = {role.name for role in roles.teachers}
+    # Of each teacher the student's ranks run the head, or all of it.
+    beside = sum(
+        side.student - flops[name].student_forward - flops[name].student_backward
+        if name in apart
+        else flops[name].teacher_forward
+        for name, side in sides.items()
+    )
+    yield "balance, with every teacher on every sample:"
+    for role in roles.teachers:
+        name, own = role.name, flops[role.name]
+        side = replace(sides[name], student=own.student_forward + own.student_backward + beside)
+        wanted = side.teacher / side.student * roles.student.size
+        text = f"  {_verdict(side, role, roles, name)}; balanced on {wanted:.1f} ranks"
+        if name not in named and wanted > role.size:
+            text += f", or here with {role.size / wanted:.0%} of the samples"
+        yield text
 
 
 @dataclass(frozen=True)
@@ -177,9 +215,11 @@ class _Sides:
     has_moved_head: bool
 
     @classmethod
-    def of(cls, flops: StepFlops, teacher: Architecture, config: RunConfig) -> _Sides:
-        """Divide the work of a step."""
-        section, own = config.models["teacher"], config.data.sequence_length
+    def of(
+        cls, flops: StepFlops, teacher: Architecture, config: RunConfig, role: str = "teacher"
+    ) -> _Sides:
+        """Divide the work of a step with one teacher."""
+        section, own = config.models[role], config.data.sequence_length
         student, teacher_side = (
             flops.student_forward + flops.student_backward,
             flops.teacher_forward,

@@ -64,6 +64,47 @@ def test_every_world_of_several_teachers_has_its_ranks_and_answers(tmp_path: Pat
     assert "  teachers.code.0 to student.1: at most " in "\n".join(lines)
     weights = [line.split(":")[0] for line in lines if line.startswith("weights of ")]
     assert weights == [f"weights of teachers.{name}" for name in ("code", "law", "math")]
+    # The student's two ranks also run `law`, and the heads of the teachers elsewhere.
+    shape = Architecture.from_dict(config.models["student"].architecture.resolved(64, 512))
+    flops, head = (
+        step_flops_per_token(shape, shape, sequence_length=64),
+        head_flops_per_token(shape),
+    )
+    forward = flops.teacher_forward
+    student = flops.student_forward + flops.student_backward + forward + 2 * head
+    at = lines.index("balance, with every teacher on every sample:")
+    of_code, of_math = lines[at + 1 : at + 3]
+    waits = "the student's step takes {:.2f} times the other's: {} waits for the student"
+    assert waits.format(student / 2 / (forward - head), "teachers.code") in of_code, of_code
+    assert waits.format(student / (forward - head), "teachers.math") in of_math, of_math
+    assert of_code.endswith(f"; balanced on {2 * (forward - head) / student:.1f} ranks"), of_code
+    # A tall one is too slow for one rank, but not with some of the samples.
+    tall = load_tree(tmp_path, tree, "teachers.code.architecture.num_layers=60")
+    (line,) = [
+        line
+        for line in layout_report(tall, ranks=5, teachers=ranks).splitlines()
+        if line.startswith("  1 of teachers.code and 2 of the student; ")
+    ]
+    found = re.search(r"balanced on ([\d.]+) ranks, or here with (\d+)% of the samples$", line)
+    assert found is not None, line
+    assert "the student waits for teachers.code" in line
+    assert float(found[1]) * int(found[2]) == pytest.approx(100, rel=0.05)
+
+
+def test_a_layout_on_the_same_ranks_has_routes_and_their_bytes(tmp_path: Path) -> None:
+    # Each rank trains on whole sequences; of each the teacher has one half on the other rank.
+    config = load_tree(tmp_path, TAUGHT, "teacher.parallel={context: 2}")
+    lines = layout_report(config, ranks=2, teachers=()).splitlines()
+    width = config.models["teacher"].architecture.hidden_size * 4
+    moved = config.train.global_batch_size * 64 // 2 * width
+    (at,) = [index for index, line in enumerate(lines) if line.startswith("movement of teacher: ")]
+    assert f": {moved / 1e3:.3g} kB of hidden states per step" in lines[at], lines[at]
+    assert f", {width:,} bytes per token of another rank" in lines[at]
+    assert lines[at + 1 : at + 3] == [
+        f"  rank {one} to rank {1 - one}: {moved / 2e3:.3g} kB per step" for one in (0, 1)
+    ]
+    same = load_tree(tmp_path, TAUGHT)
+    assert "movement" not in layout_report(same, ranks=2, teachers=())
 
 
 # A teacher whose work is about twice the student's, and a batch of 32 sequences.
