@@ -36,7 +36,7 @@ _VOCABULARY, _LENGTH, _QUICK_LENGTH, _MICRO_BATCH, _BATCH = 8192, 256, 32, 2, 4
 _FEW = "objective.terms=[{divergence: forward_kl, top_k: 64, support: renormalized}]"
 _TOP_K = (_FEW, "teacher.transfer={what: top_k, k: 64}")
 _OWN = "teacher.ranks=1"
-_IPC = "teacher.transfer.backend=ipc"
+_IPC, _GLOO = "teacher.transfer.backend=ipc", "teacher.transfer.backend=gloo"
 _PHASES = ("teacher", "forward", "loss", "backward", "communication", "optimizer")
 _TOLERANCE = 1e-5
 _DEMAND = 1.1
@@ -59,13 +59,15 @@ SUBJECTS = (
     *(
         Subject(
             f"own ranks, hidden, gloo, {ahead} ahead",
-            (_OWN, f"teacher.steps_ahead={ahead}"),
+            (_OWN, _GLOO, f"teacher.steps_ahead={ahead}"),
             "hidden",
         )
         for ahead in (0, 1, 2)
     ),
     Subject("own ranks, hidden, ipc, 1 ahead", (_OWN, _IPC), "hidden"),
-    Subject("own ranks, top 64, gloo, 1 ahead", (_OWN, *_TOP_K), "top_k", has_whole_loss=False),
+    Subject(
+        "own ranks, top 64, gloo, 1 ahead", (_OWN, *_TOP_K, _GLOO), "top_k", has_whole_loss=False
+    ),
     Subject(
         "own ranks, top 64, ipc, 1 ahead", (_OWN, *_TOP_K, _IPC), "top_k", has_whole_loss=False
     ),

@@ -18,14 +18,20 @@ from torch import Tensor
 
 from megatron_distill.runtime.lone_failure import host_key
 from megatron_distill.runtime.roles import Role, Roles
+from megatron_distill.runtime.shared_memory import memory_name
 
-__all__ = ["Bridge", "Sending", "open_bridge"]
+__all__ = ["Bridge", "Sending", "memory_key", "open_bridge"]
 
 # A rank that waits longer than a collective's timeout is no failure here: a teacher waits while
 # the student validates or saves. Its failure closes the connection.
 _PATIENCE: Final = timedelta(days=30)
 _STOP: Final = "teachers/ask-to-stop"
 _FAILURE: Final = "failure"  # of a role
+
+
+def memory_key(rank: int) -> str:
+    """Return the name in the store of the memory that a rank of the launch can map."""
+    return f"bridge/memory/{rank}"
 
 
 class Sending(Protocol):
@@ -111,6 +117,11 @@ class Bridge:
         """Return the host of a rank of the launch."""
         return self.store.get(host_key(rank)).decode()
 
+    def shares_memory(self, rank: int) -> bool:
+        """Whether this rank and another one of the launch can map each other's memory."""
+        own, other = (self.store.get(memory_key(one)) for one in (self.rank, rank))
+        return bool(own) and own == other
+
     def publish(self, name: str, value: Any) -> None:
         """Make a value of JSON known to all ranks of the launch; once per name."""
         self.store.set(f"published/{name}", json.dumps(value))
@@ -132,6 +143,7 @@ def open_bridge(
 
     Collective: all ranks of the launch, rendezvous.
     """
+    store.set(memory_key(rank), memory_name())
     place = dist.PrefixStore("bridge", store)
     group = dist.ProcessGroupGloo(place, rank, roles.size, timeout=_PATIENCE)
     # The stubs do not know that it has the methods of any group.

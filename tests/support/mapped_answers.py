@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.config import TransferConfig
-from megatron_distill.runtime.bridge import Bridge, Sending
+from megatron_distill.runtime.bridge import Bridge, Sending, memory_key
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.lone_failure import LoneFailure, host_key
 from megatron_distill.runtime.roles import Roles
+from megatron_distill.runtime.shared_memory import memory_name, shared_path
 from megatron_distill.train.assemble.answer_way import student_way, teacher_way
 from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answer_ways import AnswerWay, Columns, SlotPlace, Slots
@@ -78,6 +79,7 @@ def bridge_of(rank: int, world: int) -> Bridge:
     store, group = dist.distributed_c10d._get_default_store(), dist.group.WORLD
     assert group is not None
     store.set(host_key(rank), socket.gethostname())
+    store.set(memory_key(rank), memory_name())
     roles = Roles(world, (("teacher", world // 2),))
     return Bridge(rank, roles, store, group, lambda _: nullcontext(), SECONDS)
 
@@ -188,7 +190,7 @@ def exchange(rank: int, world: int, steps_ahead: int, device: torch.device) -> l
         assert not mapped.slots, "the mapping outlives its sender"
         return []
     with ExitStack() as resources:
-        way, slots, _ = student_way(transfer, plan, own, resources)
+        way, slots, _ = student_way("ipc", transfer, plan, own, resources)
         reader: Reader = BusyGpu() if kind == "cuda" else SlowHost(rank)
         return read_rounds(plan, way, slots, bridge, device, reader)
 
@@ -304,19 +306,21 @@ def exchange_on_streams(
     numbers = range(len(plan.columns))
     if not bridge.is_teacher:
         own = [number for number in numbers if number in plan.slot_rows(rank)]
-        slots = slots_of(plan, create_shared(folder / f"slots-{rank}", plan, rank, own))
+        tensors, memory = create_shared(plan, rank, own)
+        slots = slots_of(plan, tensors)
         free, handles = shared_events(events, plan.blocks)
-        bridge.publish(f"slots/{rank}", handles)
+        bridge.publish(f"slots/{rank}", [str(shared_path(memory)), handles])
         shared = QueuedCopies({rank: slots}, credits, stream)
         way = CudaIpcWay(shared, plan, bridge, events, {rank: free})
-        return read_rounds(plan, way, slots, bridge, torch.device("cpu"), stream)
+        with memory:
+            return read_rounds(plan, way, slots, bridge, torch.device("cpu"), stream)
     mapped: dict[int, Slots] = {}
     opened: dict[int, list[InterprocessEvent]] = {}
     for receiver in plan.student.ranks:
-        handles = bridge.published(f"slots/{receiver}")
+        path, handles = bridge.published(f"slots/{receiver}")
         opened[receiver] = [events.open(bytes.fromhex(handle)) for handle in handles]
         own = [number for number in numbers if number in plan.slot_rows(receiver)]
-        tensors = map_shared(folder / f"slots-{receiver}", plan, receiver, own)
+        tensors = map_shared(Path(path), plan, receiver, own)
         mapped[receiver] = slots_of(plan, tensors)
     shared = QueuedCopies(mapped, credits, stream)
     way = CudaIpcWay(shared, plan, bridge, events, opened)

@@ -312,7 +312,8 @@ class TransferConfig(Section):
         default="auto",
         description="`gloo`: through host memory and the network; `nccl`: between GPUs; `ipc`: "
         "within one machine, the teacher writes into the student's memory, by CUDA IPC between "
-        "GPUs. `auto`: `nccl` where `runtime.backend` is that, else `gloo`.",
+        "GPUs. `auto`: `nccl` where `runtime.backend` is that, `ipc` on a CPU where all ranks that "
+        "exchange answers are on one machine, else `gloo`.",
     )
 
 

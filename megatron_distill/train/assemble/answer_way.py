@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
-from uuid import uuid4
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -13,7 +12,9 @@ from torch import Tensor
 from megatron_distill.config import TransferConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import Bridge
+from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.shared_memory import shared_path
 from megatron_distill.train.teachers.answer_ways import (
     AnswerWay,
     HostWay,
@@ -41,13 +42,11 @@ from megatron_distill.train.teachers.mapped_slots import (
     slots_of,
 )
 
-__all__ = ["student_way", "teacher_way"]
-
-_SHARED_MEMORY: Final = Path("/dev/shm")
+__all__ = ["student_backend", "student_way", "teacher_way"]
 
 
-def _backend(transfer: TransferConfig, role: str, device: Device) -> str:
-    """Return the way of the answers by name, the same on all ranks.
+def _backend(transfer: TransferConfig, role: str, device: Device) -> str | None:
+    """Return the way of the answers by name, the same on all ranks; None: the student chooses it.
 
     Raises ConfigError: it is not for this device, which `runtime.device = 'auto'` has chosen.
     """
@@ -58,7 +57,33 @@ def _backend(transfer: TransferConfig, role: str, device: Device) -> str:
         )
     if transfer.backend != "auto":
         return transfer.backend
+    if device.kind == "cpu":
+        return None
     return "nccl" if device.backend == "nccl" else "gloo"
+
+
+def student_backend(transfer: TransferConfig, plan: AnswerPlan, device: Device) -> str:
+    """Return the way of the answers by name on all ranks of the student; the teacher's learn it.
+
+    `auto` is shared memory on a CPU, where each route is between two ranks that can map each
+    other's memory.
+
+    Raises ConfigError on all of them: it is not for this device.
+
+    Collective: the student's world, one all-gather of a short object per rank, then with `auto` on
+    a CPU one all-reduce of 8 bytes.
+    """
+    bridge = device.bridge
+    assert bridge is not None
+    with together():
+        backend = _backend(transfer, plan.role, device)
+    if backend is not None:
+        return backend
+    is_apart = not all(map(bridge.shares_memory, plan.sources(bridge.rank)))
+    backend = "gloo" if any_rank(is_apart, device=device.torch_device) else "ipc"
+    if bridge.rank == 0:
+        bridge.publish(f"backend/{plan.role}", backend)
+    return backend
 
 
 def _places(
@@ -85,13 +110,15 @@ def _divided(
 
 
 def student_way(
-    transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
-) -> tuple[AnswerWay, Slots, Path | None]:
-    """Return how a rank of the student receives, its slots, and their file if shared.
+    backend: str, transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
+) -> tuple[AnswerWay, Slots, BinaryIO | None]:
+    """Return how a rank of the student receives, its slots, and their memory if shared.
 
-    Raises ConfigError: the way is not for this device or this memory, or shared memory is full.
+    backend: as of `student_backend`.
+
+    Raises ConfigError: the way is not for this memory, or there is too little of it to share.
     """
-    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
+    bridge = device.bridge
     assert bridge is not None
     if backend == "ipc":
         return _offered_slots(transfer, plan, device, resources)
@@ -109,8 +136,9 @@ def teacher_way(
     Raises ConfigError: the way is not for this device, or it should share memory with another
     machine, or with a GPU that its own cannot access.
     """
-    bridge, backend = device.bridge, _backend(transfer, plan.role, device)
+    bridge = device.bridge
     assert bridge is not None
+    backend = _backend(transfer, plan.role, device) or bridge.published(f"backend/{plan.role}")
     if backend == "ipc":
         return _mapped_slots(transfer, plan, device, resources)
     if backend == "nccl" and transfer.what == "hidden":
@@ -124,11 +152,11 @@ def _key(plan: AnswerPlan) -> str:
 
 def _offered_slots(
     transfer: TransferConfig, plan: AnswerPlan, device: Device, resources: ExitStack
-) -> tuple[AnswerWay, Slots, Path | None]:
+) -> tuple[AnswerWay, Slots, BinaryIO | None]:
     """Allocate the slots of a rank of the student, and publish how the teacher maps them."""
     bridge = device.bridge
     assert bridge is not None
-    rank, path = bridge.rank, None
+    rank, memory = bridge.rank, None
     on_host, on_gpu = _divided(transfer, plan, rank, device.torch_device)
     tensors: dict[int, Tensor] = {}
     free: list[InterprocessEvent] = []
@@ -141,18 +169,18 @@ def _offered_slots(
         published["gpu"] = share_with(whole, plan.sources(rank), _key(plan))
         free, published["free"] = shared_events(CudaEvents(device.torch_device), plan.blocks)
     if on_host:
-        path = _SHARED_MEMORY / f"megatron-distill-{uuid4().hex}"
-        tensors |= create_shared(path, plan, rank, on_host)
-        resources.callback(path.unlink, missing_ok=True)
-        published["file"] = str(path)
+        mapped, memory = create_shared(plan, rank, on_host)
+        resources.enter_context(memory)
+        tensors |= mapped
+        published["memory"] = str(shared_path(memory))
     bridge.publish(f"slots/{plan.role}/{rank}", published)
     slots = slots_of(plan, tensors)
     shared = SharedMemoryWay({rank: slots}, Credits(bridge, rounds=plan.blocks))
     if not on_gpu:
-        return shared, slots, path
+        return shared, slots, memory
     way = CudaIpcWay(shared, plan, bridge, CudaEvents(device.torch_device), {rank: free})
     resources.callback(way.written.clear)
-    return way, slots, path
+    return way, slots, memory
 
 
 def _mapped_slots(
@@ -167,9 +195,9 @@ def _mapped_slots(
     resources.callback(slots.clear)
     resources.callback(free.clear)
     for rank in [destination for source, destination in plan.routes if source == bridge.rank]:
-        _require_same_host(plan, bridge, rank)
-        published = bridge.published(f"slots/{plan.role}/{rank}")
         on_host, on_gpu = _divided(transfer, plan, rank, own)
+        _require_same_host(plan, bridge, rank, maps_memory=bool(on_host))
+        published = bridge.published(f"slots/{plan.role}/{rank}")
         tensors: dict[int, Tensor] = {}
         if on_gpu:
             names = {"receiver": bridge.roles.name(rank), "sender": bridge.roles.name(bridge.rank)}
@@ -179,16 +207,22 @@ def _mapped_slots(
             tensors |= map_slots(whole, plan, rank, on_gpu)
             free[rank] = [events.open(bytes.fromhex(handle)) for handle in published["free"]]
         if on_host:
-            tensors |= map_shared(Path(published["file"]), plan, rank, on_host)
+            tensors |= map_shared(Path(published["memory"]), plan, rank, on_host)
         slots[rank] = slots_of(plan, tensors)
     shared = SharedMemoryWay(slots, Credits(bridge, rounds=plan.blocks))
     return CudaIpcWay(shared, plan, bridge, events, free) if free else shared
 
 
-def _require_same_host(plan: AnswerPlan, bridge: Bridge, rank: int) -> None:
+def _require_same_host(plan: AnswerPlan, bridge: Bridge, rank: int, *, maps_memory: bool) -> None:
     here, there = bridge.host(bridge.rank), bridge.host(rank)
+    sender, receiver = map(bridge.roles.name, (bridge.rank, rank))
     if here != there:
         raise ConfigError(
-            f"{_key(plan)} = 'ipc': {bridge.roles.name(bridge.rank)} is on {here} and "
-            f"{bridge.roles.name(rank)} on {there}, which share no memory; set it to gloo or nccl"
+            f"{_key(plan)} = 'ipc': {sender} is on {here} and "
+            f"{receiver} on {there}, which share no memory; set it to gloo or nccl"
+        )
+    if maps_memory and not bridge.shares_memory(rank):
+        raise ConfigError(
+            f"{_key(plan)} = 'ipc': {sender} and {receiver} are on {here}, and neither sees the "
+            "other's processes, as in two containers; set it to gloo, or start both in one"
         )

@@ -38,7 +38,7 @@ from megatron_distill.train.assemble.answer_plan import (
     head_parts,
 )
 from megatron_distill.train.assemble.answer_signals import signal_maker
-from megatron_distill.train.assemble.answer_way import student_way, teacher_way
+from megatron_distill.train.assemble.answer_way import student_backend, student_way, teacher_way
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
@@ -99,7 +99,7 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
     roles = bridge.roles
     ranks = roles.teacher(role)
     plan = answer_plan(config, ranks, roles, teacher, student, execution.dtype, settings)
-    ring, weight, file = None, None, None
+    ring, weight, memory = None, None, None
     if groups.is_last_stage and settings is None:
         shard = vocab_shard(of_head, groups, tokens=tokens.size)
         weight = torch.empty(
@@ -108,12 +108,12 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
             dtype=execution.dtype,
             device=execution.device,
         )
-    received = None
-    with together():  # shared memory may be full on some ranks alone
+    received, backend = None, student_backend(transfer, plan, device)
+    with together():  # memory may be full on some ranks alone
         if plan.needed(bridge.rank):
-            received = student_way(transfer, plan, device, site.resources)
+            received = student_way(backend, transfer, plan, device, site.resources)
     if received is not None:
-        way, slots, file = received
+        way, slots, memory = received
         ring = AnswerRing(
             plan,
             way,
@@ -135,7 +135,7 @@ def open_own_ranks(config: RunConfig, role: str, fit: TeacherFit, site: Site) ->
         head_parts=parts if settings is None else (),
         last_step=config.train.steps,
         alone=device.alone,
-        shared_file=file,
+        shared_memory=memory,
     )
     site.resources.callback(found.close)
     return found

@@ -1,23 +1,23 @@
 """Slots in memory that two processes of one machine have mapped: the sender writes into them.
 
-The memory is a file of shared memory here; `device_slots` has the same slots on a GPU.
+The memory is the host's here; `device_slots` has the same slots on a GPU.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import BinaryIO, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import Bridge, Sending
+from megatron_distill.runtime.shared_memory import allocate_shared, shared_path
 from megatron_distill.train.teachers.answer_ways import Columns, SlotPlace, Slots
 from megatron_distill.train.teachers.answers import CREDIT_TAG, AnswerPlan, Command, Part
 
@@ -155,30 +155,36 @@ def slots_of(plan: AnswerPlan, tensors: Mapping[int, Tensor]) -> Slots:
 
 
 def create_shared(
-    path: Path, plan: AnswerPlan, rank: int, numbers: Collection[int]
-) -> dict[int, Tensor]:
-    """Create a file of shared memory for some tensors of a rank's slots; see `map_slots`.
+    plan: AnswerPlan, rank: int, numbers: Collection[int]
+) -> tuple[dict[int, Tensor], BinaryIO]:
+    """Allocate shared memory for some tensors of a rank's slots; see `map_slots`.
 
+    Returns also the memory, which is closed once the senders have mapped `shared_path` of it.
     Raises ConfigError: there is not enough of it.
     """
     size = mapped_bytes(plan, rank, numbers)
     try:
-        with path.open("wb") as stream:
-            os.posix_fallocate(stream.fileno(), 0, size)
+        memory = allocate_shared(size)
     except OSError as error:
-        path.unlink(missing_ok=True)
         raise ConfigError(
-            f"{plan.role}.transfer.backend = 'ipc': {path} needs {size:,} bytes of shared memory "
-            f"({error.strerror}); give {path.parent} more, lower {plan.role}.steps_ahead, or set "
-            f"{plan.role}.transfer.backend to gloo"
+            f"{plan.role}.transfer.backend: the slots of a rank take {size:,} bytes of shared "
+            f"memory ({error.strerror}); give the job more memory, lower {plan.role}.steps_ahead, "
+            f"or set {plan.role}.transfer.backend to gloo"
         ) from error
-    return map_shared(path, plan, rank, numbers)
+    return map_shared(shared_path(memory), plan, rank, numbers), memory
 
 
 def map_shared(
     path: Path, plan: AnswerPlan, rank: int, numbers: Collection[int]
 ) -> dict[int, Tensor]:
-    """Map the file of `create_shared`, which need not stay."""
+    """Map the memory of `create_shared` by its path. Raises ConfigError: the system forbids it."""
     size = mapped_bytes(plan, rank, numbers)
+    try:
+        path.open("r+b").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{plan.role}.transfer.backend: {path}, the memory of rank {rank}'s slots, cannot be "
+            f"opened ({error.strerror}); set {plan.role}.transfer.backend to gloo"
+        ) from error
     whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     return map_slots(whole, plan, rank, numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ class OwnRanksTeacher:
 
     Attributes:
         head: the teacher's.
-        shared_file: of the slots, removed at the start; None without one.
+        shared_memory: of the slots, closed at the start; None without it.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class OwnRanksTeacher:
         head_parts: Sequence[Message],
         last_step: int,
         alone: LoneFailure,
-        shared_file: Path | None = None,
+        shared_memory: BinaryIO | None = None,
     ) -> None:
         self._asking = asking
         self.head = head
@@ -177,7 +177,7 @@ class OwnRanksTeacher:
         self._step = 0
         self._used: Command | None = None
         self._ahead: deque[Command] = deque()
-        self._shared_file = shared_file
+        self._shared_memory = shared_memory
         self._has_started = False
 
     @property
@@ -205,9 +205,8 @@ class OwnRanksTeacher:
         """
         self._step, self._last_step, self._has_started = steps_done, last_step, True
         self._alone.progress.begin(steps_done + 1)
-        if self._shared_file is not None:
-            # All sides have mapped it: without a name its memory ends with the processes.
-            self._shared_file.unlink(missing_ok=True)
+        if self._shared_memory is not None:
+            self._shared_memory.close()  # all sides have mapped it
         if self._asking.ring is not None:
             self._asking.ring.connect()
         weight = self.head.head_weight

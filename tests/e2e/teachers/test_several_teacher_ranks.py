@@ -64,9 +64,9 @@ def steps(found: Course) -> Course:
 LAW, CODE, MATH = (f"teachers.{name}.ranks=1" for name in ("law", "code", "math"))
 # Ranks of the launch, and the layouts.
 LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
-    "1, 1 and 1, 0 and 2 ahead, shared memory": (
+    "1, 1 and 1, 0 and 2 ahead, gloo and ipc": (
         3, (LAW, CODE, "teachers.law.steps_ahead=0", "teachers.code.steps_ahead=2",
-            "teachers.code.transfer.backend=ipc"),
+            "teachers.code.transfer.backend=gloo"),
     ),
     "TP2+sequence, and PP2": (
         4, ("teachers.law.ranks=2", "teachers.law.parallel={pipeline: 2}", "parallel.tensor=2",
@@ -109,7 +109,7 @@ TOP_K = (
 OF_TOP_K: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "1, and 1 for each": (
         4, (), (LAW, CODE, MATH, sent("law"), sent("code"), sent("math", 20),
-                "teachers.code.transfer.backend=ipc"),
+                "teachers.code.transfer.backend=gloo"),
     ),
     "1, and 1, one sample at a time": (2, (ONE_SAMPLE,), (CODE, sent("code"))),
     "TP2+sequence, and PP2": (

@@ -53,8 +53,8 @@ def test_two_steps_with_each_teacher_on_a_rank_are_those_of_shared_ranks(
 
 # Ranks of the launch, and the layouts.
 LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
-    "1, 1 and 1, 0 and 2 ahead, shared memory": (
-        3, (FAR, NEAR, "teachers.far.steps_ahead=2", "teachers.far.transfer.backend=ipc",
+    "1, 1 and 1, 0 and 2 ahead, gloo and ipc": (
+        3, (FAR, NEAR, "teachers.far.steps_ahead=2", "teachers.far.transfer.backend=gloo",
             "teachers.near.steps_ahead=0"),
     ),
     "TP2+sequence, and PP2": (
@@ -102,8 +102,8 @@ OF_ALL_IDS = (
 OF_TOP_K = ("forward_kl_top8", "likelihood_js_divergence_t6", "reverse_kl_top8_near")
 SENT = sent("far", max(SECOND_SIZES))
 WITH_TOP_K: dict[str, tuple[int, Sequence[str]]] = {
-    "1, and 1 for each, shared memory": (
-        3, (FAR, NEAR, SENT, sent("near"), "teachers.far.transfer.backend=ipc"),
+    "1, and 1 for each, gloo and ipc": (
+        3, (FAR, NEAR, SENT, sent("near"), "teachers.far.transfer.backend=gloo"),
     ),
     "CP2, and TP2+sequence": (
         4, ("teachers.far.ranks=2", "teachers.far.parallel={tensor: 2, sequence: true}", SENT,

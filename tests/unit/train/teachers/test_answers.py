@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -15,6 +14,7 @@ from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.roles import Roles
+from megatron_distill.runtime.shared_memory import shared_path
 from megatron_distill.train.teachers.answer_ways import private_slots
 from megatron_distill.train.teachers.answers import (
     AnswerError,
@@ -100,7 +100,7 @@ def staged_plan() -> AnswerPlan:
     )
 
 
-def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path: Path) -> None:
+def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them() -> None:
     plan = staged_plan()
     # Each tensor rank has half of a hidden state's rows, and all rows of the ids.
     rows = {0: {2: 8, 4: 8}, 1: {2: 8, 4: 8}, 2: {0: 16, 1: 16, 3: 8}, 3: {0: 16, 1: 16, 3: 8}}
@@ -126,12 +126,13 @@ def test_layer_outputs_go_from_their_stage_to_the_stages_that_need_them(tmp_path
         numbers = list(rows[rank])
         size = mapped_bytes(plan, rank, numbers)
         assert 0 <= size - plan.slot_bytes(rank) < 256 * len(numbers)
-        file = tmp_path / f"slots-{rank}"
-        shared = slots_of(plan, create_shared(file, plan, rank, numbers))
+        tensors, memory = create_shared(plan, rank, numbers)
+        shared = slots_of(plan, tensors)
         assert [list(slot) for block in shared for slot in block] == [numbers] * 12
         for number, tensor in enumerate(t for block in shared for s in block for t in s.values()):
             tensor.fill_(number)
-        again = slots_of(plan, map_shared(file, plan, rank, numbers))
+        with memory:
+            again = slots_of(plan, map_shared(shared_path(memory), plan, rank, numbers))
         for number, tensor in enumerate(t for block in again for s in block for t in s.values()):
             assert bool((tensor == number).all())
             assert tensor.untyped_storage().data_ptr() % 256 == 0
