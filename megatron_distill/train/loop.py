@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
+from typing import Final
 
 import torch
 
@@ -30,6 +31,8 @@ from megatron_distill.train.phase_timers import COMMUNICATION, DATA, TEACHER
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
+from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
+from megatron_distill.train.teachers.several import on_own_ranks
 from megatron_distill.train.throughput import PeakMemory, Throughput
 from megatron_distill.train.validation import HeldOut, validate
 
@@ -65,6 +68,7 @@ class StepGarbage:
 
 
 _LOGGER = get_logger(__name__)
+_LOGGED_ROUTES: Final = 32  # of a step's record, which a large launch would make long
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool
     Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
     the log can no longer be written.
 
-    Collective: those of the parts, and per step one all-reduce of 16 bytes in the world.
+    Collective: those of the parts, and per step one all-reduce in the world, of 16 bytes and 8 for
+    each route from teachers on ranks of their own.
     """
     log = _Log(parts.metrics)
     try:
@@ -157,12 +162,13 @@ def _train(
             for warning in watch.observe(balance):
                 _LOGGER.warning("%s", warning)
         with timers.phase(COMMUNICATION):
-            stopping, peak_bytes = _vote(termination, log, parts.memory)
+            stopping, peak_bytes, answers = _vote(termination, log, parts)
         phases = timers.end_step()
         seconds = time.perf_counter() - started
         last = step == plan.steps
         parts.profiler.after_step(step)
         record = _record(parts, report, batches, seconds, phases, peak_bytes)
+        record |= {"answer_bytes": answers} if answers else {}
         log.write({**record, "balance": dict(balance)} if balance else record)
         measures, interrupted = _measures(parts, plan, log, step, stopping=stopping)
         stopping = stopping or interrupted
@@ -244,14 +250,29 @@ class _Log:
                 self.failure = error
 
 
-def _vote(termination: TerminationRequest, log: _Log, memory: PeakMemory) -> tuple[bool, int]:
-    """Return whether to stop, and the largest peak memory of any rank in bytes."""
+def _vote(
+    termination: TerminationRequest, log: _Log, parts: Parts
+) -> tuple[bool, int, dict[str, int]]:
+    """Return whether to stop, the largest peak memory of any rank, and the bytes of answers."""
     vote = _Vote.STOP if termination.received else _Vote.GO_ON
     vote = _Vote.FAIL if log.failure else vote
-    verdict, peak_bytes = highest(vote, memory.bytes, device=memory.device)
+    memory, remotes = parts.memory, on_own_ranks(parts.teacher)
+    # A route ends on one rank: zero everywhere else.
+    own = [count for one in remotes.values() for count in one.received_bytes()]
+    verdict, peak_bytes, *found = highest(vote, memory.bytes, *own, device=memory.device)
     if verdict == _Vote.FAIL:
         agree(log.failure)
-    return verdict == _Vote.STOP, peak_bytes
+    return verdict == _Vote.STOP, peak_bytes, _answer_bytes(remotes, found)
+
+
+def _answer_bytes(remotes: Mapping[str, OwnRanksTeacher], counts: Sequence[int]) -> dict[str, int]:
+    """Return the bytes of a step's answers by route, of many routes by teacher."""
+    routes = [(name, route) for name, one in remotes.items() for route in one.routes]
+    found: dict[str, int] = {}
+    for (name, route), count in zip(routes, counts, strict=True):
+        key = route if len(routes) <= _LOGGED_ROUTES else name
+        found[key] = found.get(key, 0) + count
+    return found
 
 
 def _due(step: int, interval: int) -> bool:

@@ -189,10 +189,10 @@ def to_json(record: Record) -> str:
 def flat_scalars(record: Record) -> Iterator[tuple[str, float]]:
     """Yield the numbers of `record` under names such as `train/ce_loss`, `validation/ce_loss`.
 
-    Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`.
+    Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`. Bytes of answers have none.
     """
     for name, value in record.items():
-        if name != "step":
+        if name not in ("step", "answer_bytes"):
             has_own_head = name in ("validation", "evaluation")
             yield from _numbers(name if has_own_head else f"train/{name}", value)
 

@@ -38,9 +38,10 @@ __all__ = ["AnswerRing"]
 
 @dataclass(frozen=True)
 class _Arrival:
-    """The headers of an answer by source, and when its rows are there on the device."""
+    """The headers and bytes of an answer by source, and when its rows are there on the device."""
 
     headers: dict[int, AnswerHeader]
+    sizes: dict[int, int]
     ready: torch.cuda.Event | None
 
 
@@ -114,6 +115,14 @@ class AnswerRing:
         for number in range(self._plan.units.micro_batches):
             self._compared.discard((command.turn, number))
             self._arrived(self._places.pop((command.turn, number)))
+
+    def received_bytes(self, command: Command) -> dict[int, int]:
+        """Return the bytes of a round's rows by source, once they are there; before its `close`."""
+        found = dict.fromkeys(self._round_sources, 0)
+        for number in range(self._plan.units.micro_batches):
+            for source, size in self._arrived(self._places[command.turn, number]).sizes.items():
+                found[source] += size
+        return found
 
     def take(self, command: Command, micro_batch: int, batch: Batch) -> Columns:
         """Return the tensors of a unit's answer by number, in its slot, once they are there.
@@ -214,13 +223,16 @@ class AnswerRing:
         slot = self.slots[place.command.block][place.micro_batch]
         headers = {source: AnswerHeader.of(header) for source, header in sent.items()}
         at = SlotPlace(self._bridge.rank, place.command.block, place.micro_batch)
+        sizes = {}
         for source, parts in sources.items():
             if headers[source].has_rows:
                 self._way.receive(slot, parts, source, at)
+                rows = (slot[part.column][part.message.received] for part in parts)
+                sizes[source] = sum(row.nbytes for row in rows)
         if any(header.asks_to_stop for header in headers.values()):
             request_termination()
         ready: torch.cuda.Event | None = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return _Arrival(headers, ready)
+        return _Arrival(headers, sizes, ready)

@@ -179,6 +179,21 @@ class OwnRanksTeacher:
         self._ahead: deque[Command] = deque()
         self._shared_memory = shared_memory
         self._has_started = False
+        self._routes = asking.plan.routes
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """The pairs of a sending and a receiving rank in words, in order."""
+        name = self._asking.bridge.roles.name
+        return tuple(f"{name(source)} to {name(to)}" for source, to in self._routes)
+
+    def received_bytes(self) -> list[int]:
+        """Return the bytes of this step's answers to this rank, one number for each of `routes`."""
+        ring, rank = self._asking.ring, self._asking.bridge.rank
+        if ring is None or self._used is None:
+            return [0] * len(self._routes)
+        found = ring.received_bytes(self._used)
+        return [found[source] if to == rank else 0 for source, to in self._routes]
 
     @property
     def ranks(self) -> int:

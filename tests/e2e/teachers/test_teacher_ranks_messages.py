@@ -11,11 +11,15 @@ import pytest
 from torch import Tensor
 
 from megatron_distill.runtime.bridge import Bridge, Sending
+from megatron_distill.runtime.roles import Roles
+from megatron_distill.train.teachers.answer_ways import Columns, SlotPlace
+from megatron_distill.train.teachers.answers import Part
 from tests.distributed.pool import Pool
 from tests.distributed.teachers.test_answer_routes import PairGroups
 from tests.e2e.runs import SECONDS, Inputs, records
 from tests.e2e.teachers.test_teacher_ranks import (
     FEATURES,
+    GLOO,
     SENT,
     SHORT,
     TOP_K,
@@ -29,32 +33,56 @@ from tests.e2e.teachers.test_teacher_ranks import (
 def bytes_in_roles(
     rank: int, world: int, config: Path, overrides: Sequence[str]
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """Train; returns the bytes of the rows that this rank sent by route, and the step's formula."""
+    """Train; returns the bytes of the rows that this rank sent by route, and the step's formula.
+
+    Sent are messages of the bridge, and rows written into shared memory.
+    """
     from megatron_distill.train.teachers.answers import ROWS_TAG
+    from megatron_distill.train.teachers.mapped_slots import SharedMemoryWay
     from megatron_distill.train.teachers.own_ranks import Asking
 
     sent: dict[tuple[int, int], int] = {}
     formula: dict[tuple[int, int], int] = {}
-    usual, ask = Bridge.send, Asking.ask
+    usual, write, ask = Bridge.send, SharedMemoryWay.send, Asking.ask
+
+    def count(to: int, size: int) -> None:
+        sent[rank, to] = sent.get((rank, to), 0) + size
 
     def counted(bridge: Bridge, tensor: Tensor, to: int, *, tag: int) -> Sending:
         if tag == ROWS_TAG:
-            route = bridge.rank, to
-            sent[route] = sent.get(route, 0) + tensor.nbytes
+            count(to, tensor.nbytes)
         return usual(bridge, tensor, to, tag=tag)
+
+    def written(
+        way: SharedMemoryWay, columns: Columns, parts: Sequence[Part], to: SlotPlace
+    ) -> Any:
+        slot = way.slots[to.rank][to.block][to.micro_batch]
+        rows = [slot[part.column][part.message.received] for part in parts]
+        for row in rows:
+            row.zero_() if row.dtype.is_floating_point else row.fill_(-1)
+        found = write(way, columns, parts, to)
+        sources = [columns[part.column][part.message.sent] for part in parts]
+        count(to.rank, sum(a.nbytes for a, b in zip(rows, sources, strict=True) if a.equal(b)))
+        return found
 
     def asked(asking: Asking, *given: Any) -> Any:
         formula.update(asking.plan.step_bytes())
         return ask(asking, *given)
 
-    with patch.object(Bridge, "send", counted), patch.object(Asking, "ask", asked):
+    with (
+        patch.object(Bridge, "send", counted),
+        patch.object(SharedMemoryWay, "send", written),
+        patch.object(Asking, "ask", asked),
+    ):
         train_in_roles(rank, world, config, overrides, None)
     return sent, formula
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "given"), [("TP2+sequence and 1", ()), ("PP2 and PP2", (FEATURES, TOP_K, SENT))]
+    ("case", "given"),
+    [("TP2+sequence and 1", (GLOO,)), ("PP2 and PP2", (FEATURES, TOP_K, SENT))],
+    ids=["by the network", "into shared memory"],
 )
 def test_each_route_carries_the_bytes_of_the_formula(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str, given: Sequence[str]
@@ -67,6 +95,9 @@ def test_each_route_carries_the_bytes_of_the_formula(
     assert len(formula) >= 2
     counted = {route: count for sent, _ in found for route, count in sent.items()}
     assert counted == {route: 3 * count for route, count in formula.items()}
+    name = Roles(world, (("teacher", teachers),)).name
+    logged = {f"{name(source)} to {name(to)}": count for (source, to), count in formula.items()}
+    assert [record["answer_bytes"] for record in records(tmp_path)] == [logged] * 3
 
 
 def pairs_in_roles(
