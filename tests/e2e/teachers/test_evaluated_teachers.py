@@ -30,6 +30,7 @@ class OnHost:
     """Weights that are there between `take` and `release` only, as `HostWeights` on a GPU."""
 
     resting: Sequence[torch.nn.Parameter]
+    taken: int = 0
     _host: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -40,7 +41,8 @@ class OnHost:
         """Nothing is on its way."""
 
     def take(self) -> None:
-        """Put the weights in their places."""
+        """Put the weights in their places, which on a GPU takes a copy."""
+        self.taken += 1
         for parameter, host in zip(self.resting, self._host, strict=True):
             parameter.data = host
 
@@ -50,27 +52,47 @@ class OnHost:
             parameter.data = torch.empty(0)
 
 
-def _train_with_resting(rank: int, world: int, config: Path, overrides: Sequence[str]) -> bool:
-    """Train in a pool worker, where the weights of a teacher with `offload` leave their places."""
+def _train_with_resting(rank: int, world: int, config: Path, overrides: Sequence[str]) -> list[int]:
+    """Train in a pool worker, where the weights of a teacher with `offload` leave their places.
+
+    Returns how often they were taken in each step.
+    """
+    from megatron_distill.train import loop
     from megatron_distill.train.teachers.resting import RestingTeacher
+
+    made: list[OnHost] = []
+    found: list[int] = []
+    usual = loop._distil
+
+    def distilled(*given: Any) -> Any:
+        before = made[0].taken
+        result = usual(*given)
+        found.append(made[0].taken - before)
+        return result
 
     def of(online: Any, *, key: str) -> RestingTeacher:
         head = online.model.head_weight()
         rest = [parameter for parameter in online.model.parameters() if parameter is not head]
-        return RestingTeacher(online, OnHost(rest))  # type: ignore[arg-type]
+        made.append(OnHost(rest))
+        return RestingTeacher(online, made[0])  # type: ignore[arg-type]
 
-    with patch.object(RestingTeacher, "of", of):
-        return train_here(rank, world, config, overrides)
+    with patch.object(RestingTeacher, "of", of), patch.object(loop, "_distil", distilled):
+        assert train_here(rank, world, config, overrides)
+    return found
 
 
 @pytest.mark.slow
 def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
-    """The baselines are those of runs with one of the teachers; the weights of one rest."""
+    """The baselines are those of runs with one of the teachers; the weights of one rest.
+
+    They are copied once per step, which runs the student twice to weigh its losses.
+    """
     config, tasks, output = write_config(inputs), quiz(tmp_path), tmp_path / "several"
     overrides = [f"output={output}", *SHORT, *tasks, "teachers.near.offload=true"]
-    assert pool.run(1, _train_with_resting, config, overrides) == [True]
+    overrides += ["train.steps=2", "objective.balance.mode=gradient_norm"]
+    assert pool.run(1, _train_with_resting, config, overrides) == [[1, 1]]
     (_, first), *_, (_, last) = evaluations(output)
     assert set(first) == {"student", "teachers.far", "teachers.near"}
 
