@@ -382,10 +382,7 @@ def joined_world(
     alone = LoneFailure(launch.rank, launch.roles, store)
     leaves_together = launch.size == 1
     try:
-        watch = PeerWatch(
-            rank=launch.rank, roles=launch.roles, store=store, patience_seconds=timeout_seconds
-        )
-        with watch, alone:
+        with PeerWatch(alone, patience_seconds=timeout_seconds), alone:
             start_distributed(selected, launch, timeout_seconds=timeout_seconds)
             yield replace(selected, alone=alone, bridge=_bridge(launch, timeout_seconds))
         leaves_together = True

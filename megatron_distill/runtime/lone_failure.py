@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, living, take_leave
+from megatron_distill.runtime.main_thread import MainThread
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
 
@@ -152,12 +153,32 @@ class LoneFailure:
         """Write the traceback, and one line for torchrun's report."""
         with suppress(MemoryError):
             sys.stderr.write("".join(traceback.format_exception(error)))
-        text = f"error: {self._place()} failed{self._at_step()}: {_one_line(error)}"
-        text = f"{text}; its traceback is above"
+        self._report(f"{_one_line(error)}; its traceback is above")
+
+    def _report(self, reason: str) -> None:
+        """Write one line for torchrun's report, and end the peers."""
+        text = f"error: {self._place()} failed{self._at_step()}: {reason}"
         if not tell_torchrun(text):
             sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         self._tell_peers()
+
+    def end_idle(self, main_thread: MainThread, *, patience_seconds: float) -> None:
+        """End this process, whose main thread does not run; from another thread."""
+        if not self.reporting.acquire(blocking=False):
+            return
+        try:
+            _end_anyway(FAILED_STATUS)
+            stack = main_thread.stack()
+            sys.stderr.write("".join(["Main thread (most recent call last):\n", *stack.format()]))
+            last = stack[-1]
+            self._report(
+                f"its main thread has waited in {last.name}, {Path(last.filename).name}:"
+                f"{last.lineno}, for runtime.timeout_seconds = {patience_seconds:g} s; its calls "
+                "are above"
+            )
+        finally:
+            os._exit(FAILED_STATUS)
 
     def _place(self) -> str:
         name = self.roles.name(self.rank)
@@ -191,8 +212,8 @@ class LoneFailure:
             if not self.store.check([_FAILED]):  # else the lost rank has written the cause
                 text = self._collected(step)
                 # Also here: torchrun shows it only if it takes this rank for the first to fail.
-                tell_torchrun(text)
-                sys.stderr.write(f"{text}\n")
+                shown = text.removeprefix("error: ") if tell_torchrun(text) else text
+                sys.stderr.write(f"{shown}\n")
                 sys.stderr.flush()
             self.store.set("waited/told", "yes")
         self._tell_peers()
@@ -244,15 +265,16 @@ class PeerWatch:
     It looks every few seconds; without a store it does nothing. With several roles it notes its
     host, and gives signs of life for `Launch.together`. Then it also ends the process when the next
     rank has given no sign for `patience_seconds`: a role may wait without limit for another, and a
-    process that is stopped, or a machine that is gone, closes no connection.
+    process that is stopped, or a machine that is gone, closes no connection. A rank of the student
+    also ends if its main thread does not run for so long after the begin of its first step: the
+    teachers' ranks wait for its commands without limit.
     """
 
-    def __init__(
-        self, *, rank: int, roles: Roles, store: dist.Store | None, patience_seconds: float
-    ) -> None:
-        self._rank = rank
-        self._roles = roles
-        self._store = store
+    def __init__(self, alone: LoneFailure, *, patience_seconds: float) -> None:
+        self._alone = alone
+        self._rank = alone.rank
+        self._roles = alone.roles
+        self._store = alone.store
         self._patience = patience_seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
@@ -279,6 +301,7 @@ class PeerWatch:
         assert self._store is not None
         watched = (self._rank + 1) % self._roles.size
         signs = SignsOfOne(self._store, watched)
+        main_thread = MainThread()
         # A store that is gone says nothing: torchrun keeps it until its own ranks have ended.
         with suppress(dist.DistError):
             while not self._ended.wait(_WATCH_SECONDS):
@@ -286,12 +309,22 @@ class PeerWatch:
                     give_sign(self._store, self._rank)
                     if signs.silent_looks() * _WATCH_SECONDS > self._patience:
                         self._end_without(watched)
+                    self._look_at(main_thread)
                 if self._store.check([_FAILED]):
                     failed = self._store.get(_FAILED).decode()
                     if failed != str(self._rank):
                         name = self._roles.name
                         _end_after(name(int(failed)), name(self._rank))
                     return
+
+    def _look_at(self, main_thread: MainThread) -> None:
+        """End this process if its main thread, on a rank of the student, does not run."""
+        if self._rank not in self._roles.student.ranks or self._alone.progress.step is None:
+            return
+        # A wait for a peer ends after the same time, and with the peer's name: that comes first.
+        most = self._patience + _EXCHANGE_SECONDS + 3 * _WATCH_SECONDS
+        if main_thread.idle_looks() * _WATCH_SECONDS > most:
+            self._alone.end_idle(main_thread, patience_seconds=self._patience)
 
     def _end_without(self, silent: int) -> None:
         assert self._store is not None

@@ -24,6 +24,7 @@ from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import flush_folder, replace_file
 from megatron_distill.runtime.collectives import any_rank, together
+from megatron_distill.runtime.main_thread import awake_until
 from megatron_distill.train.checkpoint.best import BEST_FILE, Best
 from megatron_distill.train.checkpoint.description import Description, complete_checkpoints
 from megatron_distill.train.checkpoint.shards import Shard, Staging
@@ -140,7 +141,7 @@ class CheckpointFolder:
         if self._pending is not None:
             attempt, writing = self._pending
             self._pending = None
-            self._complete(attempt, writing.result())
+            self._complete(attempt, awake_until(writing))
 
     def close(self) -> None:
         """End the writing thread; an unfinished checkpoint stays partial."""
