@@ -6,10 +6,12 @@ import errno
 import os
 import re
 import signal
+import socket
 import time
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,6 +37,14 @@ if os.environ.get("RANK") == "RANK_NUMBER":
     from pathlib import Path
     from megatron_distill.runtime.bridge import Bridge
     usual, asked = Bridge.METHOD, 0
+    def exhaust_memory():
+        import resource, torch
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 2**28
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        held = []
+        while True:
+            held.append(torch.ones(2**24, dtype=torch.uint8))
     def failing(self, tensor, peer, *, tag):
         global asked
         asked += tag == KIND
@@ -54,18 +64,49 @@ def hook(rank: int, method: str, kind: int) -> str:
 
 COMMAND, HEADER, CREDIT = 1, 2, 6
 HOOKS = {"student": hook(0, "send", COMMAND), "teacher": hook(1, "receive", COMMAND)}
-EXCEPTION, KILLED = "raise LookupError('no such thing')", "os.kill(os.getpid(), signal.SIGKILL)"
+# After a second every other rank waits.
+KILLED = "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+EXHAUSTED = "exhaust_memory()"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that fails at one of its messages, and where the report says that it happened.
+
+    With `ranks` of each role. The first command is of step 1; the sixth is of step 6, one ahead,
+    after a checkpoint of step 2. A failing rank names its own step and unit, of a killed one
+    another rank names those at which it waits.
+    """
+
+    name: str
+    hook: str
+    message: int
+    fault: str
+    at: str
+    ranks: int = 1
+    layout: Sequence[str] = ()
+
+
 TP2_AND_DP2 = ("parallel.tensor=2", "teacher.parallel={tensor: 1}")
-# The rank that fails, its message, the fault, ranks of each role, and their layout. The first
-# command is of step 1; the sixth is of step 6, one ahead, after a checkpoint of step 2.
-FAILURES: dict[str, tuple[str, str, int, str, int, Sequence[str]]] = {
-    "teacher raises at step 1": ("teacher.0", HOOKS["teacher"], 1, EXCEPTION, 1, ()),
-    "student killed later": ("student.0", HOOKS["student"], 6, KILLED, 1, ()),
-    # A step has four answers for each rank of the student.
-    "second of the student": ("student.1", hook(1, "receive", HEADER), 22, KILLED, 2, TP2_AND_DP2),
-    "before a credit": ("student.0", hook(0, "send", CREDIT), 6, KILLED, 1, ()),
-    "second of the teacher": ("teacher.1", hook(3, "receive", COMMAND), 6, KILLED, 2, TP2_AND_DP2),
-}
+# A step has four units. While a command is sent no unit is under way at the student.
+FAILURES = {
+    "student at step 1": Failure("student.0", HOOKS["student"], 1, KILLED, "at step 1, or "),
+    "teacher at step 1": Failure("teacher.0", HOOKS["teacher"], 1, KILLED, "at step 1, unit 0, or"),
+    "memory of the student": Failure(
+        "student.0", hook(0, "send", CREDIT), 6, EXHAUSTED, "at step [45]: "
+    ),
+    "memory of the teacher": Failure(
+        "teacher.0", HOOKS["teacher"], 6, EXHAUSTED, r"at step 5, unit \d: "
+    ),
+    "second of the student": Failure(
+        "student.1", hook(1, "receive", HEADER), 22, KILLED, r"at step [3-6], unit \d, or",
+        2, TP2_AND_DP2,
+    ),
+    "second of the teacher": Failure(
+        "teacher.1", hook(3, "receive", COMMAND), 6, KILLED, r"at step [3-6], unit \d, or",
+        2, TP2_AND_DP2,
+    ),
+}  # fmt: skip
 # Between two meetings of a start: the teacher has its model and opens its data, or the student
 # has its own and has not yet told the teacher where it begins.
 FAULTY_START = """
@@ -118,6 +159,12 @@ def fail(
         return launch.output(), time.time() - failed
 
 
+def cause_of(text: str) -> str:
+    """The only line of an error."""
+    (cause,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    return cause
+
+
 def shared_files() -> set[Path]:
     """The files of shared slots on this machine."""
     return set(Path("/dev/shm").glob("megatron-distill-*"))
@@ -126,11 +173,12 @@ def shared_files() -> set[Path]:
 @pytest.mark.slow
 def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
     short = f"runtime.timeout_seconds={SILENT_SECONDS}"
-    text, _ = fail(inputs, tmp_path, "time.sleep(600)", short, hook=HOOKS["teacher"])
-    (cause,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert "no answer for unit " in cause, text
+    text, seconds = fail(inputs, tmp_path, "time.sleep(600)", short, hook=HOOKS["teacher"])
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = cause_of(text)
+    assert re.search(r"no answer for unit \d of step \d within ", cause), text
     assert "route teacher.0 to student.0" in cause
-    assert cause.startswith("error: student.0 on ")
+    assert cause.startswith(f"error: student.0 on {socket.gethostname()} failed at step ")
 
 
 # Looks at the signs of life of other ranks each second.
@@ -139,6 +187,20 @@ if "RANK" in os.environ:
     from megatron_distill.runtime import lone_failure
     lone_failure._WATCH_SECONDS = 1.0
 """
+
+
+@pytest.mark.slow
+def test_a_student_that_hangs_ends_the_launch_with_the_place(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    short, hangs = f"runtime.timeout_seconds={SILENT_SECONDS}", HOOKS["student"] + QUICK_WATCH
+    text, seconds = fail(inputs, tmp_path, "time.sleep(600)", short, hook=hangs)
+    assert SILENT_SECONDS < seconds < SECONDS_TO_THE_END, text
+    cause = cause_of(text)
+    assert cause.startswith(f"error: student.0 on {socket.gethostname()} failed at step 2: "), text
+    assert "its main thread has waited in failing, sitecustomize.py:" in cause
+    assert f"for runtime.timeout_seconds = {SILENT_SECONDS} s" in cause
+    assert "time.sleep(600)" in text  # the last of its calls
 
 
 @pytest.mark.slow
@@ -155,29 +217,30 @@ def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Pat
         assert gone, launch.output()
         student.kill()  # the launcher would give it half a minute
         assert launch.process.wait(timeout=240) != 0
-    (cause,) = [line for line in launch.output().splitlines() if line.startswith("error: ")]
+    cause = cause_of(launch.output())
     assert cause.startswith("error: student.0 on "), cause
     assert f"no sign of life for runtime.timeout_seconds = {SILENT_SECONDS} s" in cause
     assert "teacher.0 ends" in cause
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        ("teacher.architecture.embedding_scale=1.0e+39", "values that are not finite"),
-        ("teacher.checkpoint=runs/nothing", "runs/nothing contains no complete checkpoint"),
-    ],
-)
-def test_a_teacher_without_answers_is_reported_once(
-    inputs: Inputs, tmp_path: Path, change: str, cause: str
-) -> None:
-    given = words(inputs, tmp_path / "run", change)
+def test_values_that_are_not_finite_end_the_launch(inputs: Inputs, tmp_path: Path) -> None:
+    infinite = "teacher.architecture.embedding_scale=1.0e+39"
+    # The seconds are from the teacher's wait for its first command.
+    text, seconds = fail(inputs, tmp_path, "pass", infinite, hook=HOOKS["teacher"], message=1)
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = cause_of(text)
+    place = f"error: student.0 on {socket.gethostname()} failed at step 1, unit 0: AnswerError: "
+    assert cause.startswith(f"{place}unit 0 of step 1 from teacher.0 to student.0 has "), text
+    assert "values that are not finite" in cause
+
+
+@pytest.mark.slow
+def test_a_teacher_without_a_checkpoint_is_reported_once(inputs: Inputs, tmp_path: Path) -> None:
+    given = words(inputs, tmp_path / "run", "teacher.checkpoint=runs/nothing")
     with started(tmp_path, given, "pass", hook="FAULT\n") as launch:
         assert launch.process.wait(timeout=240) == 1
-        text = launch.output()
-    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert cause in line, text
+    assert "runs/nothing contains no complete checkpoint" in cause_of(launch.output())
 
 
 @pytest.mark.slow
@@ -226,18 +289,20 @@ def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
     before = shared_files()
-    name, hook, message, fault, ranks, layout = FAILURES[case]
-    own = ("teacher.transfer.backend=ipc", *STEPS, *layout)
-    text, seconds = fail(inputs, tmp_path, fault, *own, hook=hook, message=message, ranks=ranks)
+    one = FAILURES[case]
+    own = ("teacher.transfer.backend=ipc", *STEPS, *one.layout)
+    text, seconds = fail(
+        inputs, tmp_path, one.fault, *own, hook=one.hook, message=one.message, ranks=one.ranks
+    )
     assert seconds < SECONDS_TO_THE_END, text
     assert not shared_files() - before
-    cause = text.splitlines()[-1]
-    assert cause.startswith("error: "), text
-    assert f"{name} on " in cause, text
-    assert re.search(r"at step [1-6]\b", cause), text
-    assert ("LookupError" if fault == EXCEPTION else "died of SIGKILL") in cause
-    assert bool(checkpoints(tmp_path / "run")) == (message > 1)
-    assert goes_on(pool, inputs, tmp_path, *layout, ranks=ranks)
+    cause = cause_of(text)
+    assert text.rstrip().endswith(cause), text
+    assert f"{one.name} on {socket.gethostname()}" in cause, text
+    assert re.search(one.at, cause), text
+    assert ("can't allocate memory" if one.fault == EXHAUSTED else "died of SIGKILL") in cause
+    assert bool(checkpoints(tmp_path / "run")) == (one.message > 1)
+    assert goes_on(pool, inputs, tmp_path, *one.layout, ranks=one.ranks)
 
 
 @pytest.mark.slow
@@ -247,33 +312,33 @@ def test_killed_while_it_loads_it_starts_again(
 ) -> None:
     text, seconds = fail(inputs, tmp_path, KILLED, *STEPS, hook=STARTS[role])
     assert seconds < SECONDS_TO_THE_END, text
-    cause = text.splitlines()[-1]
+    cause = cause_of(text)
     assert cause.startswith(f"error: rank {list(STARTS).index(role)} died of SIGKILL; "), text
     assert f"No answer from {role}.0 on " in cause, text
     assert goes_on(pool, inputs, tmp_path)
 
 
-# A killed student: tests/e2e/faults/test_kill.py.
 @pytest.mark.slow
-def test_a_teacher_killed_during_a_save_goes_on_from_the_checkpoint_before(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+@pytest.mark.parametrize("role", STARTS)
+def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
+    pool: Pool, inputs: Inputs, tmp_path: Path, role: str
 ) -> None:
-    output, steps = tmp_path / "run", 40
+    output, steps, rank = tmp_path / "run", 40, list(STARTS).index(role)
     given = words(inputs, output, *STEPS, f"train.steps={steps}")
     with started(tmp_path, given, "pass", hook="FAULT\n") as launch:
         ranks = Started(launch.process, launch.log, tmp_path)
         hold_during_a_save(ranks, output, after=7)
         failed = time.monotonic()
-        ranks.ranks()[1].kill()
+        ranks.ranks()[rank].kill()
         send_to_all(ranks, signal.SIGCONT)
         assert launch.process.wait(timeout=240) != 0
         seconds = time.monotonic() - failed
     text = launch.output()
     assert seconds < SECONDS_TO_THE_END, text
-    cause = text.splitlines()[-1]
-    assert cause.startswith("error: rank 1 died of SIGKILL; "), text
+    cause = cause_of(text)
+    assert cause.startswith(f"error: rank {rank} died of SIGKILL; "), text
     # Between two steps the other role is in no unit.
-    assert re.search(r"at step \d+(, unit \d+)?, or .* No answer from teacher.0 on ", cause), text
+    assert re.search(rf"at step \d+(, unit \d+)?, or .* No answer from {role}.0 on ", cause), text
     assert goes_on(pool, inputs, tmp_path, steps=steps)
 
 
