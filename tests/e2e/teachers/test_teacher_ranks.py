@@ -351,10 +351,9 @@ def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers
     assert len(found) == 200
     peaks = [record["peak_memory_bytes"] for record in found]
     assert peaks[-1] - peaks[40] < 4e6, peaks[::20]
-    if layers == 24:
-        waited = sum(record["teacher_seconds"] for record in found[40:])
-        total = sum(record["step_seconds"] for record in found[40:])
-        assert waited > 0.3 * total, "this teacher is not slow"
+    waited = sum(record["teacher_seconds"] for record in found[40:])
+    total = sum(record["step_seconds"] for record in found[40:])
+    assert (waited > 0.1 * total) == (layers == 24), (waited, total)  # 0.24 and 0.02 of it
 
 
 @pytest.mark.slow

@@ -99,11 +99,12 @@ FAILURES = {
         "teacher.0", HOOKS["teacher"], 6, EXHAUSTED, r"at step 5, unit \d: "
     ),
     "second of the student": Failure(
-        "student.1", hook(1, "receive", HEADER), 22, KILLED, r"at step [3-6], unit \d, or",
+        "student.1", hook(1, "receive", HEADER), 22, KILLED, r"at step [67], unit \d, or",
         2, TP2_AND_DP2,
     ),
     "second of the teacher": Failure(
-        "teacher.1", hook(3, "receive", COMMAND), 6, KILLED, r"at step [3-6], unit \d, or",
+        # The other rank of the teacher may wait for the data of the step ahead, in no unit.
+        "teacher.1", hook(3, "receive", COMMAND), 6, KILLED, r"at step [67](, unit \d)?, or",
         2, TP2_AND_DP2,
     ),
 }  # fmt: skip
