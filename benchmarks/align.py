@@ -1,4 +1,4 @@
-"""Aligning two tokenizations, beside the dynamic programme of NeMo-RL.
+"""Aligning two tokenizations, beside the dynamic programme of NeMo-RL, and reading cached ones.
 
     python benchmarks/align.py                    # two minutes, one core
 
@@ -12,6 +12,7 @@ import argparse
 import io
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.environment import ROOT, describe, installed
 from megatron_distill.align import align_spans, coverage, token_spans
+from megatron_distill.data.aligned.cache import DocumentCache, document_key
+from megatron_distill.data.aligned.documents import PairEncoder
+from megatron_distill.data.text.documents import Cursor, Document
 from megatron_distill.data.tokenizers.hugging_face import train_bpe
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
@@ -34,6 +38,9 @@ _STUDENT_TOKENS: Final = 8_000
 _TEACHER_TOKENS: Final = 4_000
 _PROGRAMME_CHARACTERS: Final = 1_600  # of each text that the dynamic programme aligns
 _MOST: Final = 4  # tokens that it joins
+_SUBJECTS: Final = (
+    "tokenize", "token_spans", "align_spans", "documents encoded", "documents cached",
+)  # fmt: skip
 _PACKAGES: Final = ("tokenizers", "sentencepiece")
 _NOTE = """\
 Alignment takes byte ranges to chunks. `token_spans` takes token ids and the text to byte ranges.
@@ -41,6 +48,8 @@ The dynamic programme is that of NeMo-RL's token aligner, written from its recur
 -3 for one token each, -1.5 for a token alone, 1.5 k for one token and k of the other side, k up to
 4) in plain Python, without its anchors, its padding and its repairs. Its time grows with the
 product of both lengths, so it has short texts, on which our functions are timed beside it.
+`documents encoded` is all that a run does with a text in its first epoch, `documents cached` what
+it does in the next ones: find the document by its text, and read its tokens and chunks.
 """
 
 
@@ -141,6 +150,30 @@ def measure(texts: Sequence[str], sides: Sequence[Tokenizer], rounds: int) -> di
     }
 
 
+def measure_documents(
+    texts: Sequence[str], sides: tuple[Tokenizer, Tokenizer], rounds: int
+) -> dict[str, float]:
+    """Seconds of the documents of all texts, encoded and out of a cache."""
+    encoder = PairEncoder(*sides)
+    documents = [Document(text, b"", True, Cursor(), Path()) for text in texts]
+    ends = [True] * len(texts)
+    with tempfile.TemporaryDirectory() as folder:
+        cache = DocumentCache(Path(folder) / "documents", 1 << 40)
+        for document, found in zip(documents, encoder(texts, ends), strict=True):
+            cache.add(document_key(document), found)
+        cache.flush()
+
+        def read() -> None:
+            for one in cache.find([document_key(document) for document in documents]):
+                assert one is not None, "it was written"
+                one.found(is_end=True)
+
+        return {
+            "documents encoded": seconds(lambda: encoder(texts, ends), rounds),
+            "documents cached": seconds(read, rounds),
+        }
+
+
 def measure_programme(texts: Sequence[str], sides: Sequence[Tokenizer]) -> float:
     """Seconds of the dynamic programme over the texts."""
     tables = [side.token_bytes() for side in sides]
@@ -155,7 +188,7 @@ def table(found: dict[str, dict[str, float]], programme_seconds: float) -> str:
     """The result as Markdown."""
     lines = ["| texts | subject | seconds | million tokens / s |", "|---|---|---|---|"]
     for name, one in found.items():
-        for subject in ("tokenize", "token_spans", "align_spans"):
+        for subject in _SUBJECTS:
             speed = one["tokens"] / one[subject] / 1e6
             lines.append(f"| {name} | {subject} | {one[subject]:.4f} | {speed:.2f} |")
         if name == "short":
@@ -165,6 +198,9 @@ def table(found: dict[str, dict[str, float]], programme_seconds: float) -> str:
     ratio = programme_seconds / short["align_spans"]
     lines += ["", f"On the short texts `align_spans` is {ratio:,.0f} times as fast as the dynamic "
               "programme.", ""]  # fmt: skip
+    whole = found["whole files"]
+    ratio = whole["documents encoded"] / whole["documents cached"]
+    lines += [f"Whole files are read out of the cache {ratio:.1f} times as fast as encoded.", ""]
     lines += [
         f"- {name}: {one['tokens']:,.0f} tokens, of which {one['aligned']:,.0f} in "
         f"{one['chunks']:,.0f} chunks ({one['one to one']:,.0f} of one token on each side); "
@@ -190,8 +226,9 @@ def main() -> int:
     step = len(texts) // arguments.short_texts
     short = [text[:_PROGRAMME_CHARACTERS] for text in texts[::step]]
     found = {
-        "whole files": measure(texts, sides, arguments.rounds),
-        "short": measure(short, sides, arguments.rounds),
+        name: measure(some, sides, arguments.rounds)
+        | measure_documents(some, sides, arguments.rounds)
+        for name, some in (("whole files", texts), ("short", short))
     }
     result = table(found, measure_programme(short, sides))
     facts = "\n".join(f"- {key}: {value}" for key, value in environment.items())
