@@ -1,6 +1,6 @@
 """The section `data`."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -164,6 +164,11 @@ class SourceConfig(Section):
     @classmethod
     def _one_path_is_a_list_of_one(cls, paths: object) -> object:
         return (paths,) if isinstance(paths, str) else paths
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether its files hold token ids instead of text."""
+        return self.format in get_args(TokenizedFormat)
 
     @property
     def log_name(self) -> str:

@@ -224,7 +224,7 @@ def _reading_seconds(config: RunConfig) -> float:
     sources, workers = config.data.sources, config.data.workers
     if not sources:
         return 0.0
-    texts = [one for one in sources if one.format != "megatron" and one.conversation is None]
+    texts = [one for one in sources if not one.is_tokenized and one.conversation is None]
     share = sum(one.weight for one in texts) / sum(one.weight for one in sources)
     if not is_aligned(config):
         return reading_seconds(texts=share, aligned_by=None)

@@ -105,7 +105,7 @@ def _require_source(store: StoreReader, config: RunConfig, teacher: OneOfSeveral
     """Raise StoreError unless all samples of a teacher are those of one source."""
     further = next(_further(config, teacher, own), None)
     source = config.data.sources[own]
-    if further is None and source.format == "megatron" and len(source.paths) > 1:
+    if further is None and source.is_tokenized and len(source.paths) > 1:
         further = f"data.sources.{own} blends {len(source.paths)} corpora of the format megatron"
     if further is not None:
         raise StoreError(
