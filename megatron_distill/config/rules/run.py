@@ -164,8 +164,7 @@ def _length(config: RunConfig) -> Iterator[Problem]:
     store = None if config.teacher is None else config.teacher.store
     parts = {
         "data.sources": sum(
-            len(source.paths) if source.is_tokenized else 1
-            for source in config.data.sources
+            len(source.paths) if source.is_tokenized else 1 for source in config.data.sources
         ),
         "teacher.store": 0 if config.data.sources or store is None else len(store),
     }

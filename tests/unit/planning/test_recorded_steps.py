@@ -1,4 +1,4 @@
-"""Memory of the recorded steps and losses against the planner, without building a model.
+"""Times and memory of the recorded steps and losses against the planner, without a model.
 
 The other peaks among the records are of whole processes, or of work that is no step of a plan.
 """
@@ -6,13 +6,14 @@ The other peaks among the records are of whole processes, or of work that is no 
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 from benchmarks.steps.cases import Case, layout_cases, peer_cases
-from benchmarks.steps.planned import planned_peaks
-from megatron_distill.planning.device import load_device
+from benchmarks.steps.planned import planned_case, planned_peaks
+from megatron_distill.planning.device import Device, load_device
 from megatron_distill.planning.memory import chunk_bytes
 from megatron_distill.planning.run import Choice
 from megatron_distill.runtime.layout import Layout
@@ -21,7 +22,8 @@ from tests.unit.planning.shapes import llama, run_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = json.loads((RESULTS / "step.json").read_text())["rounds"]
-BESIDE = json.loads((RESULTS / "planning.json").read_text())["rounds"]
+PLANNING = json.loads((RESULTS / "planning.json").read_text())
+BESIDE = PLANNING["rounds"]
 RECORDS = {
     "step": {name: rounds["ours"][0]["ranks"] for name, rounds in STEPS.items()},
     "planning": {name: rounds[0]["ranks"] for name, rounds in BESIDE.items()},
@@ -62,6 +64,34 @@ def test_the_highest_peak_is_within_ten_per_cent_and_at_most_five_below(
     peaks = [rank["peak"]["tensors"] for rank in ranks_of(record, case)]
     planned = [peak for _, peak in planned_peaks(case, CPU)]
     assert 0.95 * max(peaks) <= max(planned) <= 1.10 * max(peaks)
+
+
+def test_step_times_of_the_calibrated_device_are_within_fifteen_per_cent() -> None:
+    device = Device.model_validate(PLANNING["device"])
+    measured = {row["case"]: row["seconds"] for row in PLANNING["rows"]}
+    assert set(measured) == set(CASES)
+    ratios = {
+        name: planned_case(CASES[name], device).time.total / seconds
+        for name, seconds in measured.items()
+    }
+    assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), ratios
+
+
+def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_times() -> None:
+    """Of layouts whose measured times differ by more than twelve per cent."""
+    device = Device.model_validate(PLANNING["device"])
+    rows = [(*row["case"].split("/"), row["case"], row["seconds"]) for row in PLANNING["rows"]]
+    wrong, compared = [], 0
+    for one, other in combinations(rows, 2):
+        (*_, fast, less), (*_, slow, more) = sorted((one, other), key=lambda row: row[-1])
+        if (one[0], one[2]) != (other[0], other[2]) or more <= 1.12 * less:
+            continue
+        compared += 1
+        times = [planned_case(CASES[name], device).time.total for name in (fast, slow)]
+        if times[0] >= times[1]:
+            wrong.append((fast, slow, times))
+    assert compared >= 19
+    assert not wrong
 
 
 def recorded_losses() -> list[tuple[str, int, int, float]]:
