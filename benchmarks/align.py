@@ -76,8 +76,10 @@ def tokenizers(texts: Sequence[str]) -> tuple[Tokenizer, Tokenizer]:
     return train_bpe([some], vocab_size=_STUDENT_TOKENS), teacher
 
 
-def programme(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Align by the best score; the ends of the groups on the best path, backwards."""
+def programme(
+    student: Sequence[bytes], teacher: Sequence[bytes]
+) -> tuple[float, list[tuple[int, int]]]:
+    """Align by the best score; that score, and the ends of the groups on its path, backwards."""
     rows, columns = len(student), len(teacher)
     best = [[-1.5 * j for j in range(columns + 1)]]
     moves = [[(0, 1)] * (columns + 1)]
@@ -106,7 +108,7 @@ def programme(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[tuple[
         ends.append((i, j))
         step = moves[i][j]
         i, j = i - step[0], j - step[1]
-    return ends
+    return best[rows][columns], ends
 
 
 def seconds(work: Callable[[], Any], rounds: int) -> float:

@@ -3,6 +3,7 @@ same bits on every rank, the collectives that are promised; and the choice of a 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -238,22 +239,31 @@ def test_a_top_k_is_the_same_for_every_split(
             assert len(collectives) == (0 if world == 1 else 1)
 
 
-def two_columns_each(rank: int, world: int) -> tuple[Tensor, Any]:
+def two_columns_each(rank: int, world: int) -> tuple[Tensor, Any, Any]:
     logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])[:, 2 * rank : 2 * rank + 2]
     shard = VocabShard(4, 2 * rank, 2 * rank + 2)
     group = dist.group.WORLD
     log_probs = vocab_parallel_log_softmax(logits, shard, group)
-    return log_probs, vocab_parallel_topk(logits, 2, shard, group)
+    # The rank's own candidates: without a group, the best of its columns and no other.
+    return (
+        log_probs,
+        vocab_parallel_topk(logits, 2, shard, group),
+        vocab_parallel_topk(logits, 2, shard, None),
+    )
 
 
 def test_log_softmax_and_top_k_of_four_tokens_by_hand(pool: Pool) -> None:
     """[2, 1 | 0, 3]: ln Z is 3.440190, and the two best tokens are on different ranks."""
     expected = [-1.440190, -2.440190, -3.440190, -0.440190]
     answers = pool.run(2, two_columns_each)
-    assert torch.cat([one for one, _ in answers], 1)[0].tolist() == pytest.approx(
+    assert torch.cat([one for one, _, _ in answers], 1)[0].tolist() == pytest.approx(
         expected, abs=1e-6
     )
-    for _, kept in answers:
+    # Sums of exp(z - 3) over the columns of each rank: ln Z is 3 + ln(0.503215 + 1.049787).
+    sums = [float(one.exp().sum()) * math.exp(0.440190) for one, _, _ in answers]
+    assert sums == pytest.approx([0.503215, 1.049787], abs=2e-6)
+    assert [own.ids.tolist() for _, _, own in answers] == [[[0, 1]], [[3, 2]]]
+    for _, kept, _ in answers:
         assert kept.ids.tolist() == [[3, 0]]
         assert kept.log_probs[0].tolist() == pytest.approx([-0.440190, -1.440190], abs=1e-6)
 

@@ -47,11 +47,12 @@ def pairs(chunks: Chunks) -> list[tuple[Range, Range]]:
             [((0, 2), (0, 2)), ((2, 3), (2, 4)), ((3, 4), (4, 6))],
         ),
         # [ab, c] and [a, b, c]; [un, happiness] and [un, happ, iness]; [a, b, cd] and [ab, c, d];
-        # [aa] and [a, a]
+        # [aa] and [a, a]; [x, b] and [y, b], whose first tokens are of other text
         (of_lengths(2, 1), of_lengths(1, 1, 1), [((0, 1), (0, 2)), ((1, 2), (2, 3))]),
         (of_lengths(2, 9), of_lengths(2, 4, 5), [((0, 1), (0, 1)), ((1, 2), (1, 3))]),
         (of_lengths(1, 1, 2), of_lengths(2, 1, 1), [((0, 2), (0, 1)), ((2, 3), (1, 3))]),
         (of_lengths(2), of_lengths(1, 1), [((0, 1), (0, 2))]),
+        (of_lengths(1, 1), of_lengths(1, 1), [((0, 1), (0, 1)), ((1, 2), (1, 2))]),
         # [ab, cd] and [abc, d]; [abcde] and [a, b, c, d, e]; [x, y] and [z] of other lengths
         (of_lengths(2, 2), of_lengths(3, 1), [((0, 2), (0, 2))]),
         (of_lengths(5), of_lengths(1, 1, 1, 1, 1), [((0, 1), (0, 5))]),

@@ -225,6 +225,10 @@ def test_a_term_is_a_mean_over_the_chunks_of_all_micro_batches() -> None:
         means.append(float(report["common_forward_kl"]))
     assert means == pytest.approx([6 / 4, 1 / 4])
     assert sum(means) == pytest.approx(1.75)
+    # Each micro-batch over its own chunks: their sum and their mean are other numbers.
+    own = [4 * mean / count for mean, count in zip(means, (3, 1), strict=True)]
+    assert sum(own) == pytest.approx(3.0)
+    assert sum(own) / 2 == pytest.approx(1.5)
 
 
 def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:

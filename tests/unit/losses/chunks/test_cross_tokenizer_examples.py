@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import isfinite, log
 from typing import Any
 
 import pytest
@@ -89,18 +90,33 @@ def first_rows(k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ends, ints(*(one for one, _ in entries)), torch.tensor([one for _, one in entries])
 
 
-# k -> temperature, direction -> the mean over both chunks
-PUBLISHED = {
-    4: {(1, "f"): 2.123720, (1, "r"): 0.482409, (2, "f"): 14.231138, (2, "r"): 1.361716},
-    3: {(1, "f"): 0.153052, (1, "r"): 0.377049, (2, "f"): 0.386654, (2, "r"): 0.612607},
-    2: {(1, "f"): 0.068885, (1, "r"): 0.274020, (2, "f"): 0.241976, (2, "r"): 0.474044},
+# k -> temperature, direction -> both chunks where they are published, and the mean over them
+PUBLISHED: dict[int, dict[tuple[int, str], tuple[tuple[float, ...], float]]] = {
+    4: {
+        (1, "f"): ((2.301411, 1.946029), 2.123720),
+        (1, "r"): ((), 0.482409),
+        (2, "f"): ((), 14.231138),
+        (2, "r"): ((), 1.361716),
+    },
+    3: {
+        (1, "f"): ((0.359899, -0.053795), 0.153052),
+        (1, "r"): ((0.437367, 0.316731), 0.377049),
+        (2, "f"): ((), 0.386654),
+        (2, "r"): ((), 0.612607),
+    },
+    2: {
+        (1, "f"): ((0.224618, -0.086849), 0.068885),
+        (1, "r"): ((), 0.274020),
+        (2, "f"): ((), 0.241976),
+        (2, "r"): ((), 0.474044),
+    },
 }
 DIRECTIONS = {"f": "forward_kl", "r": "reverse_kl"}
 
 
 @pytest.mark.parametrize("k", PUBLISHED)
 def test_published_projection(k: int) -> None:
-    for (temperature, direction), expected in PUBLISHED[k].items():
+    for (temperature, direction), (of_chunks, mean) in PUBLISHED[k].items():
         loss = {
             "alignment": "projection",
             "divergence": DIRECTIONS[direction],
@@ -112,7 +128,45 @@ def test_published_projection(k: int) -> None:
         # The loss takes no label, and those of the example are tokens that k = 2 lacks.
         at = replace(EXAMPLE, teacher_labels=EXAMPLE.teacher_labels.clamp(max=k - 1))
         values = slopes_of_chunks(STUDENT, TEACHER[:, :k], at, loss)
-        assert float(values.mean()) == pytest.approx(expected, abs=2e-6), (temperature, direction)
+        assert float(values.mean()) == pytest.approx(mean, abs=2e-6), (temperature, direction)
+        if of_chunks:
+            assert values.tolist() == pytest.approx(of_chunks, abs=2e-6), (temperature, direction)
+
+
+def test_projected_rows_of_the_example() -> None:
+    """A teacher that is sure of one token has the loss -log of what the student projects to it."""
+    # A logit of -60: no probability, and its row of the loss is below 1e-24.
+    sure = torch.full((3, 4), -60.0, dtype=torch.float64)
+    sure.fill_diagonal_(0.0)
+    loss = {"alignment": "projection", "divergence": "forward_kl", "top_k": 4}
+    loss |= {"map_rows": first_rows(4)}
+    # a, b and c; no row leads to d.
+    for row, expected in enumerate([(0.463636, 0.236364, 0.3), (0.745455, 0.154545, 0.1)]):
+        student, every = STUDENT[row].repeat(3, 1), torch.arange(3)
+        at = Alignment(every, every, every, every, count=3)
+        found = (-divergence(student, sure, at, loss)).exp()
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+        assert float(found.sum()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_hole_costs_the_published_loss_a_log_of_its_epsilon_and_ours_no_infinity() -> None:
+    """The teacher has 0.1 on d, which no row leads to."""
+    teacher = logs([0.4, 0.3, 0.2, 0.1])
+    student = logs([0.4, 0.3, 1e-12, 0.3])
+    loss = {"alignment": "projection", "divergence": "forward_kl", "top_k": 4}
+    loss |= {"map_rows": first_rows(4)}
+    (value,) = divergence(student, teacher, ONE_TOKEN, loss | {"published": True}).tolist()
+    reached = 0.2 * log(0.2 / 0.3)
+    assert value - reached == pytest.approx(2.0723, abs=5e-5)
+    # The student projects nothing outside of a, b and c, so the rest has a probability of zero.
+    (ours,) = divergence(student, teacher, ONE_TOKEN, loss).tolist()
+    assert isfinite(ours)
+    # With a row that is a hole the rest has the mass of its token.
+    offsets, ids, weights = first_rows(4)
+    holed = (torch.where(torch.arange(5) >= 4, offsets - 1, offsets), ids[:-1], weights[:-1])
+    (ours,) = divergence(student, teacher, ONE_TOKEN, loss | {"map_rows": holed}).tolist()
+    # c of the teacher is in no row then, and belongs to the rest as well.
+    assert ours == pytest.approx(0.0, abs=1e-9)
 
 
 # The chunk of each row, the student's and the teacher's, and the loss of each chunk. The first case
@@ -342,6 +396,30 @@ def test_a_top_k_with_the_rest_and_without(k: int) -> None:
         assert sum(both) / 2 == pytest.approx(0.044901, abs=1e-6)
     found = slopes_of_tokens(student, teacher, "forward_kl", top_k=k, support="raw")
     assert found == pytest.approx(TRUNCATED[k], abs=1e-6)
+
+
+def test_zero_outside_of_the_top_k_as_published_is_no_divergence() -> None:
+    """It compares a teacher normalised over its top two with the student's own log-probabilities.
+
+    A reverse KL takes -100 for the logarithms of the teacher's other tokens. From our renormalised
+    losses: the student's mass Q of the two is missing in its logarithms, and weighs the reverse.
+    """
+    teacher = logs([0.5, 0.2, 0.15, 0.1, 0.05])
+    student = logs([0.4, 0.3, 0.1, 0.15, 0.05])
+    forward, reverse = (
+        slopes_of_tokens(student, teacher, name, top_k=2, support="renormalized")
+        for name in DIRECTIONS.values()
+    )
+    inside, rest = 0.7, student[0, 2:].exp()
+    correction = float((rest * student[0, 2:]).sum() + 100 * rest.sum())
+    assert correction == pytest.approx(29.335387, abs=1e-6)
+    published = forward - log(inside), inside * (reverse + log(inside)) + correction
+    assert published == pytest.approx((0.400216, 29.118097), abs=2e-6)
+    assert sum(published) / 2 == pytest.approx(14.759156, abs=1e-6)
+    # Equal models still have the entropy of what is outside, and a forward loss of -log Q.
+    same = slopes_of_tokens(student, student, "forward_kl", top_k=2, support="renormalized")
+    assert same - log(inside) == pytest.approx(0.356675, abs=1e-6)
+    assert slopes_of_tokens(student, student, "reverse_kl", top_k=2, support="tail") == 0.0
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(0.1, 0.002755), (0.5, 0.007817), (0.9, 0.002892)])
