@@ -1,4 +1,5 @@
-"""Figures of the front page and the pages on performance and generation are those of records."""
+"""Figures of the front page and the pages on performance, generation and several tokenizers are
+those of records."""
 
 import csv
 import json
@@ -133,6 +134,28 @@ def test_the_speed_of_text_is_that_of_the_record() -> None:
     found = [row for row in rows(ROOT / "docs" / "generation.md") if row[0].isdigit()]
     assert len(record) >= 4
     assert found == [[*row[:2], f"{row[4]}, {row[9]}", row[6]] for row in record]
+
+
+def test_the_losses_between_tokenizers_are_those_of_the_record() -> None:
+    """Bits per byte of each seed, the mean below the student alone, and the shares of the gap."""
+    record = json.loads((RESULTS / "quickstart_tokenizers.json").read_text(encoding="utf-8"))
+    tables = [{row["label"]: row for row in seed["rows"]} for seed in record["seeds"]]
+    margins = record["margin_bits_per_byte"]
+    expected = {}
+    for label in tables[0]:
+        of_seeds = [table[label] for table in tables]
+        closed = [one["gap_closed"] for one in of_seeds]
+        expected[label] = [
+            ", ".join(f"{one['bits_per_byte']:.3f}" for one in of_seeds),
+            f"{margins[label]['mean']:.3f}" if label in margins else "-",
+            "-" if None in closed else ", ".join(f"{share * 100:.0f} %" for share in closed),
+        ]
+    found = {
+        row[0].strip("`"): row[1:]
+        for row in rows(ROOT / "docs" / "cross_tokenizer.md")
+        if row[0].strip("`") in expected and len(row) == 4
+    }
+    assert found == expected
 
 
 def test_the_end_of_the_quickstart_is_what_it_prints_of_its_record() -> None:
