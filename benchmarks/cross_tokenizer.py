@@ -42,24 +42,30 @@ library, and the same {BATCH} texts, one in a sequence of at most {LENGTH} token
 models into Megatron. First the cross-entropy of the texts and all logits of both models are
 compared with those of `transformers` alone; where one differs by 1e-4, nothing is measured.
 
-A step is the forward pass of teacher and student, the loss, the backward pass, the clipping of
-gradients and AdamW. Ours always has cross-entropy on all labels too. TRL's is `GOLDTrainer`'s
-`training_step` on a batch of its data loader, without generation (`lmbda` 0) and checkpointing; the
-rows are settings of its `ULDLoss`, which leaves the prompt (the first line) and the last token out.
-It tokenises the teacher's texts within the step; ours tokenises twice, aligns, packs and plans the
-rows of the loss in threads beside the step, in the time given as `preparation`.
-
-The loss from hidden states includes the products of both heads and cross-entropy as in the step;
-ours adds the head's gradient to a buffer, as in training. The loss from logits is
-`cross_tokenizer_divergence` beside `ULDLoss`. Both are forward and backward.
-
 Times are medians of turns in one process, `best` the shortest turn, `others` the cores that other
 processes used meanwhile. `tokens/s` counts the student's labels. `peak` is the most bytes of
-tensors alive at once above those before; in a step it includes the gradient buffers, which live on
-between our steps and are made anew in each of TRL's. `resident` is the kernel's figure for the
-process above its size before, without our buffers. Ratios are the peer's figure over that of the
-row: above one is in the row's favour. The losses are of different definitions, and so are values.
+tensors alive at once above those before. Ratios are the peer's figure over that of the row: above
+one is in the row's favour. The losses are of different definitions, and so are values.
 """
+# What the rows of each part are; only those of measured parts are written.
+_NOTES: Final = {
+    "step": """\
+A step is the forward pass of teacher and student, the loss, the backward pass, the clipping of
+gradients and AdamW. Ours always has cross-entropy on all labels too. TRL's is `GOLDTrainer`'s
+`training_step` on a batch of its data loader, without generation (`lmbda` 0) and checkpointing; its
+rows are settings of `GOLDConfig`, and leave the prompt (the first line) and the last token out. It
+tokenises the teacher's texts within the step; ours tokenises twice, aligns, packs and plans the
+rows of the loss in threads beside the step, in the time given as `preparation`. The peak includes
+the gradient buffers, which live on between our steps and are made anew in each of TRL's.
+""",
+    "hidden": """\
+The loss from hidden states includes the products of both heads and cross-entropy as in the step;
+ours adds the head's gradient to a buffer, as in training. Forward and backward.
+""",
+    "logits": """\
+The loss from logits is `cross_tokenizer_divergence` beside rows of `ULDLoss`. Forward and backward.
+""",
+}
 
 
 def main() -> int:
@@ -123,7 +129,7 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
     heads = [f"time, {name.removeprefix(_PEER)}" for name in peers]
     heads += [f"peak, {name.removeprefix(_PEER)}" for name in peers]
     columns = ["s", "best s", "tokens/s", "others", "peak MiB", "value", *heads]
-    lines = [f"## {_PARTS[part]}", ""]
+    lines = [f"## {_PARTS[part]}", "", _NOTES[part]]
     lines += [f"- {key}: {value}" for key, value in measured["environment"].items()]
     busy = max(max(row["others"]) for row in rows.values())
     if busy > _BUSY_CORES:
