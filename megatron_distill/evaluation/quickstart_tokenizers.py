@@ -40,6 +40,7 @@ __all__ = [
     "check_baseline",
     "chosen_losses",
     "compare",
+    "data_wait",
     "exported_folder",
     "margins_over_seeds",
     "remove",
@@ -208,6 +209,7 @@ def carry_out(
     for log in logs[1:]:
         check_equal_start(logs[0], log)
     rows = compare(comparison.teacher.log(), logs, comparison)
+    waits = {log.label: data_wait(log) for log in logs}
     factor = comparison.student_text.bits_per_byte(1.0)
     picture = plot_losses(
         [log.scaled("ce_loss", factor) for log in logs],
@@ -220,13 +222,13 @@ def carry_out(
         "seed": comparison.seed,
         "rows": [asdict(row) for row in rows],
         "baselines": baselines,
-        "data_wait": {log.label: _data_wait(log) for log in logs},
+        "data_wait": waits,
         "teacher_text": asdict(comparison.teacher_text),
         "student_text": asdict(comparison.student_text),
         "runs": [asdict(summarize(run.log())) for run in comparison.children],
     }
     write_json(comparison.place / "result.json", outcome)
-    (comparison.place / "result.md").write_text(_markdown(rows), encoding="utf-8")
+    (comparison.place / "result.md").write_text(_markdown(rows, waits), encoding="utf-8")
     show(rows, comparison, console)
     console.print(f"\ncurves    {picture}", markup=False)
     console.print(f"result    {comparison.place / 'result.md'}", markup=False)
@@ -284,10 +286,19 @@ def show_margins(margins: Mapping[str, Mapping[str, float]], console: Console) -
     console.print(table)
 
 
-def _data_wait(run: RunLog) -> float | None:
-    """The median share of a step that waited for its batches; None without a record of it."""
-    shares = run.training("data_wait").values
-    return float(np.median(shares)) if len(shares) else None
+def data_wait(run: RunLog) -> Mapping[str, float] | None:
+    """The share of a step's time that it waited for its batches, over all steps but the first.
+
+    That one waits for the first window of shuffled samples. Returns None without a record of it.
+    """
+    shares = run.training("data_wait").values[1:]
+    if not len(shares):
+        return None
+    return {
+        "median": float(np.median(shares)),
+        "mean": float(np.mean(shares)),
+        "95 of 100 below": float(np.percentile(shares, 95)),
+    }
 
 
 def _held_out_loss(run: RunLog) -> float:
@@ -328,11 +339,21 @@ def _table(title: str) -> Table:
     return table
 
 
-def _markdown(rows: Sequence[BitsPerByte]) -> str:
+def _markdown(rows: Sequence[BitsPerByte], waits: Mapping[str, Mapping[str, float] | None]) -> str:
     heads = ["run", *(f"{name} {unit}" for name, unit in _COLUMNS)]
-    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(_COLUMNS)]
-    lines += ["| " + " | ".join([row.label, *_cells(row)]) + " |" for row in rows]
+    lines = _markdown_table(heads, [[row.label, *_cells(row)] for row in rows])
+    found = {label: wait for label, wait in waits.items() if wait is not None}
+    if found:
+        lines += ["", "Share of a step's time that it waited for data, without the first step:", ""]
+        names = list(next(iter(found.values())))
+        shares = [[label, *(f"{wait[one]:.2%}" for one in names)] for label, wait in found.items()]
+        lines += _markdown_table(["run", *names], shares)
     return "\n".join(lines) + "\n"
+
+
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def _cells(row: BitsPerByte) -> Sequence[str]:

@@ -53,7 +53,10 @@ def test_it_ends_with_a_table_of_the_losses_and_a_picture(tmp_path: Path) -> Non
     assert text.index("2/4 student alone") < text.rindex("by transformers alone")
     assert text.rindex("by transformers alone") < text.index(f"3/4 {LOSSES[0]}")
     assert (tmp_path / "student_alone_exported" / "model.safetensors").exists()
-    assert all(0 <= share < 1 for share in result["data_wait"].values())
+    assert result["data_wait"].keys() == {"student alone", *LOSSES}
+    for label, wait in result["data_wait"].items():
+        assert all(0 <= share < 1 for share in wait.values())
+        assert f"| {label} | {wait['median']:.2%} | {wait['mean']:.2%} |" in table
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     students = [records(tmp_path / f"student_{name}") for name in ("alone", *LOSSES)]
     for other in students[1:]:

@@ -24,6 +24,7 @@ from megatron_distill.evaluation.quickstart_tokenizers import (
     Comparison,
     check_baseline,
     compare,
+    data_wait,
     margins_over_seeds,
     show,
 )
@@ -88,6 +89,16 @@ def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: Compari
     assert [row.gap_closed for row in rows[2:]] == pytest.approx([0.5] * len(NAMES))
     with pytest.raises(DataError, match="no held-out loss"):
         compare(log("teacher", None), students, comparison)
+
+
+def test_the_wait_for_data_is_that_of_all_steps_but_the_first() -> None:
+    assert data_wait(log("alone", 2.0)) is None  # a log without the figure
+    shares = [0.9, *(step / 100 for step in range(21))]
+    steps = tuple(
+        {"step": at, "tokens": at, "data_wait": one} for at, one in enumerate(shares, start=1)
+    )
+    found = data_wait(RunLog("alone", Path("alone"), steps, ()))
+    assert found == pytest.approx({"median": 0.1, "mean": 0.1, "95 of 100 below": 0.19})
 
 
 def finished(comparison: Comparison, loss: float) -> None:
