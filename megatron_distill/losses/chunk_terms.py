@@ -109,11 +109,7 @@ class ChunkTerm:
             known = ", ".join(get_args(Alignment))
             raise ValueError(f"alignment is {self.alignment!r}; known: {known}")
         if self._divergence.head_mass is not None:
-            raise ValueError(
-                f"{self.divergence} is not defined with alignment {self.alignment!r}: it divides "
-                "tokens by the teacher's probability of each, and here a class may be many tokens; "
-                "use forward_kl, reverse_kl or js_divergence"
-            )
+            self._check_order()
         for name, value in (("temperature", self.temperature), ("weight", self.weight)):
             if not math.isfinite(value) or (name == "temperature" and value <= 0):
                 wanted = "positive and finite" if name == "temperature" else "finite"
@@ -126,6 +122,21 @@ class ChunkTerm:
             raise ValueError(
                 f"divergence is {self.divergence}; the published projection is defined for "
                 f"{' and '.join(get_args(PublishedDivergence))}"
+            )
+
+    def _check_order(self) -> None:
+        """Refuse a divergence that orders classes, except on ids that are known on every rank."""
+        if self.alignment != "common":
+            raise ValueError(
+                f"{self.divergence} is not defined with alignment {self.alignment!r}: it divides "
+                "tokens by the teacher's probability of each, and here a class is no token; use "
+                "forward_kl, reverse_kl or js_divergence"
+            )
+        if self.top_k is None:
+            raise ValueError(
+                f"{self.divergence} with alignment 'common' needs top_k: it orders the classes, "
+                "and without top_k the one of all further tokens is split over the ranks; a top_k "
+                "of the number of common tokens compares all of them"
             )
 
     @property

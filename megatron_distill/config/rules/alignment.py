@@ -30,8 +30,8 @@ __all__ = [
     "two_tokenizers_problems",
 ]
 
-# Divergences between two classes whose gradient does not depend on an order of tokens.
-_UNORDERED: Final = "adaptive_kl"
+# The divergence that orders tokens by their probability.
+_ORDERED: Final = "adaptive_kl"
 # Keys of a term that only some alignments use, with their defaults.
 _USERS: Final[dict[str, tuple[tuple[str, ...], object]]] = {
     "partition": (("gold",), "strict"),
@@ -141,7 +141,13 @@ def _term(path: str, term: TermConfig) -> Iterator[Problem]:
         if term.alignment in others and value != default:
             reason = f"with {path}.alignment = {term.alignment!r}"
             yield without_effect(f"{path}.{name}", value, reason, instead=default)
-    if term.divergence == _UNORDERED and term.alignment != "uld":
+    if term.divergence == _ORDERED and term.alignment == "common" and term.top_k is None:
+        yield Problem(
+            (f"{path}.divergence", f"{path}.top_k"),
+            f"{path}.divergence = {term.divergence!r} with {path}.alignment = 'common' orders the "
+            f"classes, and so needs {path}.top_k; set it, at most to the number of common tokens",
+        )
+    if term.divergence == _ORDERED and term.alignment not in ("common", "uld"):
         yield Problem(
             (f"{path}.divergence", f"{path}.alignment"),
             f"{path}.divergence = {term.divergence!r} divides one vocabulary into head and tail; "

@@ -40,7 +40,8 @@ class CommonTerm:
         key: name in reports.
         columns: the columns of common tokens on this rank. Without ``top_k`` those of the teacher
             lie on the rank of the student's, see `TeacherLayout`.
-        weighted: an f-divergence with its temperature; the coefficient must be one.
+        weighted: a divergence with its temperature; the coefficient must be one. Without ``top_k``
+            it must be an f-divergence.
         top_k: number of common tokens, the teacher's most probable ones; None for all of them.
         recorded: those of the M teacher rows, if they are known without its logits: ids are numbers
             of the student's classes; see `common_top_k`.
@@ -53,9 +54,10 @@ class CommonTerm:
     recorded: TopK | None = None
 
     def __post_init__(self) -> None:
-        if self.weighted.divergence.head_mass is not None:
+        is_dense = self.top_k is None and self.recorded is None
+        if is_dense and self.weighted.divergence.head_mass is not None:
             raise ValueError(f"{self.weighted.divergence.name} is not an f-divergence")
-        if self.top_k is None and self.recorded is None and not self.columns.is_aligned:
+        if is_dense and not self.columns.is_aligned:
             raise ValueError(
                 "the teacher's common columns are not on the ranks of the student's: arrange them "
                 "with TeacherLayout, or set top_k"

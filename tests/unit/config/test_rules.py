@@ -325,9 +325,11 @@ objective.balance.alpha_schedule={steps: 3}
     -> objective.balance.alpha_schedule.to: this key is required
 """
 OF_ALIGNMENTS = """
-objective.terms=[{alignment: common, divergence: adaptive_kl}]
+objective.terms=[{alignment: gold, divergence: adaptive_kl}]
     -> objective.terms.0.divergence = 'adaptive_kl' divides one vocabulary into head and tail; it
-       is not defined with objective.terms.0.alignment = 'common'; use another divergence
+objective.terms=[{alignment: common, divergence: adaptive_kl}]
+    -> objective.terms.0.divergence = 'adaptive_kl' with objective.terms.0.alignment = 'common'
+       orders the classes, and so needs objective.terms.0.top_k; set it
 objective.terms=[{alignment: likelihood}, {}]
     -> objective.terms.1.alignment = null beside terms with an alignment: a teacher has one
        tokenizer; give this term an alignment, or remove it from the others

@@ -40,6 +40,8 @@ CASES = [
     for number, form in enumerate(("likelihood", "common", "top_k", "projection", "gold"))
     for row, divergence in enumerate(DIVERGENCES[number % 2 :: 2])
 ]
+# Its head and tail are of classes in an order, which a top-k has.
+CASES += [("top_k", "adaptive_kl", {"adaptive_alpha": alpha}, 2.0) for alpha in (0.2, 0.5)]
 CASES += [("published", "forward_kl", {}, 1.0), ("published", "reverse_kl", {}, 2.0)]
 CASES += [("uld", "forward_kl", {}, 1.0), ("uld", "forward_kl", {}, 2.0)]
 
@@ -259,7 +261,7 @@ def refused_losses() -> list[tuple[str, dict[str, Any], str]]:
     none = ids[0][:0], ids[1][:0]
     offsets, targets, weights = map_rows(SIZES)
     return [
-        ("common", {"divergence": "adaptive_kl"}, "adaptive_kl is not defined with alignment 'co"),
+        ("common", {"divergence": "adaptive_kl"}, "adaptive_kl with alignment 'common' needs top"),
         ("gold", {"divergence": "adaptive_kl"}, "adaptive_kl is not defined with alignment 'gold'"),
         ("likelihood", {"temperature": 0}, "temperature of likelihood is 0; it must be positive"),
         ("common", {"common_ids": none}, "no common token"),
