@@ -1,0 +1,189 @@
+"""One step of whole models with two tokenizers: in every layout, and with every size of its
+micro-batches, all gradients are those of one rank that has all samples in one micro-batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_distill.align.vocabulary_map import Evidence, VocabularyMap, VocabularySide
+from megatron_distill.data.aligned.documents import AlignedDocument, Side
+from megatron_distill.data.aligned.packing import AlignedPacker, Window
+from megatron_distill.data.collation import GlobalBatch, count_labels, micro_batch, pack_samples
+from megatron_distill.data.tokenizers.open import Vocabulary
+from megatron_distill.losses import ChunkTerm
+from megatron_distill.runtime.batch import StepBatches
+from tests.distributed.balanced_steps import _gradients
+from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.models.test_model_layouts import Parts, _whole
+from tests.distributed.pool import Pool
+
+if TYPE_CHECKING:
+    from megatron_distill.data.aligned.rows import ChunkPlanner
+    from megatron_distill.runtime.groups import Groups
+
+LENGTH, TEACHER_LENGTH, SAMPLES = 16, 24, 4
+# Ids of both tokenizers.
+STUDENT, TEACHER = 41, 59
+TERMS = (
+    ChunkTerm("likelihood", "js_divergence", weight=5.0, temperature=4.0),
+    ChunkTerm("common", temperature=2.0),
+    ChunkTerm("common", "adaptive_kl", weight=0.5, top_k=6),
+    ChunkTerm("projection", "reverse_kl", weight=0.5, top_k=9),
+    ChunkTerm("gold", weight=0.3, uncommon_top_k=12),
+)
+
+
+def samples() -> GlobalBatch:
+    """Documents of random tokens with chunks of one to three tokens, packed for both sides."""
+    rng = np.random.default_rng(8)
+
+    def side(vocabulary: int) -> Side:
+        sizes = rng.choice([1, 1, 1, 2, 3], 7)
+        tokens = rng.integers(0, vocabulary, int(sizes.sum())).astype(np.int32)
+        return Side.of_chunks(tokens, np.repeat(np.arange(len(sizes)), sizes).astype(np.int32))
+
+    packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(TEACHER_LENGTH + 1, 0))
+    found = []
+    while len(found) < SAMPLES:
+        packer.add(AlignedDocument(side(STUDENT), side(TEACHER)), len(found))
+        while packer.is_ready and len(found) < SAMPLES:
+            found.append(packer.take(len(found)))
+    return pack_samples(found)
+
+
+def step_of(groups: Groups, planner: ChunkPlanner, size: int) -> StepBatches:
+    """This rank's micro-batches of so many samples."""
+    packed = samples()
+    (counts,) = count_labels(packed, isolate_documents=True)
+    assert counts.chunks > counts.pairs > 10
+    share = SAMPLES // groups.data.size()
+    first = groups.data.rank() * share
+    batches = [
+        planner.planned(micro_batch(packed, slice(at, at + size), isolate_documents=True))
+        for at in range(first, first + share, size)
+    ]
+    return StepBatches(
+        tuple(batches),
+        counts.ce,
+        counts.kd,
+        SAMPLES * LENGTH,
+        chunks=counts.chunks,
+        pairs=counts.pairs,
+    )
+
+
+def taken(
+    rank: int, world: int, layout: dict[str, Any], size: int, tokens_map: VocabularyMap
+) -> tuple[dict[str, float], Parts]:
+    """The report and the gradients of a step without the optimizer."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.config import OptimizerConfig
+        from megatron_distill.models.execution import Execution
+        from megatron_distill.models.gpt import build_gpt, vocab_shard
+        from megatron_distill.ops import LogitRule
+        from megatron_distill.train.assemble.alignment import TeacherTokens
+        from megatron_distill.train.objective import TokenObjective
+        from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+        from megatron_distill.train.step import Student, run_student
+        from megatron_distill.train.teachers.live import OnlineTeacher
+
+        cpu = torch.device("cpu")
+        execution = Execution(torch.float32, cpu)
+        shape = small_architecture(init_std=0.2, vocab_size=STUDENT, num_kv_heads=4)
+        other = small_architecture(init_std=0.3, vocab_size=TEACHER, num_kv_heads=4, num_layers=2)
+        chunks = build_gpt(shape, groups=groups, execution=execution, seed=11)
+        (model,) = build_gpt(other, groups=groups, execution=execution, seed=12, interleaved=False)
+        model.eval()
+        head = model.head_weight().detach() if groups.is_last_stage else None
+        teacher, aligned = TeacherTokens(
+            Vocabulary(TEACHER, "teacher"), TEACHER_LENGTH, None, tokens_map
+        ).connect(
+            OnlineTeacher(model, other, head, groups, TEACHER_LENGTH),
+            shape, Vocabulary(STUDENT, "student"), groups, cpu, chunk_tokens=7,
+        )  # fmt: skip
+        objective = TokenObjective(
+            ce_weight=0.5, terms=TERMS, metrics=(), chunk_tokens=7,
+            shard=vocab_shard(shape, groups), logit_rule=LogitRule(None, 1.0), groups=groups,
+            aligned=aligned,
+        )  # fmt: skip
+        plain = OptimizerConfig(distributed=False)
+        wrapped = wrap_data_parallel(chunks, plain, groups=groups)
+        connect_schedule(wrapped, plain, positions=SAMPLES * LENGTH)
+        step = step_of(groups, aligned.planner, size)
+        means = run_student(
+            Student(chunks, wrapped, groups, LENGTH),
+            teacher.signals(step.micro_batches),
+            [objective] * len(step.micro_batches),
+            step,
+        )
+        report = {name: float(value) for name, value in means.items()}
+        return report, _gradients(chunks, groups)
+
+
+@pytest.fixture(scope="module")
+def tokens_map() -> VocabularyMap:
+    """Thirty common tokens, eight of two pieces, and three that the teacher cannot spell."""
+    order = np.random.default_rng(3).permutation(TEACHER)
+    common, split = 30, 8
+    rows = [[one] for one in order[:common]] + [list(order[at : at + 2]) for at in range(25, 33)]
+    lengths = [*map(len, rows), *[0] * (STUDENT - common - split)]
+    evidence = [Evidence.EXACT] * common + [Evidence.ENCODED] * split
+    evidence += [Evidence.HOLE] * (STUDENT - len(evidence))
+    return VocabularyMap(
+        VocabularySide("student", "s", STUDENT),
+        VocabularySide("teacher", "t", TEACHER),
+        np.arange(common, dtype=np.int64),
+        order[:common].astype(np.int64),
+        np.cumsum([0, *lengths]).astype(np.int64),
+        np.concatenate(rows).astype(np.int64),
+        np.array([1.0] * common + [10 / 11, 1 / 11] * split, np.float32),
+        np.array(evidence, np.uint8),
+        np.array(lengths, np.int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tokens_map: VocabularyMap) -> tuple[dict[str, float], Parts]:
+    """The step of one rank."""
+    (found,) = pool.run(1, taken, {}, SAMPLES, tokens_map)
+    return found
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "one rank, micro-batch 1": (1, {}, 1),
+    "PP2xCP2, micro-batch 1": (4, {"pipeline": 2, "context": 2}, 1),
+    "TP4+sequence, micro-batch 4": (4, {"tensor": 4, "sequence": True}, 4),
+    "DP2xCP2, micro-batch 2": (4, {"context": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_gradient_is_that_of_one_rank(
+    pool: Pool,
+    tokens_map: VocabularyMap,
+    alone: tuple[dict[str, float], Parts],
+    case: str,
+) -> None:
+    world, layout, size = LAYOUTS[case]
+    found = pool.run(world, taken, layout, size, tokens_map)
+    report, expected = alone[0], _whole([alone[1]])
+    assert min(report[term.name] for term in TERMS) > 1e-3
+    for own, _ in found:
+        assert own == pytest.approx(report, rel=2e-5)
+    gradients = _whole([parts for _, parts in found])
+    assert gradients.keys() == expected.keys()
+    for key, gradient in expected.items():
+        if gradient.shape != gradients[key].shape:  # a vocabulary with more padding
+            assert not gradients[key][STUDENT:].any(), key
+            assert not gradient[STUDENT:].any(), key
+            gradients[key], gradient = gradients[key][:STUDENT], gradient[:STUDENT]
+        largest = float(gradient.abs().max())
+        assert largest > 0, key
+        torch.testing.assert_close(
+            gradients[key], gradient, atol=1e-4 * largest, rtol=0,
+            msg=lambda text, name=key: f"{name}: {text}",
+        )  # fmt: skip
