@@ -12,8 +12,9 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.families import family_named
 from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.settings import config_errors, one_line
+from megatron_distill.models.hugging_face.written import written_architecture
 
-__all__ = ["ModelDescription", "describe"]
+__all__ = ["ModelDescription", "describe", "describe_for_plan"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,35 @@ class ModelDescription:
 
 
 def describe(folder: Path) -> ModelDescription:
-    """Read config.json.
+    """Read config.json with `transformers`.
 
     Raises CheckpointError: no such file, an unknown family, or an unsupported value.
     """
     path = folder / "config.json"
+    family, _ = _family(path)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return ModelDescription(family, family.architecture(config))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except config_errors() as error:
+        raise CheckpointError(f"{path}: {one_line(error)}; correct it") from error
+
+
+def describe_for_plan(folder: Path) -> ModelDescription:
+    """Read config.json as `describe`, without `transformers` where its entries say the shape.
+
+    They are not all checked, so that a model that is built needs `describe`.
+    """
+    family, entries = _family(folder / "config.json")
+    shape = written_architecture(family, entries)
+    return describe(folder) if shape is None else ModelDescription(family, shape)
+
+
+def _family(path: Path) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a config.json and its entries."""
     entries = _entries(path)
     if entries.get("kv_lora_rank"):
         raise CheckpointError(
@@ -42,15 +67,7 @@ def describe(folder: Path) -> ModelDescription:
             f"{path}: quantization_config is set, so the weights are quantised; use the "
             "unquantised weights"
         )
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return ModelDescription(family, family.architecture(config))
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except config_errors() as error:
-        raise CheckpointError(f"{path}: {one_line(error)}; correct it") from error
+    return family, entries
 
 
 def _entries(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Final
 
 from megatron_distill.config import (
@@ -25,6 +26,7 @@ from megatron_distill.config import (
 )
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import balanced_stages, forward_flops_per_token
+from megatron_distill.models.hugging_face.description import describe_for_plan
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
@@ -61,7 +63,9 @@ def open_shapes(
 
     def shape(role: str) -> Architecture:
         section = models[role]
-        found = read_shape(config, role, None).architecture
+        path = section.hf
+        described = None if path is None else describe_for_plan(Path(path).expanduser())
+        found = read_shape(config, role, None, described).architecture
         trained = _tokenizer(section, tokenizer).train_vocab_size
         if _has_rows_of_tokenizer(section):
             # A tokenizer that the run will train has the size of its key.

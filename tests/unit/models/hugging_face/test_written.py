@@ -1,0 +1,125 @@
+"""Shapes from the entries of a config.json alone against those that `transformers` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_distill.errors import CheckpointError
+from megatron_distill.models.hugging_face.description import describe, describe_for_plan
+from megatron_distill.models.hugging_face.families import families
+from megatron_distill.models.hugging_face.written import written_architecture
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from tests.distributed.hugging_face_models import MODELS
+
+SIZES: dict[str, Any] = {
+    "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 96,
+    "max_position_embeddings": 128, "num_attention_heads": 4, "num_hidden_layers": 6,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "vocab_size": 300,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32}
+# The entries of published models, older than the present names of `transformers`.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama 3.1": {
+        "tie_word_embeddings": True, "mlp_bias": False, "attention_bias": False, "head_dim": 8,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    "llama, linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mistral": {"sliding_window": 32, "tie_word_embeddings": False},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"partial_rotary_factor": 0.5, "sliding_window": None, "tie_word_embeddings": False,
+             "original_max_position_embeddings": 64, "resid_pdrop": 0.0, "attention_dropout": 0.0},
+    "qwen2": {"sliding_window": 64, "max_window_layers": 4, "use_sliding_window": False,
+              "tie_word_embeddings": True},
+    "qwen2_moe": {"num_experts": 4, "decoder_sparse_step": 1, "sliding_window": 64,
+                  "shared_expert_intermediate_size": 48, "use_sliding_window": False,
+                  "max_window_layers": 4, **EXPERTS},
+    "qwen3": {"head_dim": 32, "sliding_window": None, "use_sliding_window": False,
+              "tie_word_embeddings": True, "attention_bias": False, "rope_scaling": None},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "decoder_sparse_step": 2,
+                  "sliding_window": None, "use_sliding_window": False, "mlp_only_layers": [1],
+                  "tie_word_embeddings": False, **EXPERTS},
+}  # fmt: skip
+# What the entries leave to `transformers`.
+DERIVED: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},  # the size of a head
+    "qwen2": {"sliding_window": 8, "max_window_layers": 2, "use_sliding_window": True},
+    "llama": {"num_key_value_heads": None},
+    "gemma2": {
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": False,
+    },
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _prepared() -> None:
+    prepare_megatron_core(on_cuda=False)
+
+
+def folder_of(tmp_path: Path, entries: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    return tmp_path
+
+
+def written(folder: Path) -> Any:
+    entries = json.loads((folder / "config.json").read_text())
+    return written_architecture(families()[entries["model_type"]], entries)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_entries_say_the_shape_without_transformers(tmp_path: Path, name: str) -> None:
+    kind = name.partition(" ")[0].strip(",")
+    folder = folder_of(tmp_path, {**SIZES, **PUBLISHED[name], "model_type": kind})
+    assert written(folder) == describe(folder).architecture
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_entries_that_transformers_writes_say_the_same_shape(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    kind, settings = MODELS[name]
+    transformers.AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
+    assert written(tmp_path) == describe(tmp_path).architecture
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_what_follows_from_more_than_the_entries_is_left_to_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    folder = folder_of(tmp_path, {**SIZES, **DERIVED[name], "model_type": name})
+    assert written(folder) is None
+    assert describe_for_plan(folder) == describe(folder)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+    ],
+)
+def test_wrong_entries_are_named_as_for_a_model_that_is_built(
+    tmp_path: Path, entries: dict[str, Any], message: str
+) -> None:
+    folder = folder_of(tmp_path, {**SIZES, "model_type": "llama", **entries})
+    with pytest.raises(CheckpointError, match=message) as planned:
+        describe_for_plan(folder)
+    with pytest.raises(CheckpointError) as built:
+        describe(folder)
+    assert str(planned.value) == str(built.value)
