@@ -16,7 +16,14 @@ from megatron_distill.planning.memory import memory_need
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.report import changed_settings, plan_report, settings
 from megatron_distill.planning.run import TeacherPlace
-from megatron_distill.planning.search import USABLE, Ranking, Search, nearest
+from megatron_distill.planning.search import (
+    _POPULAR,
+    USABLE,
+    Ranking,
+    Search,
+    _sizes,
+    nearest,
+)
 from megatron_distill.runtime.groups import Layout
 from megatron_distill.train.assemble.shapes import layout_of
 from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
@@ -79,10 +86,15 @@ def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking: Ranking) -
     assert reasons["TP1 PP1"].startswith("needs ")
     assert "teacher" in reasons["TP1 PP1"]
     assert reasons["TP4 PP1"] == "student: four is refused"
-    shown = {(one.choice.layout.tensor, one.choice.layout.pipeline) for one in ranking.fitting[:3]}
-    for tensor, pipeline in ((8, 1), (8, 4), (2, 2)):
-        name = f"TP{tensor} PP{pipeline}"
-        assert (tensor, pipeline) in shown or reasons[name]
+    shown = {_sizes(one.choice.layout) for one in ranking.fitting[:3]}
+    slower = {_sizes(one.choice.layout) for one in ranking.fitting[3:]} - shown
+    expected = {}
+    for tensor, pipeline, context in _POPULAR:
+        name = f"TP{tensor} PP{pipeline}" + (f" CP{context}" if context > 1 else "")
+        if (tensor, pipeline, context) not in shown:
+            expected[name] = (tensor, pipeline, context) in slower
+    assert {name: reason.startswith("slower: ") for name, reason in reasons.items()} == expected
+    assert all(reasons.values())
 
 
 def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation() -> None:
@@ -224,6 +236,43 @@ def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ra
         word.partition("=")[0]
         for word in changed_settings(ranking.fitting[0].choice, ranking.fitting[2].choice)
     }
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (0.4, "it pays from 1 run on"),
+        (1.0, "it pays from 1 run on"),
+        (2.5, "it pays from 3 runs on"),
+        (None, "a run with it is no faster: keep the teacher live"),
+    ],
+)
+def test_break_even_days_and_device_hours_follow_from_the_times(
+    shared: Search, ranking: Ranking, factor: float | None, words: str
+) -> None:
+    run = replace(shared.run, steps=12_000)
+    store, capture = shared.with_store(), shared.capture()
+    assert store is not None
+    assert capture is not None
+    live = ranking.fitting[0]
+    saved = live.time.total - store.time.total
+    assert saved > 0
+    if factor is None:
+        store = live
+    else:
+        capture = replace(capture, seconds_per_step=factor * saved)
+    text = " ".join(
+        plan_report(
+            run, DEVICE, 64, ranking, shown=3, store=store, capture=capture, configured=live
+        ).split()
+    )
+    assert words in text
+    seconds = 12_000 * live.time.total
+    tokens = 12_000 * 256 * 8192 / 1e9
+    assert (
+        f"Cost of 1: 12,000 steps = {tokens:,.2f} billion tokens in {seconds / 86_400:.2f} days, "
+        f"{seconds / 3600 * 64:,.0f} device-hours"
+    ) in text
 
 
 def test_a_configured_layout_that_is_the_first_needs_no_keys(
