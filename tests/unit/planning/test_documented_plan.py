@@ -1,0 +1,111 @@
+"""The worked example of docs/planning.md against a plan of its YAML: every figure of it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_distill.commands.plan import Plan, make_plan
+from megatron_distill.config import load_config
+from megatron_distill.models.flops import step_flops_per_token
+from megatron_distill.planning.report import choice_name
+from megatron_distill.planning.search import Planned
+from megatron_distill.planning.traffic import step_bytes
+from tests.guards.source_tree import ROOT
+
+GIB = 2**30
+PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+EXAMPLE = PAGE.split("## A 70B teacher")[1].split("\n## ")[0]
+PROSE = " ".join(EXAMPLE.split())
+
+
+def tables() -> list[list[list[str]]]:
+    """The cells of each table, the heading first."""
+    found: list[list[list[str]]] = []
+    previous = ""
+    for line in EXAMPLE.splitlines():
+        if line.startswith("|"):
+            if not previous.startswith("|"):
+                found.append([])
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        previous = line
+    return [[rows[0], *rows[2:]] for rows in found]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    path = tmp_path_factory.mktemp("documented") / "run.yaml"
+    path.write_text(EXAMPLE.split("```yaml\n")[1].split("```")[0])
+    return make_plan(load_config(path, []), 256, "h100-80gb", shown=10)
+
+
+def cells_of(plan: Plan, one: Planned) -> list[str]:
+    """The figures of a row: seconds, tokens/s, MFU and GiB."""
+    run, seconds = plan.run, one.time.total
+    flops = step_flops_per_token(run.student, run.teacher, sequence_length=8192).total
+    share = flops * run.tokens / seconds / 256 / (plan.device.peak_tflops["bf16"] * 1e12)
+    figures = f"{seconds:.2f}", f"{run.tokens / seconds:,.0f}"
+    return [*figures, f"{share:.0%}", f"{one.memory.total / GIB:.1f}"]
+
+
+def test_the_rows_are_those_of_the_plan(plan: Plan) -> None:
+    _, *rows = tables()[0]
+    assert plan.configured is not None
+    by_name = {choice_name(one.choice): one for one in plan.rows}
+    assert rows[0][0] == choice_name(plan.rows[0].choice)
+    assert rows[0][2:] == cells_of(plan, plan.rows[0])
+    assert rows[1][2:] == cells_of(plan, by_name[rows[1][0]])
+    # The fastest with own ranks, which may be below the rows that are shown.
+    (own,) = (row for row in rows if "own" in row[1])
+    line = f"own ranks {own[0]}; {own[1]} {own[2]} "
+    assert line in " ".join(plan.text.split())
+    assert rows[-1][0] == f"{choice_name(plan.configured.choice)} (configured)"
+    assert rows[-1][2:] == cells_of(plan, plan.configured)
+
+
+def test_the_parts_of_the_first_row_are_those_of_the_plan(plan: Plan) -> None:
+    first = plan.rows[0]
+    for table, parts, scale, digits in (
+        (tables()[1], first.time.parts, 1e3, 0),
+        (tables()[2], first.memory.parts, 1 / GIB, 1),
+        (tables()[3], step_bytes(plan.run, first.choice).parts, 1e-9, 1),
+    ):
+        (_, *names), (_, *cells) = table
+        expected = {name: f"{parts[name.replace(' ', '_')] * scale:,.{digits}f}" for name in names}
+        assert dict(zip(names, cells, strict=True)) == expected
+        # Only parts that would be shown as nothing are left out.
+        left = {name for name in parts if name.replace("_", " ") not in names}
+        assert all(parts[name] * scale < 0.05 for name in left), left
+
+
+def test_the_sentences_have_the_figures_of_the_plan(plan: Plan) -> None:
+    text = " ".join(plan.text.split())
+    configured, best = plan.configured, plan.rows[0]
+    assert configured is not None
+    gib, usable, slower = re.findall(
+        r"Yes, with ([\d.]+) GiB of ([\d.]+) usable. It is (\d+) % slower", PROSE
+    )[0]
+    assert f"fits, {gib} of {usable} usable GiB" in text
+    assert round(100 * (configured.time.total / best.time.total - 1)) == int(slower)
+    (held,) = re.findall(r"Four stages hold the teacher \(([\d.]+) GiB each\)", PROSE)
+    assert held == f"{best.memory.teacher / GIB:.1f}"
+    quoted = re.findall(r"`(TP\d[^`]*)`", PROSE)
+    assert len(quoted) == 2
+    for words in quoted:
+        assert words in text
+    (share,) = re.findall(r"It is (\d+) % of the step", PROSE)
+    assert round(100 * best.time.teacher / best.time.total) == int(share)
+    (longer,) = re.findall(r"Ranks of its own are (\d+) % slower", PROSE)
+    (own,) = re.findall(r"its step is (\d+)% shorter than with own ranks", text)
+    assert own == longer
+    (capture,) = re.findall(r"A capture takes ([\d.]+) s for the tokens of a step", PROSE)
+    assert f"its capture takes {capture} s per step's tokens" in text
+    (saved,) = re.findall(r"a run with its store saves ([\d.]+) s per step", PROSE)
+    assert f"each run with it saves {saved} s per step: it pays from 1 run on" in text
+    steps, tokens, days, hours = re.findall(
+        r"([\d,]+) steps are ([\d.]+) billion tokens in ([\d.]+) days, ([\d,]+) device-hours",
+        PROSE,
+    )[0]
+    assert f"{steps} steps = {tokens}" in text
+    assert f" billion tokens in {days} days, {hours} device-hours" in text
