@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 from typing import Final
 
 from megatron_distill.models.pipeline_stages import ranks_of_layers
@@ -17,6 +17,8 @@ from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
 __all__ = ["MemoryNeed", "chunk_bytes", "memory_need", "student_states", "teacher_rank_need"]
 
 _FP32: Final = 4
+# Numbers, and ranks that share them, at whose multiples Megatron's buckets end.
+_BUCKET_END: Final = 128
 # Bytes that Transformer Engine keeps of each weight of a student's layer in FP8: a copy for the
 # forward pass, and its transpose, which GPUs before Blackwell need for the backward pass.
 _FP8_COPIES: Final = 2
@@ -65,15 +67,23 @@ def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tup
     """Return bytes of weights, fp32 gradients, and the optimizer's state on one rank.
 
     Adam has two fp32 moments, and with bf16 an fp32 weight. The distributed optimizer shards them.
+    Its buffers have gaps, which no moment belongs to; not counted are the ends of further buckets
+    of a chunk with more numbers than one bucket.
     """
     layout, width = choice.layout, run.width
-    replicas = experts = 1
-    if run.is_distributed:
-        replicas = choice.ranks // (layout.tensor * layout.pipeline)
-        experts = choice.ranks // (layout.expert * layout.pipeline)
     state = _FP32 * (2 if width == _FP32 else 3)
+    if not run.is_distributed:
+        return numbers.total * width, numbers.total * _FP32, numbers.total * state
+    replicas = choice.ranks // (layout.tensor * layout.pipeline)
+    experts = choice.ranks // (layout.expert * layout.pipeline)
+    ends = lcm(replicas, _BUCKET_END), lcm(experts, _BUCKET_END)
+    held = sum(
+        -(-count // end) * end
+        for bucket in numbers.buckets
+        for count, end in zip(bucket, ends, strict=True)
+    )
     share = -(-numbers.dense // replicas) - (-numbers.experts // experts)
-    return numbers.total * width, numbers.total * _FP32, state * share
+    return held * width, held * _FP32, state * share
 
 
 def memory_need(
