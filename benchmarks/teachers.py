@@ -162,8 +162,8 @@ def _shape(body: Body) -> str:
     return json.dumps(values)
 
 
-def _run(subject: Subject, measured: Measured, *, length: int, steps: int) -> None:
-    """Run the command; its steps join those of the earlier rounds."""
+def settings(subject: Subject, *, length: int, steps: int) -> list[str]:
+    """Return what a subject changes in configs/tiny.yaml."""
     given = [
         "runtime.threads=1",
         f"student.architecture={_shape(_STUDENT)}",
@@ -172,19 +172,23 @@ def _run(subject: Subject, measured: Measured, *, length: int, steps: int) -> No
         "data.isolate_documents=false",
         f"train.global_batch_size={_BATCH}",
         f"train.micro_batch_size={_MICRO_BATCH}",
-        f"train.steps={_WARMUP + steps + _LAST}",
+        f"train.steps={steps}",
         "validation={interval: 0, samples: 0}",
         "checkpoint={save: false, resume: false}",
     ]
     if "teacher=null" not in subject.overrides:
         given.append(f"teacher.architecture={_shape(_TEACHER)}")
+    return [*given, *subject.overrides]
+
+
+def _run(subject: Subject, measured: Measured, *, length: int, steps: int) -> None:
+    """Run the command; its steps join those of the earlier rounds."""
+    given = settings(subject, length=length, steps=_WARMUP + steps + _LAST)
     script = str(ROOT / "launch" / "pretrain_distill.py")
     with tempfile.TemporaryDirectory() as folder:
         words = ["--config", str(ROOT / "configs" / "tiny.yaml"), f"output={folder}/run"]
         child = subprocess.run(
-            torchrun_command(
-                script, [*words, *given, *subject.overrides], processes=subject.processes
-            ),
+            torchrun_command(script, [*words, *given], processes=subject.processes),
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             cwd=folder,
             capture_output=True,

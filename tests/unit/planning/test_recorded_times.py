@@ -1,0 +1,88 @@
+"""Times of the steps that other benchmarks recorded, for the device of the planner's own record.
+
+All are of the same machine at other hours. Processes of one thread share its caches and its memory
+in another way than calibrated, so that the bounds of teachers elsewhere are wider.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+from benchmarks.steps.cases import layout_cases, peer_cases
+from benchmarks.steps.planned import planned_case
+from benchmarks.teachers import SUBJECTS, Subject, settings
+from megatron_distill.config import load_config, teacher_ranks
+from megatron_distill.planning.device import Device
+from megatron_distill.planning.search import planned
+from megatron_distill.train.reports.planned_run import (
+    configured_choice,
+    open_shapes,
+    planned_run,
+)
+from tests.guards.source_tree import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+DISTINCT = 0.10  # equal steps differ by less between two hours of this machine
+
+
+def record(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.model_validate(record("planning")["device"])
+
+
+def predicted(subject: Subject, device: Device) -> float:
+    """Seconds of a step of a subject; every process has one thread, the lone one too."""
+    config = load_config(ROOT / "configs" / "tiny.yaml", settings(subject, length=256, steps=10))
+    run = planned_run(config, open_shapes(config))
+    own = sum(count for _, count in teacher_ranks(config, ranks_per_node=2))
+    choice = configured_choice(config, run, ranks=subject.processes, teachers=own)
+    return planned(run, choice, device.shared_by(2)).time.total
+
+
+def errors(rows: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Of the predictions, by case, from measured and predicted seconds."""
+    return {name: there / measured - 1 for name, (measured, there) in rows.items()}
+
+
+def in_order(rows: dict[str, tuple[float, float]]) -> list[bool]:
+    """Whether the prediction has each pair of distinct times in the right order."""
+    pairs = combinations(sorted(rows.values()), 2)
+    return [there[0] < there[1] for here, there in (zip(*pair, strict=True) for pair in pairs)
+            if here[1] > (1 + DISTINCT) * here[0]]  # fmt: skip
+
+
+def test_steps_with_teachers_elsewhere_take_about_the_predicted_time(device: Device) -> None:
+    steps = record("teachers")["steps"]
+    rows = {
+        one.name: (median(step["step_seconds"] for step in steps[one.name]), predicted(one, device))
+        for one in SUBJECTS
+    }
+    assert len(rows) == 9
+    assert mean(map(abs, errors(rows).values())) <= 0.20
+    assert max(map(abs, errors(rows).values())) <= 0.30
+    assert len(in_order(rows)) == 25
+    assert all(in_order(rows))
+
+
+def test_the_steps_beside_peers_take_about_the_predicted_time(device: Device) -> None:
+    rounds = record("step")["rounds"]
+    rows = {
+        case.name: (
+            median(s for one in rounds[case.name]["ours"] for s in one["seconds"]),
+            planned_case(case, device).time.total,
+        )
+        for case in (*layout_cases(), *peer_cases())
+    }
+    assert len(rows) == 19
+    assert max(map(abs, errors(rows).values())) <= 0.15
+    assert len(in_order(rows)) > 100
+    assert all(in_order(rows))
