@@ -29,6 +29,7 @@ from megatron_distill.train.assemble.trained_config import (
 )
 
 if TYPE_CHECKING:
+    from megatron_distill.config import RunConfig
     from megatron_distill.evaluation.tasks.paired import TaskItems
     from megatron_distill.evaluation.tasks.record import Task
     from megatron_distill.runtime.launch import Launch
@@ -126,6 +127,21 @@ def _run(arguments: argparse.Namespace) -> int:
     return with_launch(lambda launch: work(arguments, launch))
 
 
+def configuration(arguments: argparse.Namespace, world_size: int) -> RunConfig:
+    """Return the settings of the evaluation.
+
+    Raises ConfigError: they are wrong, or the layout does not fit so many ranks.
+    """
+    for kind in ("hf", "checkpoint"):
+        if (named := getattr(arguments, kind)) is not None:
+            return load_weights({kind: named}, arguments.words, world_size=world_size)
+    run, overrides = run_and_overrides(arguments)
+    assert run is not None, "the check asks for one"
+    is_student = (arguments.tasks or arguments.lm_eval) and not arguments.teacher
+    own = STUDENT_ALONE if is_student else ()
+    return load_trained_run(run, overrides, world_size=world_size, own=own)
+
+
 def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
     from megatron_distill.evaluation.requests import Interrupted
     from megatron_distill.evaluation.tasks.record import load_task
@@ -133,16 +149,9 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
     from megatron_distill.runtime.termination import TerminationRequest
 
     began = time.perf_counter()
-    named, config = arguments.hf or arguments.checkpoint, None
+    named = arguments.hf or arguments.checkpoint or run_and_overrides(arguments)[0]
     with launch.together("configuration"):
-        if named is not None:
-            kind = "hf" if arguments.hf else "checkpoint"
-            config = load_weights({kind: named}, arguments.words, world_size=launch.size)
-        else:
-            named, overrides = run_and_overrides(arguments)
-            assert named is not None, "the check asks for one"
-            own = () if arguments.teacher else STUDENT_ALONE
-            config = load_trained_run(named, overrides, world_size=launch.size, own=own)
+        config = configuration(arguments, launch.size)
         tasks = [load_task(*_named_task(one, arguments.limit)) for one in arguments.tasks]
         _require_different(tasks)
         against = {str(path): _read_items(path) for path in arguments.against}
@@ -246,10 +255,9 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
     from megatron_distill.runtime.launch import joined_world
 
     began = time.perf_counter()
-    run, overrides = run_and_overrides(arguments)
-    assert run is not None, "the check asks for one"
+    run = run_and_overrides(arguments)[0]
     with launch.together("configuration"):
-        config = load_trained_run(run, overrides, world_size=launch.size)
+        config = configuration(arguments, launch.size)
     with joined_world(
         **config.runtime.of_world(),
         splits_layers=config.parallel.splits_layers,

@@ -133,7 +133,12 @@ def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
         )
 
 
-def _config(arguments: argparse.Namespace, launch: Launch) -> RunConfig:
+def configuration(arguments: argparse.Namespace, world_size: int) -> RunConfig:
+    """Return the settings of the model that writes.
+
+    Raises ConfigError: they are wrong, or the layout does not fit so many ranks; CheckpointError:
+    there are no weights.
+    """
     kind = "hf" if arguments.hf is not None else "checkpoint"
     folder = arguments.hf or arguments.checkpoint
     if folder is not None:
@@ -146,10 +151,10 @@ def _config(arguments: argparse.Namespace, launch: Launch) -> RunConfig:
         if arguments.tokenizer is not None:
             own.append(f"data.tokenizer.path={arguments.tokenizer}")
         words = [*([arguments.run] if arguments.run else []), *arguments.words]
-        return load_weights({kind: str(folder)}, words, world_size=launch.size, own=own)
+        return load_weights({kind: str(folder)}, words, world_size=world_size, own=own)
     run, overrides = run_and_overrides(arguments)
     assert run is not None, "the check asks for one"
-    return load_trained_run(run, overrides, world_size=launch.size, own=STUDENT_ALONE)
+    return load_trained_run(run, overrides, world_size=world_size, own=STUDENT_ALONE)
 
 
 def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, str]:
@@ -160,7 +165,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
     from megatron_distill.runtime.launch import joined_world
 
     with launch.together("configuration"):
-        config = _config(arguments, launch)
+        config = configuration(arguments, launch.size)
     with joined_world(
         **config.runtime.of_world(),
         splits_layers=config.parallel.splits_layers,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from megatron_distill import log
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.node import NodePart, node_index, ranks_here
-from megatron_distill.launching.program import Program, add_folder
+from megatron_distill.launching.program import JobRanks, Program, add_folder
 from megatron_distill.launching.records import (
     EXIT_STATUS,
     Launch,
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> int:
     words = given.program[1:] if given.program[:1] == ["--"] else given.program
     program = Program.of(words, given.folder)
-    launches, index = program.launches([sys.executable]), node_index()
+    asked = JobRanks(len(given.pods.split(",")), given.ranks_per_node)
+    launches, index = program.launches([sys.executable], ranks=asked), node_index()
     # All pods start again after a failure, and without records nothing counts these starts.
     with disk_errors(launches):
         if (objection := launches.objection()) is not None:

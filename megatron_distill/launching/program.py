@@ -16,7 +16,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.node_view import named_paths
 from megatron_distill.launching.records import LAUNCHES, Launches, job_folder
 
-__all__ = ["NoAnswerError", "Program", "add_folder"]
+__all__ = ["JobRanks", "NoAnswerError", "Program", "add_folder"]
 
 _CLI: Final = ("-m", "megatron_distill.cli")
 # Commands with settings, which show them by --print-config.
@@ -26,6 +26,9 @@ _READERS: Final = ("evaluate", "generate", "evaluate.py", "generate.py")
 _READ: Final = ("--run", "--hf", "--checkpoint")
 # Commands in ranks without a folder that their words name alike.
 _OTHERS: Final = ("convert",)
+# Commands whose layout is compared with the ranks before these start; scripts do that in the ranks.
+_LAID_OUT: Final = (*_JOBS, "evaluate", "generate")
+_PREFLIGHT: Final = ("-m", "megatron_distill.commands.preflight")
 _SECONDS: Final = 300.0  # an import from a slow shared disk
 _ERROR: Final = "error: "
 _MISSING: Final = "ModuleNotFoundError: "
@@ -49,6 +52,14 @@ class NoAnswerError(ConfigError):
     def __init__(self, command: Sequence[str], reason: str) -> None:
         super().__init__(f"{' '.join(command)}: {reason}")
         self.last_line = reason.splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class JobRanks:
+    """The ranks of a job: its nodes with ranks, and those of each; None: one per GPU, else 1."""
+
+    nodes: int
+    per_node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,16 +98,22 @@ class Program:
         """The command and its words, for records and messages."""
         return [self.command, *self.words]
 
-    def launches(self, run: Sequence[str], *, sees_results: bool = True) -> Launches:
+    def launches(
+        self, run: Sequence[str], *, ranks: JobRanks | None = None, sees_results: bool = True
+    ) -> Launches:
         """Return the folder of the program's launches; `run` starts Python on a node.
 
+        ranks: that the layout of a command is compared with; None: that is left to the ranks.
         sees_results: whether this machine sees the folder that a command reads, and a script.
-        Raises ConfigError: the configuration is wrong, with the program's own message;
+        Raises ConfigError: configuration or layout is wrong, with the program's own message;
         NoAnswerError: the program cannot start.
         """
         name = Path(self.command).name
         if name in _READERS:
-            return self._reading(name.removesuffix(".py"), sees_results=sees_results)
+            found = self._reading(name.removesuffix(".py"), sees_results=sees_results)
+            if ranks is not None and name in _LAID_OUT:
+                self._printed([*run, *self._preflight(ranks)])
+            return found
         if name not in (*_JOBS, *_OTHERS) and not name.endswith(".py"):
             known = ", ".join((*_JOBS, *_READERS[:2], *_OTHERS))
             raise ConfigError(f"{name}: not a command for a cluster; {known} are, and scripts")
@@ -107,7 +124,7 @@ class Program:
             return Launches(folder / LAUNCHES, folder, f"--folder {folder}")
         if name in _OTHERS:
             raise ConfigError(f"{name}: give --folder, a folder for the records of its launches")
-        return self._settled(run)
+        return self._settled(run, ranks)
 
     def _reading(self, name: str, *, sees_results: bool) -> Launches:
         """Return the folder of the launches of a command that reads a run or a model."""
@@ -121,7 +138,7 @@ class Program:
         beside = folder / f"{LAUNCHES}_{name}"
         return Launches(beside, results, f"{name} {results}", paths=(str(results),))
 
-    def _settled(self, run: Sequence[str]) -> Launches:
+    def _settled(self, run: Sequence[str], ranks: JobRanks | None) -> Launches:
         """Return the folder of the launches of a program that shows its settings."""
         if self.folder is not None:
             raise ConfigError(
@@ -129,7 +146,10 @@ class Program:
                 "leave the option out"
             )
         try:
-            text = self._answer(run, "--print-config")
+            shown = [*self.torchrun_words, "--print-config"]
+            if ranks is not None and self.command in _LAID_OUT:
+                shown = self._preflight(ranks)
+            text = self._printed([*run, *shown])
             settings = yaml.safe_load(text)
         except NoAnswerError as error:
             if "--print-config" not in error.last_line:
@@ -161,11 +181,18 @@ class Program:
 
     def check_layout(self, run: Sequence[str], *, nodes: int, ranks: int) -> None:
         """Raise ConfigError unless the layout fits so many nodes and ranks of each."""
-        self._answer(run, "--print-layout", f"{nodes}x{ranks}")
+        self._printed([*run, *self.torchrun_words, "--print-layout", f"{nodes}x{ranks}"])
 
-    def _answer(self, run: Sequence[str], *options: str) -> str:
-        """Return what the program prints with these options; raises ConfigError."""
-        command = [*run, *self.torchrun_words, *options]
+    def _preflight(self, ranks: JobRanks) -> list[str]:
+        """Return the words of the check of settings and layout, which prints the settings."""
+        options = ["--nodes", str(ranks.nodes)]
+        if ranks.per_node is not None:
+            options += ["--ranks-per-node", str(ranks.per_node)]
+        return [*_PREFLIGHT, *options, "--", *self.spelled]
+
+    @staticmethod
+    def _printed(command: Sequence[str]) -> str:
+        """Return what a command prints; raises ConfigError."""
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_SECONDS, check=False

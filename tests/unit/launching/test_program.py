@@ -11,7 +11,7 @@ import yaml
 
 from megatron_distill.cli import COMMANDS, main
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.program import Program
+from megatron_distill.launching.program import JobRanks, Program
 from megatron_distill.launching.ssh import ranks_on
 from tests.guards.source_tree import ROOT
 
@@ -122,6 +122,41 @@ def test_a_python_without_the_packages_is_named_in_one_line() -> None:
     assert "--print-config: No module named '" in text
     assert text.endswith("install it for this Python, or name one that has it")
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "key"),
+    [
+        ("train", ("{configs}/tiny.yaml", "parallel.tensor=4"), "parallel.context = 4 * 1 * 1: "),
+        ("capture", ("{configs}/cache.yaml", "parallel.tensor=4"), "parallel.context = 4 * 1 * 1"),
+        ("evaluate", ("{run}", "parallel.pipeline=4"), "parallel.context = 1 * 4 * 1: "),
+        ("generate", ("{run}", "parallel.tensor=4"), "parallel.context = 4 * 1 * 1: "),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_error_without_any_rank(
+    command: str, words: tuple[str, ...], key: str, tmp_path: Path
+) -> None:
+    run, configs = tmp_path / "run", ROOT / "configs"
+    run.mkdir()
+    (run / "config.yaml").write_text((configs / "tiny.yaml").read_text())
+    program = Program(command, tuple(one.format(run=run, configs=configs) for one in words))
+    with pytest.raises(ConfigError) as caught:
+        program.launches(PYTHON, ranks=JobRanks(2, 1))
+    assert str(caught.value).startswith("this configuration on 2 processes: 1 problem")
+    assert key in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_layout_that_fits_the_ranks_changes_neither_settings_nor_folder() -> None:
+    program = Program("train", (str(ROOT / "configs" / "tiny.yaml"), "parallel.tensor=2"))
+    shown = program.launches(PYTHON)
+    assert shown.digest is not None
+    assert program.launches(PYTHON, ranks=JobRanks(2, 1)) == shown
+    # One rank of each node where no GPU is.
+    if ranks_on(PYTHON) == 1:
+        assert program.launches(PYTHON, ranks=JobRanks(2)) == shown
+        with pytest.raises(ConfigError, match="on 1 process: 1 problem"):
+            program.launches(PYTHON, ranks=JobRanks(1))
 
 
 def test_a_login_that_writes_a_line_is_named_with_it() -> None:

@@ -1,0 +1,82 @@
+"""The settings of a command and its layout, before any rank: megatron_distill.commands.preflight.
+
+It runs on the first node of a job, without torch and Megatron-Core. What it writes of `train` and
+`capture` is what their --print-config does; `evaluate` and `generate` show nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from megatron_distill.commands import capture, evaluate, generate, train
+from megatron_distill.commands.command import PROGRAM, Command
+from megatron_distill.commands.job import file_and_overrides
+from megatron_distill.errors import MegatronDistillError, TrainingError
+from megatron_distill.launching.node import ranks_here
+
+if TYPE_CHECKING:
+    from megatron_distill.config.schema import JobConfig
+
+__all__ = ["main"]
+
+_JOBS: Final = {"train": train.COMMAND, "capture": capture.COMMAND}
+_READERS: Final[dict[str, tuple[Command, Callable[[argparse.Namespace, int], object]]]] = {
+    "evaluate": (evaluate.COMMAND, evaluate.configuration),
+    "generate": (generate.COMMAND, generate.configuration),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare settings and layout with the ranks; return 0, or 1 after an error of one message."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--ranks-per-node", type=int, help="default: one per GPU, else 1")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- COMMAND, words")
+    given = parser.parse_args(arguments)
+    name, *words = given.program[1:] if given.program[:1] == ["--"] else given.program
+    ranks = given.ranks_per_node
+    if ranks is None:
+        # An nvidia-smi that hangs is found by the check of the nodes, which has others.
+        with suppress(TrainingError):
+            ranks = ranks_here(says=False)
+    try:
+        if name in _JOBS:
+            _show_job(name, words, nodes=given.nodes, ranks=ranks)
+        elif ranks is not None:
+            command, configuration = _READERS[name]
+            configuration(command.parse(_parser(name), words), given.nodes * ranks)
+    except MegatronDistillError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"{PROGRAM} {name}", allow_abbrev=False)
+
+
+def _show_job(name: str, words: Sequence[str], *, nodes: int, ranks: int | None) -> None:
+    """Write the settings of a job whose layout fits; raises ConfigError."""
+    from megatron_distill.config import (
+        check_layout,
+        load_capture_config,
+        load_config,
+        teacher_ranks,
+        to_yaml,
+    )
+
+    file, overrides = file_and_overrides(_JOBS[name].parse(_parser(name), words))
+    load = load_capture_config if name == "capture" else load_config
+    config: JobConfig = load(file, overrides)
+    if ranks is not None:
+        teachers = teacher_ranks(config, ranks_per_node=ranks)
+        check_layout(config, nodes * ranks, teachers=teachers)
+    sys.stdout.write(to_yaml(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
