@@ -52,6 +52,7 @@ class SlurmJob:
     Attributes:
         job: its number. restart: how often it was requeued.
         nodes: names, in Slurm's order. end: of its time, seconds since the epoch; None: no limit.
+        waited: seconds in the queue, after the jobs that it depends on; None: Slurm does not say.
         shown: its name for scontrol, which in an array has the task's number.
         cpus: of each task, where the job asks for them.
     """
@@ -61,6 +62,7 @@ class SlurmJob:
     restart: int
     nodes: tuple[str, ...]
     end: float | None
+    waited: float | None = None
     cpus: str | None = None
     container: Container | None = None
     node_options: tuple[str, ...] = ()
@@ -77,12 +79,15 @@ class SlurmJob:
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         shown = job if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         names = _answer("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
+        found = _fields(_answer("scontrol", "show", "job", shown, "--oneliner"))
+        eligible, start = (_seconds_of(found, name) for name in ("EligibleTime", "StartTime"))
         return cls(
             job=job,
             shown=shown,
             restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             nodes=tuple(names.split()),
-            end=_end_of(_fields(_answer("scontrol", "show", "job", shown, "--oneliner"))),
+            end=_seconds_of(found, "EndTime"),
+            waited=None if eligible is None or start is None else max(0.0, start - eligible),
             cpus=os.environ.get("SLURM_CPUS_PER_TASK"),
             container=container,
         )
@@ -196,8 +201,8 @@ def _fields(line: str) -> Mapping[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", line))
 
 
-def _end_of(job: Mapping[str, str]) -> float | None:
+def _seconds_of(job: Mapping[str, str], name: str) -> float | None:
     try:
-        return time.mktime(time.strptime(job.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:  # Unknown: no limit
+        return time.mktime(time.strptime(job.get(name, ""), "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # Unknown: as the end of a job without a limit
         return None

@@ -39,6 +39,7 @@ class Hosts:
         addresses: that they reach each other by.
         shell: a command that runs a line of a shell on {host}.
         environment: variables of the ranks.
+        waited: seconds in a queue; there is none.
         first_pause: seconds before a launch that follows a new checkpoint, see `pause`.
         again: whether the launch asked for another one.
     """
@@ -51,6 +52,7 @@ class Hosts:
     job: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
     restart: int = 0
     end: float | None = None
+    waited: float | None = None
     node_options: tuple[str, ...] = ("--stops-with-input",)
     first_pause: float = FIRST_PAUSE
     again: bool = False

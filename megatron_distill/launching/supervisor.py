@@ -24,7 +24,7 @@ from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.node_health import Health
 from megatron_distill.launching.node_view import differences
 from megatron_distill.launching.outcomes import classified, report
-from megatron_distill.launching.program import NoAnswerError, Program
+from megatron_distill.launching.program import JobRanks, NoAnswerError, Program
 from megatron_distill.launching.records import (
     EXIT_STATUS,
     BadNode,
@@ -73,6 +73,11 @@ class Scheduler(Protocol):
     @property
     def end(self) -> float | None:
         """The end of the job's time, seconds since the epoch."""
+        ...
+
+    @property
+    def waited(self) -> float | None:
+        """The seconds in the queue before this launch; None: unknown, or there is none."""
         ...
 
     @property
@@ -191,7 +196,10 @@ def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
     """Run one launch of the job and return its exit status, one of `EXIT_STATUS`."""
     with _Stop() as stop:
         try:
+            began = time.monotonic()
             launches, unanswered = _settings(job, program, policy)
+            queue = "" if job.waited is None else f"waited {job.waited:.0f} s in the queue; "
+            _LOGGER.info("%ssettings read in %.1f s", queue, time.monotonic() - began)
             if launches.digest is None:  # only the jobs of one chain have nothing left to do
                 launches = replace(launches, digest=policy.submission)
             with disk_errors(launches):
@@ -206,14 +214,15 @@ def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
 
 
 def _settings(job: Scheduler, program: Program, policy: Policy) -> tuple[Launches, str | None]:
-    """Read the settings on the first node; return the launches' folder.
+    """Read the settings and check the layout on the first node; return the launches' folder.
 
     The second value: the first node has no answer, though it had one before an earlier launch. The
     settings are then as this machine reads them. Raises ConfigError.
     """
     first = job.nodes[0]
+    ranks = JobRanks(policy.wanted_nodes or len(job.nodes), policy.ranks_per_node)
     try:
-        return program.launches([*job.on_nodes([first]), policy.python]), None
+        return program.launches([*job.on_nodes([first]), policy.python], ranks=ranks), None
     except NoAnswerError as error:
         if job.restart == 0:
             raise

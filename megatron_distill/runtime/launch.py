@@ -259,6 +259,7 @@ class Device:
 
     `alone` is entered inside everything that cleans up: a rank that fails alone must not wait.
     `bridge` connects the student's ranks with those of teachers; None: all ranks are of one world.
+    `joined`: seconds since the epoch when the ranks met; None: of a world from before.
     """
 
     kind: str  # "cpu" or "cuda"
@@ -266,6 +267,7 @@ class Device:
     torch_device: torch.device
     alone: LoneFailure = LoneFailure()
     bridge: Bridge | None = None
+    joined: float | None = None
 
     def meet(self, name: str) -> AbstractContextManager[None]:
         """Return `Bridge.meet`; without a bridge the block is one of this world alone."""
@@ -384,7 +386,8 @@ def joined_world(
     try:
         with PeerWatch(alone, patience_seconds=timeout_seconds), alone:
             start_distributed(selected, launch, timeout_seconds=timeout_seconds)
-            yield replace(selected, alone=alone, bridge=_bridge(launch, timeout_seconds))
+            bridge = _bridge(launch, timeout_seconds)
+            yield replace(selected, alone=alone, bridge=bridge, joined=time.time())
         leaves_together = True
     except MegatronDistillError:
         leaves_together = True

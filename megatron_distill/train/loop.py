@@ -30,6 +30,7 @@ from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import COMMUNICATION, DATA, TEACHER
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.run_state import RunState
+from megatron_distill.train.start_clock import StartClock
 from megatron_distill.train.step import PROJECTOR_NORM, StepReport, train_step
 from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.teachers.several import on_own_ranks
@@ -111,7 +112,7 @@ class _Vote(IntEnum):
     FAIL = 2
 
 
-def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool:
+def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, clock: StartClock) -> bool:
     """Train from the state's step to the plan's last; return whether it got there.
 
     An evaluation that an earlier start owes comes first, also where no step is left.
@@ -125,7 +126,7 @@ def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest) -> bool
     log = _Log(parts.metrics)
     try:
         with StepGarbage() as garbage:
-            stopped = _train(parts, plan, termination, log, garbage)
+            stopped = _train(parts, plan, termination, log, garbage, clock)
         agree(log.failure)
     except MegatronDistillError:
         # All ranks raise together, and the checkpoint being written is of a step that went well.
@@ -143,11 +144,13 @@ def _train(
     termination: TerminationRequest,
     log: _Log,
     garbage: StepGarbage,
+    clock: StartClock,
 ) -> bool:
     """Step until the last step or until a signal; return whether a signal was the reason."""
     state, timers = parts.state, parts.state.student.timers
     watch = ClampWatch(parts.balancing.ratios.clamp)
     stopping = _evaluated_before(parts, plan, log)
+    first = state.step + 1
     while state.step < plan.steps and not stopping:
         step = state.step + 1
         parts.profiler.before_step(step)
@@ -165,6 +168,8 @@ def _train(
             stopping, peak_bytes, answers = _vote(termination, log, parts)
         phases = timers.end_step()
         seconds = time.perf_counter() - started
+        if step == first:
+            _tell_start(clock, state, seconds)
         last = step == plan.steps
         parts.profiler.after_step(step)
         record = _record(parts, report, batches, seconds, phases, peak_bytes)
@@ -178,6 +183,12 @@ def _train(
         state.checkpoints.poll()
         garbage.after_step(step)
     return stopping
+
+
+def _tell_start(clock: StartClock, state: RunState, seconds: float) -> None:
+    line = clock.line(load_seconds=state.load_seconds, step_seconds=seconds)
+    if line is not None:
+        _LOGGER.info("%s", line)
 
 
 def _evaluated_before(parts: Parts, plan: LoopPlan, log: _Log) -> bool:

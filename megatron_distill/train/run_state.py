@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,7 @@ class RunState:
     balance: BalanceState = BalanceState()
     best: Best | None = None
     configuration: dict[str, Any] = field(default_factory=dict)  # plain, for the description
+    load_seconds: float = 0.0  # of the checkpoint that this start resumes from
 
     def advance(self, batches: StepBatches, *, applied: bool) -> None:
         """Count one step."""
@@ -97,6 +99,7 @@ class RunState:
         Random states are restored in the same layout only; they affect dropout alone. Raises
         CheckpointError when the checkpoint's model, tokenizer, optimizer or feature losses differ.
         """
+        began = time.perf_counter()
         description = Description.read(folder)
         self.require_same(description, folder)
         same_layout = description.layout == _layout_name(self.student)
@@ -119,6 +122,7 @@ class RunState:
         # Set from the counters: the schedule in checkpoints of older releases is a step ahead.
         self.schedule.step(applied)
         loader.load_state_dict(description.data)
+        self.load_seconds = time.perf_counter() - began
 
     def require_same(self, description: Description, folder: Path) -> None:
         """Raise CheckpointError where a checkpoint's model or features differ from this run's."""

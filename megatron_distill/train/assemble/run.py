@@ -56,6 +56,7 @@ from megatron_distill.train.reports.opened_run import opened_run_banner
 from megatron_distill.train.reports.start_memory import warn_of_memory
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
+from megatron_distill.train.start_clock import StartClock
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.several import on_own_ranks
 from megatron_distill.train.throughput import PeakMemory
@@ -83,7 +84,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
         if parts.state.step < plan.steps:
             for remote in on_own_ranks(parts.teacher).values():
                 remote.start(steps_done=parts.state.step, last_step=plan.steps)
-        return train(parts, plan, termination)
+        return train(parts, plan, termination, StartClock(device.joined))
 
 
 def _assemble(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 from megatron_distill.launching.records import Launches, Status
 from tests.support.slurm_cluster import Job
 
@@ -29,6 +31,12 @@ def steps_done(output: Path) -> int:
 
 def nodes_of(output: Path, launch: int) -> list[str]:
     return launches_of(output).all()[launch].nodes
+
+
+def written_by(process: psutil.Process) -> set[str]:
+    """The files that a process has open for writing, and its named sockets."""
+    files = {file.path for file in process.open_files() if file.mode != "r"}
+    return files | {one.laddr for one in process.net_connections("unix") if one.laddr}
 
 
 def next_launch_steps(job: Job, output: Path, launches: int, steps: int = 2) -> None:

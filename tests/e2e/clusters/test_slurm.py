@@ -24,6 +24,7 @@ from tests.e2e.clusters.jobs import (
     nodes_of,
     outcomes,
     steps_done,
+    written_by,
 )
 from tests.e2e.runs import Inputs, course, run, step_records
 from tests.support.slurm_cluster import Cluster
@@ -50,6 +51,13 @@ def test_two_nodes_train_to_the_end_and_the_same_job_has_then_nothing_to_do(
     # The check of healthy nodes is far below its limit.
     (seconds,) = re.findall(r"2 nodes checked in (\d+) s", job.log)
     assert int(seconds) < 50
+    # The time up to the first step, by part.
+    assert re.search(r"waited \d+ s in the queue; settings read in \d+\.\d s", job.log), job.log
+    parts = r"([\d.]+) s until the ranks met, ([\d.]+) s for models and data, ([\d.]+) s for the"
+    (start,) = re.findall(rf"first step ([\d.]+) s after the start: {parts} step", job.log)
+    whole, *own = map(float, start)
+    assert min(own) > 0.0
+    assert sum(own) == pytest.approx(whole, abs=0.5)
 
     again = cluster.submit(words)
     assert again.wait_for_end() == "COMPLETED 0:0", again.log
@@ -75,6 +83,7 @@ def test_a_job_near_its_time_limit_saves_and_goes_on_bit_for_bit_until_it_is_can
     assert outcomes(output)[:resumed] == [Status.UNFINISHED] * resumed
     assert "the end of the job's time is near: saving" in job.log
     assert f"goes on from step {step}" in job.log
+    assert re.search(r" s for models and data, \d+\.\d s for the checkpoint, ", job.log)
     assert "Traceback" not in job.log
 
     found = step_records(output)
@@ -150,14 +159,16 @@ def test_an_error_in_the_configuration_is_not_tried_again(
 ) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     before = cluster.submit((str(config), f"output={output}", "train.steps=-1"))
-    within = cluster.submit((str(config), f"output={output}", "parallel.tensor=4"))
+    layout = cluster.submit((str(config), f"output={output}", "parallel.tensor=4"))
     assert before.wait_for_end() == "FAILED 78:0", before.log
     assert "train.steps = -1: must be an integer" in before.log
-    assert within.wait_for_end() == "FAILED 78:0", within.log
-    assert within.fields["Restarts"] == "0", within.log
-    assert "parallel.tensor" in within.log
-    assert "no further launch" in within.log
-    assert "Traceback" not in before.log + within.log
+    # Two ranks are known on the first node, which compares the layout before any of them starts.
+    assert layout.wait_for_end() == "FAILED 78:0", layout.log
+    assert layout.fields["Restarts"] == "0", layout.log
+    assert "this configuration on 2 processes: 1 problem" in layout.log
+    assert "parallel.tensor" in layout.log
+    assert "Traceback" not in before.log + layout.log
+    assert not output.exists()
 
 
 def test_a_full_disk_ends_the_job_with_its_name(
@@ -183,6 +194,10 @@ def test_jobs_share_nodes_but_not_a_folder(
     )
     for job, output in zip((first, second), outputs, strict=True):
         job.wait_for(lambda output=output: steps_done(output) >= 2)
+    # What ranks of different jobs write, temporary files and sockets included, is never the same.
+    own = [written_by(job.rank(rank)) for job in (first, second) for rank in (0, 1)]
+    assert all(own)
+    assert len(set().union(*own)) == sum(map(len, own)), own
     third = cluster.submit((config, f"output={outputs[0]}", *ENDLESS), nodes=1)
     assert third.wait_for_end() == "FAILED 78:0", third.log
     assert f"another run (job {first.number} on n1) is writing there" in third.log

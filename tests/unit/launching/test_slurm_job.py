@@ -17,6 +17,21 @@ esac
 """
 
 
+def test_a_job_knows_its_end_and_its_wait_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = "EligibleTime=2026-03-01T12:00:00 StartTime=2026-03-01T12:01:30 EndTime=Unknown"
+    program = tmp_path / "scontrol"
+    program.write_text(f'#!/bin/sh\ncase "$2" in hostnames) echo n1;; *) echo "{fields}";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    job = SlurmJob.from_environment(None)
+    assert (job.nodes, job.waited, job.end) == (("n1",), 90.0, None)
+
+
 @pytest.mark.parametrize(
     ("excluded", "without", "failing", "update", "refusal"),
     [
