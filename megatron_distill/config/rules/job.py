@@ -26,6 +26,7 @@ from megatron_distill.config.rules.tensor_overlap import tensor_overlap_problems
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,
+    ModelConfig,
     ParallelConfig,
     RunConfig,
     SourceConfig,
@@ -117,7 +118,7 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
             reason = "for a student"
         elif model.store is not None:
             reason = f"with {role}.store, which has no hidden states"
-        elif job.parallel.pipeline == 1:
+        elif job.parallel.pipeline == 1 and not _runs_before_student(job, model):
             reason = "with parallel.pipeline = 1: the states of one micro-batch exist at a time"
         if model.offload and (role == "student" or model.store is not None):
             why = "for a student" if role == "student" else "with a store, which has no weights"
@@ -129,6 +130,18 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
             yield without_effect(key, value=True, reason=why, instead=False)
         if model.offload_hidden and reason is not None:
             yield without_effect(f"{role}.offload_hidden", value=True, reason=reason, instead=False)
+
+
+def _runs_before_student(job: JobConfig, teacher: ModelConfig) -> bool:
+    """Whether a live teacher with one pipeline stage runs a whole step before the student.
+
+    Losses measured in the step run the student twice, and the teacher once; with `raw_losses =
+    "previous"` in the first step. Weights that rest on the host come to the device once.
+    """
+    if not isinstance(job, RunConfig):
+        return False
+    rests = teacher.offload and not teacher.shard_weights
+    return rests or job.objective.balance.mode in ("magnitude", "gradient_norm")
 
 
 def _sequence(job: JobConfig) -> Iterator[Problem]:

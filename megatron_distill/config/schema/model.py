@@ -375,11 +375,11 @@ class ModelConfig(Section):
     )
     offload_hidden: bool = Field(
         default=False,
-        description="Teacher only: with pipeline stages, keep its hidden states and features of a "
-        "step in pinned host memory until the student needs them. Else a hidden state takes 2 "
-        "bytes times hidden size per token of the step and replica on a GPU, divided by `tensor` "
-        "with `sequence`; an attention map has the queries and whole-sequence keys of the rank's "
-        "heads.",
+        description="Teacher only: with pipeline stages, `offload`, or losses measured in the step "
+        "(`objective.balance`), keep its hidden states and features of a step in pinned host "
+        "memory until the student needs them. Else a hidden state takes 2 bytes times hidden size "
+        "per token of the step and replica on a GPU, divided by `tensor` with `sequence`; an "
+        "attention map has the queries and whole-sequence keys of the rank's heads.",
     )
     parallel: TeacherParallelConfig | None = Field(
         default=None,

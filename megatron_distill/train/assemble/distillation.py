@@ -284,8 +284,7 @@ def _with_features(
         return with_features, moved
     of_teacher = ranks_of_layers(configured_layers(online.model.config), ranks)
     ways = routes(features.pairs, of_student=of_student, of_teacher=of_teacher)
-    offloads = config.models["teacher"].offload_hidden and ranks > 1
-    host = HostFeatures(device) if offloads else None
+    host = HostFeatures(device) if config.models["teacher"].offload_hidden else None
     return with_features, replace(teacher, signals=FeatureTeacher(online, ways, host))
 
 

@@ -70,9 +70,9 @@ class FeatureTeacher:
     """An online teacher that also returns features of selected layers, in the teacher's dtype.
 
     With one pipeline stage the features of one micro-batch exist at a time, as the layers left
-    them. With several, the stage of the student's layer holds them for every micro-batch of a step;
-    the teacher's own stage holds them until they are sent. `host` holds them off the device: the
-    stages then send one micro-batch after another.
+    them, unless the signals are kept in a list. With several, the stage of the student's layer
+    holds them for every micro-batch of a step; the teacher's own stage holds them until they are
+    sent. `host` holds them off the device: the stages then send one micro-batch after another.
     """
 
     def __init__(
@@ -152,6 +152,9 @@ class FeatureTeacher:
     def _one(self, signals: Signals, micro_batch: int) -> WithFeatures:
         signal = signals[micro_batch]
         assert not isinstance(signal, WithFeatures)
+        if self._host is not None:
+            features = [way.feature for way in self._routes]
+            return WithFeatures(signal, self._host.of(micro_batch, features))
         captured, self._captured = self._captured, {}
         return WithFeatures(signal, captured)
 
@@ -173,11 +176,11 @@ class FeatureTeacher:
         return query, key
 
     def _keep(self, feature: Feature, tensor: Tensor, micro_batch: int) -> None:
-        if self.online.runs_in_step:
-            self._captured[feature] = tensor
-            return
         if self._host is not None:
             self._host.put(feature, micro_batch, tensor)
+            return
+        if self.online.runs_in_step:
+            self._captured[feature] = tensor
             return
         if feature not in self._captured:
             self._captured[feature] = tensor.new_empty((self._micro_batches, *tensor.shape))
@@ -308,11 +311,11 @@ class OnlineTeacher:
     """A frozen model; the signal of a micro-batch is its final hidden state and its head shard.
 
     With one pipeline stage the model runs when a signal is taken, in the student's forward step:
-    one micro-batch's hidden states exist at a time. With several it runs before the student's
-    schedule, and the last stage holds the hidden states of a whole step, on the device or in
-    `host_states`. They are in the model's output layout (split along the sequence under sequence
-    parallelism); no logits are stored. A batch with tokens of the teacher's own is read in these;
-    `sequence_length` is theirs.
+    one micro-batch's hidden states exist at a time. With several, or where the signals are kept in
+    a list, it runs before the student's schedule. The last stage then holds the hidden states of a
+    whole step, on the device or in `host_states`. They are in the model's output layout (split
+    along the sequence under sequence parallelism); no logits are stored. A batch with tokens of the
+    teacher's own is read in these; `sequence_length` is theirs.
     """
 
     model: HiddenStateGPT
@@ -337,8 +340,8 @@ class OnlineTeacher:
         """Build the frozen model; its head has the columns of `shard`.
 
         The model may have more or fewer rows than the one that `shard` belongs to, but all of its
-        real ids. `offload_hidden`: with pipeline stages, hidden states wait for the student in host
-        memory. Raises CheckpointError on all ranks.
+        real ids. `offload_hidden`: hidden states wait for the student in host memory. Raises
+        CheckpointError on all ranks.
 
         Collective: tensor group, one all-gather of the head where its shards differ from `shard`.
         """
@@ -424,7 +427,7 @@ class OnlineTeacher:
     ) -> ModelOutput:
         assert non_loss_data
         states = self.host_states
-        if states is None or self.runs_in_step:
+        if states is None:
             return ModelOutput(tokens, lambda: hidden_sbh, self, whole_context)
         states.put(number, hidden_sbh)
         return ModelOutput(tokens, partial(states.take, number), self, whole_context)

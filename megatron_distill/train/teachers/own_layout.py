@@ -53,10 +53,10 @@ class OwnLayout:
     """A frozen model in another layout than the student's, on the same ranks; a `Teacher`.
 
     With one stage of the student the units of a wave of micro-batches run when the first of their
-    signals is taken: the outputs of one wave exist at a time. With several stages all units run
-    before the student's schedule. Its last stage then holds the hidden states of a whole step, on
-    the device or in `host_states`. Each rank has the positions that it would have in a shared
-    layout, so that the loss is the same.
+    signals is taken: the outputs of one wave exist at a time. With several stages, or where the
+    signals are kept in a list, all units run before the student's schedule. Its last stage then
+    holds the hidden states of a whole step, on the device or in `host_states`. Each rank has the
+    positions that it would have in a shared layout, so that the loss is the same.
 
     Attributes:
         head_weight: rows of the student's vocabulary shard; on the student's last stage only.
@@ -385,7 +385,7 @@ class OwnLayout:
             side = batch.teacher if self.has_own_tokens else batch
             assert side is not None, "samples have the teacher's tokens"
             take = partial(_itself, hidden_sbh)
-            if self.host_states is not None and not self.runs_in_step:
+            if self.host_states is not None:
                 self.host_states.put(number, hidden_sbh)
                 take = partial(self.host_states.take, number)
             signal = ModelOutput(
@@ -398,7 +398,7 @@ class OwnLayout:
             for (output, micro_batch), state in found.items()
             if micro_batch == number and output.layer is not None
         )
-        if self.host_features is None or self.runs_in_step:
+        if self.host_features is None:
             return WithFeatures(signal, features)
         for feature, tensor in features.items():
             self.host_features.put(feature, number, tensor)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 ROWS = 4
 LONG = 1024
 SEQUENCE = {"tensor": 2, "sequence": True}
+STAGES = {"pipeline": 2, "virtual_pipeline": 2}
 
 
 def step_of(micro_batches: int) -> StepBatches:
@@ -97,33 +98,39 @@ class Away:
 
 
 def peak_of_step(
-    rank: int, world: int, layout: dict[str, Any], micro_batches: int, with_features: bool
+    rank: int,
+    world: int,
+    layout: dict[str, Any],
+    micro_batches: int,
+    balanced: bool,
 ) -> int:
     """Peak bytes of tensors above those alive before the teacher's and the student's schedule.
 
-    With several stages the teacher's hidden states and features are in host memory.
+    With several stages, and where the losses are measured first, the teacher's hidden states and
+    features are in host memory.
     """
     with megatron_groups(**layout) as groups:
+        from megatron_distill.train.loss_sizes import loss_values
         from megatron_distill.train.step import run_student
         from megatron_distill.train.teachers import host_states
         from megatron_distill.train.teachers.live import FeatureTeacher
 
         step, device = step_of(micro_batches), torch.device("cpu")
         student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
-        features = build_losses(Setting(), groups) if with_features else None
-        host = None
-        if groups.pipeline.size() > 1:
+        features, host = build_losses(Setting(), groups), None
+        if groups.pipeline.size() > 1 or balanced:
             teacher = replace(teacher, host_states=Away(device))  # type: ignore[arg-type]
             host = host_states.HostFeatures(device)
-        source: Any = teacher
-        if features is not None:
-            features.attach(student.chunks)
-            ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
-            source = FeatureTeacher(teacher, ways, host)
+        features.attach(student.chunks)
+        ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
+        source: Any = FeatureTeacher(teacher, ways, host)
         objective = objective_of(groups, features)
 
         def take() -> None:
             signals = source.signals(step.micro_batches)
+            if balanced:
+                signals = list(signals)
+                loss_values(student, signals, objective, step)
             run_student(student, signals, [objective] * micro_batches, step)
 
         with patch.object(host_states, "HostStates", Away):
@@ -133,13 +140,13 @@ def peak_of_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "layout", "with_features"),
-    [(1, {}, False), (1, {}, True), (2, SEQUENCE, True), (2, {"pipeline": 2}, True)],
+    ("world", "layout", "balanced"),
+    [(1, {}, False), (1, {}, True), (2, SEQUENCE, False), (2, {"pipeline": 2}, False)],
 )
 def test_the_peak_of_a_step_does_not_grow_with_its_micro_batches(
-    pool: Pool, world: int, layout: dict[str, Any], with_features: bool
+    pool: Pool, world: int, layout: dict[str, Any], balanced: bool
 ) -> None:
-    few, many = (pool.run(world, peak_of_step, layout, count, with_features) for count in (4, 32))
+    few, many = (pool.run(world, peak_of_step, layout, count, balanced) for count in (4, 32))
     for own_few, own_many in zip(few, many, strict=True):
         assert own_many <= 1.05 * own_few, (few, many)
 
@@ -219,10 +226,10 @@ def test_with_stages_a_tensor_rank_holds_its_part_of_the_sequence_only(pool: Poo
 
 
 def means_of_step(
-    rank: int, world: int, through_host: bool, with_features: bool
+    rank: int, world: int, layout: dict[str, Any], through_host: bool, with_features: bool
 ) -> dict[str, float]:
-    """The report of a step with two pipeline stages, its schedule run twice."""
-    with megatron_groups(pipeline=2, virtual_pipeline=2) as groups:
+    """The report of a step whose schedule runs twice, with signals kept in between."""
+    with megatron_groups(**layout) as groups:
         from megatron_distill.train.step import run_student
         from megatron_distill.train.teachers.host_states import HostFeatures, HostStates
         from megatron_distill.train.teachers.live import FeatureTeacher
@@ -238,16 +245,21 @@ def means_of_step(
             features.attach(student.chunks)
             ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
             source = FeatureTeacher(teacher, ways, HostFeatures(device) if through_host else None)
-        signals = source.signals(step.micro_batches)
+        signals = list(source.signals(step.micro_batches))
         means = [run_student(student, signals, [objective] * 4, step) for _ in range(2)]
         assert means[0] == means[1]
         return {name: float(mean) for name, mean in means[0].items()}
 
 
-@pytest.mark.parametrize("with_features", [False, True])
-def test_host_memory_gives_the_same_losses(pool: Pool, with_features: bool) -> None:
+@pytest.mark.parametrize(
+    ("world", "layout", "with_features"),
+    [(2, STAGES, False), (2, STAGES, True), (1, {}, True)],
+)
+def test_host_memory_gives_the_same_losses(
+    pool: Pool, world: int, layout: dict[str, Any], with_features: bool
+) -> None:
     on_device, through_host = (
-        pool.run(2, means_of_step, host, with_features) for host in (False, True)
+        pool.run(world, means_of_step, layout, host, with_features) for host in (False, True)
     )
     assert through_host == on_device
     assert on_device[0]["kd"] > 0

@@ -458,7 +458,7 @@ KEPT = [
         "teacher={architecture: null, store: a}",
     ],
     ["objective.balance.mode=schedule"],
-    ["objective.balance.alpha=0.5"],
+    ["objective.balance.alpha=0.5", "teacher={offload: true, offload_hidden: true}"],
     ["objective.balance.mode=schedule", "objective.ce_weight=0"],
     [
         "objective.balance.mode=schedule",
@@ -470,8 +470,8 @@ KEPT = [
         "objective.terms=[{alignment: projection, published: true}]",
     ],
     [
-        "objective.balance.mode=magnitude",
-        "objective.balance={ema: 0.9, clamp: 1, epsilon: 1, raw_losses: previous}",
+        "teacher.offload_hidden=true",
+        "objective.balance={mode: magnitude, ema: 0.9, clamp: 1, epsilon: 1, raw_losses: previous}",
     ],
     ["objective.balance.mode=magnitude", "objective.balance={per_microbatch: true, clamp: 100}"],
     [

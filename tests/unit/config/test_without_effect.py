@@ -23,6 +23,9 @@ parallel.virtual_pipeline=2
     -> parallel.virtual_pipeline = 2 has no effect with parallel.pipeline = 1
 parallel.sequence=true
     -> parallel.sequence = true has no effect with parallel.tensor = 1
+teacher.offload_hidden=true
+    -> teacher.offload_hidden = true has no effect with parallel.pipeline = 1: the states of one
+       micro-batch exist at a time
 parallel.expert=2
     -> parallel.expert = 2 has no effect because no model here has experts (architecture.moe)
 student.architecture.moe={num_experts: 4, shared_gate: true}
