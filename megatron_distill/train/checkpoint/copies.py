@@ -32,7 +32,7 @@ def fill_copies(shards: Sequence[Shard], group: dist.ProcessGroup) -> None:
     Collective: `group`, an all-gather of some 100 bytes per copy and one per shard that others
     need; then each copy's bytes, from one rank to another.
     """
-    rank = group.rank()
+    rank, size = group.rank(), group.size()
     wanted = _gathered([_range_of(one) for one in shards if one.copied_in is group], group)
     rectangles = {one.rectangle for ranges in wanted for one in ranges}
     if not rectangles:
@@ -44,32 +44,43 @@ def fill_copies(shards: Sequence[Shard], group: dist.ProcessGroup) -> None:
     ):
         for one in ranges:
             offers.setdefault(one.rectangle, []).append((sender, one))
-    messages = []
+    messages, staged = [], []
     for receiver, ranges in enumerate(wanted):
         for one in ranges:
-            for sender, offer, start, stop in _sources(one, offers[one.rectangle], receiver, group):
+            for sender, offer, start, stop in _sources(one, offers[one.rectangle], receiver, size):
                 if rank == sender:
                     part = own[offer].data[start - offer.start : stop - offer.start]
+                    part = part.cpu() if _needs_host(part, group) else part
                     messages.append(_message(dist.isend, part, receiver, group))
                 elif rank == receiver:
                     part = own[one].data[start - one.start : stop - one.start]
+                    if _needs_host(part, group):
+                        staged.append((part, torch.empty_like(part, device="cpu")))
+                        part = staged[-1][1]
                     messages.append(_message(dist.irecv, part, sender, group))
     if messages:
         for request in dist.batch_isend_irecv(messages):
             request.wait()
+    for part, received in staged:
+        part.copy_(received)
+
+
+def _needs_host(part: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a message goes through host memory: gloo sends no memory of a device."""
+    return part.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
 
 def _sources(
     wanted: _Range,
     offers: Iterable[tuple[int, _Range]],
     receiver: int,
-    group: dist.ProcessGroup,
+    size: int,
 ) -> Iterator[tuple[int, _Range, int, int]]:
     """Yield sender, its range, start and stop of the parts of a wanted range.
 
-    Of several senders the next one behind the receiver: replicas send about as much as each other.
+    Of several senders the next one behind the receiver, in a group of `size` ranks: replicas send
+    about as much as each other.
     """
-    size = group.size()
     in_turn = sorted(offers, key=lambda offer: (offer[0] - receiver) % size)
     at = wanted.start
     while at < wanted.stop:

@@ -135,6 +135,31 @@ def test_a_course_on_two_gpus_is_that_on_one(
     assert_same_course(step_records(tmp_path), train(GPU, name), first=FIRST, last=LAST)
 
 
+# The two ranks copy norms from each other when they resume, or the tied embedding.
+COPIED: dict[str, Sequence[str]] = {
+    "TP2": (TENSOR,),
+    "tied PP2": (PIPELINE, "student.architecture.tied_embeddings=true"),
+}
+
+
+@two_gpus
+@pytest.mark.parametrize("layout", COPIED)
+def test_a_run_on_two_gpus_that_is_started_again_goes_on(
+    inputs: Inputs, tmp_path: Path, layout: str
+) -> None:
+    def trained(output: Path, steps: int) -> Course:
+        words = ["--config", str(inputs.folder / "dense.yaml"), f"output={output}"]
+        words += [f"runtime.device={GPU}", f"train.steps={steps}", *COPIED[layout]]
+        words += ["schedule.decay_steps=20", "checkpoint.save=true", "checkpoint.interval=5"]
+        run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
+        return step_records(output)
+
+    assert len(trained(tmp_path / "resumed", STEPS // 2)) == STEPS // 2
+    resumed, whole = trained(tmp_path / "resumed", STEPS), trained(tmp_path / "whole", STEPS)
+    assert [record["step"] for record in resumed] == list(range(1, STEPS + 1))
+    assert_same_course(resumed, whole, first=FIRST, last=1e-4)
+
+
 IPC, SENT = "teacher.transfer.backend=ipc", "teacher.transfer={what: top_k, k: 8, backend: ipc}"
 # Settings of both runs, and of that on two GPUs.
 BY_IPC: dict[str, tuple[Sequence[str], str]] = {
