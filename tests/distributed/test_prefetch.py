@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from unittest.mock import patch
@@ -14,19 +15,20 @@ import torch.distributed as dist
 
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
-from megatron_distill.data.prefetch import PrefetchedSteps, exchange_group
+from megatron_distill.data.prefetch import PrefetchedSteps, PrefetchedUnits, exchange_group
 from megatron_distill.errors import DataError
-from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.distributed.pool import Pool
 from tests.distributed.test_loader import LENGTH, ROWS, Layout, open_source, take_until_error
 from tests.support.data_fixtures import story
 
 
-def prefetched(spec: SourceSpec, rank: int, layout: Layout) -> PrefetchedSteps:
-    """The steps of a training stream, ranks as in `loader_for`."""
+def loader_in(
+    group: dist.ProcessGroup | None, spec: SourceSpec, rank: int, layout: Layout
+) -> StepLoader:
+    """The loader of a training stream, ranks as in `loader_for`."""
     data, context, micro = layout
-    group = exchange_group(timeout_seconds=60.0)
-    loader = StepLoader(
+    return StepLoader(
         open_source(spec, rank),
         sequence_length=LENGTH,
         global_batch_size=ROWS,
@@ -37,6 +39,12 @@ def prefetched(spec: SourceSpec, rank: int, layout: Layout) -> PrefetchedSteps:
         context_parallel_size=context,
         group=group,
     )
+
+
+def prefetched(spec: SourceSpec, rank: int, layout: Layout) -> PrefetchedSteps:
+    """The steps of a training stream."""
+    group = exchange_group(timeout_seconds=60.0)
+    loader = loader_in(group, spec, rank, layout)
     return PrefetchedSteps(loader, last_step=99, device=torch.device("cpu"), group=group)
 
 
@@ -94,6 +102,42 @@ def test_the_next_step_is_read_and_exchanged_while_a_step_runs(pool: Pool, tmp_p
     path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
     found = pool.run(2, taken_meanwhile, SourceSpec("jsonl", (str(path),)))
     assert found == [([1, 2], True)] * 2
+
+
+def units_taken_meanwhile(
+    rank: int, world_size: int, spec: SourceSpec
+) -> tuple[list[int], list[list[int]]]:
+    """The steps whose units the thread has taken during step 1, and the samples of that step."""
+    second, finished = Event(), []
+    group = exchange_group(timeout_seconds=60.0)
+    loader = loader_in(group, spec, rank, (world_size, 1, 1))
+    take = loader.take_units
+
+    def noted(step: int, units: Sequence[int], *, replicas: int) -> list[Batch]:
+        batches = take(step, units, replicas=replicas)
+        finished.append(step)
+        if step == 2:
+            second.set()
+        return batches
+
+    own = [rank, world_size + rank]
+    with (
+        patch.object(loader, "take_units", noted),
+        PrefetchedUnits(loader, units=own, replicas=world_size, last_step=99, group=group) as ahead,
+    ):
+        units = ahead.take(1)
+        # While step 1 runs: `take(2)` is not called.
+        assert second.wait(timeout=60.0)
+        return list(finished), [unit.sample_ids_b.tolist() for unit in units]
+
+
+def test_the_units_of_the_next_step_are_taken_while_a_step_runs(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
+    found = pool.run(2, units_taken_meanwhile, SourceSpec("jsonl", (str(path),)))
+    assert [steps for steps, _ in found] == [[1, 2]] * 2
+    samples = [sample for _, units in found for unit in units for sample in unit]
+    assert len(set(samples)) == len(samples) == 4
 
 
 def end_early(rank: int, world_size: int, spec: SourceSpec) -> list[list[int]]:

@@ -115,6 +115,41 @@ def test_a_case_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert report.failed == ["attention"]
 
 
+GPU_TESTS = """\
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_passes() -> None:
+    assert 1 + 1 == 2
+
+
+def test_fails() -> None:
+    assert 1 + 1 == 3, "not on this device"
+"""
+
+
+def test_the_part_of_the_tests_counts_and_names_those_that_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_device.py").write_text(GPU_TESTS)
+    (folder / "test_host.py").write_text("def test_of_the_host() -> None:\n    assert False\n")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    part = gpu.Part("tests", time.monotonic() + SECONDS, lambda: None)
+    gpu._tests(gpu.SMALL, part)
+    found = part.raw["tests"]
+    assert found["status"] == 1
+    ended = {name.split("::")[-1]: outcome for name, outcome in found["ended"].items()}
+    assert ended == {"test_passes": "PASSED", "test_fails": "FAILED"}
+    assert part.lines == ["1 of 2 tests that ended have passed."]
+    (failure,) = part.failures
+    assert "not on this device" in failure
+    assert "test_device.py::test_fails" in failure
+
+
 WORKER = """\
 import json, pathlib, subprocess, sys, time
 result = pathlib.Path(sys.argv[sys.argv.index("--result") + 1])
