@@ -346,9 +346,10 @@ def train_parts(config: RunConfig, parts: Parts) -> str:
     from megatron_distill.errors import TrainingError
     from megatron_distill.train.assemble.run import loop_plan
     from megatron_distill.train.loop import train
+    from megatron_distill.train.start_clock import StartClock
 
     try:
-        train(parts, loop_plan(config), TerminationRequest())
+        train(parts, loop_plan(config), TerminationRequest(), StartClock(None))
     except TrainingError as error:
         return str(error)
     return ""
