@@ -113,7 +113,7 @@ def test_a_script_without_settings_is_told_of_the_option(
 
 
 def test_a_python_without_the_packages_is_named_in_one_line() -> None:
-    """As that of an image into which nobody has installed them."""
+    """As that of an image without them."""
     words = (str(ROOT / "configs" / "tiny.yaml"),)
     with pytest.raises(ConfigError) as caught:
         Program("train", words).launches([*PYTHON, "-S"])
