@@ -118,8 +118,8 @@ def stage_need(
     teachers = teachers_apart(run, choice) if choice.place == "shared" else []
     # Answers of several teachers wait for the student together.
     waiting = sum(
-        _hidden_states(one, its, stage, runs_ahead=_rests(one, its, device))
-        * (1.0 if its.runs_within and not _rests(one, its, device) else share)
+        _hidden_states(one, its, stage, runs_ahead=_runs_ahead(one, its, device))
+        * (1.0 if its.runs_within and not _runs_ahead(one, its, device) else share)
         for one, its, share in teachers or [(run, choice, 1.0)]
     )
     weights_of = [_teacher_weights(one, its, stage) for one, its, _ in teachers]
@@ -290,6 +290,11 @@ def _teacher_copies(run: PlannedRun, choice: Choice, stage: int) -> int:
     They stay on the GPU where the weights rest on the host.
     """
     return _layer_numbers(run, choice, stage) if run.teacher_fp8 else 0
+
+
+def _runs_ahead(run: PlannedRun, choice: Choice, device: Device) -> bool:
+    """Return whether a teacher with one stage runs for a whole step before the student."""
+    return run.keeps_signals or _rests(run, choice, device)
 
 
 def _rests(run: PlannedRun, choice: Choice, device: Device) -> bool:

@@ -50,6 +50,7 @@ class PlannedRun:
             attention is compared.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
         shards_teacher: whether the ranks with the same weights of the teacher divide them.
+        keeps_signals: whether the student runs twice in a step, with signals that are kept for it.
         rests: whether the teacher's weights but its head are on a GPU in its forward pass alone.
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
@@ -80,6 +81,7 @@ class PlannedRun:
     bucket_size: int | None = None
     shards_teacher: bool = False
     offloads_hidden: bool = False
+    keeps_signals: bool = False
     rests: bool = False
     steps_ahead: int = 1
     sent_ids: int | None = None

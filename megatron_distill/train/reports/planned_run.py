@@ -214,6 +214,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         bucket_size=optimizer.bucket_size,
         shards_teacher=section is not None and section.shard_weights,
         offloads_hidden=bool(live) and all(model.offload_hidden for model in live),
+        keeps_signals=config.objective.balance.mode in ("magnitude", "gradient_norm"),
         rests=section is not None and section.offload,
         steps_ahead=1 if section is None else section.steps_ahead,
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,

@@ -152,6 +152,28 @@ def test_a_mean_of_teachers_has_the_logits_of_all() -> None:
     assert one.loss_chunk < mean.loss_chunk < 2 * one.loss_chunk
 
 
+@pytest.mark.parametrize(("offloads", "held"), [(False, 8), (True, 2)])
+def test_signals_that_the_student_reads_twice_wait_for_every_micro_batch(
+    offloads: bool, held: int
+) -> None:
+    layout = Layout()
+    choice = Choice(
+        layout=layout, ranks=1, micro_batch_size=1, layers=(4,), place="shared",
+        teacher_layout=layout, teacher_layers=(8,),
+    )  # fmt: skip
+    within, kept = (
+        memory_need(
+            run_of(
+                SMALL, teacher=MATH, global_batch_size=8,
+                keeps_signals=twice, offloads_hidden=offloads,
+            ),
+            choice, DEVICE, stage_numbers(SMALL, layout, (4,)),
+        ).hidden_states
+        for twice in (False, True)
+    )  # fmt: skip
+    assert kept == held * within > 0
+
+
 def test_fp8_keeps_copies_of_the_layers_weights_also_of_those_at_rest() -> None:
     numbers = stage_numbers(SMALL, TWO, (2, 2))
     choice = choice_of((4, 4), 1)

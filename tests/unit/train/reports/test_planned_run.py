@@ -92,6 +92,15 @@ def test_a_teacher_has_own_ranks_for_every_loss_that_asks_it(
     assert planned_run(config, open_shapes(config)).sends_heads == sends_heads
 
 
+@pytest.mark.parametrize(
+    ("mode", "keeps"), [("fixed", False), ("magnitude", True), ("gradient_norm", True)]
+)
+def test_losses_measured_in_a_step_keep_the_signals(tmp_path: Path, mode: str, keeps: bool) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    config = load_config(tmp_path / "run.yaml", [f"objective.balance.mode={mode}"])
+    assert planned_run(config, open_shapes(config)).keeps_signals == keeps
+
+
 @pytest.mark.parametrize("key", ["shard_weights", "offload"])
 def test_a_key_of_one_of_several_teachers_is_its_own(tmp_path: Path, key: str) -> None:
     (tmp_path / "run.yaml").write_text(SEVERAL)
