@@ -27,7 +27,7 @@ from megatron_distill.launching.records import (
     progress_of,
     shards_of,
 )
-from megatron_distill.runtime.folder_lock import is_locked
+from megatron_distill.runtime.folder_lock import is_locked, is_released_here
 from megatron_distill.runtime.progress import duration
 
 __all__ = ["RunStatus", "read_status"]
@@ -279,7 +279,8 @@ def _state(
     silence = time.time() - max(begun_at, *(_changed(file) for file in files))
     patience = max(_LEAST_SILENCE, _SILENT_STEPS * (step_seconds or 0.0))
     locks = [lock for lock in (run / ".lock", launches.lock_file) if lock.is_file()]
-    if any(map(is_locked, locks)) or silence < patience:
+    is_over = not place and bool(locks) and all(map(is_released_here, locks))
+    if any(map(is_locked, locks)) or (silence < patience and not is_over):
         return ("running" if log.is_file() else "starting"), place
     if place:
         return "failed", f"{place} has given no sign for {duration(silence)}"

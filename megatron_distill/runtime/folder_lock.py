@@ -13,7 +13,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import is_requested
 
-__all__ = ["holder_of", "is_locked", "take_lock"]
+__all__ = ["holder_of", "is_locked", "is_released_here", "take_lock"]
 
 _LOGGER = get_logger(__name__)
 # Ranks whose torchrun was killed finish their step and save; a restart waits for them.
@@ -57,7 +57,7 @@ def take_lock(
             _LOGGER.warning("%s: cannot be locked (%s)", path, error.strerror)
             break
     os.ftruncate(descriptor, 0)
-    holder = holder or f"process {os.getpid()} on {socket.gethostname()}"
+    holder = holder or f"process {os.getpid()}{_here()}"
     os.pwrite(descriptor, f"{holder}\n".encode(), 0)
     return descriptor
 
@@ -82,3 +82,15 @@ def is_locked(path: Path) -> bool | None:
     finally:
         os.close(descriptor)
     return False
+
+
+def is_released_here(path: Path) -> bool:
+    """Return whether the last holder of a file's lock was a process of this host that has ended.
+
+    Locks of a network file system may end at their host. Raises OSError: there is no such file.
+    """
+    return path.read_text(errors="replace").strip().endswith(_here()) and is_locked(path) is False
+
+
+def _here() -> str:
+    return f" on {socket.gethostname()}"

@@ -16,6 +16,7 @@ from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.records import Launch, Launches, Outcome, Status, write_record
 from megatron_distill.launching.run_status import read_status
+from megatron_distill.runtime.folder_lock import take_lock
 
 LONG_AGO = 1.0e9
 
@@ -66,6 +67,17 @@ def test_a_run_that_holds_its_lock_is_running_however_long_its_step(tmp_path: Pa
         fcntl.flock(held, fcntl.LOCK_EX)
         assert read_status(run).state == "running"
     assert read_status(run).state == "stopped"
+
+
+def test_a_run_that_ended_on_this_host_has_stopped_at_once(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25, changed=time.time())
+    descriptor = take_lock(run / ".lock", named="output=run")
+    assert read_status(run).state == "running"
+    os.close(descriptor)
+    assert read_status(run).state == "stopped"
+    # Whether a process of another host still runs can only be told by what it writes.
+    (run / ".lock").write_text("process 7 on another-host\n")
+    assert read_status(run).state == "running"
 
 
 @pytest.mark.parametrize(
