@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.harness.environment import ROOT, describe
 from megatron_distill.config import load_config, to_yaml
-from megatron_distill.evaluation.quickstart import ChildRun, check_equal_start, make
+from megatron_distill.evaluation.child_runs import ChildRun, check_equal_start, make
 from megatron_distill.evaluation.runs import RunSummary, summarize
 
 _FEATURES = "objective.features=[{match: uniform, loss: mse}]"

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.stdlib_corpora import CORPORA, Corpus, write_corpora
-from megatron_distill.commands.quickstart import child_run
+from megatron_distill.commands.quickstart.options import child_run
 from megatron_distill.data.tokenizers.hugging_face import train_bpe
-from megatron_distill.evaluation.quickstart import ChildRun, ask, check_equal_start, make
+from megatron_distill.evaluation.child_runs import ChildRun, ask, check_equal_start, make
 
 _VOCABULARY = 2048
 _TEXT_BYTES = 2_000_000

@@ -15,7 +15,7 @@ from benchmarks.harness.environment import ROOT
 from benchmarks.stores.data import top_k_of
 from benchmarks.stores.polynomial import BUDGET, RECOMMENDED, Polynomial, as_bf16
 from megatron_distill.config import load_config, to_yaml
-from megatron_distill.evaluation.quickstart import ChildRun, make
+from megatron_distill.evaluation.child_runs import ChildRun, make
 from megatron_distill.store import (
     CaptureSettings,
     PositionScalars,

@@ -1,4 +1,4 @@
-"""How long a file and a function may be, and how many files a folder may have."""
+"""How long a file, a function and a script may be, and how many files a folder may have."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ from tests.guards.source_tree import Source
 FILE_LINES = 500
 FUNCTION_LINES = 60
 FOLDER_FILES = 24
+SCRIPT_LINES = 20
 
 
 def long_files(sources: Sequence[Source]) -> Iterator[str]:
@@ -31,6 +32,15 @@ def long_functions(sources: Sequence[Source]) -> Iterator[str]:
                     f"{source.place}:{node.lineno}: {node.name} has {count} lines, more than "
                     f"{FUNCTION_LINES}"
                 )
+
+
+def long_scripts(sources: Sequence[Source]) -> Iterator[str]:
+    """Find scripts of more than SCRIPT_LINES lines; their docstring is not counted."""
+    for source in sources:
+        docstring = 0 if ast.get_docstring(source.tree) is None else _lines(source.tree.body[0])
+        count = len(source.text.splitlines()) - docstring
+        if count > SCRIPT_LINES:
+            yield f"{source.place}: {count} lines, more than {SCRIPT_LINES}; move work to commands"
 
 
 def crowded_folders(folders: Sequence[Path]) -> Iterator[str]:

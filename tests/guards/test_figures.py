@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.quickstart import DRAFT
-from megatron_distill.evaluation.quickstart import show_drafts, show_next_line
+from megatron_distill.commands.quickstart.one_tokenizer import DRAFT
+from megatron_distill.commands.quickstart.outcome import show_drafts, show_next_line
 from megatron_distill.evaluation.runs import RunSummary, result_table
 from tests.guards.source_tree import ROOT
 

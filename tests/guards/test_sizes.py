@@ -1,4 +1,4 @@
-"""Length of files, functions and folders: on the tree, and on either side of each limit."""
+"""Length of files, functions, scripts and folders: on the tree, and on both sides of each limit."""
 
 import ast
 from pathlib import Path
@@ -7,13 +7,16 @@ from tests.guards.sizes import (
     FILE_LINES,
     FOLDER_FILES,
     FUNCTION_LINES,
+    SCRIPT_LINES,
     crowded_folders,
     long_files,
     long_functions,
+    long_scripts,
 )
 from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 
 PROJECT = read_sources(ROOT, (PACKAGE, "launch", "tools", "benchmarks", "tests"))
+SCRIPTS = read_sources(ROOT, ("launch", "tools"))
 
 
 FOLDERS = [ROOT / name for name in (PACKAGE, "launch", "tools", "benchmarks", "tests", "docs")]
@@ -38,6 +41,11 @@ def test_no_file_is_too_long():
 
 def test_no_function_is_too_long():
     found = list(long_functions(PROJECT))
+    assert not found, "\n".join(found)
+
+
+def test_no_script_is_more_than_thin():
+    found = list(long_scripts(SCRIPTS))
     assert not found, "\n".join(found)
 
 
@@ -72,3 +80,9 @@ def test_the_function_limit_is_sharp_and_spares_the_docstring():
         f"    {line}\n" for line in function(FUNCTION_LINES + 1).splitlines()
     )
     assert len(list(long_functions([source(nested)]))) == 1
+
+
+def test_the_script_limit_is_sharp_and_spares_the_docstring():
+    docstring = '"""Run.\n' + "\n" * 30 + '"""\n'
+    assert list(long_scripts([source(docstring + "x = 1\n" * SCRIPT_LINES)])) == []
+    assert len(list(long_scripts([source("x = 1\n" * (SCRIPT_LINES + 1))]))) == 1

@@ -14,19 +14,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_distill.commands.quickstart.options import spread
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.bits_per_byte import HeldOutText
-from megatron_distill.evaluation.independent_loss import IndependentLoss, require_equal
-from megatron_distill.evaluation.plot import plot_losses
-from megatron_distill.evaluation.quickstart import (
+from megatron_distill.evaluation.child_runs import (
     ChildRun,
     announce,
     check_equal_start,
     make,
     remove_child,
-    spread,
     write_json,
 )
+from megatron_distill.evaluation.independent_loss import IndependentLoss, require_equal
+from megatron_distill.evaluation.plot import plot_losses
 from megatron_distill.evaluation.runs import RunLog, margin, summarize
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "LOSSES",
     "TOKENIZERS",
     "BitsPerByte",
-    "Comparison",
+    "LossRuns",
     "carry_out",
     "check_baseline",
     "chosen_losses",
@@ -74,7 +74,7 @@ _FULL_WIDTH: Final = 74  # a narrower terminal shows the first two
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LossRuns:
     """The runs of one seed: a teacher, a student alone, and a student for each loss.
 
     The texts are those of all held-out documents, in the teacher's tokens and in the students'.
@@ -143,14 +143,14 @@ def chosen_losses(text: str) -> Sequence[str]:
     return list(dict.fromkeys(names))
 
 
-def remove(comparison: Comparison) -> None:
+def remove(runs: LossRuns) -> None:
     """Delete the runs and the results of earlier calls, and nothing else."""
-    for child in comparison.children:
+    for child in runs.children:
         remove_child(child)
         _checked_file(child).unlink(missing_ok=True)
         shutil.rmtree(exported_folder(child), ignore_errors=True)
     for name in ("result.md", "result.json", "curves.png"):
-        (comparison.place / name).unlink(missing_ok=True)
+        (runs.place / name).unlink(missing_ok=True)
 
 
 def exported_folder(child: ChildRun) -> Path:
@@ -187,9 +187,7 @@ def check_baseline(
     return checked
 
 
-def carry_out(
-    comparison: Comparison, independent: Independent, console: Console
-) -> Mapping[str, Any]:
+def carry_out(runs: LossRuns, independent: Independent, console: Console) -> Mapping[str, Any]:
     """Make all unfinished runs, show the result, and return it as plain values.
 
     Both baselines are checked before any distilled student is trained. The result is also written
@@ -197,52 +195,50 @@ def carry_out(
     signal, and a MegatronDistillError if a run failed or a baseline's loss is not that of
     `transformers`.
     """
-    count = len(comparison.children)
+    count = len(runs.children)
     baselines: dict[str, Mapping[str, float]] = {}
-    for number, child in enumerate(comparison.children, start=1):
-        announce(child, console, f"{number}/{count}", seed=comparison.seed)
+    for number, child in enumerate(runs.children, start=1):
+        announce(child, console, f"{number}/{count}", seed=runs.seed)
         make(child)
-        text = comparison.baselines.get(child.name)
+        text = runs.baselines.get(child.name)
         if text is not None:
             baselines[child.label] = check_baseline(child, text, independent, console)
-    logs = [run.log() for run in comparison.students]
+    logs = [run.log() for run in runs.students]
     for log in logs[1:]:
         check_equal_start(logs[0], log)
-    rows = compare(comparison.teacher.log(), logs, comparison)
+    rows = compare(runs.teacher.log(), logs, runs)
     waits = {log.label: data_wait(log) for log in logs}
-    factor = comparison.student_text.bits_per_byte(1.0)
+    factor = runs.student_text.bits_per_byte(1.0)
     picture = plot_losses(
         [log.scaled("ce_loss", factor) for log in logs],
-        comparison.place / "curves.png",
+        runs.place / "curves.png",
         title="One student with its own tokenizer, the same texts: alone and per loss",
         teacher_ce=rows[0].bits_per_byte,
         unit="cross-entropy (bits per byte of held-out text)",
     )
     outcome = {
-        "seed": comparison.seed,
+        "seed": runs.seed,
         "rows": [asdict(row) for row in rows],
         "baselines": baselines,
         "data_wait": waits,
-        "teacher_text": asdict(comparison.teacher_text),
-        "student_text": asdict(comparison.student_text),
-        "runs": [asdict(summarize(run.log())) for run in comparison.children],
+        "teacher_text": asdict(runs.teacher_text),
+        "student_text": asdict(runs.student_text),
+        "runs": [asdict(summarize(run.log())) for run in runs.children],
     }
-    write_json(comparison.place / "result.json", outcome)
-    (comparison.place / "result.md").write_text(_markdown(rows, waits), encoding="utf-8")
-    show(rows, comparison, console)
+    write_json(runs.place / "result.json", outcome)
+    (runs.place / "result.md").write_text(_markdown(rows, waits), encoding="utf-8")
+    show(rows, runs, console)
     console.print(f"\ncurves    {picture}", markup=False)
-    console.print(f"result    {comparison.place / 'result.md'}", markup=False)
+    console.print(f"result    {runs.place / 'result.md'}", markup=False)
     return outcome
 
 
-def compare(
-    teacher: RunLog, students: Sequence[RunLog], comparison: Comparison
-) -> Sequence[BitsPerByte]:
+def compare(teacher: RunLog, students: Sequence[RunLog], runs: LossRuns) -> Sequence[BitsPerByte]:
     """Return the rows of the table: the teacher, the student alone, each further student.
 
     Raises DataError: a run has no held-out loss.
     """
-    texts = [comparison.teacher_text, *[comparison.student_text] * len(students)]
+    texts = [runs.teacher_text, *[runs.student_text] * len(students)]
     losses = [_held_out_loss(run) for run in (teacher, *students)]
     bits = [text.bits_per_byte(loss) for text, loss in zip(texts, losses, strict=True)]
     rows = []
@@ -264,14 +260,14 @@ def compare(
 
 
 def margins_over_seeds(
-    comparisons: Sequence[Comparison], outcomes: Sequence[Mapping[str, Any]]
+    every: Sequence[LossRuns], outcomes: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Mapping[str, float]]:
     """Return mean, least and most over the seeds of each loss's improvement, in bits per byte."""
-    names = [run.label for run in comparisons[0].distilled]
+    names = [run.label for run in every[0].distilled]
     tables = [
         {row["label"]: row["bits_per_byte"] for row in outcome["rows"]} for outcome in outcomes
     ]
-    alone = comparisons[0].alone.label
+    alone = every[0].alone.label
     return {name: spread([table[alone] - table[name] for table in tables]) for name in names}
 
 
@@ -308,7 +304,7 @@ def _held_out_loss(run: RunLog) -> float:
     return loss
 
 
-def show(rows: Sequence[BitsPerByte], comparison: Comparison, console: Console) -> None:
+def show(rows: Sequence[BitsPerByte], runs: LossRuns, console: Console) -> None:
     """Print the table of one seed and the best loss; a narrow terminal has fewer columns."""
     table = _table("Held-out documents, all of their text")
     columns = _COLUMNS if console.width >= _FULL_WIDTH else _COLUMNS[:2]
@@ -318,11 +314,11 @@ def show(rows: Sequence[BitsPerByte], comparison: Comparison, console: Console) 
         table.add_row(row.label, *_cells(row)[: len(columns)])
     console.print()
     console.print(table)
-    text = comparison.student_text
+    text = runs.student_text
     console.print("gap closed: share of the way from the student alone to the teacher")
     console.print(
         f"{text.text_bytes:,} bytes: {text.labels:,} labels of the student, "
-        f"{comparison.teacher_text.labels:,} of the teacher."
+        f"{runs.teacher_text.labels:,} of the teacher."
     )
     alone, best = rows[1], min(rows[2:], key=lambda row: row.bits_per_byte)
     difference = alone.bits_per_byte - best.bits_per_byte

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,8 @@ from rich.console import Console
 
 from megatron_distill.errors import ConfigError, DataError, StoreError, TrainingError, counted
 from megatron_distill.evaluation.runs import (
-    Margin,
     RunLog,
-    RunSummary,
     read_run,
-    result_table,
     summarize,
 )
 from megatron_distill.runtime.atomic_files import replace_file
@@ -47,14 +41,8 @@ __all__ = [
     "check_equal_start",
     "claim",
     "make",
-    "over_seeds",
     "processes_here",
     "remove_child",
-    "show_drafts",
-    "show_next_line",
-    "show_outcome",
-    "show_store",
-    "spread",
     "write_json",
 ]
 
@@ -271,79 +259,4 @@ def check_equal_start(alone: RunLog, distilled: RunLog) -> None:
             f"{alone.folder} and {distilled.folder} cannot be compared: first cross-entropies"
             f" {first[0]:.4f} and {first[1]:.4f}, tokens {tokens[0]:.0f} and {tokens[1]:.0f};"
             " start anew with --fresh"
-        )
-
-
-def over_seeds(
-    outcomes: Sequence[Mapping[str, object]], command: str, spreads: Mapping[str, object]
-) -> Mapping[str, object]:
-    """Return the outcomes with the spreads of their margins, the command, date and hardware."""
-    return {
-        "command": command,
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": _hardware(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **spreads,
-        "seeds": list(outcomes),
-    }
-
-
-def spread(values: Sequence[float]) -> Mapping[str, float]:
-    """Return mean, least and most of one figure over the seeds."""
-    return {"mean": statistics.fmean(values), "least": min(values), "most": max(values)}
-
-
-def _hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    about = Path("/proc/cpuinfo")
-    names = about.read_text().splitlines() if about.exists() else []
-    model = next((line.split(":")[1] for line in names if line.startswith("model name")), "CPU")
-    return f"{model.strip()}, {available_cores()} cores"
-
-
-def show_outcome(summaries: Sequence[RunSummary], brought: Margin, console: Console) -> None:
-    """Print the table of a teacher and its students, and the margin of the distilled student."""
-    console.print()
-    console.print(result_table(summaries, title="Held-out text, the same for all"))
-    verdict = "lower" if brought.nats > 0 else "HIGHER"
-    console.print(
-        f"With the teacher, the same student on the same tokens ends {abs(brought.nats):.4f} nats"
-        f" per token {verdict} ({abs(brought.share):.1%})."
-    )
-    if brought.gap_closed is not None and brought.nats > 0:
-        console.print(f"That is {brought.gap_closed:.0%} of the way to its teacher.")
-
-
-def show_drafts(tokens: Mapping[str, float], draft: str, console: Console) -> None:
-    """Print the expected tokens of a forward pass of the teacher that checks a student's draft."""
-    listed = ", ".join(f"{label} {value:.2f}" for label, value in tokens.items())
-    console.print(
-        f"Expected tokens per forward pass of the teacher over {draft} drafted tokens: {listed}.",
-        markup=False,
-    )
-
-
-def show_next_line(accuracies: Mapping[str, float], console: Console) -> None:
-    """Print how often each model finds the right next line of held-out code out of four."""
-    if accuracies:
-        listed = ", ".join(f"{label} {value:.1%}" for label, value in accuracies.items())
-        console.print(f"The right next line of held-out code, out of four: {listed}.", markup=False)
-
-
-def show_store(
-    store: Mapping[str, Any], online: RunSummary, offline: RunSummary, console: Console
-) -> None:
-    """Print loss, speed and storage of the offline run next to those of the online run."""
-    console.print(
-        f"From the store ({store['bytes_per_token']:.0f} bytes per token, "
-        f"{store['kept_mass']:.1%} of the teacher's probability) it ends at "
-        f"{offline.held_out_ce:.4f} nats, beside the live teacher at {online.held_out_ce:.4f}."
-    )
-    if online.tokens_per_second and offline.tokens_per_second:
-        console.print(
-            f"It trains at {offline.tokens_per_second:,.0f} tokens/s, "
-            f"{offline.tokens_per_second / online.tokens_per_second:.2f} times as fast; writing "
-            f"the store took {store['seconds']:.0f} s, once for any number of students."
         )

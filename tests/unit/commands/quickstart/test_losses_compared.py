@@ -13,39 +13,41 @@ import pytest
 from rich.console import Console
 
 from launch import quickstart_tokenizers
-from megatron_distill.commands.quickstart import STOPPED_STATUS, exit_status
-from megatron_distill.config import load_config
-from megatron_distill.errors import DataError
-from megatron_distill.evaluation.bits_per_byte import HeldOutText
-from megatron_distill.evaluation.independent_loss import IndependentLoss
-from megatron_distill.evaluation.quickstart import ChildRun
-from megatron_distill.evaluation.quickstart_tokenizers import (
+from megatron_distill.commands.quickstart.losses_compared import (
     LOSSES,
-    Comparison,
+    LossRuns,
     check_baseline,
     compare,
     data_wait,
     margins_over_seeds,
     show,
 )
+from megatron_distill.commands.quickstart.options import STOPPED_STATUS, Checkout, exit_status
+from megatron_distill.commands.quickstart.two_tokenizers import Tokens, parse, plan
+from megatron_distill.config import load_config
+from megatron_distill.errors import DataError
+from megatron_distill.evaluation.bits_per_byte import HeldOutText
+from megatron_distill.evaluation.child_runs import ChildRun
+from megatron_distill.evaluation.independent_loss import IndependentLoss
 from megatron_distill.evaluation.runs import RunLog
 
+ROOT = Path(quickstart_tokenizers.__file__).parent.parent
 TEACHER_TEXT, STUDENT_TEXT = HeldOutText(20, 1000, 4000), HeldOutText(25, 1250, 4000)
 NAMES = list(LOSSES)
 
 
 @pytest.fixture
-def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
-    monkeypatch.chdir(quickstart_tokenizers.ROOT)
+def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LossRuns:
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = parsed("--output", str(tmp_path), "--steps", "10", "train.micro_batch_size=2")
-    teacher = quickstart_tokenizers.Tokens(tmp_path / "a", TEACHER_TEXT, lambda: iter(()))
-    student = quickstart_tokenizers.Tokens(tmp_path / "b", STUDENT_TEXT, lambda: iter(()))
-    return quickstart_tokenizers.plan(arguments, 7, NAMES, teacher, student)
+    teacher = Tokens(tmp_path / "a", TEACHER_TEXT, lambda: iter(()))
+    student = Tokens(tmp_path / "b", STUDENT_TEXT, lambda: iter(()))
+    return plan(arguments, 7, NAMES, teacher, student, Checkout(ROOT))
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return quickstart_tokenizers._parse(words)
+    return parse(words)
 
 
 def log(label: str, loss: float | None) -> RunLog:
@@ -54,7 +56,7 @@ def log(label: str, loss: float | None) -> RunLog:
     return RunLog(label, Path(label), steps, held_out)
 
 
-def test_the_students_differ_in_the_objective_alone(comparison: Comparison) -> None:
+def test_the_students_differ_in_the_objective_alone(comparison: LossRuns) -> None:
     teacher, *students = (
         load_config(run.arguments[1], run.arguments[2:]) for run in comparison.children
     )
@@ -77,7 +79,7 @@ def test_the_students_differ_in_the_objective_alone(comparison: Comparison) -> N
     assert all(getattr(teacher.data, name) == getattr(students[0].data, name) for name in same)
 
 
-def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: Comparison) -> None:
+def test_the_table_is_in_bits_per_byte_and_shares_of_the_gap(comparison: LossRuns) -> None:
     losses = [2.0, *(1.8 for _ in NAMES)]
     students = [log(str(index), loss) for index, loss in enumerate(losses)]
     rows = compare(log("teacher", 2.0), students, comparison)
@@ -101,7 +103,7 @@ def test_the_wait_for_data_is_that_of_all_steps_but_the_first() -> None:
     assert found == pytest.approx({"median": 0.1, "mean": 0.1, "95 of 100 below": 0.19})
 
 
-def finished(comparison: Comparison, loss: float) -> None:
+def finished(comparison: LossRuns, loss: float) -> None:
     """Write the log of the student alone with a held-out loss."""
     comparison.alone.folder.mkdir(exist_ok=True)
     lines = [{"step": 10, "ce_loss": 1.0}, {"step": 10, "validation": {"ce_loss": loss}}]
@@ -110,7 +112,7 @@ def finished(comparison: Comparison, loss: float) -> None:
 
 
 def test_a_baseline_is_the_figure_of_transformers_or_the_comparison_stops(
-    comparison: Comparison,
+    comparison: LossRuns,
 ) -> None:
     alone, text = comparison.alone, comparison.baselines[comparison.alone.name]
     assert text == STUDENT_TEXT
@@ -144,7 +146,7 @@ def test_a_baseline_is_the_figure_of_transformers_or_the_comparison_stops(
         check(IndependentLoss(2.0, 1250))
 
 
-def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> None:
+def test_margins_are_those_over_the_student_alone(comparison: LossRuns) -> None:
     outcomes = [
         {"rows": [{"label": "student alone", "bits_per_byte": 3.0},
                   *({"label": name, "bits_per_byte": bits} for name in NAMES)]}
@@ -155,7 +157,7 @@ def test_margins_are_those_over_the_student_alone(comparison: Comparison) -> Non
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_a_terminal_of_any_width_shows_whole_figures(comparison: Comparison, width: int) -> None:
+def test_a_terminal_of_any_width_shows_whole_figures(comparison: LossRuns, width: int) -> None:
     losses = [2.0, *(1.8 for _ in NAMES)]
     students = [log("student alone", 2.0), *map(log, NAMES, losses[1:])]
     rows = compare(log("teacher", 2.0), students, comparison)

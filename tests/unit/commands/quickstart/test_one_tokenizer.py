@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from launch import quickstart
+from megatron_distill.commands.quickstart.one_tokenizer import parse, plan
+from megatron_distill.commands.quickstart.options import Checkout
 from megatron_distill.config import load_capture_config, load_config
 from megatron_distill.errors import ConfigError
-from megatron_distill.evaluation import quickstart as child_run
+from megatron_distill.evaluation import child_runs
 from megatron_distill.runtime.torchrun import ChildOutcome
 
 ROOT = Path(quickstart.__file__).parent.parent
@@ -73,7 +75,7 @@ class Children:
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Children:
     stand_in = Children()
-    monkeypatch.setattr(child_run, "run_child", stand_in)
+    monkeypatch.setattr(child_runs, "run_child", stand_in)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(ROOT)
     return stand_in
@@ -87,10 +89,8 @@ def start(output: Path, *arguments: str) -> int:
 def test_the_students_differ_in_the_teacher_alone(
     prefix: str, tmp_path: Path, children: Children
 ) -> None:
-    arguments = quickstart._parse(
-        ["--config", f"configs/{prefix}", "--output", str(tmp_path), "--seed", "7"]
-    )
-    flow = quickstart.plan(arguments, arguments.seed)
+    arguments = parse(["--config", f"configs/{prefix}", "--output", str(tmp_path), "--seed", "7"])
+    flow = plan(arguments, arguments.seed, Checkout(ROOT))
     teacher, alone, distilled = (
         load_config(run.arguments[1], run.arguments[2:])
         for run in (flow.teacher, flow.alone, flow.distilled)
@@ -137,8 +137,8 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
 def test_the_offline_students_run_differs_in_the_store_alone(
     tmp_path: Path, children: Children
 ) -> None:
-    arguments = quickstart._parse(["--output", str(tmp_path), "--offline", "--steps", "10"])
-    flow = quickstart.plan(arguments, arguments.seed)
+    arguments = parse(["--output", str(tmp_path), "--offline", "--steps", "10"])
+    flow = plan(arguments, arguments.seed, Checkout(ROOT))
     assert flow.capture is not None
     assert flow.offline is not None
     online, offline = (
@@ -225,6 +225,6 @@ def test_a_wrong_override_is_found_before_anything_runs(
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
-    arguments = quickstart._parse(["--config", str(tmp_path / "none")])
+    arguments = parse(["--config", str(tmp_path / "none")])
     with pytest.raises(ConfigError, match=r"none_student\.yaml|none_teacher\.yaml"):
-        quickstart.plan(arguments, None)
+        plan(arguments, None, Checkout(ROOT))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import ConfigError, TrainingError
-from megatron_distill.evaluation import quickstart as child_run
-from megatron_distill.evaluation.quickstart import ChildRun, RunStoppedError, ask, make
+from megatron_distill.evaluation import child_runs
+from megatron_distill.evaluation.child_runs import ChildRun, RunStoppedError, ask, make
 from megatron_distill.runtime.torchrun import ChildOutcome
 
 STEPS = 5
@@ -41,7 +41,7 @@ class Children:
 def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Children:
     stand_in = Children()
     stand_in.folder = tmp_path / "place" / "teacher"
-    monkeypatch.setattr(child_run, "run_child", stand_in)
+    monkeypatch.setattr(child_runs, "run_child", stand_in)
     return stand_in
 
 
@@ -122,7 +122,7 @@ def test_an_answer_is_asked_for_once_and_a_failure_leaves_none(
             answer.write_text("an answer")
         return ChildOutcome(status, None)
 
-    monkeypatch.setattr(child_run, "run_child", answering)
+    monkeypatch.setattr(child_runs, "run_child", answering)
     with pytest.raises(TrainingError, match=r"speak\.py: failed with exit status 1"):
         ask(Path("launch/speak.py"), ["--x"], answer=answer)
     status = 0

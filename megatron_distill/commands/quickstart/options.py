@@ -1,37 +1,81 @@
-"""The common part of launch/quickstart.py and launch/quickstart_tokenizers.py."""
+"""The common part of launch/quickstart.py and launch/quickstart_tokenizers.py: options, result."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from rich.console import Console
 
 from megatron_distill.config import RunConfig, load_config, to_yaml
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.evaluation.quickstart import (
+from megatron_distill.evaluation.child_runs import (
     ChildRun,
     RunStoppedError,
-    over_seeds,
     processes_here,
     write_json,
 )
+from megatron_distill.runtime.torchrun import available_cores
 
 __all__ = [
     "STOPPED_STATUS",
+    "Checkout",
     "add_arguments",
     "child_run",
     "exit_status",
     "place_of",
     "seeds_of",
-    "write_result",
+    "spread",
+    "write_outcomes",
 ]
 
 STOPPED_STATUS: Final = 130
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout of the repository: its scripts, and its configurations by name."""
+
+    root: Path
+
+    @property
+    def train(self) -> Path:
+        """The script of a run."""
+        return self.root / "launch" / "pretrain_distill.py"
+
+    @property
+    def capture(self) -> Path:
+        """The script that writes a store."""
+        return self.root / "launch" / "cache_teacher.py"
+
+    @property
+    def evaluate(self) -> Path:
+        """The script of held-out losses and tasks."""
+        return self.root / "launch" / "evaluate.py"
+
+    @property
+    def generate(self) -> Path:
+        """The script that writes texts."""
+        return self.root / "launch" / "generate.py"
+
+    @property
+    def convert(self) -> Path:
+        """The script of exports."""
+        return self.root / "tools" / "convert_checkpoint.py"
+
+    def config(self, name: str) -> str:
+        """A shipped configuration, relative to the working directory."""
+        return os.path.relpath(self.root / "configs" / f"{name}.yaml")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, output: Path, example: str) -> None:
@@ -104,12 +148,12 @@ def _processes(config: RunConfig) -> int:
     )
 
 
-def write_result(
+def write_outcomes(
     path: Path, outcomes: Sequence[Mapping[str, Any]], spreads: Mapping[str, object]
 ) -> None:
     """Write the outcomes of all seeds, with the command line that gave them."""
     command = shlex.join([Path(sys.executable).name, *sys.argv])
-    write_json(path, over_seeds(outcomes, command, spreads))
+    write_json(path, _over_seeds(outcomes, command, spreads))
 
 
 def exit_status(carry_out: Callable[[Console], None]) -> int:
@@ -127,3 +171,32 @@ def exit_status(carry_out: Callable[[Console], None]) -> int:
         console.print(f"\n{reason}. The same command goes on from here.", markup=False)
         return STOPPED_STATUS
     return 0
+
+
+def _over_seeds(
+    outcomes: Sequence[Mapping[str, object]], command: str, spreads: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Return the outcomes with the spreads of their margins, the command, date and hardware."""
+    return {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": _hardware(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **spreads,
+        "seeds": list(outcomes),
+    }
+
+
+def spread(values: Sequence[float]) -> Mapping[str, float]:
+    """Return mean, least and most of one figure over the seeds."""
+    return {"mean": statistics.fmean(values), "least": min(values), "most": max(values)}
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    about = Path("/proc/cpuinfo")
+    names = about.read_text().splitlines() if about.exists() else []
+    model = next((line.split(":")[1] for line in names if line.startswith("model name")), "CPU")
+    return f"{model.strip()}, {available_cores()} cores"
