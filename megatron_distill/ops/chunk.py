@@ -17,7 +17,6 @@ from megatron_distill.ops.rows import RowExecutor, choose_rows
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
 from megatron_distill.ops.statistics import GlobalStatistics, LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk import gather_ranks
-from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import Scratch
 from megatron_distill.signals import LogitRule
@@ -58,10 +57,11 @@ class Chunk:
 
         Collective: those of `solve`.
         """
-        if weights is not None and group is None and isinstance(self.rows, TorchRows):
+        all_passes = self.rows.all_passes
+        if weights is not None and group is None and all_passes is not None:
             # Without a merge between the passes, a block stays in the cache for all of them.
             self._measure_labels(local)
-            values, blends = self.rows.all_passes(local, weights, out)
+            values, blends = all_passes(local, weights, out)
             merged = local.merge(None)
             whole = Normalizers(local.values[:0], blends=blends)
             for term in self.spec.terms:

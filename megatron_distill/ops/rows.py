@@ -17,11 +17,29 @@ from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.ops.workspace import Scratch
 from megatron_distill.signals import LogitRule
 
-__all__ = ["RowExecutor", "choose_rows"]
+__all__ = ["AllPasses", "RowExecutor", "choose_rows"]
+
+
+class AllPasses(Protocol):
+    """Statistics, slopes and gradient of one block of tokens after another, for one rank alone."""
+
+    def __call__(
+        self, local: LocalStatistics, weights: Sequence[SoftmaxWeights], out: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Fill the statistics except the label logits, and write the gradient to ``out``.
+
+        Returns the values ``[N]`` fp64 of terms with slopes, and the blends ``[N, 1]``.
+        """
+        ...
 
 
 class RowExecutor(Protocol):
     """Passes over the logits ``[N, V]`` of both models, on this shard's real columns."""
+
+    @property
+    def all_passes(self) -> AllPasses | None:
+        """All passes at once, where this saves reads of the logits; None if it does not."""
+        ...
 
     def measure(self, local: LocalStatistics) -> None:
         """Fill the local statistics, except the label logits."""

@@ -312,10 +312,7 @@ class TorchRows:
     def all_passes(
         self, local: LocalStatistics, weights: Sequence[SoftmaxWeights], out: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Statistics, slopes and gradient of one block after another; for one rank alone.
-
-        Returns the values ``[N]`` fp64 of terms with slopes, and the blends ``[N, 1]``.
-        """
+        """See `AllPasses`."""
         count = local.values.shape[1]
         values = {term.key: local.values.new_zeros(count) for term in self.spec.nonlinear}
         blends = {

@@ -57,6 +57,11 @@ class TritonRows:
     rules: Mapping[Model, LogitRule]
     torch_rows: TorchRows
 
+    @property
+    def all_passes(self) -> None:
+        """None: a kernel reads the logits of all tokens before the next one begins."""
+        return None
+
     def blends(
         self, local: LocalStatistics, normalizers: Normalizers, group: dist.ProcessGroup | None
     ) -> dict[str, Tensor]:
