@@ -195,6 +195,8 @@ def _term(term: TermConfig) -> str:
     elif term.teachers is not None:
         shares = " + ".join(f"{weight:g} {own}" for own, weight in term.teachers.items())
         name += f" from {term.mixture} {shares}"
+        if term.score is not None:
+            name += f", weighted by {term.score} times {term.score_alpha:g}"
     support = "whole vocabulary" if term.top_k is None else f"top {term.top_k}, {term.support}"
     return f"{weight} x {name}, temperature {temperature}{squared}, {support}"
 

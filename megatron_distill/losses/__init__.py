@@ -30,7 +30,7 @@ from megatron_distill.losses.several_teachers import (
     SampleTeachers,
     several_teachers_objective,
 )
-from megatron_distill.losses.terms import Mixture, Term, TermTeachers
+from megatron_distill.losses.terms import Mixture, TeacherScore, Term, TermTeachers
 from megatron_distill.losses.token_divergence import token_divergence
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "ScoreRule",
     "SharedVocabularies",
     "Term",
+    "TeacherScore",
     "TermTeachers",
     "ValueSchedule",
     "add_gradients",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class MeanOnRecords:
         shard: this rank's columns.
         group: the ranks that share the vocabulary; None if this rank holds all of it.
         chunk_tokens: tokens whose logits exist at a time.
+        shares: ``[N, M]`` of the teachers of each target that has a score.
     """
 
     signals: Mapping[str, Signal]
@@ -44,6 +45,7 @@ class MeanOnRecords:
     shard: VocabShard
     group: dist.ProcessGroup | None
     chunk_tokens: int
+    shares: Mapping[TermTeachers, Tensor] = field(default_factory=dict)
 
     def signal(self, teachers: TermTeachers, terms: Sequence[Term]) -> Recorded:
         """The mean for each term, on the ids that the term has in the records.
@@ -95,7 +97,10 @@ class MeanOnRecords:
         own_nK = target.log_probs.index_select(0, self.rows)
         own_n = target.log_tail.index_select(0, self.rows)
         valid_nK = own_nK > -torch.inf
-        shares = dict(teachers.weights)
+        shares: dict[str, float | Tensor] = dict(teachers.weights)
+        if teachers.score is not None:
+            of_rows = self.shares[teachers].index_select(0, self.rows).unbind(1)
+            shares = dict(zip(teachers.names, of_rows, strict=True))
         is_geometric = teachers.mixture == "geometric"
         mean_nK, tail_n = _weighted(own_nK, own_n, shares.pop(recorded), is_geometric=is_geometric)
         for name, share in shares.items():
@@ -129,9 +134,14 @@ class MeanOnRecords:
 
 
 def _weighted(
-    log_probs: Tensor, log_tail: Tensor, share: float, *, is_geometric: bool
+    log_probs: Tensor, log_tail: Tensor, share: float | Tensor, *, is_geometric: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logarithms of ``w p``, or of ``p^w``."""
+    """Logarithms of ``w p``, or of ``p^w``; w is a number, or ``[n]``."""
+    if isinstance(share, Tensor):
+        share = share.to(log_probs.dtype)
+        if is_geometric:
+            return log_probs * share.unsqueeze(1), log_tail * share
+        return log_probs + share.log().unsqueeze(1), log_tail + share.log()
     if is_geometric:
         return log_probs * share, log_tail * share
     return log_probs + math.log(share), log_tail + math.log(share)

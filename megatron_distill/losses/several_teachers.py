@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 from megatron_distill.losses.checks import resolve_shard
 from megatron_distill.losses.mean_on_records import MeanOnRecords
 from megatron_distill.losses.objective import fused_linear_objective
+from megatron_distill.losses.teacher_scores import TeacherScores
 from megatron_distill.losses.terms import Term, TermTeachers, check_distinct
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.ops.joint_logits import ArithmeticMean, ChosenLogits, GeometricMean
+from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.signals import (
     HiddenState,
@@ -74,11 +76,13 @@ class TeacherSums:
         kd: its share of the distillation loss.
         labels: sum of ``kd_weights`` of its labels.
         agreement: sum of these weights where its top token is the student's; None if unknown.
+        shares: of a mixture, for each of its teachers the sum of these weights times its share.
     """
 
     kd: Tensor
     labels: Tensor
     agreement: Tensor | None
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __add__(self, other: TeacherSums) -> TeacherSums:
         is_known = self.agreement is not None and other.agreement is not None
@@ -86,6 +90,7 @@ class TeacherSums:
             self.kd + other.kd,
             self.labels + other.labels,
             self.agreement + other.agreement if is_known else None,  # type: ignore[operator]
+            {name: share + other.shares[name] for name, share in self.shares.items()},
         )
 
 
@@ -121,13 +126,16 @@ def several_teachers_objective(
     by their names, see `Recorded.names`. A mean with one of them is a target on its ids, see
     `MeanOnRecords`; `lowest_loss` then takes a pass with gradient for each teacher.
 
+    A mean with a score has shares of each sample, see `TeacherScores`. Each teacher of such means
+    takes one more product of its hidden states with its head, without gradient.
+
     Collective: those of `fused_linear_objective` in each pass, over ``group``, and of
-    `ArithmeticMean` or `MeanOnRecords`. For `lowest_loss` also one all-reduce over
-    ``samples.context`` of 8 bytes per sample and teacher, and one broadcast over ``group`` of 8
-    bytes per sample.
+    `ArithmeticMean` or `MeanOnRecords`; for scores those of `TeacherScores`. For `lowest_loss`
+    also one all-reduce over ``samples.context`` of 8 bytes per sample and teacher, and one
+    broadcast over ``group`` of 8 bytes per sample.
 
     Raises:
-        ValueError: as `fused_linear_objective` and `MeanOnRecords`.
+        ValueError: as `fused_linear_objective`, `MeanOnRecords` and `TeacherScores`.
     """
     check_distinct(terms)
     # Once: under sequence parallelism a teacher's hidden states are gathered here.
@@ -138,6 +146,7 @@ def several_teachers_objective(
         {"ce_weights": ce_weights, "kd_weights": kd_weights, "group": group, **given},
         partition,
     )
+    passes = replace(passes, shares=passes.scored(terms, signals, samples))
     total: Tensor | None = None
     report: dict[str, Tensor] = {}
     found: dict[str, TeacherSums] = {}
@@ -205,6 +214,33 @@ class _Passes:
     labels: Tensor
     given: Mapping[str, Any]
     partition: Partition | None
+    shares: Mapping[TermTeachers, Tensor] = field(default_factory=dict)
+
+    def scored(
+        self, terms: Sequence[Term], signals: Mapping[str, Signal], samples: SampleTeachers
+    ) -> dict[TermTeachers, Tensor]:
+        """The shares ``[N, M]`` of the teachers of each mean that has a score."""
+        wanted = {term.teachers for term in terms if term.teachers and term.teachers.score}
+        if not wanted:
+            return {}
+        shard, group, chunk_tokens = self._columns
+        scores = TeacherScores(
+            signals,
+            self.labels,
+            self.given["kd_weights"],
+            samples.rows,
+            Partition(samples.sample_N, len(samples.ends)),
+            samples.context,
+            shard,
+            group,
+            chunk_tokens,
+        )
+        # In the order of terms: all ranks communicate alike.
+        found: dict[TermTeachers, Tensor] = {}
+        for term in terms:
+            if term.teachers in wanted and term.teachers not in found:
+                found[term.teachers] = scores.shares(term.teachers)
+        return found
 
     def of_target(
         self,
@@ -220,9 +256,16 @@ class _Passes:
         if target is None:
             return total, report, {}
         whole = {key: _overall(value, self.partition) for key, value in report.items()}
-        labels = self.given["kd_weights"].index_select(0, rows).sum()
-        sums = TeacherSums(whole["kd"], labels, whole.get("top1_agreement"))
-        return total, report, {"+".join(target[0].names): sums}
+        weights = self.given["kd_weights"].index_select(0, rows)
+        teachers, labels = target[0], weights.sum()
+        shares: dict[str, Tensor] = {}
+        if len(teachers.names) > 1:
+            shares = {name: labels * share for name, share in teachers.weights}
+        if teachers.score is not None:
+            of_rows = weights.double() @ self.shares[teachers].index_select(0, rows)
+            shares = dict(zip(teachers.names, of_rows.to(labels.dtype).unbind(), strict=True))
+        sums = TeacherSums(whole["kd"], labels, whole.get("top1_agreement"), shares)
+        return total, report, {"+".join(teachers.names): sums}
 
     def of_choice(
         self,
@@ -361,7 +404,9 @@ class _Passes:
         if None in sources:
             return self._on_records(signals, rows).signal(teachers, terms)
         members = tuple(source for source in sources if source is not None)
-        weights = tuple(weight for _, weight in teachers.weights)
+        weights: tuple[float, ...] | Tensor = tuple(weight for _, weight in teachers.weights)
+        if teachers.score is not None:
+            weights = self.shares[teachers]
         if teachers.mixture == "geometric":
             return _Joint(GeometricMean(members, weights))
         assert isinstance(temperature, float)
@@ -371,10 +416,14 @@ class _Passes:
         return _Joint(ArithmeticMean(members, weights, temperature, group))
 
     def _on_records(self, signals: Mapping[str, Signal], rows: Tensor) -> MeanOnRecords:
+        return MeanOnRecords(signals, rows, *self._columns, self.shares)
+
+    @property
+    def _columns(self) -> tuple[VocabShard, dist.ProcessGroup | None, int]:
+        """This rank's columns, the ranks that share them, and the tokens of a chunk."""
         weight, chunk = self.student.weight, self.given.get("chunk_tokens")
         shard, group = resolve_shard(weight.shape[0], self.given.get("shard"), self.given["group"])
-        chunk = chunk or chunk_tokens_for(shard.width, weight.device)
-        return MeanOnRecords(signals, rows, shard, group, chunk)
+        return shard, group, chunk or chunk_tokens_for(shard.width, weight.device)
 
 
 def _with_logits(signal: Signal) -> Signal:

@@ -10,10 +10,14 @@ from typing import Literal, get_args
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
 from megatron_distill.signals import Support
 
-__all__ = ["Mixture", "Term", "TermTeachers", "check_distinct"]
+__all__ = ["Mixture", "TeacherScore", "Term", "TermTeachers", "check_distinct"]
 
 Mixture = Literal["arithmetic", "geometric", "lowest_loss"]
 """How several teachers make one target: a mean of their probabilities, or a choice per sample."""
+
+TeacherScore = Literal["cross_entropy", "entropy", "top_probability"]
+"""How good a teacher is on a sample: minus its cross-entropy on the labels, minus its entropy, or
+its largest probability."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,19 @@ class TermTeachers:
     """The teachers of one term by name with their shares, which have a sum of one.
 
     ``mixture``: ``arithmetic`` and ``geometric`` are means of the probabilities with these weights,
-    ``lowest_loss`` takes the teacher on which the term is lowest, sample by sample.
+    ``lowest_loss`` takes the teacher on which the term is lowest, sample by sample. With a
+    ``score`` s of each teacher on each sample its weight there is proportional to its share times
+    ``e^(alpha s)``, see `TeacherScores`.
 
     Raises:
-        ValueError: no teacher, a repeated one, or weights that are not positive and of sum one.
+        ValueError: no teacher, a repeated one, weights that are not positive and of sum one, a
+            score of a choice, or an alpha that is not positive and finite.
     """
 
     weights: tuple[tuple[str, float], ...]
     mixture: Mixture = "arithmetic"
+    score: TeacherScore | None = None
+    alpha: float = 1.0
 
     def __post_init__(self) -> None:
         names, weights = self.names, [weight for _, weight in self.weights]
@@ -36,16 +45,27 @@ class TermTeachers:
             raise ValueError(f"teachers {names}: name at least one teacher, and each once")
         if not all(weight > 0 for weight in weights) or not math.isclose(sum(weights), 1.0):
             raise ValueError(f"teachers {names}: weights {weights} must be positive, of sum one")
+        if self.score is not None and self.mixture == "lowest_loss":
+            raise ValueError(f"teachers {names}: a choice has no weights; remove the score")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ValueError(f"teachers {names}: alpha {self.alpha} must be positive and finite")
 
     @classmethod
-    def of(cls, weights: Mapping[str, float], mixture: Mixture = "arithmetic") -> TermTeachers:
+    def of(
+        cls,
+        weights: Mapping[str, float],
+        mixture: Mixture = "arithmetic",
+        *,
+        score: TeacherScore | None = None,
+        alpha: float = 1.0,
+    ) -> TermTeachers:
         """Teachers in the order of their names, without those of weight zero, of sum one.
 
         A single teacher is its own mean and its own choice.
         """
         total = sum(weights.values())
         shares = tuple((name, weights[name] / total) for name in sorted(weights) if weights[name])
-        return cls(shares, mixture if len(shares) > 1 else "arithmetic")
+        return cls(shares, mixture, score, alpha) if len(shares) > 1 else cls(shares)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,6 +80,8 @@ class TermTeachers:
         if self.mixture == "lowest_loss":
             return f"lowest_of_{'_'.join(self.names)}"
         shares = "_".join(f"{name}{share:.3g}" for name, share in self.weights)
+        if self.score is not None:
+            shares += f"_by_{self.score}{self.alpha:g}"
         return shares if self.mixture == "arithmetic" else f"{self.mixture}_{shares}"
 
 

@@ -43,11 +43,13 @@ class RowStatistics(NamedTuple):
         log_sum_exp: ``[T, N]`` of the logits divided by each temperature, fp64.
         entropy: ``[N]`` at temperature one, in nats, fp64.
         label_log_prob: ``[N]`` at temperature one, fp64.
+        top_log_prob: ``[N]`` of the most probable token at temperature one, fp64.
     """
 
     log_sum_exp: Tensor
     entropy: Tensor
     label_log_prob: Tensor
+    top_log_prob: Tensor
 
 
 def output_chunks(
@@ -85,15 +87,18 @@ def row_statistics(
     *,
     labels: Tensor,
     temperatures: Sequence[float] = (),
+    infinite: bool = False,
 ) -> RowStatistics:
     """Statistics of raw outputs ``[N, V]`` at temperature one and then at further ones.
 
-    ``labels [N]`` are global ids inside the vocabulary.
+    ``labels [N]`` are global ids inside the vocabulary. ``infinite``: outputs may be -inf.
 
     Collective: over ``group`` one all-gather of 32 bytes per token and 8 more per temperature.
     """
     # A spec with one model names it the student; here it stands for the teacher.
-    spec = StatisticsSpec(("student",), (), full=True, student_temperatures=tuple(temperatures))
+    spec = StatisticsSpec(
+        ("student",), (), full=True, infinite=infinite, student_temperatures=tuple(temperatures)
+    )
     dtype = accumulation_dtype(raw.dtype)
     local = LocalStatistics.empty(spec, raw.shape[0], dtype, raw.device)
     scratch = Scratch(raw.shape[0], raw.shape[1], dtype, raw.device)
@@ -101,4 +106,5 @@ def row_statistics(
     merged = local.merge(group)
     sums = [merged.log_normalizer("student", value) for value in (1.0, *temperatures)]
     label = -merged.cross_entropy("student")
-    return RowStatistics(torch.stack(sums), merged.entropy("student"), label)
+    top = merged["student_peak"].amax(0) - sums[0]
+    return RowStatistics(torch.stack(sums), merged.entropy("student"), label, top)

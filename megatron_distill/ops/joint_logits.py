@@ -88,11 +88,25 @@ class _Joint:
         return member.rule.apply_(raw.to(self.dtype, copy=member.formed is not None))
 
 
-def _check_weights(weights: Sequence[float], members: int) -> None:
-    if len(weights) != members:
-        raise ValueError(f"{len(weights)} weights for {members} members")
+def _check_weights(weights: Sequence[float] | Tensor, members: Sequence[LogitSource]) -> None:
+    if isinstance(weights, Tensor):
+        if weights.shape != (members[0].tokens, len(members)):
+            raise ValueError(
+                f"weights are {tuple(weights.shape)} for {members[0].tokens} tokens and "
+                f"{len(members)} members"
+            )
+        return  # their values are on the device
+    if len(weights) != len(members):
+        raise ValueError(f"{len(weights)} weights for {len(members)} members")
     if not all(weight > 0 for weight in weights) or not math.isclose(sum(weights), 1.0):
         raise ValueError(f"weights are {tuple(weights)}; they must be positive and of sum one")
+
+
+def _taken(
+    weights: Sequence[float] | Tensor, take: Callable[[Tensor], Tensor]
+) -> Sequence[float | Tensor]:
+    """The weight of each member, or those ``[n]`` of the selected tokens."""
+    return take(weights).unbind(1) if isinstance(weights, Tensor) else weights
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class ArithmeticMean(_Joint):
     """Weighted mean of the members' probabilities at ``temperature``, as a `LogitSource`.
 
     Attributes:
-        weights: of the members, positive and of sum one.
+        weights: of the members, positive and of sum one; or ``[N, M]``, those of each token.
         temperature: T of the terms that use it.
         group: the ranks that share the vocabulary; None if this rank holds all of it.
 
@@ -113,22 +127,24 @@ class ArithmeticMean(_Joint):
         ValueError: members of different tokens, or weights that are not positive and of sum one.
     """
 
-    weights: tuple[float, ...]
+    weights: tuple[float, ...] | Tensor
     temperature: float
     group: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_weights(self.weights, len(self.members))
+        _check_weights(self.weights, self.members)
 
     def outputs(
         self, take: Callable[[Tensor], Tensor], columns: int, out: Tensor | None = None
     ) -> Tensor:
         """``T log m`` ``[n, columns]``; see `LogitSource`."""
         mean = out
-        for number, (member, weight) in enumerate(zip(self.members, self.weights, strict=True)):
+        weights = _taken(self.weights, take)
+        for number, (member, weight) in enumerate(zip(self.members, weights, strict=True)):
             logits = self._logits(member, take, columns, out).div_(self.temperature)
-            shift = log_normalizer(logits, self.group).sub_(math.log(weight))
+            shift = log_normalizer(logits, self.group)
+            shift.sub_(weight.log() if isinstance(weight, Tensor) else math.log(weight))
             logits.sub_(shift.unsqueeze(1))
             if number == 0:
                 mean = logits if mean is None else mean.copy_(logits)
@@ -146,25 +162,27 @@ class GeometricMean(_Joint):
     Its logits are the weighted mean of the members' logits, at every temperature.
 
     Attributes:
-        weights: of the members, positive and of sum one.
+        weights: of the members, positive and of sum one; or ``[N, M]``, those of each token.
 
     Raises:
         ValueError: members of different tokens, or weights that are not positive and of sum one.
     """
 
-    weights: tuple[float, ...]
+    weights: tuple[float, ...] | Tensor
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_weights(self.weights, len(self.members))
+        _check_weights(self.weights, self.members)
 
     def outputs(
         self, take: Callable[[Tensor], Tensor], columns: int, out: Tensor | None = None
     ) -> Tensor:
         """Weighted means ``[n, columns]``; see `LogitSource`."""
         mean = out
-        for number, (member, weight) in enumerate(zip(self.members, self.weights, strict=True)):
-            logits = self._logits(member, take, columns, out).mul_(weight)
+        weights = _taken(self.weights, take)
+        for number, (member, weight) in enumerate(zip(self.members, weights, strict=True)):
+            logits = self._logits(member, take, columns, out)
+            logits.mul_(weight.unsqueeze(1) if isinstance(weight, Tensor) else weight)
             if number == 0:
                 mean = logits if mean is None else mean.copy_(logits)
             else:

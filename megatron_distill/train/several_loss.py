@@ -22,6 +22,7 @@ __all__ = ["SeveralLoss", "TeacherFigures", "take_teacher_figures"]
 _OF: Final = "|"
 _KINDS: Final = ("kd", "labels", "agreement")
 _SHARES: Final = {"kd": "kd_loss", "agreement": "top1_agreement"}
+_SHARE: Final = "weight_"  # and the name of a teacher: its mean weight in a mixture
 _UNITS: Final = 64  # weights of labels are multiples of 1/64
 
 TeacherFigures = dict[str, dict[str, float]]
@@ -35,12 +36,14 @@ class SeveralLoss:
         names: of the teachers, in the order of their numbers in a batch.
         targets: names of the teachers and means that have figures of their own, and whether the
             most probable token of each is known.
+        scored: the means whose shares follow scores, and their teachers.
         context: the ranks that share each sample; None for none.
         elsewhere: teachers whose terms are none of these: with a tokenizer of their own.
     """
 
     names: tuple[str, ...]
     targets: Mapping[str, bool]
+    scored: Mapping[str, tuple[str, ...]]
     context: dist.ProcessGroup | None
     elsewhere: frozenset[str] = frozenset()
 
@@ -59,6 +62,7 @@ class SeveralLoss:
         drawn: the teachers of whose ids the most probable one is unknown.
         """
         targets: dict[str, bool] = {}
+        scored: dict[str, tuple[str, ...]] = {}
         for term in terms:
             routed = tuple(name for name in names if name not in elsewhere)
             own = routed if term.teachers is None else term.teachers.names
@@ -66,8 +70,10 @@ class SeveralLoss:
                 targets |= {name: name not in drawn for name in own}
             else:
                 targets["+".join(own)] = not set(own) & set(drawn)
+                if term.teachers.score is not None:
+                    scored["+".join(own)] = own
         shared = context if context.size() > 1 else None
-        return cls(tuple(names), targets, shared, elsewhere)
+        return cls(tuple(names), targets, scored, shared, elsewhere)
 
     @property
     def report_names(self) -> tuple[str, ...]:
@@ -75,7 +81,10 @@ class SeveralLoss:
         return tuple(
             f"{target}{_OF}{kind}"
             for target, is_known in self.targets.items()
-            for kind in (_KINDS if is_known else _KINDS[:-1])
+            for kind in (
+                *(_KINDS if is_known else _KINDS[:-1]),
+                *(f"{_SHARE}{name}" for name in self.scored.get(target, ())),
+            )
         )
 
     def __call__(
@@ -129,6 +138,8 @@ class SeveralLoss:
             agreement = zero if one.agreement is None else one.agreement
             for kind, value in zip(_KINDS, (one.kd, one.labels, agreement), strict=True):
                 entries[f"{target}{_OF}{kind}"] = value
+            for name, value in one.shares.items():
+                entries[f"{target}{_OF}{_SHARE}{name}"] = value
         return {name: entries[name] for name in self.report_names}
 
 
@@ -136,8 +147,9 @@ def take_teacher_figures(values: dict[str, float], kd_tokens: float) -> TeacherF
     """Take the figures of the teachers out of a step's values.
 
     A teacher has the mean loss over its labels, their weighted number, and the share of them where
-    its most probable token is the student's, if that is known. `kd_tokens`: the divisor of the
-    values. A teacher without labels has the number alone.
+    its most probable token is the student's, if that is known. A mixture by scores has the mean
+    weight of each of its teachers. `kd_tokens`: the divisor of the values. A teacher without
+    labels has the number alone.
     """
     found: dict[str, dict[str, float]] = {}
     for key in [key for key in values if _OF in key]:
@@ -147,9 +159,9 @@ def take_teacher_figures(values: dict[str, float], kd_tokens: float) -> TeacherF
         target: {"kd_tokens": round(own["labels"] * kd_tokens * _UNITS) / _UNITS}
         | (
             {
-                name: part_of(own[kind], own["labels"])
-                for kind, name in _SHARES.items()
-                if kind in own
+                _SHARES.get(kind, kind): part_of(value, own["labels"])
+                for kind, value in own.items()
+                if kind != "labels"
             }
             if own["labels"]
             else {}

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses import SampleTeachers, Term, several_teachers_objective
+from megatron_distill.losses import (
+    SampleTeachers,
+    Term,
+    TermTeachers,
+    several_teachers_objective,
+)
 from megatron_distill.losses.several_teachers import TeacherSums
 from megatron_distill.ops import VocabShard
 from megatron_distill.signals import HiddenState, Recorded, Signal, TopK
@@ -122,18 +127,39 @@ def target(inputs: Inputs, term: Term, names: Sequence[str | None]) -> Tensor:
         rows = [tempered(name)[row] for row, name in enumerate(own) if name is not None]
         return torch.stack(rows)
     members = torch.stack([tempered(name) for name in teachers.names])
-    weights = torch.tensor([weight for _, weight in teachers.weights], dtype=torch.float64)
     if len(teachers.names) == 1:
         return members[0]
+    weights = shares(inputs, teachers).t()[:, sample_N, None]
     if teachers.mixture == "arithmetic":
-        return (weights[:, None, None] * members.exp()).sum(0).log()
+        return (weights * members.exp()).sum(0).log()
     if teachers.mixture == "geometric":
-        return (weights[:, None, None] * members).sum(0).log_softmax(1)
+        return (weights * members).sum(0).log_softmax(1)
     log_q = (inputs.hidden_NH @ inputs.weight_GH.t() / term.temperature).log_softmax(1)
     losses = torch.stack([_divergence(term, member, log_q) for member in members])
     weighted = losses * inputs.kd_weights_N.double()
     choice = weighted.view(len(members), SAMPLES, LENGTH).sum(2).argmin(0)
     return members[choice[sample_N], torch.arange(TOKENS)]
+
+
+def shares(inputs: Inputs, teachers: TermTeachers) -> Tensor:
+    """The share of each teacher on each sample, ``[b, M]``, by its definition."""
+    fixed = torch.tensor([weight for _, weight in teachers.weights], dtype=torch.float64)
+    found = []
+    for sample in range(SAMPLES):
+        own = slice(sample * LENGTH, (sample + 1) * LENGTH)
+        kd_weights = inputs.kd_weights_N[own].double()
+        scores = []
+        for name in teachers.names if teachers.score else ():
+            log_p = inputs.logits(name)[own].log_softmax(1)
+            of_tokens = {
+                "cross_entropy": log_p[torch.arange(LENGTH), inputs.labels_N[own]],
+                "entropy": (log_p.exp() * log_p).sum(1),
+                "top_probability": log_p.exp().amax(1),
+            }[teachers.score or ""]
+            scores.append((kd_weights * of_tokens).sum() / kd_weights.sum())
+        scaled = fixed * (teachers.alpha * torch.stack(scores)).exp() if scores else fixed
+        found.append(scaled / scaled.sum())
+    return torch.stack(found)
 
 
 def _divergence(term: Term, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -94,6 +94,13 @@ def _mixture(path: str, term: TermConfig, config: RunConfig) -> Iterator[Problem
                 f"{stored[0]}, which are lower; set {path}.top_k for all of them",
             )
         return
+    if term.score == "top_probability":
+        yield Problem(
+            (f"{path}.score", *few),
+            f"{path}.score = 'top_probability': {few[0]} gives ids at the term's temperature, and "
+            "the score is of temperature one; set score to cross_entropy or entropy, which it has "
+            "of each token",
+        )
     if len(few) > 1:
         same = (
             f" with the same gradient: {path} with {path}.weight times the teacher's share"

@@ -23,7 +23,7 @@ __all__ = ["TARGET_KEYS", "named_teachers", "routed_terms", "target_of", "teache
 
 _WITH_ROWS = get_args(ConversationFormat)
 _LISTS = ("sources", "validation_sources")
-TARGET_KEYS = ("teacher", "teachers", "mixture")
+TARGET_KEYS = ("teacher", "teachers", "mixture", "score", "score_alpha")
 
 
 def target_of(term: TermConfig) -> tuple[object, ...]:
@@ -33,7 +33,10 @@ def target_of(term: TermConfig) -> tuple[object, ...]:
     shares = {name: f"{weight / total:.3g}" for name, weight in sorted(weights.items()) if weight}
     if term.mixture == "lowest_loss":
         return (*shares, term.mixture)
-    return (*shares.items(), term.mixture if len(shares) > 1 else None)
+    if len(shares) < 2:
+        return tuple(shares.items())
+    score = None if term.score is None else (term.score, f"{term.score_alpha:g}")
+    return (*shares.items(), term.mixture, score)
 
 
 def named_teachers(terms: Sequence[TermConfig]) -> set[str]:
@@ -121,6 +124,9 @@ def _without(config: RunConfig) -> Iterator[Problem]:
                 yield without_effect(f"{path}.{name}", value, reason, instead=None)
         if term.mixture != "arithmetic" and term.teachers is None:
             yield without_effect(f"{path}.mixture", term.mixture, reason, instead="arithmetic")
+        if term.score is not None and term.teachers is None:
+            yield without_effect(f"{path}.score", term.score, reason, instead=None)
+        yield from _alpha(path, term)
     weights = config.objective.routing_weights
     if weights is not None:
         yield without_effect("objective.routing_weights", weights, reason, instead=None)
@@ -150,9 +156,19 @@ def _term(path: str, term: TermConfig, teachers: Mapping[str, ModelConfig]) -> I
         if term.mixture != "arithmetic":
             reason = f"without several teachers in {path}.teachers"
             yield without_effect(f"{path}.mixture", term.mixture, reason, instead="arithmetic")
+        if term.score is not None:
+            reason = f"without several teachers in {path}.teachers"
+            yield without_effect(f"{path}.score", term.score, reason, instead=None)
         if term.teachers is None:
             return
+    yield from _alpha(path, term)
     yield from _weights(f"{path}.teachers", term.teachers)
+    if term.mixture == "lowest_loss" and term.score is not None and len(term.teachers) > 1:
+        yield Problem(
+            (f"{path}.score", f"{path}.mixture"),
+            f"{path}.score = {term.score!r}: with mixture = 'lowest_loss' one teacher is chosen "
+            f"and no weight is used; remove {path}.score, or set {path}.mixture=arithmetic",
+        )
     if term.mixture == "lowest_loss" and len(set(term.teachers.values())) > 1:
         yield Problem(
             (f"{path}.teachers", f"{path}.mixture"),
@@ -160,6 +176,12 @@ def _term(path: str, term: TermConfig, teachers: Mapping[str, ModelConfig]) -> I
             f"chosen and no weight is used; list the names: {path}.teachers="
             f"[{', '.join(term.teachers)}]",
         )
+
+
+def _alpha(path: str, term: TermConfig) -> Iterator[Problem]:
+    if term.score is None and term.score_alpha != 1.0:
+        key = f"{path}.score_alpha"
+        yield without_effect(key, term.score_alpha, f"without {path}.score", instead=1.0)
 
 
 def _unknown(

@@ -224,6 +224,18 @@ class TermConfig(Section):
         "probabilities at `temperature`, or for each sample the teacher with the `lowest_loss` of "
         "this term.",
     )
+    score: Literal["cross_entropy", "entropy", "top_probability"] | None = Field(
+        default=None,
+        description="With the term's `teachers` and a mean: weights of each sample, in proportion "
+        "to the teacher's weight times e^(`score_alpha` x score). The score is minus the teacher's "
+        "`cross_entropy` on the sample's labels, minus its `entropy`, or its mean "
+        "`top_probability`. null: the same weights for all samples.",
+    )
+    score_alpha: float = Field(
+        default=1.0,
+        gt=0,
+        description="With `score`: its factor. Large values leave the best teacher of each sample.",
+    )
 
     @field_validator("teachers", mode="before")
     @classmethod

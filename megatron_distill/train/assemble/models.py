@@ -177,7 +177,9 @@ def _built(term: TermConfig) -> Term | ChunkTerm:
     if term.teacher is not None:
         given["teachers"] = TermTeachers.of({term.teacher: 1.0})
     elif term.teachers is not None:
-        given["teachers"] = TermTeachers.of(term.teachers, term.mixture)
+        given["teachers"] = TermTeachers.of(
+            term.teachers, term.mixture, score=term.score, alpha=term.score_alpha
+        )
     return kind(**given, parameters=term.parameters, temperatures=term.temperatures)
 
 

@@ -27,7 +27,13 @@ def test_shards_make_the_oracle(pool: Pool, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_mean_on_recorded_ids_is_the_same_on_shards(pool: Pool, world: int) -> None:
-    inputs, terms = Inputs.random(8), [*MEANS["arithmetic"], *MEANS["geometric"], LOWEST[0]]
+    inputs, terms = (
+        Inputs.random(8),
+        [
+            *(term for kind in ("arithmetic", "geometric", "scored") for term in MEANS[kind]),
+            LOWEST[0],
+        ],
+    )
     expected = on_shard(0, 1, inputs, terms, NAMES, stored=CODE)
     answers = pool.run(world, on_shard, inputs, terms, NAMES, torch.float64, CODE)
     for name, value in expected.report.items():

@@ -31,7 +31,8 @@ STEPS = "train.steps=6"
 NAMES = ("math", "code", "law")
 TERMS = """\
     - {divergence: forward_kl}
-    - {divergence: reverse_kl, weight: 0.3, temperature: 2.0, teachers: {math: 0.7, code: 0.3}}
+    - {divergence: reverse_kl, weight: 0.3, temperature: 2.0, teachers: {math: 0.7, code: 0.3},
+       score: cross_entropy, score_alpha: 0.5}
     - {divergence: js_divergence, weight: 0.3, teachers: {math: 1, law: 3}, mixture: geometric}
     - {divergence: forward_kl, weight: 0.2, teachers: [code, law], mixture: lowest_loss}
     - {divergence: forward_kl, weight: 0.1, top_k: 8, teacher: law}"""
@@ -150,6 +151,9 @@ def test_the_log_has_every_teacher(whole: list[dict[str, Any]], inputs: Inputs) 
         own = sum(teachers[name]["kd_tokens"] for name in NAMES)
         assert 2 * labels <= own <= 3 * labels
         assert teachers["law+math"]["kd_tokens"] == labels > 0
+        weights = [teachers["code+math"][f"weight_{name}"] for name in ("code", "math")]
+        assert sum(weights) == pytest.approx(1, rel=1e-5)
+        assert abs(weights[1] - 0.7) > 1e-3  # the scores differ
         kd = sum(one.get("kd_loss", 0.0) * one["kd_tokens"] / labels for one in teachers.values())
         assert kd == pytest.approx(record["kd_loss"], rel=1e-5)
         assert teachers["math"]["top1_agreement"] <= 1

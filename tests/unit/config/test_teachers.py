@@ -25,6 +25,10 @@ NAMED = "objective.terms=[{teacher: math}, {teacher: code}]"
         (MIXED,),
         (NAMED,),
         (TO_MATH, "objective.terms=[{}, {teachers: [math, code], mixture: lowest_loss}]"),
+        (
+            "objective.terms=[{teachers: [math, code], score: entropy}, {teachers: [math, code]}, "
+            "{teachers: [math, code], score: entropy, score_alpha: 2, mixture: geometric}]",
+        ),
         ("data.sources=[{format: jsonl, paths: x, teacher_field: domain}]",),
     ],
 )
@@ -46,6 +50,19 @@ REFUSED = {
     "unequal": (
         "objective.terms=[{teachers: {math: 2, code: 1}, mixture: lowest_loss}]",
         "no weight is used",
+    ),
+    "score of a choice": (
+        "objective.terms=[{teachers: [math, code], mixture: lowest_loss, score: entropy}]",
+        "one teacher is chosen and no weight is used; remove objective.terms.0.score",
+    ),
+    "same scores": (
+        "objective.terms=[{teachers: [math, code], score: entropy}, "
+        "{weight: 2, teachers: [math, code], score: entropy}]",
+        "objective.terms.1 differs from objective.terms.0 in its weight at most",
+    ),
+    "no alpha": (
+        "objective.terms=[{teachers: [math, code], score: entropy, score_alpha: 0}]",
+        "score_alpha",
     ),
     "unused": (TO_MATH, "teachers.code: no term, source or routing weight uses this teacher"),
     "field of text": ("data.sources.0.teacher_field=domain", "has no rows with fields"),
@@ -115,6 +132,10 @@ UNALIGNED = {
         "objective.terms=[{}, {alignment: uld, teachers: {math: 1, code: 1}}]", TO_MATH,
         "a mean or choice of teachers is defined within one vocabulary",
     ),
+    "scores of two vocabularies": (
+        "objective.terms=[{}, {alignment: uld, teachers: [math, code], score: entropy}]", TO_MATH,
+        "a mean or choice of teachers is defined within one vocabulary",
+    ),
     "mean of two vocabularies": (
         "objective.terms=[{teachers: {math: 1, code: 1}}, {alignment: uld, teacher: code}]",
         "code has another tokenizer than the student",
@@ -181,6 +202,7 @@ BOTH = (STORE, "teachers.code={store: y}")
         (STORE, "objective.terms=[{teachers: {math: 1, code: 2}, mixture: geometric, "
          "support: renormalized}]"),
         (*BOTH, "objective.terms=[{teachers: [math, code], mixture: lowest_loss, top_k: 4}]"),
+        (STORE, "objective.terms=[{teachers: {math: 1, code: 2}, score: cross_entropy}]"),
     ],
 )  # fmt: skip
 def test_stores_among_several_teachers_load(tmp_path: Path, overrides: tuple[str, ...]) -> None:
@@ -206,6 +228,10 @@ REFUSED_STORES = {
     "lowest of all": (
         STORE, "objective.terms=[{teachers: [math, code], mixture: lowest_loss}]",
         "set objective.terms.0.top_k for all of them",
+    ),
+    "score of all ids": (
+        STORE, "objective.terms=[{teachers: [math, code], score: top_probability}]",
+        "set score to cross_entropy or entropy",
     ),
     "field": (
         STORE, "data.sources=[{format: jsonl, paths: x, teacher_field: domain}]",

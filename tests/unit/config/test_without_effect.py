@@ -45,6 +45,8 @@ objective.terms=[{}]
 objective.terms=[{divergence: reverse_kl, beta: 0.3}]
     -> objective.terms.0.beta = 0.3 has no effect with objective.terms.0.divergence =
        'reverse_kl'
+objective.terms=[{score_alpha: 2}]
+    -> objective.terms.0.score_alpha = 2.0 has no effect without objective.terms.0.score
 objective.terms=[{uncommon_top_k: 9}]
     -> objective.terms.0.uncommon_top_k = 9 has no effect with objective.terms.0.alignment = None
 objective.terms=[{alignment: uld, divergence: reverse_kl}]

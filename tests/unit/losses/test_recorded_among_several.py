@@ -23,7 +23,7 @@ from tests.support.several_teachers import (
     recorded,
     target,
 )
-from tests.unit.losses.test_several_teachers import MIXED, NAMES, teachers
+from tests.unit.losses.test_several_teachers import MIXED, NAMES, scored, teachers
 
 K = 7
 CODE = {"code": K}
@@ -81,11 +81,18 @@ MEANS = {
         Term("reverse_kl", 0.5, top_k=4, teachers=teachers(**MIXED)),
         Term("js_divergence", 0.3, support="renormalized", teachers=teachers(**MIXED)),
     ],
+    "scored": [
+        Term(temperature=2.0, teachers=scored("cross_entropy", 2.0, math=1, code=1, law=1)),
+        Term("reverse_kl", 0.5, top_k=4, teachers=scored("entropy", 2.0, **MIXED)),
+    ],
     "three": [Term("squared_hellinger", teachers=teachers(math=1, code=2, law=3))],
     "geometric": [
         Term(temperature=2.0, support="renormalized", teachers=teachers("geometric", **MIXED)),
         Term("reverse_kl", top_k=4, support="renormalized",
              teachers=teachers("geometric", **MIXED)),
+    ],
+    "geometric scored": [
+        Term(support="renormalized", teachers=scored("entropy", 3.0, "geometric", **MIXED)),
     ],
 }  # fmt: skip
 
@@ -98,7 +105,8 @@ def test_a_mean_with_one_record_is_that_of_the_whole_distributions(kind: str) ->
     labels = on_shard(0, 1, inputs, [], NAMES).hidden_gradient
     expected = labels + mean_of_whole(inputs, terms, K)
     torch.testing.assert_close(ours.hidden_gradient, expected, rtol=1e-9, atol=1e-13)
-    (name,) = ours.sums
+    assert terms[0].teachers is not None
+    name = "+".join(terms[0].teachers.names)
     mean = target(inputs, terms[0], NAMES)
     ids = inputs.logits("code").topk(K, 1).indices
     top = ids.gather(1, mean.gather(1, ids).argmax(1, keepdim=True)).squeeze(1)
@@ -142,6 +150,9 @@ def test_means_that_records_do_not_have_are_refused_by_name() -> None:
     geometric = [Term(teachers=teachers("geometric", **MIXED))]
     with pytest.raises(ValueError, match="'code' has recorded ids only, and a geometric"):
         on_shard(0, 1, inputs, geometric, NAMES, stored=CODE)
+    top = [Term(teachers=scored("top_probability", 1.0, **MIXED))]
+    with pytest.raises(ValueError, match="'code' has recorded ids without its top probability"):
+        on_shard(0, 1, inputs, top, NAMES, stored=CODE)
     drawn = Sampled(torch.zeros(24, 1, dtype=torch.int64), torch.ones(24, 1))
     whole = HiddenState(*inputs.teachers["math"])
     signals = {"code": Recorded((drawn,), names=(both[0].name,)), "math": whole}

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_distill.losses import Term, TermTeachers, fused_linear_objective
-from megatron_distill.losses.terms import Mixture
-from megatron_distill.signals import HiddenState
-from tests.support.several_teachers import LENGTH, Inputs, on_shard, solve
+from megatron_distill.losses.teacher_scores import TeacherScores
+from megatron_distill.losses.terms import Mixture, TeacherScore
+from megatron_distill.ops import VocabShard
+from megatron_distill.ops.fused_linear import Partition
+from megatron_distill.signals import DenseLogits, HiddenState
+from tests.support.several_teachers import LENGTH, Inputs, on_shard, shares, solve
 
 MIXED = {"math": 0.7, "code": 0.3}
 NAMES = ("math", "code", "code", "law")
@@ -18,6 +22,12 @@ NAMES = ("math", "code", "code", "law")
 
 def teachers(mixture: Mixture = "arithmetic", **weights: float) -> TermTeachers:
     return TermTeachers.of(weights, mixture)
+
+
+def scored(
+    score: TeacherScore, alpha: float, mixture: Mixture = "arithmetic", **weights: float
+) -> TermTeachers:
+    return TermTeachers.of(weights, mixture, score=score, alpha=alpha)
 
 
 TERMS = {
@@ -36,8 +46,14 @@ TERMS = {
         Term(teachers=teachers("lowest_loss", math=1, code=1, law=1)),
         Term("reverse_kl", teachers=teachers("lowest_loss", math=1, law=1)),
     ],
+    "scored": [
+        Term(temperature=2.0, teachers=scored("cross_entropy", 2.0, math=1, code=1, law=1)),
+        Term("reverse_kl", 0.5, teachers=scored("entropy", 3.0, "geometric", **MIXED)),
+        Term("js_divergence", 0.3, teachers=scored("top_probability", 9.0, math=1, law=2)),
+    ],
     "all": [
         Term(),
+        Term("reverse_kl", 0.4, teachers=scored("cross_entropy", 1.0, **MIXED)),
         Term("reverse_kl", teachers=teachers("geometric", **MIXED)),
         Term(temperature=3.0, teachers=teachers(**MIXED)),
         Term("squared_hellinger", teachers=teachers("lowest_loss", math=1, code=1)),
@@ -70,6 +86,73 @@ def test_values_and_gradients_are_those_of_the_oracle(kind: str) -> None:
         rtol=1e-10,
         atol=1e-13,
     )
+
+
+# Scores of two teachers, and their weights by softmax(alpha score).
+KNOWN_SHARES = [(1.0, (0.377541, 0.622459)), (4.0, (0.119203, 0.880797))]
+
+
+@pytest.mark.parametrize(("alpha", "expected"), KNOWN_SHARES)
+@pytest.mark.parametrize("mixture", ["arithmetic", "geometric"])
+def test_scores_of_known_values_weigh_as_they_should(
+    alpha: float, expected: tuple[float, float], mixture: Mixture
+) -> None:
+    # Cross-entropies 2.5 and 1.5 on one label, 1.5 twice on another: means 2 and 1.5.
+    labels = torch.zeros(2, dtype=torch.int64)
+    signals = {
+        name: DenseLogits(_with_label_loss(torch.tensor(losses, dtype=torch.float64)))
+        for name, losses in (("code", [2.5, 1.5]), ("math", [1.5, 1.5]))
+    }
+    scores = TeacherScores(
+        signals, labels, torch.ones(2), torch.arange(2), Partition(torch.zeros(2).long(), 1),
+        None, VocabShard(3, 0, 3), None, 1,
+    )  # fmt: skip
+    found = scores.shares(scored("cross_entropy", alpha, mixture, code=1, math=1))
+    assert found.tolist() == [pytest.approx(expected, abs=5e-7)] * 2
+
+
+def _with_label_loss(losses_N: Tensor) -> Tensor:
+    """Logits ``[N, 3]`` with these cross-entropies on id 0; the last id is impossible."""
+    odds = losses_N.expm1().log()
+    return torch.stack([torch.zeros_like(odds), odds, torch.full_like(odds, -torch.inf)], 1)
+
+
+def test_the_mean_weights_of_a_mixture_are_summed() -> None:
+    inputs, own = Inputs.random(6), scored("cross_entropy", 2.0, math=1, code=1, law=1)
+    terms = [Term(teachers=own), Term("reverse_kl", teachers=teachers(math=2, code=1, law=1))]
+    found = on_shard(0, 1, inputs, terms, NAMES).sums["code+law+math"]
+    of_samples = inputs.kd_weights_N.double().view(4, LENGTH).sum(1)
+    expected = of_samples @ shares(inputs, own) + of_samples.sum() * torch.tensor([1, 1, 2]) / 4
+    ours = [float(found.shares[name]) for name in ("code", "law", "math")]
+    assert ours == pytest.approx(expected.tolist(), rel=1e-6)
+    assert sum(ours) == pytest.approx(float(found.labels))
+
+
+def test_a_large_alpha_chooses_the_best_teacher_of_each_sample() -> None:
+    inputs = Inputs.random(3)
+    chosen = scored("cross_entropy", 1e4, math=1, code=1, law=1)
+    best = shares(inputs, replace(chosen, alpha=50.0)).argmax(1)
+    assert len(set(best.tolist())) > 1
+    ours = on_shard(0, 1, inputs, [Term(teachers=chosen)], NAMES)
+    routed = on_shard(0, 1, inputs, [Term()], [chosen.names[number] for number in best])
+    assert float(ours.total) == pytest.approx(float(routed.total), rel=1e-12)
+    torch.testing.assert_close(ours.hidden_gradient, routed.hidden_gradient)
+
+
+def test_scores_do_not_depend_on_what_shares_a_micro_batch() -> None:
+    inputs, terms = Inputs.random(9), [Term(teachers=scored("cross_entropy", 3.0, **MIXED))]
+    whole = on_shard(0, 1, inputs, terms, NAMES)
+    halves = []
+    for half in (slice(0, 2 * LENGTH), slice(2 * LENGTH, None)):
+        masked = {}
+        for name in ("ce_weights_N", "kd_weights_N"):
+            kept = torch.zeros_like(getattr(inputs, name))
+            kept[half] = getattr(inputs, name)[half]
+            masked[name] = kept
+        halves.append(on_shard(0, 1, replace(inputs, **masked), terms, NAMES))
+    assert sum(float(one.total) for one in halves) == pytest.approx(float(whole.total), rel=1e-12)
+    both = halves[0].hidden_gradient + halves[1].hidden_gradient
+    torch.testing.assert_close(both, whole.hidden_gradient, rtol=1e-11, atol=1e-14)
 
 
 def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone() -> None:
@@ -166,3 +249,9 @@ def test_a_mean_needs_positive_weights_and_names() -> None:
         TermTeachers(())
     with pytest.raises(ValueError, match="sum one"):
         TermTeachers((("math", 0.7), ("code", 0.7)))
+    with pytest.raises(ValueError, match="a choice has no weights"):
+        scored("entropy", 1.0, "lowest_loss", math=1, code=1)
+    with pytest.raises(ValueError, match=r"alpha 0\.0 must be positive"):
+        scored("entropy", 0.0, math=1, code=1)
+    assert scored("entropy", 4.0, code=1).score is None  # one teacher is its own mean
+    assert scored("entropy", 4.0, **MIXED).label == "code0.3_math0.7_by_entropy4"

@@ -27,6 +27,7 @@ def check_terms(
             elif not store.settings.kind.is_ranked:
                 _check_unranked(store, term, index)
             else:
+                _check_scores(store, term, index)
                 support = needed_support(term)
                 store.require(support=support, k=term.top_k, temperatures=[term.temperature])
 
@@ -45,6 +46,17 @@ def _check_unranked(store: StoreReader, term: Term, index: int) -> None:
             f"objective.terms.{index} mixes or compares; give its teacher a term of its own, or "
             "capture a store with mode: top_k"
         )
+
+
+def _check_scores(store: StoreReader, term: Term, index: int) -> None:
+    """Raise StoreError unless the records have what the score of a term's teachers needs."""
+    if term.teachers is None or term.teachers.score is None or store.settings.is_complete:
+        return
+    raise StoreError(
+        f"{store.folder}: lacks {', '.join(store.settings.lacks)}, which score = "
+        f"{term.teachers.score!r} of objective.terms.{index} needs; remove the score, or capture a "
+        "store with the teacher"
+    )
 
 
 def _check_aligned(store: StoreReader, term: ChunkTerm, index: int) -> None:
