@@ -138,11 +138,9 @@ class HostWay(_ByMessages):
         held = [torch.empty_like(row, device="cpu") if row.is_cuda else row for row in rows]
         for receiving in [self.bridge.receive(one, source, tag=ROWS_TAG) for one in held]:
             receiving.wait()
-        moved = [(row, one) for row, one in zip(rows, held, strict=True) if row.is_cuda]
-        for row, one in moved:
-            row.copy_(one)
-        if moved:
-            torch.cuda.current_stream().synchronize()
+        for row, one in zip(rows, held, strict=True):
+            if row.is_cuda:
+                row.copy_(one)  # the host waits: the memory is free after it
 
 
 @dataclass(frozen=True)
