@@ -111,8 +111,8 @@ class SourceConfig(Section):
     format: SourceFormat = Field(
         examples=["text"],
         description="`text` and `jsonl` (plain, .gz or .zst), `parquet`, `arrow` (files or saved "
-        "datasets), `megatron` (.bin/.idx pairs), or `python_stdlib`: the standard library's "
-        "source of the running Python.",
+        "datasets), or `megatron` (.bin/.idx pairs). `python_stdlib` is the source of the running "
+        "Python's standard library.",
     )
     paths: tuple[str, ...] = Field(
         default=(),
@@ -258,15 +258,15 @@ class DataConfig(Section):
         default=None,
         min_length=1,
         description="Folder for prepared conversations, aligned documents, vocabulary maps and "
-        "index files of `megatron` sources; null: within `output`, but index files are built anew "
-        "at each start. Runs on the same data may share it.",
+        "index files of `megatron` sources. Runs on the same data may share it. null: within "
+        "`output`, but index files are rebuilt at each start.",
     )
     document_cache_gib: float = Field(
         default=16.0,
         ge=0,
-        description="Two tokenizers: most GiB of documents in both tokens that `data.cache` holds, "
-        "about 10 bytes per token, so that further epochs and runs tokenise only new texts; 0: "
-        "none. Further documents are encoded in each epoch.",
+        description="Two tokenizers: largest size in GiB of the documents in both tokens in "
+        "`data.cache`, about 10 bytes per token. Further epochs and runs then tokenise only new "
+        "texts. Documents beyond it are encoded in each epoch; 0: no cache.",
     )
     distill_on_prompt: bool = Field(
         default=False,

@@ -109,8 +109,8 @@ class KeepBestConfig(Section):
     )
     mode: Literal["max", "min"] | None = Field(
         default=None,
-        description="Whether the largest or the smallest value is the best; null: of a validation "
-        "the smallest, but for agreement and mass; of a task the largest, but for perplexities and "
+        description="Whether the largest or the smallest value is the best. null: the smallest of "
+        "a validation, except agreement and mass; the largest of a task, except perplexities and "
         "bits per byte.",
     )
 

@@ -302,7 +302,7 @@ class TransferConfig(Section):
 
     what: Literal["hidden", "top_k"] = Field(
         default="hidden",
-        description="`hidden`: the last hidden states, for exact losses over the whole vocabulary; "
+        description="`hidden`: the last hidden states, for exact losses over the whole vocabulary. "
         "`top_k`: the `k` most probable ids of each token, for terms that a store of them serves.",
     )
     k: int | None = Field(
@@ -310,7 +310,7 @@ class TransferConfig(Section):
     )
     backend: Literal["auto", "nccl", "ipc", "gloo"] = Field(
         default="auto",
-        description="`gloo`: through host memory and the network; `nccl`: between GPUs; `ipc`: "
+        description="`gloo`: through host memory and the network. `nccl`: between GPUs. `ipc`: "
         "within one machine, the teacher writes into the student's memory, by CUDA IPC between "
         "GPUs. `auto`: `nccl` where `runtime.backend` is that, `ipc` on a CPU where all ranks that "
         "exchange answers are on one machine, else `gloo`.",
@@ -375,11 +375,12 @@ class ModelConfig(Section):
     )
     offload_hidden: bool = Field(
         default=False,
-        description="Teacher only: with pipeline stages, `offload`, or losses measured in the step "
-        "(`objective.balance`), keep its hidden states and features of a step in pinned host "
-        "memory until the student needs them. Else a hidden state takes 2 bytes times hidden size "
-        "per token of the step and replica on a GPU, divided by `tensor` with `sequence`; an "
-        "attention map has the queries and whole-sequence keys of the rank's heads.",
+        description="Teacher only: keep its hidden states and features of a step in pinned host "
+        "memory until the student needs them. Used with pipeline stages, `offload`, or losses "
+        "measured in the step (`objective.balance`). Otherwise they wait on the GPU: a hidden "
+        "state takes 2 bytes times hidden size per token of the step and replica, divided by "
+        "`tensor` with `sequence`. An attention map has the queries and whole-sequence keys of the "
+        "rank's heads.",
     )
     parallel: TeacherParallelConfig | None = Field(
         default=None,

@@ -153,8 +153,8 @@ class TermConfig(Section):
     )
     support: Literal["tail", "renormalized", "raw"] = Field(
         default="tail",
-        description="With `top_k`: `tail` treats all other tokens as one more class, "
-        "`renormalized` normalises both models over the top k, `raw` sums over the top k only.",
+        description="With `top_k`: `tail` treats all other tokens as one more class. "
+        "`renormalized` normalises both models over the top k. `raw` sums over the top k only.",
     )
     beta: float | None = Field(
         default=None,
@@ -182,10 +182,10 @@ class TermConfig(Section):
     alignment: Alignment | None = Field(
         default=None,
         description="A teacher with another tokenizer: the loss between both models on chunks, "
-        "texts that end at a token of both. `likelihood`: probability of the chunk's text; "
-        "`common`: tokens that both vocabularies have, at chunks of one token each; `projection`: "
-        "chunk means on the teacher's tokens; `gold`: common tokens and sorted probabilities of "
-        "the rest; `uld`: sorted probabilities of all tokens. null: one tokenizer. "
+        "texts that end at a token boundary of both. `likelihood`: probability of the chunk's "
+        "text. `common`: tokens of both vocabularies, at chunks of one token each. `projection`: "
+        "chunk means on the teacher's tokens. `gold`: common tokens and sorted probabilities of "
+        "the rest. `uld`: sorted probabilities of all tokens. null: one tokenizer. "
         "docs/cross_tokenizer.md compares them.",
     )
     partition: Literal["strict", "relaxed"] = Field(
@@ -221,8 +221,8 @@ class TermConfig(Section):
     mixture: Literal["arithmetic", "geometric", "lowest_loss"] = Field(
         default="arithmetic",
         description="With the term's `teachers`: weighted arithmetic or geometric mean of their "
-        "probabilities at `temperature`, or for each sample the teacher with the `lowest_loss` of "
-        "this term.",
+        "probabilities at `temperature`. `lowest_loss`: for each sample the teacher with the "
+        "lowest loss of this term.",
     )
     score: Literal["cross_entropy", "entropy", "top_probability"] | None = Field(
         default=None,
@@ -264,8 +264,8 @@ class BalanceConfig(Section):
 
     mode: Literal["fixed", "schedule", "magnitude", "gradient_norm"] = Field(
         default="fixed",
-        description="`fixed`: constant weights and temperatures; `schedule`: they follow their "
-        "schedules; `magnitude`: also scale distillation to the value of the cross-entropy; "
+        description="`fixed`: constant weights and temperatures. `schedule`: they follow their "
+        "schedules. `magnitude`: also scale distillation to the value of the cross-entropy. "
         "`gradient_norm`: also to the norm of its gradient.",
     )
     alpha: float = Field(
@@ -335,6 +335,6 @@ class ObjectiveConfig(Section):
     chunk_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens whose logits are in memory at once; null: as many as give 2^25 logits"
-        " per model on a CPU, 2^28 on a GPU.",
+        description="Tokens whose logits are in memory at once; null: those of 2^25 logits per "
+        "model on a CPU, 2^28 on a GPU.",
     )

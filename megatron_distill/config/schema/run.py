@@ -205,15 +205,15 @@ class CapturePassConfig(Section):
     chunk_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens whose logits are in memory at once; null: as many as give 2^25 logits"
-        " on a CPU, 2^28 on a GPU.",
+        description="Tokens whose logits are in memory at once; null: those of 2^25 logits on a "
+        "CPU, 2^28 on a GPU.",
     )
     aligned: bool = Field(
         default=False,
-        description="The store is for a run whose terms have an `alignment`: `data.tokenizer` is "
-        "the student's, the teacher has a tokenizer of its own (`teacher.tokenizer`, or that of its"
-        " folder) and reads `teacher.sequence_length` tokens. Documents of text do not need it: a "
-        "store in the teacher's tokens serves every student that reads them.",
+        description="The store is for a run whose terms have an `alignment`. `data.tokenizer` is "
+        "the student's. The teacher has its own (`teacher.tokenizer`, or that of its folder) and "
+        "reads `teacher.sequence_length` tokens. Documents of text do not need it: a store in the "
+        "teacher's tokens serves every student that reads them.",
     )
 
 

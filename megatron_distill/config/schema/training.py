@@ -107,8 +107,8 @@ class ScheduleConfig(Section):
     )
     wsd_decay_form: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
         default="linear",
-        description="`wsd`: factor of the final decay at its share d: 1 - d, half a cosine "
-        "period, 2 * 0.5^d - 1 (`exponential`, Megatron's default), or 1 - sqrt(d).",
+        description="`wsd`: factor of the final decay at its share d. 1 - d, half a cosine period, "
+        "2 * 0.5^d - 1 (`exponential`, Megatron's default), or 1 - sqrt(d).",
     )
 
 
@@ -138,7 +138,7 @@ class TrainConfig(Section):
     fp8: Literal["e4m3", "hybrid"] | None = Field(
         default=None,
         description="Number format of the matrix products of the student's layers, by Transformer "
-        "Engine on a GPU: `hybrid` is e4m3 and for gradients e5m2, one scale per tensor. The "
+        "Engine on a GPU. `hybrid` is e4m3, and e5m2 for gradients, with one scale per tensor. The "
         "weights stay bf16. null: that of `precision`.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
