@@ -427,9 +427,9 @@ def _no_encoding(tokenizer: ByteTokenizer, table: _Table, ids_N: Ints, data: byt
         if equal < len(token):
             break
     return (
-        f"{tokenizer.name}: the token ids do not encode the text; the first difference is "
-        f"at or after byte {place} of {len(data)}, {_excerpt(data, place)}; give the ids that this "
-        "tokenizer's encode_batch returns for the text"
+        f"{tokenizer.name}: these ids do not encode the text at or after byte {place} of "
+        f"{len(data)}, {_excerpt(data, place)}; give the ids that this tokenizer's encode_batch "
+        "returns for the text"
     )
 
 

@@ -297,7 +297,7 @@ def _evidence_problem(given: VocabularyMap) -> str | None:
     if given.exact_pairs == 0:
         return (
             f"{given.student.name} and {given.teacher.name}: no token of the student "
-            f"({counted(given.student.size, 'id')}) has the bytes of a token of the teacher "
+            f"({counted(given.student.size, 'id')}) has the bytes of one of the teacher "
             f"({counted(given.teacher.size, 'id')}); take tokenizers of the same kind of text"
         )
     return None

@@ -145,11 +145,11 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
     report = _read_all(arguments.store, console)
     again = f"{spelled(arguments, 'store')} repair {arguments.store} moves"
     if any(not problem.is_of_list for problem in report.problems):
-        console.print(f"{again} the bad shards away; the capture, run again, writes them anew")
+        console.print(f"{again} the bad shards away; the capture, run again, rewrites them")
     if report.bad_lists:
         console.print(
-            f"{again} the bad lists of documents away; the capture, run again, writes them anew "
-            "from the texts, and runs no teacher. Until then records are found by number alone"
+            f"{again} the bad lists of documents away; the capture, run again, rewrites them from "
+            "the texts without the teacher. Until then records are found by number alone"
         )
     return 1 if report.problems else 0
 
@@ -241,11 +241,11 @@ COMMAND = Command(
         --vocab-size 128256
 
 `verify` needs the store alone: it compares lists of documents with the records, not with the texts.
-A wrong digest of a text makes its document a missing one, and never a wrong loss, since a run
-compares the tokens. `repair` moves bad shards and bad lists of documents to quarantine/; the
-capture, run again, writes them anew.""",
+A wrong digest of a text makes its document missing, never a wrong loss, since a run compares the
+tokens. `repair` moves bad shards and bad lists of documents to quarantine/; the
+capture, run again, rewrites them.""",
     add_arguments=_add_arguments,
     run=_run,
     has_actions=True,
-    stopped="stopped; run the command again to go on",
+    stopped="stopped; run the command again to continue",
 )

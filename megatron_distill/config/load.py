@@ -165,8 +165,8 @@ def _apply(tree: DictConfig, override: str, path: Path) -> None:
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"override {override!r}: the value is not valid YAML: {_one_line(error)}; quote it "
-            "for the shell, and write a space after each colon, as in 'train={steps: 9}'"
+            f"override {override!r}: the value is not valid YAML: {_one_line(error)}; quote it for "
+            f"the shell, with a space after each colon, as in 'train={{steps: 9}}'"
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"override {override!r}: {_first_line(error)}") from error

@@ -24,12 +24,13 @@ _OPENING = """\
 
 Generated from the schema by `make docs`; do not edit.
 
-A run is one YAML file. Unknown keys, values out of range and contradictions are errors, all
-reported at once. A setting that has no effect beside the others is a warning, logged at the start.
-On the command line `key=value` overrides the file: `parallel.tensor=2`, `data.sources.0.weight=2`,
-`teacher=null`; the value is YAML. `--print-config` prints the resolved configuration. A key without
-a default is required. The file of a capture (`launch/cache_teacher.py`) has additional sections, at
-the end of this page; the other sections are the same.
+           A run is one YAML file. Unknown keys, values out of range and contradictions are errors,
+           all reported at once. A setting without effect is a warning, logged at the start. On the
+           command line `key=value` overrides the file: `parallel.tensor=2`,
+           `data.sources.0.weight=2`, `teacher=null`; the value is YAML. `--print-config` prints the
+           resolved configuration. A key without a default is required. The file of a capture
+           (`launch/cache_teacher.py`) has additional sections, at the end of this page; the other
+           sections are the same.
 """
 
 

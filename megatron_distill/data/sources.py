@@ -171,9 +171,9 @@ def _samples_in_epoch(
     size = sum(file.stat().st_size for file in source_files(spec))
     if size > _COUNTED_BYTES:
         raise DataError(
-            f"train.epochs: data source {spec.name} has {size / 1e6:,.0f} MB of documents, and "
-            f"the samples of more than {_COUNTED_BYTES / 1e6:,.0f} MB are not counted at the "
-            "start; set train.steps, or tokenise it with megatron-distill data tokenize"
+            f"train.epochs: data source {spec.name} has {size / 1e6:,.0f} MB of documents, and the "
+            f"samples of more than {_COUNTED_BYTES / 1e6:,.0f} MB are not counted; set "
+            "train.steps, or run megatron-distill data tokenize"
         )
     order = Order(
         seed=seed,

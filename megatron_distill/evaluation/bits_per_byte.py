@@ -70,7 +70,7 @@ def require_comparable(student: HeldOutText, teacher: HeldOutText) -> None:
     if abs(student.text_bytes - teacher.text_bytes) > _DIFFERENCE * teacher.text_bytes:
         raise DataError(
             f"the held-out labels are {student.text_bytes:,} bytes of text for the student and "
-            f"{teacher.text_bytes:,} for the teacher, too different to compare: documents are "
-            "short, or left out because the tokenizers share no boundary; change data.sources or "
-            "raise data.validation_fraction"
+            f"{teacher.text_bytes:,} for the teacher, too different to compare. Documents are "
+            "short, or the tokenizers share no boundary; change data.sources or raise "
+            "data.validation_fraction"
         )

@@ -258,5 +258,5 @@ def check_equal_start(alone: RunLog, distilled: RunLog) -> None:
         raise DataError(
             f"{alone.folder} and {distilled.folder} cannot be compared: first cross-entropies"
             f" {first[0]:.4f} and {first[1]:.4f}, tokens {tokens[0]:.0f} and {tokens[1]:.0f};"
-            " start anew with --fresh"
+            " start over with --fresh"
         )

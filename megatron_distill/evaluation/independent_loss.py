@@ -86,7 +86,6 @@ def require_equal(found: IndependentLoss, *, nats_per_label: float, labels: int,
     if found.labels != labels or not difference <= _DIFFERENCE * nats_per_label:
         raise DataError(
             f"{run}: the held-out loss is {nats_per_label:.6f} nats of {labels:,} labels in the "
-            f"run and {found.nats_per_label:.6f} of {found.labels:,} by transformers alone; no "
-            "figure is shown until both agree. Start anew with --fresh; report a difference that "
-            "stays"
+            f"run and {found.nats_per_label:.6f} of {found.labels:,} by transformers alone; both "
+            "must agree. Start over with --fresh; report a difference that stays"
         )

@@ -43,7 +43,7 @@ _FIXED: Final = {
     "ntasks": "a node has one task, which starts its ranks",
     "ntasks-per-node": "a node has one task, which starts its ranks",
     "signal": "set --grace-seconds for an earlier warning",
-    "output": "the job's log is beside its records",
+    "output": "the job's log is next to its records",
     "open-mode": "launches write one log after the other",
     "chdir": "the job works in the folder of the submission",
     "requeue": "a job is requeued without it",
@@ -106,8 +106,8 @@ def batch_script(
     if limit is not None and limit <= warned:
         raise ConfigError(
             f"--time {demand.time}: is {limit:,.0f} s for Slurm, and the save before the limit "
-            f"takes {math.ceil(warned):,} of them; ask for more time, as 24:00:00 for a day, or "
-            "set --grace-seconds"
+            f"takes {math.ceil(warned):,} of them; ask for more, as 24:00:00 for a day, or set "
+            "--grace-seconds"
         )
     lines.append(f"#SBATCH --signal=B:USR1@{math.ceil(warned)}")
     place = "%A_%a" if demand.array > 1 else "%j"

@@ -142,7 +142,7 @@ class Program:
         """Return the folder of the launches of a program that shows its settings."""
         if self.folder is not None:
             raise ConfigError(
-                f"--folder {self.folder}: {self.command} keeps its records beside its results; "
+                f"--folder {self.folder}: {self.command} keeps its records next to its results; "
                 "leave the option out"
             )
         try:

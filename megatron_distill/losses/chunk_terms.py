@@ -128,15 +128,15 @@ class ChunkTerm:
         """Refuse a divergence that orders classes, except on ids that are known on every rank."""
         if self.alignment != "common":
             raise ValueError(
-                f"{self.divergence} is not defined with alignment {self.alignment!r}: it divides "
-                "tokens by the teacher's probability of each, and here a class is no token; use "
+                f"{self.divergence} is not defined with alignment {self.alignment!r}: it orders "
+                "tokens by the teacher's probability, and these classes are not tokens; use "
                 "forward_kl, reverse_kl or js_divergence"
             )
         if self.top_k is None:
             raise ValueError(
                 f"{self.divergence} with alignment 'common' needs top_k: it orders the classes, "
-                "and without top_k the one of all further tokens is split over the ranks; a top_k "
-                "of the number of common tokens compares all of them"
+                "and the rest is split over the ranks otherwise; top_k may be the number of "
+                "common tokens"
             )
 
     @property

@@ -62,8 +62,8 @@ class MeanOnRecords:
         if len(recorded) != 1:
             raise ValueError(
                 f"a mean of {', '.join(teachers.names)}: {' and '.join(recorded)} have recorded "
-                "ids only, and none has its probabilities of the ids of another; give each a term "
-                "of its own"
+                "ids only, and none has probabilities of another's ids; give each a term of its "
+                "own"
             )
         targets = self.signals[recorded[0]].targets(terms)
         assert targets is not None

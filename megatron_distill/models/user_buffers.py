@@ -104,9 +104,9 @@ class UserBuffers:
         if len(known) == _MOST_SETS:
             shapes = ", ".join(f"{one.positions} x {one.hidden_size}" for one in [*known, shape])
             raise ConfigError(
-                f"{_KEY} = true: Transformer Engine has room for {_MOST_SETS} shapes of buffers in "
-                f"a process, and the models' positions x hidden sizes are {shapes}; set "
-                f"{_KEY}=false, or put a teacher on ranks of its own"
+                f"{_KEY} = true: Transformer Engine has room for {_MOST_SETS} shapes of buffers, "
+                f"and the models' positions x hidden sizes are {shapes}; set {_KEY}=false, or give "
+                "a teacher ranks of its own"
             )
 
 

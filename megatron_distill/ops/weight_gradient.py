@@ -263,8 +263,8 @@ def _expect_one(upstream: Tensor) -> None:
     """
     is_one = (upstream - 1).abs() <= _UPSTREAM_TOLERANCE
     message = (
-        "the gradient on the weight is in weight_gradient_sum already, as that of the total "
-        "itself; call backward on the total, with what multiplies it in the weights"
+        "weight_gradient_sum already has the gradient of the total itself; call backward on the "
+        "total, and put factors into the weights"
     )
     if is_one.device.type != "cpu":
         # A device-side assertion avoids a host synchronisation.

@@ -337,7 +337,7 @@ def _teacher(ranking: Ranking, store: Planned | None, capture: Capture | None) -
     )
     yield ""
     if live is None:
-        yield "No live teacher fits beside the student."
+        yield "No live teacher fits next to the student."
     else:
         place = live.choice.place
         other = by_place.get("own ranks" if place == "shared" else "shared")

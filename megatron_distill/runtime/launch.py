@@ -79,9 +79,8 @@ def spread_queues() -> None:
     given = os.environ.setdefault(_QUEUES, str(_MOST_QUEUES))
     if given == "1" and _compute_capability() is not None:
         raise ConfigError(
-            f"{_QUEUES}=1: messages of a teacher on ranks of its own would wait in one queue "
-            "behind collectives that wait for them, and the run would stand still; unset it, or "
-            f"set {_QUEUES}={_MOST_QUEUES}"
+            f"{_QUEUES}=1: messages of a teacher on ranks of its own and the collectives that wait "
+            f"for them would share a queue: a deadlock; unset it, or set {_QUEUES}={_MOST_QUEUES}"
         )
 
 

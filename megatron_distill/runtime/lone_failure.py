@@ -332,9 +332,9 @@ class PeerWatch:
         try:
             host = self._store.get(host_key(silent)).decode()
             text = (
-                f"error: {name(silent)} on {host} gave no sign of life for "
-                f"runtime.timeout_seconds = {self._patience:g} s, and {name(self._rank)} ends: "
-                "look whether its process is stopped or its machine gone"
+                f"error: {name(silent)} on {host} gave no sign of life for runtime.timeout_seconds "
+                f"= {self._patience:g} s, and {name(self._rank)} ends; check its process and its "
+                "machine"
             )
             if not tell_torchrun(text):
                 sys.stderr.write(f"{text}\n")

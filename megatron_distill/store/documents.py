@@ -65,8 +65,8 @@ def documents_name(shard: int) -> str:
 def list_advice(store: Path) -> str:
     """The advice at the end of a message about a list: the records do not depend on it."""
     return (
-        f"restore the file from a copy, or start the capture of {store} again, which writes the "
-        "list anew from the texts without the teacher"
+        f"restore the file from a copy, or start the capture of {store} again, which rewrites the "
+        "list from the texts without the teacher"
     )
 
 
@@ -180,11 +180,9 @@ class DocumentIndex:
         for store in stores.stores:
             if not has_documents(store.folder):
                 raise StoreError(
-                    f"{store.folder}: does not list the documents of its samples, by which records "
-                    "are found for a student with another tokenizer: it was captured before there "
-                    "were lists, or without sources of text; start the same capture again, which "
-                    "writes them without running the teacher, or capture a store for this student "
-                    "with capture.aligned=true"
+                    f"{store.folder}: has no lists of documents, by which a student with another "
+                    "tokenizer finds records. Start the same capture again, which writes them "
+                    "without running the teacher, or capture a store with capture.aligned=true"
                 )
             for shard in range(store.plan.shards):
                 pieces = load_documents(store.folder, store.plan, shard).astype(_NUMBERED)

@@ -325,7 +325,6 @@ def _warning(name: str, scale: float, clamp: float) -> str:
     size, change = ("small", "raise") if scale >= 1 else ("large", "lower")
     return (
         f"objective.balance.clamp = {clamp:g}: {name} was {scale:.6g} in each of the last "
-        f"{CLAMPED_STEPS} steps, the limit of this clamp, so the losses are not balanced: "
-        f"{losses} are too {size} relative to {others}; raise objective.balance.clamp, or "
-        f"{change} the weights of {key}"
+        f"{CLAMPED_STEPS} steps, its limit. The losses are not balanced: {losses} are too {size} "
+        f"relative to {others}; raise objective.balance.clamp, or {change} the weights of {key}"
     )

@@ -300,7 +300,7 @@ def data_wait(run: RunLog) -> Mapping[str, float] | None:
 def _held_out_loss(run: RunLog) -> float:
     loss = run.last_held_out("ce_loss")
     if loss is None:
-        raise DataError(f"{run.folder}: the run has no held-out loss; start anew with --fresh")
+        raise DataError(f"{run.folder}: the run has no held-out loss; start over with --fresh")
     return loss
 
 

@@ -306,7 +306,7 @@ def _held_out_loss(summary: RunSummary, flow: Flow) -> float:
     if summary.held_out_ce is None:
         raise DataError(
             f"{flow.place}: the run {summary.label!r} has no held-out loss; set validation.samples"
-            " above 0 and start anew with --fresh"
+            " above 0 and start over with --fresh"
         )
     return summary.held_out_ce
 

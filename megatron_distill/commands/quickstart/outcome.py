@@ -48,7 +48,7 @@ def show_store(
     console.print(
         f"From the store ({store['bytes_per_token']:.0f} bytes per token, "
         f"{store['kept_mass']:.1%} of the teacher's probability) it ends at "
-        f"{offline.held_out_ce:.4f} nats, beside the live teacher at {online.held_out_ce:.4f}."
+        f"{offline.held_out_ce:.4f} nats; with the live teacher at {online.held_out_ce:.4f}."
     )
     if online.tokens_per_second and offline.tokens_per_second:
         console.print(

@@ -73,7 +73,7 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
             key = f"objective.terms.{index}.alignment"
             yield Problem(
                 (key,),
-                f"{key} = null beside terms with an alignment: a teacher has one tokenizer; give "
+                f"{key} = null next to terms with an alignment: a teacher has one tokenizer; give "
                 "this term an alignment, or remove it from the others",
             )
     if config.objective.features:
@@ -108,16 +108,16 @@ def _stored(config: RunConfig) -> Iterator[Problem]:
         if term.alignment is not None and term.alignment not in _STORED:
             yield Problem(
                 (f"{path}.alignment", "teacher.store"),
-                f"{path}.alignment = {term.alignment!r}: needs the teacher's whole distributions, "
-                "and teacher.store has a part of them; use 'likelihood' or 'common' with top_k, or "
-                "set teacher.hf or teacher.checkpoint in place of the store",
+                f"{path}.alignment = {term.alignment!r}: needs whole distributions, and "
+                "teacher.store has a part; use 'likelihood' or 'common' with top_k, or set "
+                "teacher.hf or teacher.checkpoint in place of the store",
             )
         if term.alignment == "common" and term.top_k is None:
             yield Problem(
                 (f"{path}.top_k", "teacher.store"),
-                f"{path}.top_k = null: compares all common tokens, and teacher.store has the most "
-                "probable ones; set top_k to store.k of the capture or less, or set teacher.hf or "
-                "teacher.checkpoint in place of the store",
+                f"{path}.top_k = null: compares all common tokens, and teacher.store has a part; "
+                "set top_k to at most store.k, or set teacher.hf or teacher.checkpoint in place of "
+                "the store",
             )
     size = config.data.tokenizer.train_vocab_size
     if not config.data.sources and size is not None:

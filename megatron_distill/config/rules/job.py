@@ -400,7 +400,7 @@ def capture_problems(config: CaptureConfig) -> Iterator[Problem]:
             reason = "in a capture, whose ranks all run the teacher"
             yield without_effect(f"teacher.{name}", value, reason, instead=None)
     if teacher is not None and teacher.offload:
-        reason = "in a capture, which has no student beside the teacher"
+        reason = "in a capture, which has no student"
         yield without_effect("teacher.offload", value=True, reason=reason, instead=False)
     if store.job >= store.jobs:
         yield Problem(
@@ -447,8 +447,7 @@ def store_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("teacher.store", "data.sources"),
             f"teacher.store has {len(store)} entries, but only one store can be joined with "
-            "data.sources (by sample number); remove data.sources to train on the samples of the "
-            "stores",
+            "data.sources; remove data.sources to train on the samples of the stores",
         )
     reason = "without data.sources"
     if data.validation_sources and not data.sources:

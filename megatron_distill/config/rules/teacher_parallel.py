@@ -107,7 +107,7 @@ def _attention_maps(config: RunConfig, own: TeacherParallelConfig) -> Iterator[P
             name = f"objective.features.{index}.loss"
             yield Problem(
                 (name, "parallel.tensor", "teacher.parallel.tensor"),
-                f"{name} = 'attention': sends the heads of the teacher's tensor ranks to those of "
-                f"the student, and of {few} and {many} of them neither number divides the other; "
-                "change parallel.tensor or teacher.parallel.tensor, or use a loss of hidden states",
+                f"{name} = 'attention': sends heads between tensor ranks, and of {few} and {many} "
+                "ranks neither number divides the other; change parallel.tensor or "
+                "teacher.parallel.tensor, or use a loss of hidden states",
             )

@@ -41,16 +41,15 @@ def several_stores_problems(config: RunConfig) -> Iterator[Problem]:
             continue  # refused by itself
         yield Problem(
             (f"{first}.store", f"teachers.{name}"),
-            f"{first}.store has samples of one tokenizer, and beside teachers.{name}, which has "
-            f"another one, they are packed for both; set {first}.hf in place of its store, or "
-            f"remove teachers.{name}",
+            f"{first}.store has samples of one tokenizer, but with teachers.{name} the samples are "
+            f"packed for two; set {first}.hf in place of its store, or remove teachers.{name}",
         )
     for index, source in enumerate(config.data.sources):
         if source.teacher_field is not None:
             key = f"data.sources.{index}.teacher_field"
             yield Problem(
                 (key, f"{first}.store"),
-                f"{key} = {source.teacher_field!r}: packs the rows of each teacher apart, and "
+                f"{key} = {source.teacher_field!r}: packs each teacher's rows apart, and "
                 f"{first}.store has samples of whole sources; divide the file by that field into "
                 f"sources with a `teacher` each, or set {first}.hf in place of its store",
             )
@@ -109,9 +108,8 @@ def _mixture(path: str, term: TermConfig, config: RunConfig) -> Iterator[Problem
         )
         yield Problem(
             keys,
-            f"{mixture} of {' and '.join(few)}: each has ids of its own, and none has its "
-            "probabilities of the ids of another; give each of these teachers a term of its "
-            f"own{same}",
+            f"{mixture} of {' and '.join(few)}: none has probabilities of another's ids; give each "
+            f"of these teachers a term of its own{same}",
         )
     if term.mixture == "geometric" and term.support != "renormalized":
         yield Problem(

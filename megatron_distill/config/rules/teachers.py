@@ -99,7 +99,7 @@ def _without(config: RunConfig) -> Iterator[Problem]:
     if config.teacher is not None and config.teacher.offload and config.objective.features:
         yield Problem(
             ("teacher.offload", "objective.features"),
-            "teacher.offload = true: with objective.features the teacher runs beside the student, "
+            "teacher.offload = true: with objective.features the teacher runs with the student, "
             "layer by layer; set teacher.offload=false",
         )
     alone = config.teacher

@@ -76,7 +76,7 @@ def _one_size(job: JobConfig, layouts: dict[str, ParallelConfig]) -> Iterator[Pr
         if first is not None and size != sizes[first]:
             yield Problem(
                 (_KEY, f"{key}.tensor", f"{first}.tensor"),
-                f"{_SETTING}: Transformer Engine has buffers for one tensor-parallel size in a "
-                f"process, and {key}.tensor = {size} beside {first}.tensor = {sizes[first]}; set "
-                f"one size, put the teacher on ranks of its own, or set {_KEY}=false",
+                f"{_SETTING}: Transformer Engine has buffers for one tensor-parallel size, and "
+                f"{key}.tensor = {size} differs from {first}.tensor = {sizes[first]}; set one "
+                f"size, give the teacher ranks of its own, or set {_KEY}=false",
             )

@@ -100,7 +100,7 @@ _LARGE_IS_GOOD: Final = ("agreement", "mass")
 
 
 class KeepBestConfig(Section):
-    """The checkpoint that is kept beside the newest ones."""
+    """The checkpoint that is kept in addition to the newest ones."""
 
     metric: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9_]+$",

@@ -312,7 +312,7 @@ class DocumentCache:
                 continue
             segment = _Segment.opened(path)
             if segment is None:
-                _LOG.warning("%s: is damaged and removed; its documents are encoded anew", path)
+                _LOG.warning("%s: is damaged and removed; its documents are encoded again", path)
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 self._segments[path.name] = segment

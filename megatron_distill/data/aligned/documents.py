@@ -106,8 +106,7 @@ class UnknownTokens:
         other = self.teacher_unknown / max(1, self.teacher_tokens)
         return (
             f"{own:.2%} of the student's tokens and {other:.2%} of the teacher's are unknown "
-            "tokens, which stand for text that a vocabulary lacks; chunks with one are not "
-            "distilled"
+            "tokens; chunks with one are not distilled"
         )
 
 

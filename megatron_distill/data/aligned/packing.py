@@ -147,7 +147,7 @@ class AlignedPacker(Generic[Mark]):
             if self.too_long.bit_count() == 1:  # 1, 2, 4, 8, ...
                 sizes = document.tokens_from(first) - document.tokens_from(first + 1)
                 _LOG.warning(
-                    "a chunk of %d tokens of the student and %d of the teacher is longer than "
+                    "a chunk of %d student and %d teacher tokens is longer than "
                     "data.sequence_length = %d or teacher.sequence_length = %d; its labels are "
                     "left out (%d so far)",
                     *(*sizes, self._student.width - 1, self._teacher.width - 1, self.too_long),

@@ -106,9 +106,9 @@ def prepared_conversations(
         _warn_of_unknown(spec, found, tokenizer, teacher)
     if not options.keeps_weights and _has_weights(found):
         raise DataError(
-            f"data source {spec.name}: its messages have weights other than 0 and 1, which a "
-            "teacher store cannot contain; train with a live teacher, or set "
-            "conversation.weight_key to a name that no message has"
+            f"data source {spec.name}: its messages have weights other than 0 and 1, which a store "
+            "cannot hold; train with a live teacher, or set conversation.weight_key to a name that "
+            "no message has"
         )
     return found
 
@@ -308,9 +308,8 @@ def _warn_of_unclosed(name: str, folder: Path, unclosed: int, conversations: int
     """Warn once per source; training and held-out samples of one start both call this."""
     _LOG.warning(
         "%s: in %s of %s conversations the chat template writes no end-of-turn token after the "
-        "last response, so the student does not learn to stop; set "
-        "data.sources.conversation.chat_template to a Jinja file that writes the stop token of "
-        "the model",
+        "last response. The student does not learn to stop; set "
+        "data.sources.conversation.chat_template to a Jinja file that writes the stop token",
         name,
         f"{unclosed:,}",
         f"{conversations:,}",
@@ -321,8 +320,8 @@ def _warn_of_unclosed(name: str, folder: Path, unclosed: int, conversations: int
 def _warn_of_unseen(name: str, folder: Path, count: int, template: str, remedy: str) -> None:  # noqa: ARG001
     """Warn once per source and side, as above."""
     _LOG.warning(
-        "%s: in %s the %s leaves out a system message, a question or tools, which the model then "
-        "does not see; %s, or remove them from the rows",
+        "%s: in %s the %s leaves out a system message, a question or tools, so the model lacks "
+        "them; %s, or remove them from the rows",
         *(name, counted(count, "conversation"), template, remedy),
     )
 

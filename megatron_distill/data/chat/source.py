@@ -202,9 +202,9 @@ class ConversationSource(Generic[Part]):
         self._say_long()
         if epochs is None and not any(layout.pieces(int(one)) for one in self._chosen_c):
             raise DataError(
-                f"data source {name}: no conversation to train on (there is none, none has a "
-                "trained token within data.sequence_length, or every one is held out); add "
-                "conversations, or lower data.validation_fraction"
+                f"data source {name}: no conversation to train on (none, none with a trained token "
+                "within data.sequence_length, or all held out); add some, or lower "
+                "data.validation_fraction"
             )
         self._begin(epoch=0, buffer=0, given=0, samples=0)
 

@@ -178,7 +178,7 @@ def open_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if len(first) == 2 and first[1].isdigit():
         raise DataError(
             f"{path}: contains tiktoken ranks, not a SentencePiece model; name it .tiktoken, with "
-            f"{path.stem}.tiktoken.json beside it"
+            f"{path.stem}.tiktoken.json next to it"
         )
     return SentencePieceTokenizer(
         model, name=str(path), chat_template=read_chat_template(path.parent)

@@ -147,8 +147,8 @@ class _Worker:
         name = getattr(grade, "__name__", type(grade).__name__)
         raise DataError(
             f"the grader {name} cannot start: its process ended {_STARTS} times before the first "
-            f"text, at last with the status {process.exitcode}; free memory for it, or leave it "
-            "out of the task's graders"
+            f"text, last with status {process.exitcode}; free memory, or leave it out of the "
+            "task's graders"
         )
 
     def give(self, index: int, pairs: Sequence[Pair]) -> None:

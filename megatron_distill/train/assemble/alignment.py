@@ -137,10 +137,10 @@ def _with_places(
     columns = CommonColumns.of(ids, teacher_ids, shards, [whole] * len(shards), rank)
     if not columns.has_rest and columns.count < whole.size:
         raise ConfigError(
-            "alignment 'common': all tokens of the student are common, so that it is between "
-            "models normalised over these, and a record has the teacher's probabilities over all "
-            "its tokens; use alignment 'likelihood', or set teacher.hf or teacher.checkpoint in "
-            "place of teacher.store, or teacher.transfer.what to hidden where it is top_k"
+            "alignment 'common': all tokens of the student are common, and a record lacks the "
+            "teacher's sum over them. Use alignment 'likelihood', or set teacher.hf or "
+            "teacher.checkpoint in place of teacher.store, or teacher.transfer.what to hidden "
+            "where it is top_k"
         )
     places = columns.places_of(teacher_ids[ids.argsort()], whole.size)
     return replace(shared, common=columns.to(device), places=places.to(device))

@@ -163,7 +163,7 @@ def run_teacher(config: RunConfig, device: Device) -> None:
     Raises a MegatronDistillError on all ranks of the launch together.
     """
     bridge = device.bridge
-    assert bridge is not None, "the rank's role says so"
+    assert bridge is not None, "a rank of a teacher has a bridge"
     parallel = teacher_parallel(config, bridge.role.name)
     with (
         bridge.meet("run"),

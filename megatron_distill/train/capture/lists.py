@@ -104,8 +104,8 @@ class DocumentLists:
         if root.hexdigest() != ShardProof.load(self.folder, self.plan, shard).token_root:
             raise StoreError(
                 f"{shard_folder(self.folder) / data_name(shard)}: its records have other tokens "
-                "than the samples that data.sources now give, so that its documents cannot be "
-                "listed; restore the files of the capture, or capture another store"
+                "than data.sources now give, so its documents cannot be listed; restore the files, "
+                "or capture another store"
             )
         self.write(shard, samples)
 

@@ -156,15 +156,15 @@ class AnswerRing:
                 raise AnswerError(f"{where} is missing: {self._bridge.failure(source)}")
             if header.is_left_out:
                 raise AnswerError(
-                    f"{where} is missing: no sample of it is that teacher's there, and here one of "
-                    f"{batch.on_host.sample_ids_b.tolist()} is; teacher and student read different "
-                    "data, so give all machines the same files"
+                    f"{where} is missing: the teacher has no sample of it, but this rank has one "
+                    f"of {batch.on_host.sample_ids_b.tolist()}; both read different data, so give "
+                    "all machines the same files"
                 )
             if header.tokens != expected:
                 raise AnswerError(
-                    f"{where} is for other tokens than this rank's: their hash is "
-                    f"{header.tokens:014x}, here {expected:014x}; teacher and student read "
-                    "different data, so give all machines the same files"
+                    f"{where} has other tokens than this rank: hash {header.tokens:014x}, here "
+                    f"{expected:014x}; both read different data, so give all machines the same "
+                    "files"
                 )
             if header.non_finite:
                 raise AnswerError(

@@ -185,9 +185,9 @@ def share_memory(whole: Tensor, key: str) -> list[Any]:
     if torch.cuda.get_allocator_backend() != "native" or _is_expandable(whole):
         given = (os.environ.get(f"PYTORCH_{name}ALLOC_CONF") for name in ("", "CUDA_"))
         raise ConfigError(
-            f"{key} = 'ipc': other processes cannot open memory of expandable segments or of "
-            f"cudaMallocAsync, which PYTORCH_CUDA_ALLOC_CONF = {next(filter(None, given), None)!r} "
-            f"asks for; remove them from it, or set {key} to nccl or gloo"
+            f"{key} = 'ipc': other processes cannot map expandable segments or cudaMallocAsync, "
+            f"which PYTORCH_CUDA_ALLOC_CONF = {next(filter(None, given), None)!r} asks for; remove "
+            f"them from it, or set {key} to nccl or gloo"
         )
     with _driver(key):
         shared = whole.untyped_storage()._share_cuda_()

@@ -56,7 +56,7 @@ def require_tokens_at(
         is_same &= found.tokens_S1[positions + offset] == own_bs[is_here]
     if not is_same.all():
         raise StoreError(
-            f"{where}: at position {int(positions[~is_same][0])} it has other tokens than the "
-            "teacher's tokenizer gives for the same text in this run; set data.add_bos as in the "
-            "capture, or capture the store again"
+            f"{where}: at position {int(positions[~is_same][0])} its tokens differ from those of "
+            "the teacher's tokenizer for the same text; set data.add_bos as in the capture, or "
+            "capture the store again"
         )

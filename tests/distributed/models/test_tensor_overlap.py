@@ -231,7 +231,7 @@ def test_one_shape_has_one_set() -> None:
 REFUSED: dict[str, tuple[list[BufferShape], str]] = {
     "a third shape": (
         [BufferShape(64, width, 2, is_fp8=False) for width in (16, 32, 48)],
-        "room for 2 shapes of buffers in a process, and the models' positions x hidden sizes are "
+        "room for 2 shapes of buffers, and the models' positions x hidden sizes are "
         "64 x 16, 64 x 32, 64 x 48; set runtime.tp_comm_overlap=false",
     ),
     "a second size": (

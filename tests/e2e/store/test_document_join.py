@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "no list of documents": (
         ("teacher.store={unlisted}",),
-        ("{unlisted}: does not list the documents of its samples", "start the same capture again"),
+        ("{unlisted}: has no lists of documents", "Start the same capture again"),
     ),
     "a damaged list": (
         ("teacher.store={damaged}",),

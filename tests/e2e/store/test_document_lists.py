@@ -120,8 +120,8 @@ def test_a_list_of_changed_texts_is_refused_and_nothing_is_written(
     finally:
         corpus.write_bytes(intact)
     assert found.startswith("StoreError: ")
-    assert "logits-000001.array_record: its records have other tokens than the samples" in found
-    assert "restore the files of the capture" in found
+    assert "logits-000001.array_record: its records have other tokens than data.sources" in found
+    assert "restore the files" in found
     assert contents(store).keys() - {"capture/job-0.lock"} == before.keys()
 
 

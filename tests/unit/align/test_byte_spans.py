@@ -241,7 +241,7 @@ def test_a_special_token_before_a_text_that_spells_it_in_letters() -> None:
         ("hf_bytes", "words", " words", r"byte 0 of 5, near 'words'"),
         ("tiktoken", "one two", "one", r"byte 3 of 7, near 'one two'"),
         ("sp_bpe", "one", "one two", r"byte 3 of 3, near 'one'"),
-        ("hf_wordpiece", "One two", "one three", r"the token ids do not encode the text"),
+        ("hf_wordpiece", "One two", "one three", r"these ids do not encode the text"),
         ("sp_nfkc", "\ufb01ne", "fin", r"give the ids that this tokenizer's encode_batch"),
     ],
 )

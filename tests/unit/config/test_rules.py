@@ -331,7 +331,7 @@ objective.terms=[{alignment: common, divergence: adaptive_kl}]
     -> objective.terms.0.divergence = 'adaptive_kl' with objective.terms.0.alignment = 'common'
        orders the classes, and so needs objective.terms.0.top_k; set it
 objective.terms=[{alignment: likelihood}, {}]
-    -> objective.terms.1.alignment = null beside terms with an alignment: a teacher has one
+    -> objective.terms.1.alignment = null next to terms with an alignment: a teacher has one
        tokenizer; give this term an alignment, or remove it from the others
 objective.terms=[{alignment: likelihood}]
 objective.features=[{student: 1, teacher: 2}]
@@ -352,14 +352,13 @@ data.tokenizer={path: a, train_vocab_size: null}
        alignment need texts; use a source of text
 objective.terms=[{alignment: gold}]
 teacher={architecture: null, store: a}
-    -> objective.terms.0.alignment = 'gold': needs the teacher's whole distributions, and
-       teacher.store has a part of them; use 'likelihood' or 'common' with top_k, or set teacher.hf
-       or teacher.checkpoint in place of the store
+    -> objective.terms.0.alignment = 'gold': needs whole distributions, and teacher.store has a
+       part; use 'likelihood' or 'common' with top_k, or set teacher.hf or teacher.checkpoint in
+       place of the store
 objective.terms=[{alignment: common}]
 teacher={architecture: null, store: a}
-    -> objective.terms.0.top_k = null: compares all common tokens, and teacher.store has the most
-       probable ones; set top_k to store.k of the capture or less, or set teacher.hf or
-       teacher.checkpoint in place of the store
+    -> objective.terms.0.top_k = null: compares all common tokens, and teacher.store has a part; set
+       top_k to at most store.k, or set teacher.hf or teacher.checkpoint in place of the store
 objective.terms=[{alignment: likelihood}]
 parallel.context=2
 teacher.sequence_length=62
@@ -380,8 +379,8 @@ parallel.tensor=2
 teacher.architecture={hidden_size: 96, ffn_hidden_size: 192, num_attention_heads: 6,
   num_kv_heads: 3}
 objective.features=[{student: 1, teacher: 1, loss: attention}]
-    -> objective.features.0.loss = 'attention': sends the heads of the teacher's tensor ranks to
-       those of the student, and of 2 and 3 of them neither number divides the other
+    -> objective.features.0.loss = 'attention': sends heads between tensor ranks, and of 2 and 3
+       ranks neither number divides the other
 teacher.parallel.tensor=8
     -> teacher.parallel.tensor = 8: does not divide teacher.architecture.num_attention_heads = 4
 teacher.parallel={context: 2}

@@ -30,8 +30,8 @@ parallel.tensor=2
 teacher.parallel={tensor: 3}
 teacher.architecture={hidden_size: 96, ffn_hidden_size: 192, num_attention_heads: 6,
   num_kv_heads: 3}
-    -> objective.features.0.loss = 'attention': sends the heads of the teacher's tensor ranks to
-       those of the student, and of 2 and 3 of them neither number divides the other
+    -> objective.features.0.loss = 'attention': sends heads between tensor ranks, and of 2 and 3
+       ranks neither number divides the other
 objective.terms=[]
 objective.features=[{student: 1, teacher: 1, loss: cosine}]
 teacher.transfer={what: top_k, k: 8}
@@ -145,7 +145,7 @@ teachers.math.transfer={what: top_k, k: 8}
 teachers.code.transfer={what: top_k, k: 8}
 objective.terms=[{top_k: 8}, {top_k: 8, teachers: [math, code]}]
     -> objective.terms.1.mixture = 'arithmetic' of teachers.math.transfer.k and
-       teachers.code.transfer.k: each has ids of its own
+       teachers.code.transfer.k: none has probabilities of another's ids
 teachers.math.nodes=1
     -> teachers.math.ranks = 2 and teachers.math.nodes = 1: give only one of the two
 teachers.math={sequence_length: 30, parallel: {context: 2}}

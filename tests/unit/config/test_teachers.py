@@ -219,7 +219,7 @@ def test_stores_among_several_teachers_load(tmp_path: Path, overrides: tuple[str
 
 REFUSED_STORES = {
     "entries": (DRAWN, "teachers.math={store: [x, y]}", "teachers.math.store has 2 entries"),
-    "two in a mean": (MIXED, *BOTH, "none has its probabilities of the ids of another"),
+    "two in a mean": (MIXED, *BOTH, "none has probabilities of another's ids"),
     "the same gradient": (MIXED, *BOTH, "own with the same gradient"),
     "geometric": (
         STORE, "objective.terms=[{teachers: {math: 1, code: 2}, mixture: geometric}]",
@@ -235,7 +235,7 @@ REFUSED_STORES = {
     ),
     "field": (
         STORE, "data.sources=[{format: jsonl, paths: x, teacher_field: domain}]",
-        "packs the rows of each teacher apart",
+        "packs each teacher's rows apart",
     ),
     "two tokenizers": (
         "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]", STORE,
@@ -243,7 +243,7 @@ REFUSED_STORES = {
     ),
     "a tokenizer of its own": (
         "objective.terms=[{alignment: likelihood, teacher: math}, {teacher: code}]", STORE,
-        "math has a tokenizer of its own, so that its records would be found by document",
+        "math has a tokenizer of its own, so its records are found by document",
     ),
     "scheduled": (
         DRAWN, STORE, SCHEDULED, "objective.terms=[{temperature_schedule: {to: 2, steps: 3}}]",

@@ -34,7 +34,7 @@ WRONG = {
     "--sbatch=--nodes=8": "--sbatch --nodes=8: submit has this option itself; write --nodes 8",
     "--sbatch=-t 1-0": "--sbatch -t 1-0: submit has this option itself; write --time 1-0",
     "--sbatch=--ntasks=8": "the batch script sets --ntasks; a node has one task",
-    "--sbatch=-o log": "the batch script sets --output; the job's log is beside its records",
+    "--sbatch=-o log": "the batch script sets --output; the job's log is next to its records",
     "--sbatch=--mem=1G --exclusive": "give one option, and repeat --sbatch for the next",
     "--sbatch=--exclusive -p h100": "give one option, and repeat --sbatch for the next",
 }

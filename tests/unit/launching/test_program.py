@@ -73,7 +73,7 @@ def test_each_of_several_jobs_that_write_a_store_has_a_folder_and_a_lock_of_its_
         ("evaluate", ("--tasks", "mmlu"), None, "evaluate: give the folder of a run first"),
         ("generate", (), None, "generate: give the folder of a run first"),
         ("convert", ("import",), None, "convert: give --folder, a folder for the records"),
-        ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records beside its results"),
+        ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records next to its results"),
         ("trian", ("tiny.yaml",), None, "trian: not a command for a cluster; train, capture"),
         ("data", ("preview",), None, "data: not a command for a cluster"),
         ("prun.py", (), "x", "prun.py: there is no such script in /"),

@@ -133,7 +133,7 @@ def test_a_store_without_lists_is_refused_by_name(tmp_path: Path) -> None:
     with (
         StoreSet.open([str(tmp_path / "store")]).stores[0] as store,
         pytest.raises(
-            StoreError, match="does not list the documents .* start the same capture again"
+            StoreError, match="has no lists of documents, .* Start the same capture again"
         ),
     ):
         DocumentIndex(StoreSet([store]))
@@ -158,7 +158,7 @@ def test_a_damaged_list_is_moved_away_and_its_records_stay(tmp_path: Path, damag
     with pytest.raises(
         StoreError,
         match=f"{words.get(damage, 'belongs to shard 0')}.* start the capture of {store} again, "
-        "which writes the list anew from the texts without the teacher",
+        "which rewrites the list from the texts without the teacher",
     ):
         load_documents(store, plan, 1)
     report = verify(store)

@@ -153,7 +153,7 @@ def test_a_bad_list_is_one_line_each_and_moves_no_record(tmp_path: Path, call: C
         "2 bad lists"
     )
     assert "moves the bad lists of documents away" in lines[4]
-    assert "runs no teacher" in lines[4]
+    assert "from the texts without the teacher" in lines[4]
     status, out, _ = call("repair", tmp_path)
     assert status == 0
     assert f"moved to {tmp_path}/quarantine/documents-000000.json" in out

@@ -135,9 +135,7 @@ def test_other_tokens_at_a_place_are_an_error(wrong: str) -> None:
         documents[5:] += 1
     else:
         tokens[7 if wrong == "label" else 2] ^= 1
-    with pytest.raises(
-        StoreError, match=r"here: at position . it has other tokens .* data\.add_bos"
-    ):
+    with pytest.raises(StoreError, match=r"here: at position . its tokens differ .* data\.add_bos"):
         require_tokens_at(
             SampleTokens(tokens, documents, record.flags_S1), 6, host.places_bs2, given, "here"
         )

@@ -90,9 +90,9 @@ def source_of_store(store: StoreReader, config: RunConfig, teacher: OneOfSeveral
             _require_source(store, config, teacher, index)
             return index
     raise StoreError(
-        f"{store.folder}: captured neither on the samples of this run ({'; '.join(whole)}) nor on "
-        "those of one of its sources; restore the settings of the capture, or capture "
-        f"{teacher.key} on data.sources or on the source that names it"
+        f"{store.folder}: its samples are neither those of this run ({'; '.join(whole)}) nor those "
+        f"of one of its sources; restore the settings of the capture, or capture {teacher.key} on "
+        "data.sources or on the source that names it"
     )
 
 

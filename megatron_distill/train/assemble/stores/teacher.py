@@ -290,21 +290,21 @@ class TokensOfRun:
         there, here = store.identity.student_tokenizer, self.student_tokenizer
         if self.is_by_document(store) and not self.has_sources:
             raise StoreError(
-                f"{store.folder}: captured with the teacher's tokenizer alone, so that its samples "
-                "have no tokens of this student; name the corpus in data.sources, or capture a "
-                "store with capture.aligned=true"
+                f"{store.folder}: captured with the teacher's tokenizer alone, without tokens of "
+                "this student; name the corpus in data.sources, or capture a store with "
+                "capture.aligned=true"
             )
         if there is not None and here is None:
             raise StoreError(
-                f"{store.folder}: captured for a student with a tokenizer of its own "
-                "(capture.aligned), and no term of the objective has an alignment; set alignment "
-                "of objective.terms.0, or capture a store with capture.aligned=false"
+                f"{store.folder}: captured for a student with a tokenizer of its own, and no term "
+                "has an alignment; set alignment of objective.terms.0, or capture a store with "
+                "capture.aligned=false"
             )
         if there is not None and here is not None and there != here:
             raise StoreError(
                 f"{store.folder}: captured for a student with the tokenizer {there[:12]}, not "
-                f"{here[:12]} as in this run; set data.tokenizer to that of the capture, or capture"
-                " a store with this one"
+                f"{here[:12]}; set data.tokenizer to that of the capture, or capture a store with "
+                "this one"
             )
 
     def _check_tokenizer(self, store: StoreReader) -> None:
@@ -405,10 +405,9 @@ def _index(stores: StoreSet, fits: TokensOfRun, data: DataConfig) -> DocumentInd
     for index, source in enumerate(data.sources):
         if source.conversation is not None:
             raise StoreError(
-                f"{stores.stores[0].folder}: captured with the teacher's tokenizer alone, so that "
-                "its records are found by documents of text, but "
-                f"data.sources.{index}.conversation is set; capture a store with "
-                "capture.aligned=true, or remove this source"
+                f"{stores.stores[0].folder}: captured with the teacher's tokenizer alone, so its "
+                f"records are found by text, but data.sources.{index}.conversation is set; capture "
+                "a store with capture.aligned=true, or remove this source"
             )
     return DocumentIndex(stores)
 

@@ -252,7 +252,7 @@ def test_weights_reach_the_batch_and_its_counts(tmp_path: Path) -> None:
     ce_mask, _ = label_masks(batch.marks_GS1, isolate_documents=True)
     assert int(ce_mask.sum()) > expected
     unweighted = options_of(tmp_path, 400, keeps_weights=False)
-    with pytest.raises(DataError, match="weights other than 0 and 1, which a teacher store"):
+    with pytest.raises(DataError, match="weights other than 0 and 1, which a store"):
         source_of(spec, unweighted)
 
 
