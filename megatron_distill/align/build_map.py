@@ -1,8 +1,8 @@
 """Building a vocabulary map from two tokenizers, with the tokens encoded in batches.
 
 A row is evidence only if the teacher's tokens have exactly the bytes of the student's token. A
-tokenizer that puts a space before a text, or reads its beginning differently, is asked in several
-ways for the tokens inside a running text.
+tokenizer may put a space before a text, or read its beginning differently. So the tokens inside a
+running text are tried in several ways.
 """
 
 from __future__ import annotations

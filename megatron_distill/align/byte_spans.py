@@ -102,9 +102,9 @@ def token_spans(tokenizer: ByteTokenizer, token_ids: ArrayLike, text: str) -> In
     tokens that share rewritten characters with no boundary between them, the first one has their
     range and the rest have none. Unknown tokens have the range of their characters.
 
-    Tables of the last few tokenizers stay in memory. Raises DataError, which names the tokenizer,
-    the text around the first difference and its byte: the ids do not encode the text, or the
-    tokenizer does not tell which characters a token covers.
+    Tables of the last few tokenizers stay in memory. Raises DataError: the ids do not encode the
+    text, or the tokenizer does not report the characters of a token. It names the tokenizer, the
+    text around the first difference and its byte.
     """
     return continued_spans(tokenizer, token_ids, text)[0]
 
@@ -114,9 +114,9 @@ def continued_spans(
 ) -> tuple[Ints, Bools]:
     """The ranges as of `token_spans`, and of each token whether it continues the one before it.
 
-    Such a token has an empty range and stands for a further part of rewritten characters, whose
-    range is that of the last token with text: its probability is a factor of their probability. A
-    space that the tokenizer adds, and a special token, continue nothing.
+    Such a token has an empty range and is a further part of rewritten characters. Their range is
+    that of the last token with text; its probability is a factor of theirs. A space that the
+    tokenizer adds, and a special token, continue nothing.
     """
     table = _table(tokenizer)  # type: ignore[arg-type]  # every object has a hash
     ids_N = _checked_ids(token_ids, table, tokenizer.name)

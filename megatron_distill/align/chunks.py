@@ -89,8 +89,8 @@ def chunks_of_ends(
     """The chunks between common ends.
 
     student, teacher: indices of the tokens with text, and their ends, which ascend strictly. first:
-    per such token of each side the place (among the tokens with text) of the first one that may be
-    in its chunk; None if all may.
+    per such token of each side the place, among tokens with text, of the first one in reach of its
+    chunk; None if all are.
     """
     (of_student, student_ends), (of_teacher, teacher_ends) = student, teacher
     _, last_student, last_teacher = np.intersect1d(

@@ -148,8 +148,8 @@ def cached_vocabulary_map(
     """Return the vocabulary map of two tokenizers, from `folder` or built and stored there.
 
     Of several processes on one machine one builds it, and the next ones wait and read its file.
-    Raises DataError: one tokenizer on both sides, no token of equal bytes, a special pair that
-    names no special token; StoreError: the folder cannot be written.
+    Raises DataError: one tokenizer on both sides, no token of equal bytes, or a pair of ordinary
+    tokens. Raises StoreError: the folder cannot be written.
     """
     check_two_tokenizers(student, teacher)
     with write_errors(folder):

@@ -57,11 +57,11 @@ def align_messages(student: RenderedTokens, teacher: RenderedTokens) -> Chunks:
     """The minimal chunks of the contents, and of the tokens that end turns.
 
     Within a content the chunks are those of `align_spans`. A token that reaches out of a content is
-    in no chunk, and no other token is in a chunk with it. The first closing token after a content
-    and before the next one is one chunk with that of the other side, whether the two end a turn or
-    the text. Behind that of the last message the next ENDS_TEXT is one chunk likewise. A closing
-    token without a partner is in none. Raises ValueError: as `align_spans`, for contents as well;
-    numbers of messages or lengths of a content that differ.
+    in no chunk, and no other token is in a chunk with it. The first closing token after a content,
+    before the next one, is one chunk with that of the other side. It may end a turn or the text.
+    Behind that of the last message the next ENDS_TEXT is one chunk likewise. A closing token
+    without a partner is in none. Raises ValueError: as `align_spans`, for contents as well; numbers
+    of messages or lengths of a content that differ.
     """
     sides = [
         (

@@ -1,7 +1,7 @@
 """Which tokens of a student's and a teacher's vocabulary stand for the same bytes.
 
 A vocabulary map holds exact pairs (equal bytes, or one role among the special tokens) and one
-projection row per student token: the teacher's tokens of the same bytes, with weights.
+projection row per student token. A row has the teacher's tokens of the same bytes, with weights.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class VocabularyMap:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Student and teacher ids of common tokens, int64 [P], one to one, by student id.
 
-        strict: the exact pairs. relaxed: also tokens whose best weight is at least 0.6; of several
-        for one teacher token the highest weight, then an exact pair, then the lowest id.
+        strict: the exact pairs. relaxed: also tokens whose best weight is at least 0.6. Of several
+        for one teacher token the highest weight counts, then an exact pair, then the lowest id.
         """
         if partition == "strict":
             return self.student_ids_p, self.teacher_ids_p

@@ -116,8 +116,8 @@ class PrefetchedSteps:
     thread copies from pinned memory on a stream of its own.
 
     An error of the loader is raised on all ranks alike by the `take` of its step. As a context, the
-    steps end with the run: a step under way is waited for where all ranks end together, and left
-    alone after an error of this rank only, whose peers may never send it.
+    steps end with the run. A step under way is waited for where all ranks end together. After an
+    error of this rank only it is left alone, since peers may never send it.
     """
 
     def __init__(

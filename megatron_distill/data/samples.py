@@ -42,10 +42,10 @@ class TeacherTokens:
     """A sample's text in U + 1 tokens of a teacher with a tokenizer of its own.
 
     Token and document arrays are as in `Sample`. chunks_U1[i] is the number of the chunk that token
-    i is a label of, -1 for none; student_chunks_S1 holds the same for the student's tokens. The
+    i is a label of, -1 for none. student_chunks_S1 holds the same for the student's tokens. The
     chunks of a sample are numbered from 0; each has labels on both sides. places_U12[i] is the
-    record of a store, and the position in it, that predict token i of a chunk, -1 for no chunk;
-    None where the sample is not joined with a store by its documents.
+    record of a store, and the position in it, that predict token i of a chunk, -1 for no chunk.
+    None: the sample is not joined with a store by its documents.
     """
 
     tokens_U1: NDArray[np.int32]
@@ -172,8 +172,8 @@ _FEISTEL_ROUNDS: Final = 4
 def permutation(count: int, *key: int) -> list[int]:
     """A pseudo-random order of range(count), a pure function of `count` and the key's integers.
 
-    Sorted by keyed hash instead of drawn from a generator: no generator state to save, and the
-    order cannot change with the version of a library.
+    Sorted by keyed hash instead of drawn from a generator. There is no state to save, and the order
+    cannot change with the version of a library.
     """
     prefix = struct.pack(f"<{len(key)}q", *key)
 

@@ -1,7 +1,7 @@
 """The held-out loss of an exported model by `transformers` alone, to compare with a run's own.
 
-Neither the models nor the losses of this package take part: a folder that the run exported is read
-and run by `transformers`, one document after another, and the cross-entropy is that of torch.
+Neither the models nor the losses of this package take part. An exported folder is read and run by
+`transformers`, one document after another, and the cross-entropy is torch's.
 """
 
 from __future__ import annotations

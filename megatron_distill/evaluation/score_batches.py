@@ -33,8 +33,8 @@ class Row:
 def rows_of(requests: Sequence[Request], positions: int) -> list[Row]:
     """Return the rows of requests; answers of one token after one context share a row.
 
-    The rows come in descending order of their length, equal ones in the order of their tokens, so
-    that the batches are the same for any order of the requests. An empty answer needs no row.
+    The rows come in descending order of their length, equal ones in the order of their tokens. So
+    the batches are the same for any order of the requests. An empty answer needs no row.
     """
     shared: dict[tuple[bytes, int], list[int]] = {}
     for number, request in enumerate(requests):

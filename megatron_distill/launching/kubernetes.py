@@ -1,7 +1,7 @@
 """The manifest of a JobSet (jobset.x-k8s.io): one pod per node, all restarted together.
 
-A pod's exit status decides: 78 ends the JobSet, 75 and any other restart all pods, 0 of all pods is
-the end of the job.
+A pod's exit status decides. 78 ends the JobSet, 75 and any other restart all pods, and 0 of all
+pods ends the job.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One pod of a JobSet of Kubernetes: python -m megatron_distill.launching.pod, one per node.
 
-Exit status: 0 done or stopped by a user, 75 saved and more to do, 78 an error in the settings, no
-folder to write in or no progress any more, 1 a failure. The manifest of `launching.kubernetes`
-restarts all pods after 75 and 1, and ends the job after 78.
+Exit status: 0 done or stopped by a user, 75 saved and more to do, 1 a failure. 78 is an error in
+the settings, no folder to write in, or no progress. The manifest of `launching.kubernetes` restarts
+all pods after 75 and 1, and ends the job after 78.
 """
 
 from __future__ import annotations

@@ -136,9 +136,9 @@ class BalanceState:
     """The running mean of raw losses, and its number of steps.
 
     An exponential moving average of the losses, not of their logarithms, in which a loss of zero
-    would be minus infinity. It starts at zero and is divided by ``1 - decay^count``, as in Adam
-    (Kingma and Ba, 2015, section 3), to correct the first steps' bias. A decay of zero uses the
-    last step alone.
+    would be minus infinity. It starts at zero and is divided by ``1 - decay^count``, to correct the
+    first steps' bias (Adam: Kingma and Ba, 2015, section 3). A decay of zero uses the last step
+    alone.
     """
 
     measure: BalanceMode | None = None

@@ -6,8 +6,8 @@ probabilities p and student probabilities q of a token:
     forward KL  sum p log(p / q)      reverse KL  sum q log(q / p)
     overlap     sum min(p, q)         Brier       sum (q - onehot(label))^2
 
-The overlap is the probability that speculative sampling accepts a token that the student drafts for
-the teacher (Leviathan et al. 2023, Theorem 3.5), and one less the total variation.
+The overlap is one less the total variation. It is the probability that speculative sampling accepts
+a token that the student drafts (Leviathan et al. 2023, Theorem 3.5).
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def compare_with_logits(
 
     Shapes: labels ``[N]`` int64 global ids, rows ``[n]`` int64 -> figures ``[n]``. No gradient.
 
-    Collective: over ``group`` per token two all-gathers of 16 bytes for the normalisers, two of 16
-    for the top ids, and one all-reduce of 56 bytes.
+    Collective: over ``group`` per token four all-gathers of 16 bytes (normalisers, top ids) and one
+    all-reduce of 56.
 
     Raises:
         ValueError: shapes, shard or group do not fit together.

@@ -7,8 +7,8 @@ losses, and pipeline schedules need no change.
 Attention maps are recomputed block by block, since kernels do not store them. A map is the mean of
 a layer's attention probabilities over its heads: for each query a distribution over the keys it
 attends to. The mean allows models of different numbers of heads. Shapes: s queries of this rank, S
-keys, b sequences, n heads and g key-value heads of this rank, d head size; q queries of a block, K
-keys visible to a block.
+keys, b sequences, n heads and g key-value heads of this rank, d head size. A block has q queries
+and K visible keys.
 """
 
 from __future__ import annotations

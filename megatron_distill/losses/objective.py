@@ -60,8 +60,8 @@ def fused_linear_objective(
     ``student_entropy``, ``teacher_entropy`` and ``top1_agreement`` (weighted by ``kd_weights``).
     With a ``partition`` each entry is ``[1 + parts]``: over all tokens, then per part.
 
-    The gradient on the hidden states is this vocabulary shard's PARTIAL sum: the caller reduces it
-    over ``group`` (the backward of copy-to or gather-to tensor-parallel regions does). Every rank
+    The gradient on the hidden states is this vocabulary shard's PARTIAL sum. The caller reduces it
+    over ``group``, as the backward of copy-to or gather-to tensor-parallel regions does. Every rank
     of the group must have the same hidden states of all tokens.
 
     ``weight_gradient_sum`` (``[V, H]``, fp32, or fp64 for an fp64 weight) is a gradient buffer such

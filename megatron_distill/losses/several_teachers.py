@@ -117,8 +117,8 @@ def several_teachers_objective(
     ``teacher_ce``, are those of the first term's target. ``given`` are further arguments of
     `fused_linear_objective`, among them the vocabulary shard.
 
-    The tokens are divided by the teacher of their sample; within each part every target has a
-    fused pass, with the label loss in the first one. With a single target this is the pass of
+    The tokens are divided by the teacher of their sample. Within each part every target has a fused
+    pass, with the label loss in the first one. With a single target this is the pass of
     `fused_linear_objective` itself. No logits of a mean or choice exist but those of a chunk.
     `lowest_loss` takes one pass without gradient for each teacher, then one with the choice.
 

@@ -92,11 +92,11 @@ class Term:
     ``scale_by_temperature_squared`` multiplies loss and gradient by T^2 (Hinton et al., 2015,
     section 2), so that the temperature does not change the size of gradients. ``top_k`` is the
     number of top-k ids to choose from logits; None uses all of them. ``support`` is the set of
-    classes of a divergence on few ids: the ids and their ``tail`` as one more class, both models
-    ``renormalized`` over the ids, or the ``raw`` sum over the ids. ``parameters`` are those of the
-    divergence. ``temperatures`` are the first and the last of a scheduled temperature; reports have
-    one name throughout the run. ``teachers``, of several: those of this term; None for the teacher
-    of each sample, or the only one.
+    classes of a divergence on few ids. ``tail``: the ids and the rest as one class.
+    ``renormalized``: both models over the ids alone. ``raw``: the sum over the ids. ``parameters``
+    are those of the divergence. ``temperatures`` are the first and the last of a scheduled
+    temperature; reports have one name throughout the run. ``teachers``, of several: those of this
+    term; None for the teacher of each sample, or the only one.
 
     Raises:
         ValueError: an unknown divergence, parameter or support, or a number out of range.

@@ -1,8 +1,8 @@
 """Layers of experts: routing, the dispatch of tokens, and the experts' products.
 
-Where one rank has all experts, nothing here waits for the device: the number of rows is that of the
-tokens times the experts per token, and the counts of the experts stay on the device. With several
-ranks the host waits once per layer and forward pass, for the sizes of the exchange: see
+Where one rank has all experts, nothing here waits for the device. The number of rows is that of the
+tokens times the experts per token, and the experts' counts stay on the device. With several ranks
+the host waits once per layer and forward pass, for the sizes of the exchange: see
 docs/internals/scaling.md. The experts of Transformer Engine wait too, since their grouped product
 takes the counts as numbers of the host.
 """
@@ -64,8 +64,8 @@ class GroupedExperts(MegatronModule):
     """Experts without biases, whose first and second products are one grouped product each.
 
     Its tensors in a checkpoint are those of Megatron-Core's `SequentialMLP`, one per expert.
-    Shapes: n rows, e experts of this rank, H hidden size, f inner width on this rank, i either f
-    or, with a gate, 2 f.
+    Shapes: n rows, e experts of this rank, H hidden size, f inner width on this rank, i = f or 2 f
+    with a gate.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class SequenceBalancedRouter(TopKRouter):
     """Megatron-Core's router, its auxiliary loss weighted by all positions of the micro-batch.
 
     Upstream multiplies the mean auxiliary loss of a micro-batch by the positions of one sequence on
-    one rank; the step divides by those of the global batch. The correct value is the mean over
+    one rank. The step divides by those of the global batch. The correct value is the mean over
     sequences. So the factor must count every sequence of the micro-batch, with the positions of all
     tensor and context ranks.
     """

@@ -51,8 +51,8 @@ def forward_flops_per_token(
 ) -> float:
     """Return the FLOPs of one token's forward pass, output head included.
 
-    `attended_positions` is the mean number of positions that a token attends to in each layer; None
-    means the causal mean of a whole sequence, (sequence_length + 1) / 2 in layers without a window.
+    `attended_positions` is the mean number of positions that a token attends to in each layer. None
+    means the causal mean of a whole sequence: (sequence_length + 1) / 2 in layers without a window.
     """
     if attended_positions is None:
         attended_positions = _attended_positions(model, sequence_length)

@@ -66,7 +66,7 @@ class HiddenStateGPT(GPTModel):
         self._is_frozen = True
 
     def set_is_first_microbatch(self) -> None:
-        """Let the coming pass make the FP8 copies of the weights anew; schedules call it.
+        """Let the next pass cast the FP8 copies of the weights again; schedules call it.
 
         A frozen model's first pass makes them, and they stay, also where the weights are moved.
         """

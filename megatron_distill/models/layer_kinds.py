@@ -1,7 +1,7 @@
 """The attention window and rotary embedding of each layer, where a model's layers differ.
 
 Rotary angles depend on the micro-batch and on the kind of a layer. They are computed once for each
-distinct kind and passed to all layers as planes of one tensor; each layer selects the plane of its
+distinct kind and passed to all layers as planes of one tensor. Each layer selects the plane of its
 kind. Planes are ordinary tensors, so recomputation and pipelines need no change. A window is a
 number, which the layer's attention holds.
 """

@@ -2,8 +2,8 @@
 
 torch's FSDP2 (`fully_shard`) gathers the weights of a layer before it runs, while the layer before
 it computes, and frees them afterwards. The embedding, the final norm and the head are whole on each
-rank that has them: the head is needed by every chunk of the loss, and a gather of the embedding
-would need more buffer than a layer.
+rank that has them. Every chunk of the loss needs the head, and a gather of the embedding would need
+more buffer than a layer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def build_sharded(
 
     `write` fills one part of a tensor; its error leaves here. Nothing is exchanged before the model
     runs. Each of its forward passes has one all-gather per layer over the ranks of `shard_ranks`,
-    and one for its experts with expert ranks: a rank receives `(D - 1) / D` of the layer's bytes.
+    and one for its experts with expert ranks. A rank receives `(D - 1) / D` of the layer's bytes.
     """
     assert execution.weight_shards is not None
     (chunk,) = empty_gpt(architecture, groups=groups, execution=execution, interleaved=False)

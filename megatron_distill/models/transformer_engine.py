@@ -73,9 +73,9 @@ def engine_attends(
 
     It has no soft cap. Its context parallelism divides each document among the ranks, and the
     loader's divides the sequence, so that `TorchAttention` computes those runs. Elsewhere it would
-    fall back, without a word, to an attention whose scores are in memory: the kernels of cuDNN for
-    packed documents exist on Hopper and Blackwell of data centres, for some sizes of heads, and
-    without dropout in a window.
+    fall back silently to an attention whose scores are in memory. cuDNN's kernels for packed
+    documents exist on data-centre Hopper and Blackwell, for some head sizes, and without dropout in
+    a window.
     """
     is_short = config.params_dtype in (torch.bfloat16, torch.float16)
     if not is_short or architecture.attention_softcap is not None:

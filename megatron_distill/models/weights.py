@@ -2,7 +2,7 @@
 
 Random weights are a function of the seed, the parameter's name and the place of a tile in it,
 independent of the layout. A sharded checkpoint describes every local tensor by its position in a
-global one; a rank draws the tiles of the random tensor that its window touches. So a model under
+global one. A rank draws the tiles of the random tensor that its window touches. So a model under
 any tensor, pipeline, virtual pipeline or expert layout starts from the same weights.
 """
 

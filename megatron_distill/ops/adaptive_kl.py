@@ -1,8 +1,8 @@
 """The head and tail of a distribution for adaptive KL, exact for any split of the vocabulary.
 
 The tail is the least probable ids whose masses, added up from the smallest, stay within a bound;
-ties go by the lowest id. The boundary is found by a radix search: eight bits of the logits at a
-time, with the masses of each bin summed over the ranks. Masses are integers there, whose sums are
+ties go by the lowest id. The boundary is found by a radix search, eight bits of the logits at a
+time. The masses of each bin are summed over the ranks. Masses are integers there, whose sums are
 the same bits in any order: of a GPU's atomics, and of any split. On one CPU rank the vocabulary is
 sorted.
 """

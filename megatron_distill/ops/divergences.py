@@ -5,9 +5,8 @@ Gradients of every support follow from the slope alone (see `softmax_gradient`).
 vocabulary, a shard of it, or top-k ids with their tail.
 
 Entries are written so that ``p == q`` gives exactly zero in both. Those that compare the models
-with a mixture of both start from ``p - q``, not from the logarithm of a ratio near one: the
-difference is exact where the two are close. Of both shares of a mixture they use the one without
-cancellation.
+with a mixture of both start from ``p - q``, which is exact where the two are close. The logarithm
+of a ratio near one is not. Of both shares of a mixture they use the one without cancellation.
 """
 
 from __future__ import annotations

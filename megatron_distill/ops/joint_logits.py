@@ -6,8 +6,8 @@ A mixture over teachers i with weights w of sum one and logits z, at the tempera
     geometric     m ~ prod_i softmax(z_i / T)^w_i = softmax(sum_i w_i z_i / T)
 
 Both are handed over as logits x with ``softmax(x / T) = m``. The geometric mean therefore needs no
-normaliser and has the same x at every temperature. The arithmetic mean is taken at T: the gradient
-of its forward KL is then that of the weighted sum of the forward KLs of the single teachers.
+normaliser and has the same x at every temperature. The arithmetic mean is taken at T. The gradient
+of its forward KL is then that of the weighted sum of the single teachers' forward KLs.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ _LANES = 128
 def row_sums(values: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Row sums ``[N]`` fp64 of ``[N, V]``, in hardly more time than in the dtype of the values.
 
-    Columns a multiple of the lanes apart are added first, in the dtype of the values; the lanes are
+    Columns a multiple of the lanes apart are added first, in the dtype of the values. The lanes are
     then added in fp64, where their rounding errors average out.
     """
     rows, columns = values.shape

@@ -1,10 +1,10 @@
 """Partial softmax statistics of a vocabulary shard, and their exact merge over ranks.
 
-A rank computes a few numbers per token over its columns: the peak logit, the sum of
+A rank computes a few numbers per token over its columns. These are the peak logit, the sum of
 ``e^((z - peak)/T)``, and sums weighted by these exponentials. One all-gather exchanges these
 packets. Every rank then computes the global values from the same numbers in the same order:
-identical bits. The expectation of the log ratio under the teacher is summed as
-``e^(z_t - peak) (z_t - z_s)``, so that equal models have a divergence of exactly zero.
+identical bits. The expectation of the log ratio under the teacher is summed as ``e^(z_t - peak)
+(z_t - z_s)``. So equal models have a divergence of exactly zero.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def gap_beyond_top(
 ) -> Tensor:
     """``(z_t - z_t[top]) - (z_s - z_s[top])`` of logits ``[N, V]``; ``top [N, 1]`` per model.
 
-    Subtracting each model's logit at ``top`` first limits the rounding: it is no larger than the
+    Subtracting each model's logit at ``top`` first limits the rounding. It is no larger than the
     result, or belongs to a token far below the student's top one.
     """
     buffers: dict[Model, Tensor] = {"teacher": out, "student": workspace}

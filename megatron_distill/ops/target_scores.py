@@ -43,8 +43,8 @@ def target_scores(
 ) -> TargetScores:
     """Score ids at rows of hidden states; logits exist for one chunk of rows at a time.
 
-    Shapes: rows ``[Q]``, ascending, index the state's tokens ``[N]``; they are on the host, which
-    then knows those of each chunk without a wait. Ids ``[Q]`` int64 are global. A row may have
+    Shapes: rows ``[Q]``, ascending, index the state's tokens ``[N]``. They are on the host, which
+    then has those of each chunk without a wait. Ids ``[Q]`` int64 are global. A row may have
     several ids. An id outside of the real vocabulary has no probability.
 
     Collective: over ``group`` per chunk one all-gather of 12 bytes per row and one all-reduce of 4

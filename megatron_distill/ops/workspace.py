@@ -105,7 +105,7 @@ def allocate_logits(rows: int, columns: int, dtype: torch.dtype, device: torch.d
     """A new matrix for the product of a head; on a GPU each row begins at an aligned address.
 
     A tokenizer may have any number of ids. With 151,665 of them in bf16, most rows would begin at
-    an address that is no multiple of the 16 bytes which the fast products of cuBLAS need.
+    an odd address. The fast products of cuBLAS need multiples of 16 bytes.
     """
     return allocate(rows, _row_stride(columns, device), dtype, device)[:, :columns]
 

@@ -117,7 +117,7 @@ class AlignedDocument:
     flags_n: uint8, loss masks and weights of the student's tokens as labels, as in `Sample`;
     distillation trains those in chunks. None: cross-entropy trains all. unknown: of the tokens.
     places_m2: int32, record and position in a store that predict each token of the teacher, -1 for
-    none; None where records are not found by documents.
+    none. None: records are not found by documents.
     """
 
     student: Side

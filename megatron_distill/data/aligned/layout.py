@@ -32,8 +32,8 @@ class AlignedPiece:
 class AlignedLayout:
     """How conversations become samples of two models; a `Layout`.
 
-    A length is the share of a window that a conversation fills, on the side where that is larger,
-    in units of 1 / (width of the student's window * width of the teacher's). `distils_all`: as in
+    A length is the share of a window that a conversation fills, on the side where that is larger.
+    Its unit is 1 / (width of the student's window * width of the teacher's). `distils_all`: as in
     `AlignedPacker`.
     """
 

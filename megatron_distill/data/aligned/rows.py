@@ -1,7 +1,7 @@
 """The rows of both models of a micro-batch, planned while the step before runs.
 
 All rows of a chunk must be on one rank. Under context parallelism the hidden states of both models
-are gathered over the context group, and each rank takes chunks of which it has a part.
+are gathered over the context group. Each rank takes chunks of which it has a part.
 """
 
 from __future__ import annotations

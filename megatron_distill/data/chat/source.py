@@ -355,9 +355,9 @@ class Piece:
 def cut_conversation(start: int, stop: int, *, width: int, truncation: str) -> list[Piece]:
     """The pieces of at most `width` tokens of a conversation under a truncation policy.
 
-    right keeps the beginning, left the end, split all of it. The last token of a split piece is
-    the first of the next, so that each label is trained once, without the context before its
-    piece. drop keeps no piece of a longer conversation; nor does error, which the caller raises.
+    right keeps the beginning, left the end, split all of it. The last token of a split piece is the
+    first of the next. So each label is trained once, without the context before its piece. drop
+    keeps no piece of a longer conversation; nor does error, which the caller raises.
     """
     assert truncation in TRUNCATIONS, truncation
     if stop - start <= width:

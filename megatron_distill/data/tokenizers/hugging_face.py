@@ -223,10 +223,9 @@ def open_hugging_face(folder: Path) -> HuggingFaceTokenizer:
 def _with_rules_of_file(found: Any, folder: Path) -> Any:
     """`found`, or the tokenizer that `tokenizer.json` describes where `found` has other rules.
 
-    For many models, chosen by `model_type` in config.json, `transformers` takes vocabulary and
-    merges from the file and replaces its normalizer and pre-tokenizer by those of a class. A model
-    was trained on the file's tokens: other libraries, and `transformers` before version 5, use the
-    file as it is.
+    For many models, chosen by `model_type` in config.json, `transformers` takes only vocabulary and
+    merges from the file. Normalizer and pre-tokenizer are those of a class. A model was trained on
+    the file's tokens: other libraries, and `transformers` before version 5, use the file as it is.
     """
     from transformers import PreTrainedTokenizerFast
 

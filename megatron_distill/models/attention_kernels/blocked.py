@@ -6,8 +6,8 @@ keys that it sees at once, so that no online softmax is needed. The backward pas
 block's scores, and draws its dropout again. At most `BLOCK_BYTES` of scores exist at a time, for
 any sequence length, in either direction.
 
-Shapes: b samples, g key-value heads, r query heads for each of them, s queries, S keys, d head
-size; q queries of a block, K keys that they see.
+Shapes: b samples, g key-value heads, r query heads for each, s queries, S keys, d head size. A
+block has q queries and K visible keys.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Soft-capped attention on CUDA in 16 bits: FlexAttention over blocks of a document mask.
 
-FlexAttention (arXiv 2412.05496) compiles the soft cap into its kernel and visits only the blocks
-of 128 queries and 128 keys in which some query sees some key. Which blocks these are follows from
-the documents' lengths on the host. Within a block the mask is computed from each query's first and
-last visible key.
+FlexAttention (arXiv 2412.05496) compiles the soft cap into its kernel. It visits only blocks of 128
+queries and 128 keys in which some query sees some key. Which blocks these are follows from the
+documents' lengths on the host. Within a block the mask is computed from each query's first and last
+visible key.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _compiled() -> Callable[..., Tensor]:
 def block_mask(segments: Segments, window: int | None, device: torch.device) -> BlockMask:
     """Return the mask of a micro-batch as blocks; built on the host, copied without waiting.
 
-    A block of queries lists the blocks of keys that some of its queries see in part, and those
-    that all of them see whole, which need no mask: integers [b, 1, s / 128, S / 128] in all.
+    A block of queries lists the blocks of keys that it sees in part, and those that it sees whole,
+    which need no mask. These are integers [b, 1, s / 128, S / 128] in all.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

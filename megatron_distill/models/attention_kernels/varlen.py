@@ -1,10 +1,10 @@
 """Attention on CUDA in 16 bits: torch's flash kernel over packed documents.
 
 `torch.nn.attention.varlen.varlen_attn` takes cumulative lengths of queries and keys. It aligns the
-causal triangle of a document at the bottom right, so a context rank's piece is one call: queries of
-the piece, with the keys of their documents up to the piece's end. Grouped heads read shared keys
-and the sliding window skips the blocks outside of it, both in the kernel; the backward pass is the
-kernel's own. Cumulative lengths were copied with the micro-batch: nothing waits for the device.
+causal triangle of a document at the bottom right. So a context rank's piece is one call: its
+queries, with the keys of their documents up to the piece's end. In the kernel grouped heads read
+shared keys, and the sliding window skips the blocks outside. The backward pass is the kernel's own.
+Cumulative lengths were copied with the micro-batch: nothing waits for the device.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A draw is the largest of logit / temperature plus Gumbel noise (Gumbel-max: Maddison, Tarlow and
 Minka, arXiv 1411.0030, section 2). The noise of a token is a hash of (seed, sample, position, token
-id), so a draw is the same in any layout and any batch.
+id). So a draw is the same in any layout and batch.
 
 Shapes: b rows, V real columns of this rank's shard.
 """
@@ -175,7 +175,7 @@ def _beyond(
 ) -> Tensor:
     """Return the columns outside of the smallest set of largest logits with a weight of `target_b`.
 
-    weights: int64, not negative. A radix selection on the bits of fp32: each of three rounds sums
+    weights: int64, not negative. A radix selection on the bits of fp32. Each of three rounds sums
     the weights by digit, and finds the digit at which the sum from above reaches the target. Among
     equal logits at the limit the lowest ids are inside.
 

@@ -4,8 +4,8 @@ A step of one position per row is short, and upstream's modules cost more than t
 each layer is its products, on rows [N, H] of all tensor ranks alike: no sequence parallelism, no
 dropout, no recomputation. Transformer Engine's modules have the same weights; only FP8 is lost.
 
-Each operation costs such a step a launch, so sums and rotations are in place, and what does not
-depend on the step is prepared with the layer.
+Each operation costs such a step a launch. So sums and rotations are in place, and values that do
+not depend on the step are prepared with the layer.
 
 Shapes: N positions, H hidden size, g key-value heads of this rank, r query heads for each, d head
 size, V rows of the head on this rank.

@@ -1,11 +1,11 @@
 """A model that writes and scores text, in any layout.
 
-Data ranks and context ranks have different rows: the weights of context ranks are the same, and one
+Data ranks and context ranks have different rows. The weights of context ranks are the same, and one
 new position per row has no sequence to divide. Pipeline stages have as many groups of rows in
 flight as stages. Where experts are spread over data ranks, all of them take every step together.
 
-Left out: CUDA graphs. The number of keys grows with each step, and a graph of this loop would need
-one capture per number of rows, with lengths on the device.
+Left out: CUDA graphs. The number of keys grows with each step. A graph of this loop would need one
+capture per number of rows, with lengths on the device.
 
 Shapes: b rows, N positions of all rows, H hidden size, V real columns of the head on this rank.
 """

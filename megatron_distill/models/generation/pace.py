@@ -22,7 +22,7 @@ class Pace(NamedTuple):
     """The steps with a look at the drawn ids.
 
     Every `interval` steps their copy to the host begins, and `delay` steps later, fewer than an
-    interval, it is read: by then it is there, and the device has a step to do meanwhile.
+    interval, it is read. By then it is there, and the device has a step to do meanwhile.
     """
 
     interval: int

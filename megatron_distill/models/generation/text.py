@@ -19,7 +19,7 @@ class TextStream:
     """The text of a row so far, from its ids.
 
     A character whose bytes are in several ids waits for the last of them. A decoder may drop a
-    space before the first id, or join ids; so the last few ids are decoded with the new ones, and
+    space before the first id, or join ids. So the last few ids are decoded with the new ones, and
     the difference is the new text.
     """
 

@@ -1,7 +1,7 @@
 """Rules that map rows of our tensors to rows of Hugging Face tensors.
 
 Both sides store a linear layer as [out, in], so a family differs only in names and the order of
-rows; GPT-2 alone stores [in, out]. A rule defines that order once. Reading a slice, writing a
+rows. GPT-2 alone stores [in, out]. A rule defines that order once. Reading a slice, writing a
 tensor and checking shapes follow from it.
 """
 

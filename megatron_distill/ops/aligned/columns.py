@@ -67,7 +67,7 @@ def check_pairs(student_ids: Tensor, teacher_ids: Tensor, sizes: tuple[int, int]
 class CommonColumns:
     """This rank's columns of the common tokens, in the order of the student's ids.
 
-    The common tokens are numbered by rank and student id; each rank's columns are followed by one
+    The common tokens are numbered by rank and student id. Each rank's columns are followed by one
     for its part of the rest, if there is a rest.
 
     Attributes:

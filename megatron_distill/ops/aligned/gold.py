@@ -1,8 +1,8 @@
 """A divergence over common tokens and the rest, and the sorted distance of uncommon ones.
 
 Both parts compare chunk means, so the loss is defined on chunks of any number of tokens. The
-uncommon tokens of each vocabulary are one class of the divergence; the distance then compares the
-k most probable of them (general online logit distillation, see docs/cross_tokenizer.md).
+uncommon tokens of each vocabulary are one class of the divergence. The distance then compares the k
+most probable of them (general online logit distillation, see docs/cross_tokenizer.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The binary divergence between both models' probabilities of a chunk's text.
 
-With a and b the log-probabilities of the chunk under student and teacher, each the sum over its
-tokens, the classes are the text, ``e^(a/tau)`` and ``e^(b/tau)``, and all further texts
-(approximate likelihood matching, Minixhofer et al., arXiv 2503.20083). It is defined on chunks of
-any number of tokens.
+a and b are the log-probabilities of the chunk under student and teacher, each the sum over its
+tokens. The classes are the text, ``e^(a/tau)`` and ``e^(b/tau)``, and all other texts (approximate
+likelihood matching, Minixhofer et al., arXiv 2503.20083). It is defined on chunks of any number of
+tokens.
 """
 
 from __future__ import annotations

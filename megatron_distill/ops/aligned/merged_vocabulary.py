@@ -2,8 +2,8 @@
 
 It is defined on chunks of one token on each side: both models then predict the next token of the
 same text. The further tokens of each vocabulary are one class. Its logit is split evenly over the
-ranks: an f-divergence, whose summands are homogeneous in (p, q), has the same value and slope on
-equal parts of a class. So each rank has one more column, and nothing else is sent.
+ranks. An f-divergence has the same value and slope on equal parts of a class, since its summands
+are homogeneous in (p, q). So each rank has one more column, and nothing else is sent.
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ class TilePlan:
     ) -> TilePlan:
         """The plan of rows with chunk numbers ``[N]`` and ``[M]`` int64, -1 for none.
 
-        A tile has at most ``tile_tokens`` rows of each model, unless one chunk has more; a band
-        has at most ``band_tokens``, unless one tile has more. ``has_label`` is bool ``[N]``:
-        student rows that are needed without a chunk too.
+        A tile has at most ``tile_tokens`` rows of each model, unless one chunk has more. A band has
+        at most ``band_tokens``, unless one tile has more. ``has_label`` is bool ``[N]``: student
+        rows that are needed without a chunk too.
 
         Raises:
             ValueError: a number is not one of ``count`` chunks, or no tile fits a row.

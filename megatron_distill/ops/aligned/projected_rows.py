@@ -2,7 +2,7 @@
 
 A vocabulary map has a sparse row of teacher ids and weights for each student token. A rank has the
 rows of its own student columns. Its part of a projected distribution is over the teacher's whole
-vocabulary; parts of all ranks are summed at the few ids that a loss needs. A block of chunks is
+vocabulary. Parts of all ranks are summed at the few ids that a loss needs. A block of chunks is
 projected at once, so that memory does not depend on the number of chunks.
 """
 

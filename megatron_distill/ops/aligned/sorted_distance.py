@@ -1,8 +1,8 @@
 """The distance between two vocabularies' sorted probabilities, which needs no common token.
 
 The largest k of each side are compared rank by rank: ``sum_r |q_(r) - p_(r)|``, the shorter side
-continued with zeros. A rank of a vocabulary shard sends its own k largest probabilities, of which
-all ranks choose the same k (universal logit distillation, Boizard et al., arXiv 2402.12030).
+continued with zeros. A rank of a vocabulary shard sends its own k largest probabilities. All ranks
+choose the same k of them (universal logit distillation, Boizard et al., arXiv 2402.12030).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def sorted_distance(
 ) -> SortedDistance:
     """From the candidates ``[ranks, c, k]`` of all ranks of the group; no collective.
 
-    The slope is the sign of the difference at the candidate's place among the student's k, and
-    zero beyond; equal candidates take places in the order of their ids.
+    The slope is the sign of the difference at the candidate's place among the student's k, and zero
+    beyond. Equal candidates take places in the order of their ids.
     """
     k = student.shape[2]
     joined = student.transpose(0, 1).flatten(1)
