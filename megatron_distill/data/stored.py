@@ -30,7 +30,7 @@ class Share:
 
 
 class StoredSamples:
-    """An endless stream of the samples of stores, shuffled anew in every epoch; a `SampleSource`.
+    """An endless stream of the samples of stores, reshuffled in every epoch; a `SampleSource`.
 
     `sample_id` is the number of the sample in the set and locates its record. Each share counts
     its epochs separately. Samples `held_out` are left out. Use it on the one rank that reads.

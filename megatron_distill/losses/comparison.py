@@ -208,7 +208,7 @@ def compare_student(
     group: dist.ProcessGroup | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenComparison:
-    """Figures of the student beside the labels, without a teacher; as `compare_with_logits`.
+    """Figures of the student against the labels, without a teacher; as `compare_with_logits`.
 
     Collective: over ``group`` per token two all-gathers of 16 bytes and one all-reduce of 24.
     """

@@ -1,5 +1,5 @@
-"""Bytes of activations, per token of a micro-batch: those that the layers of the student save for
-the backward pass, and those that a forward pass without one holds for a moment.
+"""Bytes of activations, per token of a micro-batch. The layers of the student save some for the
+backward pass; a forward pass without one holds others for a moment.
 
 Counted are the tensors that autograd saves in our layers: torch's on a CPU, fused ones on a GPU.
 Source of the method: Reducing Activation Recomputation in Large Transformer Models, arXiv
@@ -174,7 +174,7 @@ class Activations:
 def activation_bytes(run: PlannedRun, choice: Choice, stage: int, *, is_fused: bool) -> Activations:
     """Return the activations of a pipeline rank.
 
-    1F1B holds min(m, p - stage) micro-batches; with v chunks the first rank holds
+    1F1B holds min(m, p - stage) micro-batches. With v chunks the first rank holds
     (v - 1) p + 2 (p - 1) + 1 chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     layout = choice.layout

@@ -1,8 +1,8 @@
 """The rates of the machine at hand, measured in about a quarter of a minute.
 
-Measured are products of four sizes, a fused attention, a layer's element-wise work, on a CPU the
-losses' work per logit and the optimizer's per parameter, and messages between two processes.
-Operands of products are not in the caches, as they are not in a step.
+Measured are products of four sizes, a fused attention, a layer's element-wise work, and messages
+between two processes. On a CPU the losses' work per logit and the optimizer's per parameter are
+added. Operands of products are not in the caches, as they are not in a step.
 """
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ def _both_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[f
 def _elements(device: torch.device) -> tuple[float, tuple[tuple[float, float], ...]]:
     """Return the rate of element-wise work in GB/s, and the share by megabytes of one operation.
 
-    The work is a layer's, forward and backward, over the bytes that the planner counts for it: two
-    norms, two residual sums, queries and keys that turn, and a gated activation.
+    The work is a layer's, forward and backward, over the bytes that the planner counts for it. It
+    has two norms, two residual sums, rotated queries and keys, and a gated activation.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     found = []

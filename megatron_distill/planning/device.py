@@ -50,7 +50,8 @@ class Link(_Table):
 
     devices: that it connects. gb_per_s: of one device in one direction. efficiency: share of it
     that sums reach. latency_us: of one collective. gather, scatter: time of an all-gather and of a
-    reduce-scatter over half of a sum's, above 1 for gloo, which scatters no better than it sums.
+    reduce-scatter over half of an all-reduce's. Above 1 for gloo, which scatters no faster than it
+    sums.
     """
 
     devices: int = Field(ge=1)

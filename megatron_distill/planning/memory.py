@@ -67,8 +67,8 @@ def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tup
     """Return bytes of weights, fp32 gradients, and the optimizer's state on one rank.
 
     Adam has two fp32 moments, and with bf16 an fp32 weight. The distributed optimizer shards them.
-    Its buffers have gaps, which no moment belongs to; not counted are the ends of further buckets
-    of a chunk with more numbers than one bucket.
+    Its buffers have gaps without moments. Not counted are the ends of further buckets, of a chunk
+    with more numbers than one bucket.
     """
     layout, width = choice.layout, run.width
     state = _FP32 * (2 if width == _FP32 else 3)

@@ -1,4 +1,4 @@
-"""The time in which a run's data is read, beside its steps, at recorded rates of one core."""
+"""The time in which a run's data is read, while steps run, at recorded rates of one core."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def _teacher_pass(
 ) -> list[Task]:
     """Return the teacher's pass over a step's micro-batches on a rank of the student's pipeline.
 
-    In a layout of its own its replicas and stages are others; each lane then counts as busy for the
+    In a layout of its own it has other replicas and stages. Each lane then counts as busy for the
     whole pass of the slowest stage.
     """
     stage = rank if choice.is_same_layout else 0
@@ -337,7 +337,7 @@ def _teacher_lane(
 def _answer(choice: Choice, run: PlannedRun, device: Device, task: Task, teachers: int) -> Task:
     """Let a student's last stage wait for its teacher's answer to the micro-batch.
 
-    A replica of the teacher serves several of the student, or a part of one: its micro-batches are
+    A replica of the teacher serves several of the student, or a part of one. Its micro-batches are
     spread evenly over those of the student's replica.
     """
     operation = task.operation

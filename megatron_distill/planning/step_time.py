@@ -1,6 +1,6 @@
 """The time of a training step by its parts, from the times of the stages and their messages.
 
-A pipeline of stages with times T_i and m micro-batches takes (m - 1) max T_i + sum T_i (1F1B); with
+A pipeline of stages with times T_i and m micro-batches takes (m - 1) max T_i + sum T_i (1F1B). With
 v chunks per rank the fill and the drain are v times shorter. That is exact for equal stages.
 """
 

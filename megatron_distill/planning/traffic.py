@@ -1,7 +1,7 @@
 """Bytes that a rank receives from other ranks in a step, by kind of message.
 
-Of a gather or a scatter of n bytes over r ranks each rank receives n (r - 1) / r; of a sum it
-receives that twice. Of several stages it is the rank that receives most.
+In a gather or a scatter of n bytes over r ranks each rank receives n (r - 1) / r. In an all-reduce
+it receives twice that. Of several stages it is the rank that receives most.
 """
 
 from __future__ import annotations

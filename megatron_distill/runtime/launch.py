@@ -108,8 +108,8 @@ _LOOK_SECONDS = (0.01, 1.0)  # between looks at the store, first and most
 class Launch:
     """This process's rank and the size of the launch; `store` is None in a world of one process.
 
-    `teacher_ranks`: the last ranks of the launch, which run one teacher each and have a world for
-    each of them; empty: there is one world of all ranks. See `Roles`.
+    `teacher_ranks`: the last ranks of the launch, which run a teacher each in a world of its own.
+    Empty: there is one world of all ranks. See `Roles`.
     """
 
     rank: int

@@ -2,7 +2,7 @@
 
 Cleanup waits for peers: for their part of a checkpoint, for NCCL's queue. They wait for this rank.
 So the process ends. Its peers may be in a GPU kernel that never returns, where no signal reaches
-them: a thread of each looks in the rendezvous store for a failed rank. A rank that lost a peer
+them. So a thread of each polls the rendezvous store for a failed rank. A rank that lost a peer
 first exchanges with the others where each of them waited.
 """
 
@@ -266,7 +266,7 @@ class PeerWatch:
     host, and gives signs of life for `Launch.together`. Then it also ends the process when the next
     rank has given no sign for `patience_seconds`: a role may wait without limit for another, and a
     process that is stopped, or a machine that is gone, closes no connection. A rank of the student
-    also ends if its main thread does not run for so long after the begin of its first step: the
+    also ends if its main thread does not run for so long, once its first step has begun. The
     teachers' ranks wait for its commands without limit.
     """
 

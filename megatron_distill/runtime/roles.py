@@ -31,8 +31,8 @@ class Roles:
     """The division of a launch of `size` ranks: first the student's, then those of each teacher.
 
     `teacher_ranks`: name and number of ranks of each teacher with ranks of its own, in the order of
-    the ranks; the names are keys of the configuration. Without them every rank is of one world, and
-    ranks are named by their number alone.
+    the ranks. The names are configuration keys. Without them every rank is of one world, and ranks
+    are named by their number alone.
     """
 
     size: int

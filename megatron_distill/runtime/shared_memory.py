@@ -1,7 +1,7 @@
 """Memory that processes of one machine map, which has no name in a file system.
 
-It ends with the last process that has mapped it, however that ends, and the size of /dev/shm, 64 MB
-in many containers, is no limit.
+It ends with the last process that has mapped it, even a killed one. The size of /dev/shm, 64 MB in
+many containers, does not limit it.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ def run_child(
     """Run `command` to its end, with this process's standard streams; leave no process behind.
 
     The first of the signals, None: `stop_signals`, is sent to the command's direct children as
-    SIGTERM: the ranks of torchrun, which finish their step, save and exit. A second one, unless a
-    scheduler may repeat it (`second_kills`), or `grace_seconds` after the first, kills them. Call
-    it from the main thread.
+    SIGTERM. These are the ranks of torchrun, which finish their step, save and exit. A second one,
+    unless a scheduler may repeat it (`second_kills`), or `grace_seconds` after the first, kills
+    them. Call it from the main thread.
     """
     # In a new session, so that Ctrl-C reaches the child only through this process: torchrun
     # would react by ending its ranks in the middle of a step.

@@ -86,10 +86,10 @@ class WithFeatures:
 class Signals(Protocol):
     """The signals of a step's micro-batches: a list, or `OnDemand`.
 
-    The student's step takes element i in the forward step of micro-batch i, that of a stage's last
-    chunk, on all ranks of a stage in the same order. An element may be computed, and communicate,
-    when it is taken. It is the same each time, but only the element taken last is sure to be free
-    of work.
+    The student's step takes element i in the forward step of micro-batch i, in that of a stage's
+    last chunk. All ranks of a stage take them in the same order. An element may be computed, and
+    communicate, when it is taken. It is the same each time, but only the element taken last is sure
+    to be free of work.
     """
 
     def __len__(self) -> int:

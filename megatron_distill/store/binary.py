@@ -399,8 +399,8 @@ _WHAT_TO_DO: Final = "free disk space or name another folder"
 class RecordFile:
     """Random access to the records of a file.
 
-    Raises StoreError on opening: the file is missing, cut off or was never closed (the library
-    reports none of these), or the number of records is not `count`.
+    Raises StoreError on opening: the file is missing, cut off or never closed, which the library
+    does not report, or the number of records is not `count`.
     """
 
     def __init__(self, path: Path, *, count: int | None = None) -> None:

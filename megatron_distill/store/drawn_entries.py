@@ -1,9 +1,9 @@
 """Stored entries: ids drawn from the teacher with replacement.
 
 They are the same on every run and for every split. The uniform numbers of a position are a function
-of (seed, sample id, position) alone: Philox in counter mode, whose raw output is fixed by its
-definition. Cumulative probabilities are integers: the order of summation, over columns or ranks,
-does not change them.
+of (seed, sample id, position) alone. They are Philox in counter mode, whose raw output is fixed by
+its definition. Cumulative probabilities are integers: the order of summation, over columns or
+ranks, does not change them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Such a file contains k raw logits per position: no log-sum-exp, tail, entropy or
 log-probability, and no identity of the teacher. The store records this.
 
 An Example is read from its wire format: named lists of integers, floats or bytes. It is message 1
-{map 1: name 1 -> Feature 2}; a Feature is one of bytes list 1, float list 2, int64 list 3, each of
-which repeats field 1, packed or one by one.
+{map 1: name 1 -> Feature 2}; a Feature is one of bytes list 1, float list 2, int64 list 3. Each of
+these repeats field 1, packed or one by one.
 """
 
 from __future__ import annotations

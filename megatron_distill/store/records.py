@@ -262,8 +262,8 @@ class Selection(Protocol):
 class Entries(Protocol):
     """A kind of stored ids with numbers of the teacher, at the S positions of a record.
 
-    ``is_ranked``: whether the ids are the teacher's most probable ones in order, so that the first
-    k of them, a ``top_p`` and further temperatures are defined. ``needs_seed``: whether they depend
+    ``is_ranked``: whether the ids are the teacher's most probable ones in order. Then the first k
+    of them, a ``top_p`` and further temperatures are defined. ``needs_seed``: whether they depend
     on a sampling seed. ``adjective``: how messages call the ids. ``metrics``: reported metrics that
     need these entries.
     """

@@ -111,8 +111,8 @@ class AlignedLoss:
     def _chunk_weights(self, rows: ChunkRows, term: ChunkTerm, step: StepBatches) -> Tensor:
         """The weight of each chunk in the mean of a term, fp32 ``[C]``.
 
-        A term without teachers of its own has chunks of samples of the teacher alone, divided by
-        the number of all: samples count alike, whichever teacher trains them.
+        A term without teachers of its own has chunks of the teacher's samples alone, divided by the
+        number of all. So samples count alike for every teacher.
         """
         weights = _shares(rows, step, of_pairs=term.is_of_pairs)
         if self.teacher is None or term.teachers is not None:

@@ -1,8 +1,8 @@
 """Calibration errors over bins of equal mass, in which each bin has the same weight of tokens.
 
 In bins of equal width a confident model has most of its tokens in the last one, whose mean hides
-what differs within it (adaptive calibration error: Nixon et al., arXiv 1904.01685, section 3).
-The bounds depend on all tokens, so sums over batches are not enough: each token's figures are kept.
+differences within it (adaptive calibration error: Nixon et al., arXiv 1904.01685, section 3). The
+bounds depend on all tokens, so sums over batches are not enough: each token's figures are kept.
 
 Shapes: n tokens of a batch, on the host.
 """

@@ -65,7 +65,7 @@ SUM_NAMES: Final = _names()
 
 @torch.no_grad()
 def compare_held_out(student: Student, held_out: HeldOut) -> dict[str, object]:
-    """Return the figures of the student beside labels and teacher, the same on every rank.
+    """Return the figures of the student against labels and teacher, the same on every rank.
 
     A teacher with another tokenizer, several teachers, and a store without top-k at temperature one
     leave out what needs the teacher's probabilities. A top-k store bounds the acceptance.

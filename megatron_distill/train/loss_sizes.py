@@ -84,7 +84,7 @@ def gradient_norms(
     """Return the norms of the gradients of cross-entropy and of the weighted divergences.
 
     The gradient is that of the loss alone, a mean over the global batch, with respect to the
-    student's last hidden states; the norm is over all of them. The gradient of the weighted
+    student's last hidden states. The norm is over all of them. The gradient of the weighted
     features is with respect to the layers' outputs, separately for each pair. The pass is that of
     `loss_values`, with gradients instead of values.
 

@@ -176,7 +176,7 @@ class JsonLinesSink:
 def to_json(record: Record) -> str:
     """Return `record` as one line of JSON.
 
-    JSON has no NaN and no infinity: such a value becomes null, and `not_finite` maps its name
+    JSON has neither NaN nor infinity. Such a value becomes null, and `not_finite` maps its name
     (`validation.ce_loss` for a nested one) to "NaN", "Infinity" or "-Infinity".
     """
     not_finite: dict[str, str] = {}

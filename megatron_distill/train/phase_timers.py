@@ -31,7 +31,7 @@ class PhaseTimers:
     A phase within another one interrupts it: a live teacher that runs in the student's forward step
     counts as the teacher's alone. Time outside of all phases is `OTHER`. Nothing is measured
     outside of a step. On CUDA an event on the current stream marks every change of phase, because
-    the host only launches the work; recording does not wait for the device.
+    the host only launches the work. Recording does not wait for the device.
 
     Attributes:
         annotates: whether phases are ranges of torch's profiler too.

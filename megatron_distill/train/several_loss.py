@@ -146,8 +146,8 @@ class SeveralLoss:
 def take_teacher_figures(values: dict[str, float], kd_tokens: float) -> TeacherFigures:
     """Take the figures of the teachers out of a step's values.
 
-    A teacher has the mean loss over its labels, their weighted number, and the share of them where
-    its most probable token is the student's, if that is known. A mixture by scores has the mean
+    A teacher has the mean loss over its labels and their weighted number. It also has the share of
+    them where its most probable token is the student's, if known. A mixture by scores has the mean
     weight of each of its teachers. `kd_tokens`: the divisor of the values. A teacher without
     labels has the number alone.
     """

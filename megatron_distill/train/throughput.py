@@ -177,7 +177,7 @@ class PeakMemory:
 
 
 def _lower_peak(device: torch.device) -> None:
-    """Let the peak begin anew at the memory in use."""
+    """Reset the peak to the memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

@@ -64,8 +64,8 @@ def answer_plan(
     """Return who sends which rows to whom; pure, and the same on all ranks.
 
     `role`: the ranks of the teacher, one of `roles`. `settings`: of sent top-k ids, which every
-    tensor rank needs for all positions, and with a tokenizer of the teacher's own every context
-    rank too; None: hidden states are sent, split along the sequence as the models leave them.
+    tensor rank needs for all positions. With a tokenizer of the teacher's own every context rank
+    needs them too. None: hidden states are sent, split along the sequence as the models leave them.
     Raises ConfigError: a feature loss names a layer that its model does not have.
     """
     student_grid = Grid.of(layout_of(config.parallel), roles.student.ranks)

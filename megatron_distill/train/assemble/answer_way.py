@@ -133,8 +133,8 @@ def teacher_way(
 ) -> AnswerWay:
     """Return how a rank of the teacher sends; `resources` end after its sender.
 
-    Raises ConfigError: the way is not for this device, or it should share memory with another
-    machine, or with a GPU that its own cannot access.
+    Raises ConfigError: the way is not for this device, or should share memory with another machine
+    or an inaccessible GPU.
     """
     bridge = device.bridge
     assert bridge is not None

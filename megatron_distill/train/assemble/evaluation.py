@@ -380,9 +380,9 @@ def evaluate_weights(
 ) -> dict[str, Any]:
     """Evaluate the student of a configuration, and its teachers if asked for, without training.
 
-    Returns the results by role, the facts of the models, the student's differences to the other
-    models under `student_minus`, and under `items` the measures of each item by role and task. All
-    tasks are read, and all models found, before the first one is built.
+    Returns the results by role and the facts of the models. The student's differences to the other
+    models are under `student_minus`, and under `items` the measures of each item by role and task.
+    All tasks are read, and all models found, before the first one is built.
 
     against: items of earlier evaluations by name. Raises a MegatronDistillError on all ranks
     together; Interrupted on all ranks where a signal asked for it.

@@ -100,8 +100,8 @@ NO_TASKS: Final = OpenTasks((), ())
 def open_tasks(tasks: Sequence[Task], device: torch.device, *, add_bos: bool | None) -> OpenTasks:
     """Read the tasks' files and build their prompts as text, on the first rank.
 
-    Raises ConfigError or DataError on all ranks: a file or a column is missing, a row has no
-    answer, a template is wrong, or a grader does not exist.
+    Raises ConfigError or DataError on all ranks: a file, a column, an answer or a grader is
+    missing, or a template is wrong.
 
     Collective: those of `on_first_rank`.
     """

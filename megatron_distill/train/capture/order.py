@@ -85,10 +85,10 @@ class HoleSource:
     """A training stream's samples in the order of a capture; a `SampleSource`.
 
     Sample n of the stream is sample n of the store. Samples without a row are read and skipped,
-    unless the stream's state at the beginning of a later shard is known. Rows without a sample
-    are untrained samples with the id -1. Memory: one shard's tokens for each replica.
-    `list_documents` is called with each hole and its samples before the last one of them is
-    returned, so that no shard is written without it; None: their documents are not listed.
+    unless the stream's state at the beginning of a later shard is known. Rows without a sample are
+    untrained samples with the id -1. Memory: one shard's tokens for each replica. `list_documents`
+    is called with each hole and its samples before the last one of them is returned. So no shard is
+    written without it. None: their documents are not listed.
 
     Attributes:
         passed: new states of the stream at the beginnings of passed shards, as (shard, state);

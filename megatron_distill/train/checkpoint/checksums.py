@@ -1,7 +1,7 @@
 """CRC-32 of a whole from parts that are read in any order, by any rank.
 
-Before its constants are added, a CRC-32 is linear: that of a whole is the XOR of those of its
-parts, each shifted by the bytes that come after it. Those are its registers, which begin at zero.
+Before its constants are added, a CRC-32 is linear. That of a whole is the XOR of those of its
+parts, each shifted by the bytes after it. Those are its registers, which begin at zero.
 """
 
 from __future__ import annotations

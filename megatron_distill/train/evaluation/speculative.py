@@ -2,8 +2,8 @@
 
 It measures the tokens per verification. In one block the student drafts g tokens, and one pass of
 the teacher reads them. A drafted token y is accepted with probability min(1, p(y) / q(y)); the
-first rejected one is replaced by a draw from max(p - q, 0), and after g accepted ones the teacher
-draws one more (Leviathan et al., arXiv 2211.17192, algorithm 1). So the text follows the teacher's
+first rejected one is replaced by a draw from max(p - q, 0). After g accepted ones the teacher draws
+one more (Leviathan et al., arXiv 2211.17192, algorithm 1). So the text follows the teacher's
 distribution p. Greedily a token is accepted if it is the teacher's likeliest.
 
 With r_i = min(1, p(y_i) / q(y_i)) and a_i = sum min(p, q) at each drafted position, the mean of

@@ -1,4 +1,4 @@
-"""A student beside its teacher on texts that the teacher writes.
+"""A student against its teacher on texts that the teacher writes.
 
 The output of speculative decoding follows the teacher, so a draft's acceptance belongs on such
 texts, and not on those of a corpus.

@@ -1,1 +1,1 @@
-"""What a run tells before it starts: its banner, its memory, its layout, and what a plan reads."""
+"""Reports of a run before it starts: banner, memory, layout, and the inputs of a plan."""

@@ -259,7 +259,7 @@ def _forward_work(shape: Architecture) -> float:
 def _several(config: RunConfig, shapes: Mapping[str, Architecture]) -> tuple[SharedTeacher, ...]:
     """Return several teachers with their shares of the samples; empty where there is one.
 
-    Stores are left out, and rows that name their teachers count for all of them alike: a plan has
+    Stores are left out, and rows that name their teachers count for all of them alike. A plan has
     neither, and the memory of a run does not depend on them.
     """
     live = sorted(name for name, one in (config.teachers or {}).items() if one.store is None)

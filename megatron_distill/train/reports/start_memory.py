@@ -48,8 +48,7 @@ def memory_warning(config: RunConfig, rank_device: RankDevice, *, ranks: int) ->
 
     ranks: of the student. Reads descriptions of the models only. Nothing is predicted where one of
     several teachers has ranks, a layout or a tokenizer of its own. Raises ConfigError where the
-    states that live from step to step alone are more than a GPU has: these are exact, and nothing
-    can free them.
+    persistent states alone exceed a GPU's memory: these are exact, and nothing can free them.
     """
     if unplanned(config, only_memory=True) is not None:
         return None

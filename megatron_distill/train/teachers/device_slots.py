@@ -7,8 +7,8 @@ streams; no thread of a host waits for a copy.
 A wait for an event that has not been recorded yet returns at once. So a message over the bridge
 follows each record: the header of an answer, and the credit of a round (`mapped_slots.Credits`).
 
-Memory and events have to outlive their use elsewhere. So each process lets go of what it has opened
-when its teacher or student is closed, before the launch meets, and of its own things after that.
+Memory and events have to outlive their use elsewhere. So each process closes the memory that it has
+opened when its teacher or student is closed, before the launch meets. It frees its own after that.
 """
 
 from __future__ import annotations

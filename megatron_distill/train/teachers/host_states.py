@@ -21,8 +21,8 @@ class HostStates:
     """Moves a tensor of each micro-batch to host memory, and back one ahead of its use.
 
     On CUDA the copies run on `stream`, by default one of their own, to and from pinned memory. That
-    is allocated once: 2 bytes (in bf16) per value of the states of one step, of which torch rounds
-    each micro-batch's up to a power of two. On a CPU the states stay where they are.
+    is allocated once: 2 bytes (in bf16) per value of the states of one step. torch rounds each
+    micro-batch's up to a power of two. On a CPU the states stay where they are.
 
     One step's states exist at a time: those of the next step replace them. The micro-batches of a
     step are put in ascending order, not all of them need be, and are taken in any order and again.

@@ -70,9 +70,9 @@ class FeatureTeacher:
     """An online teacher that also returns features of selected layers, in the teacher's dtype.
 
     With one pipeline stage the features of one micro-batch exist at a time, as the layers left
-    them, unless the signals are kept in a list. With several, the stage of the student's layer
-    holds them for every micro-batch of a step; the teacher's own stage holds them until they are
-    sent. `host` holds them off the device: the stages then send one micro-batch after another.
+    them, unless a list keeps the signals. With several, the stage of the student's layer holds them
+    for every micro-batch of a step. The teacher's own stage holds them until they are sent. `host`
+    holds them off the device: the stages then send one micro-batch after another.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class OwnLayout:
     """A frozen model in another layout than the student's, on the same ranks; a `Teacher`.
 
     With one stage of the student the units of a wave of micro-batches run when the first of their
-    signals is taken: the outputs of one wave exist at a time. With several stages, or where the
+    signals is taken. The outputs of one wave exist at a time. With several stages, or where the
     signals are kept in a list, all units run before the student's schedule. Its last stage then
     holds the hidden states of a whole step, on the device or in `host_states`. Each rank has the
     positions that it would have in a shared layout, so that the loss is the same.

@@ -1,4 +1,4 @@
-"""The student's side of a teacher on ranks of its own: it asks, and takes the answers."""
+"""The student's side of a teacher on ranks of its own: it requests rounds and receives answers."""
 
 from __future__ import annotations
 

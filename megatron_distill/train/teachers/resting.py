@@ -24,7 +24,7 @@ class HostWeights:
     """Parameters in pinned host memory, copied to the GPU while they are in use.
 
     The host's copy is made once: the weights are frozen. The copies to the GPU run on a stream of
-    their own, and the stream that computes waits for them by an event; the host waits for nothing.
+    their own, and the computing stream waits for them by an event. The host waits for nothing.
     `resting` have storage on the GPU between `take` and `release` only.
     """
 

@@ -66,7 +66,7 @@ class AnswerSender:
     """A thread that sends answers in order, while the model computes the next.
 
     It ends the process with `alone` where a message fails. Answers wait on the device for their
-    turn: at most those of the rounds that the student has asked for, since it has room for them.
+    turn: at most those of the rounds that the student has requested, since it has room for them.
     """
 
     def __init__(
@@ -306,8 +306,8 @@ class TeacherServer:
     def serve(self) -> None:
         """Answer every round.
 
-        A step that cannot be read is refused, and so are those after it: the student, which reads
-        the same data, raises the error where its own steps come to it.
+        A step that cannot be read is refused, and so are those after it. The student reads the same
+        data, and raises the error where its own steps come to it.
 
         Collective: the bridge, one command and this rank's messages of a round; the teacher's
         world, those of the loader and of its model's forward pass.

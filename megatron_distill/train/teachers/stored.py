@@ -177,8 +177,8 @@ def read_records(
 ) -> list[bytes]:
     """Records of all samples, micro-batch by micro-batch, each checked against its row's tokens.
 
-    Records of samples that are joined by documents are cut to the rows that the micro-batch needs:
-    a sample may need a few rows of each of many records. is_alone: see `require_same_tokens`.
+    Records of samples that are joined by documents are cut to the rows that the micro-batch needs.
+    A sample may need a few rows of each of many records. is_alone: see `require_same_tokens`.
     """
     packed = []
     for batch in batches:

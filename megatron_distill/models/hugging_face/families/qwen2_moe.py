@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts: a gated expert beside them sees every token."""
+"""Qwen 1.5 and 2 with experts: an additional gated expert sees every token."""
 
 from megatron_distill.models.hugging_face import llama_like as like
 from megatron_distill.models.hugging_face.family import Family

@@ -149,8 +149,8 @@ def open_stored(
 
     vocabulary: of the records. student_tokenizer: identity of the student's tokenizer, if it is
     another one than the records'. among: the teacher is one of several, with its terms alone.
-    Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, or has
-    another tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
+    Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, of other
+    tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
 
     Collective: world, short objects.
     """
