@@ -216,7 +216,7 @@ def refusals(store: Callable[..., str]) -> Sequence[tuple[str, tuple[str, ...]]]
             (store(whole=False), "data.sources.1.teacher=code", "objective.routing_weights=null",
              "objective.terms=[{top_k: 12}, {divergence: reverse_kl, teacher: law}]"),
         ),
-        ("nor on those of one of its sources", (store(), "data.sources.0.weight=5")),
+        ("nor those of one of its sources", (store(), "data.sources.0.weight=5")),
     )  # fmt: skip
 
 
