@@ -75,8 +75,8 @@ def fused_linear_objective(
     Logits exist for ``chunk_tokens`` tokens at a time. None chooses chunks of the same memory for
     every vocabulary (2^25 logits of each model on a CPU, 2^28 on a GPU).
 
-    Collective: one all-gather over ``group`` per chunk of 80 bytes per token with one term at
-    temperature one (24 more per further temperature), 32 without a teacher; none in backward.
+    Collective: one all-gather over ``group`` per chunk. It has 80 bytes per token with one term at
+    temperature one, 24 more per further temperature, 32 without a teacher. None in backward.
 
     Raises:
         ValueError: shapes, dtypes, shard, group or terms do not fit together.

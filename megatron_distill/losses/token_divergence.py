@@ -33,17 +33,17 @@ def token_divergence(
     """Divergence of the student from the teacher for each token.
 
     Shapes: student logits ``[N, V]`` over this rank's columns; `DenseLogits` likewise, `TopK` and
-    `Sampled` complete on every rank -> ``[N]`` fp32 in nats (fp64 for fp64 logits), differentiable
-    in the student's logits. The dtypes may differ. ``shard=None`` means that the columns are the
-    whole vocabulary. Inputs are not modified, unless ``overwrite_logits`` lets the gradient
-    overwrite the student's logits; their values are undefined afterwards. The gradient is complete
-    on every rank and needs no reduction. ``top_k`` (of `DenseLogits`), ``support`` and
+    `Sampled` complete on every rank. The result is ``[N]`` fp32 in nats (fp64 for fp64 logits),
+    differentiable in the student's logits. The dtypes may differ. ``shard=None`` means that the
+    columns are the whole vocabulary. Inputs are not modified, unless ``overwrite_logits`` lets the
+    gradient overwrite the student's logits; their values are undefined afterwards. The gradient is
+    complete on every rank and needs no reduction. ``top_k`` (of `DenseLogits`), ``support`` and
     ``parameters`` are those of `Term`. Samples give the cross-entropy ``-sum w log q``; its
     expected gradient is that of forward KL.
 
-    Collective, forward only: over ``group`` one all-gather of 40 bytes per token between logits;
-    for any but forward KL 48, and one more of 24 (for adaptive KL those of `head_share` too); on
-    top-k ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of ``8 K + 8`` to choose.
+    Collective, forward only: over ``group`` one all-gather of 40 bytes per token between logits.
+    For any but forward KL it has 48, and one more of 24; for adaptive KL those of `head_share` too.
+    On top-k ids one of ``4 K + 8`` bytes (``4 K`` renormalised), and one of ``8 K + 8`` to choose.
 
     Raises:
         ValueError: shapes, shard and group do not fit, an unknown divergence, parameter or support,

@@ -77,8 +77,8 @@ class ClassDivergence(Protocol):
     ) -> IdGradient:
         """Value and gradient.
 
-        Shapes: the teacher's log-probabilities ``[N, K]`` and those of the tail ``[N]``, bool
-        ``[N, K]`` of the ids that take part, and the student's as in `IdTarget.gradient`.
+        Shapes: the teacher's log-probabilities ``[N, K]`` and those of the tail ``[N]``; bool ``[N,
+        K]`` of the ids that take part. The student's are as in `IdTarget.gradient`.
         """
         ...
 

@@ -1,6 +1,6 @@
 """The progress of a run and of a capture on the screen.
 
-A run shows losses that add up to the total, rates and held-out lines; a capture shows shards and
+A run shows losses that add up to the total, rates and held-out lines. A capture shows shards and
 samples, rate, bytes per token, and its result.
 """
 

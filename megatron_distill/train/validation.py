@@ -71,9 +71,9 @@ def read_held_out(
 def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], SourceFigures]:
     """Return the means over all held-out tokens, and per source, the same on every rank.
 
-    The objective of each batch is a mean over that batch. Batches are therefore combined by their
-    token counts: `ce` and `teacher_ce` by trained labels, terms between two tokenizers by their
-    chunks, the remaining values by distilled positions. A single source has no separate means.
+    The objective of each batch is a mean over that batch. So batches are combined by counts: `ce`
+    and `teacher_ce` by trained labels, terms between two tokenizers by their chunks, the remaining
+    values by distilled positions. A single source has no separate means.
 
     Collective: per held-out batch, those of the teacher's pass and of `run_student`.
     """

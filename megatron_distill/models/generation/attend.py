@@ -1,7 +1,7 @@
 """Attention of new positions over a cache: one per row, several per row, or whole first rows.
 
-Shapes: N new positions of all rows, one row after another; b rows, g key-value heads of this rank,
-r query heads for each of them, d head size, S most new positions of a row, m = r S, K keys.
+Shapes: N new positions of all rows, one row after another. b rows, g key-value heads of this rank,
+r query heads for each, d head size. S most new positions of a row, m = r S, K keys.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ class Sampling:
     """The distribution of the next token.
 
     `temperature` 0 takes the largest logit, the lowest id among equals. Otherwise the token is
-    drawn from softmax(logits / temperature), cut in this order: to the `top_k` likeliest tokens, to
-    the smallest set of likeliest tokens with a probability of `top_p` (nucleus sampling, arXiv
-    1904.09751, section 3.1), to tokens with `min_p` times the largest probability (arXiv
-    2407.01082, section 3). Among equally likely tokens the lowest ids stay.
+    drawn from softmax(logits / temperature), after these cuts in turn. `top_k`: that many likeliest
+    tokens. `top_p`: the smallest set of likeliest tokens with this probability (nucleus sampling,
+    arXiv 1904.09751, section 3.1). `min_p`: tokens with this share of the largest probability
+    (arXiv 2407.01082, section 3). Among equally likely tokens the lowest ids stay.
 
     A draw depends on `seed`, the row's sample number, the position and the logits alone.
 

@@ -245,10 +245,10 @@ def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, T
     gradient is this shard's PARTIAL sum, and ``weight_gradient_sum`` is added to in the forward
     pass, as in `fused_linear`. Rows in no tile of the plan have no gradient.
 
-    Memory above the inputs, in elements: for the rows of one band ``V`` logits of each model with a
-    head; for the rows of one tile ``V`` fp32 of the student for losses other than on labels, and
-    for those on chunk means at most three times ``V`` fp32 of each model; and the row blocks of
-    `TileSide`. Gradients as in `fused_linear`.
+    Memory above the inputs, in elements. Per row of one band: ``V`` logits of each model with a
+    head. Per row of one tile: ``V`` fp32 of the student, except for losses on labels; on chunk
+    means at most three times ``V`` fp32 of each model. The row blocks of `TileSide` are added.
+    Gradients as in `fused_linear`.
 
     Collective: over ``group`` those of the terms and of `TileSide` for each tile; the label loss
     needs 24 bytes per row, shared with likelihood. None in backward.

@@ -192,8 +192,8 @@ def slope_and_value(
     ``rest`` is one minus the parameter, ``log_ratio`` and ``top_ratio`` are as in `Classes`, and
     the remaining arguments come from `compared`.
 
-    For tokens near their teacher, values are of second order: the part of a summand linear in
-    ``p - q``, whose sum is zero, is left out.
+    For tokens near their teacher, values are of second order. The part of a summand linear in ``p -
+    q``, whose sum is zero, is left out.
     """
     near_equal = tl.where(top_ratio > _LOG_HALF, 1.0, 0.0)
     near = is_near > 0.0

@@ -459,8 +459,8 @@ def evaluate_by_harness(
 
     `include`: folder of further tasks of the harness. `samples`: with every item and its answers.
     Returns the harness's results on the first rank of a node, None elsewhere. Raises a
-    MegatronDistillError on all ranks together; one for a task that cannot be loaded, or whose
-    packages are missing, comes before the model is built.
+    MegatronDistillError on all ranks together; that of a task that cannot be loaded comes before
+    the model is built.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(

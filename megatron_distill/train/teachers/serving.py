@@ -222,8 +222,8 @@ def units_of_round(plan: AnswerPlan, teacher: OnlineTeacher) -> tuple[int, ...]:
 class Share:
     """The units that a teacher runs.
 
-    number: in a batch, of one of several teachers that runs on its own samples; None: it is the
-    only one, or a term names it, and it runs on every sample.
+    number: in a batch, of one of several teachers that runs on its own samples. None: it runs on
+    every sample, as the only one or named by a term.
     """
 
     number: int | None = None
