@@ -26,13 +26,17 @@ _BLOCK_BYTES = 2**26  # of one stored window: the memory of a rank where it need
 class Shard:
     """A flat range of a rectangle of a global tensor.
 
-    Attributes: key: name of the global tensor. data: the live values, [n], contiguous.
-    global_shape: shape of the global tensor. offset: first index of the rectangle along each axis.
-    shape: shape of the rectangle. first: flat index of `data[0]` in the rectangle. replicas: ranks
-    that hold the same range, this one among them; None: this rank alone. copied_in: ranks one of
-    which has read the same values and can send them. None: this rank or one of its replicas writes
-    and reads it. is_padded: whether the number of rows depends on the layout; missing rows are
-    zero.
+    Attributes:
+        key: name of the global tensor.
+        data: the live values, [n], contiguous.
+        global_shape: shape of the global tensor.
+        offset: first index of the rectangle along each axis.
+        shape: shape of the rectangle.
+        first: flat index of `data[0]` in the rectangle.
+        replicas: ranks that hold the same range, this one among them; None: this rank alone.
+        copied_in: ranks one of which has read the same values and can send them. None: this rank
+            or one of its replicas writes and reads it.
+        is_padded: whether the number of rows depends on the layout; missing rows are zero.
     """
 
     key: str

@@ -188,14 +188,17 @@ class Column:
 class Output:
     """Tensors of an answer that go together, from a stage of the teacher to one of the student.
 
-    Attributes: layer: of the teacher, from 1; None: the answer for the losses between logits, which
-    the last stages send and receive. source: pipeline rank of the teacher. destination: pipeline
-    rank of the student. splits: whether tensor ranks have parts of it under sequence parallelism,
-    as models leave hidden states; otherwise each has all positions of its context rank. is_whole:
-    whether each context rank of the student receives the whole sequence, for a loss on chunks,
-    which may lie on several ranks. kind: of a layer: its output, or the queries or keys of its
-    attention. These have a tensor for each part of the heads that a student's tensor rank receives;
-    see `attention_parts`.
+    Attributes:
+        layer: of the teacher, from 1; None: the answer for the losses between logits, which the
+            last stages send and receive.
+        source: pipeline rank of the teacher.
+        destination: pipeline rank of the student.
+        splits: whether tensor ranks have parts of it under sequence parallelism, as models leave
+            hidden states; otherwise each has all positions of its context rank.
+        is_whole: whether each context rank of the student receives the whole sequence, for a loss
+            on chunks, which may lie on several ranks.
+        kind: of a layer: its output, or the queries or keys of its attention. These have a tensor
+            for each part of the heads that a student's tensor rank receives; see `attention_parts`.
     """
 
     layer: int | None

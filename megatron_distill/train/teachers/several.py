@@ -36,11 +36,13 @@ class SeveralTeachers:
     of its own, is called in every step, by all ranks together. It reads the records of its samples
     alone, or runs on them alone.
 
-    Attributes: teachers: by name. named: the teachers that a term names; they run on every sample.
-    has_routed_terms: whether a term is trained on the teacher of each sample. joint: the teachers
-    that data-parallel ranks run together, as those with experts on several of them or with their
-    own layout. Each rank then runs one where one of them needs it. own_tokens: the teachers with a
-    tokenizer of their own, which read a batch's `teacher`.
+    Attributes:
+        teachers: by name.
+        named: the teachers that a term names; they run on every sample.
+        has_routed_terms: whether a term is trained on the teacher of each sample.
+        joint: the teachers that data-parallel ranks run together, as those with experts on several
+            of them or with their own layout. Each rank then runs one where one of them needs it.
+        own_tokens: the teachers with a tokenizer of their own, which read a batch's `teacher`.
     """
 
     teachers: Mapping[str, Teacher]
