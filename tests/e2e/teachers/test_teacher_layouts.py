@@ -10,9 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.pool import Pool
+from tests.e2e.processes import run_python
 from tests.e2e.runs import (
     CONTEXT,
     PIPELINE,
+    SECONDS,
     SEQUENCE,
     TENSOR,
     VIRTUAL,
@@ -77,6 +79,23 @@ def test_five_steps_are_those_of_the_shared_layout(train: Callable[..., Course],
     found = train("dense", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
     assert expected[0]["kd_loss"] > 0.3
     assert_same(found, expected, is_exact=is_exact)
+
+
+@pytest.mark.slow
+def test_replicas_of_both_need_not_divide_each_other(inputs: Inputs, tmp_path: Path) -> None:
+    """Three stages of two teacher replicas, two stages of three student replicas: six ranks."""
+    common = (*STEPS, *VALIDATED, PIPELINE, FEATURES, "train.global_batch_size=12")
+    common += ("teacher.architecture.num_layers=3",)
+    layouts = {"shared": (), "own": ("teacher.parallel={pipeline: 3}",)}
+    for name, own in layouts.items():
+        given = (*common, *own, f"output={tmp_path / name}")
+        program = ("megatron_distill.cli", "train", str(inputs.folder / "dense.yaml"))
+        run_python("-m", *program, "--processes", "6", *given, seconds=SECONDS)
+    shared, found = (records(tmp_path / name) for name in layouts)
+    assert shared[0]["features_loss"] > 0.1
+    assert_same(found, shared, is_exact=True)
+    for ours, other in zip(found, shared, strict=True):
+        assert ours.get("features_loss") == other.get("features_loss")
 
 
 def assert_same(found: Course, expected: Course, *, is_exact: bool) -> None:

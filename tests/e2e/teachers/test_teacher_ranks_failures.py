@@ -62,7 +62,7 @@ def hook(rank: int, method: str, kind: int) -> str:
     return named.replace("KIND", str(kind))
 
 
-COMMAND, HEADER, CREDIT = 1, 2, 6
+COMMAND, HEADER, ROWS, CREDIT = 1, 2, 3, 6
 HOOKS = {"student": hook(0, "send", COMMAND), "teacher": hook(1, "receive", COMMAND)}
 # After a second every other rank waits.
 KILLED = "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
@@ -297,6 +297,26 @@ def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
     assert ("can't allocate memory" if one.fault == EXHAUSTED else "died of SIGKILL") in cause
     assert bool(checkpoints(tmp_path / "run")) == (one.message > 1)
     assert goes_on(pool, inputs, tmp_path, *one.layout, ranks=one.ranks)
+
+
+# Between the header and the rows of a unit of step 5, which go over the network.
+BETWEEN = {"student": hook(0, "receive", ROWS), "teacher": hook(1, "send", ROWS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", BETWEEN)
+def test_killed_between_messages_over_the_network_it_ends_the_launch(
+    inputs: Inputs, tmp_path: Path, role: str
+) -> None:
+    own = ("teacher.transfer.backend=gloo", *STEPS)
+    text, seconds = fail(inputs, tmp_path, KILLED, *own, hook=BETWEEN[role], message=18)
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = cause_of(text)
+    assert text.rstrip().endswith(cause), text
+    assert cause.startswith(f"error: rank {list(BETWEEN).index(role)} died of SIGKILL; "), text
+    assert f"No answer from {role}.0 on {socket.gethostname()}" in cause, text
+    # The teacher is a step ahead of the student.
+    assert re.search(r"at step [4-6], unit \d, or ", cause), text
 
 
 @pytest.mark.slow
