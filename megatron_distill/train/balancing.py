@@ -24,6 +24,7 @@ from megatron_distill.losses import (
 )
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.segments import copied
 from megatron_distill.signals import Signals
 from megatron_distill.train.features import FEATURES_LOSS
 from megatron_distill.train.loss_sizes import (
@@ -197,7 +198,7 @@ class Balancing:
         if not self.from_last_step:
             return after, report
         values = [report.values[name] for name in raw_names(balanced.objectives[0])]
-        values = agreed(torch.tensor(values, device=device), groups=groups)
+        values = agreed(copied(torch.tensor(values), device), groups=groups)
         raw = raw_losses(balanced.objectives[0], values)
         return before.updated(raw, measure=self.mode, decay=self.decay), report
 
@@ -275,7 +276,8 @@ def _mean(
     """The mean over the micro-batches of all data and context ranks."""
     names = list(logged[0])
     device = step.micro_batches[0].tokens_bs.device
-    total = torch.tensor([[one[name] for name in names] for one in logged], device=device).sum(0)
+    rows = torch.tensor([[one[name] for name in names] for one in logged])
+    total = copied(rows, device).sum(0)
     if groups.data_context.size() > 1:
         dist.all_reduce(total, group=groups.data_context)
     means = total / (len(logged) * groups.data_context.size())

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.segments import copied
 from megatron_distill.train.phase_timers import COMMUNICATION, PHASES
 
 __all__ = ["PhaseReports", "RankPhases", "straggler_text", "timers_text"]
@@ -83,7 +84,7 @@ class PhaseReports:
 
     def _gather(self, milliseconds: Mapping[str, float]) -> list[RankPhases]:
         mine = [float(self._stage), *(milliseconds[phase] for phase in PHASES)]
-        own = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        own = copied(torch.tensor(mine, dtype=torch.float64), self._device)
         every = own.new_empty(dist.get_world_size() * len(mine))
         dist.all_gather_into_tensor(every, own)
         return [

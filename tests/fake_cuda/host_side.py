@@ -77,14 +77,15 @@ def fake(value: Any, mode: WatchingMode, device: torch.device | None = None) -> 
     return replace(value, **own)
 
 
-def agree_with_itself() -> None:
-    """Let every rank say what this one says, where objects are exchanged."""
+def agree_with_itself(note: Callable[[], None] = lambda: None) -> None:
+    """Let every rank say what this one says, where objects are exchanged; each is noted."""
 
     def all_gather_object(answers: list[Any], text: Any, **_: Any) -> None:
+        note()
         answers[:] = [text] * len(answers)
 
     patch.object(dist, "all_gather_object", all_gather_object).start()
-    patch.object(dist, "broadcast_object_list", lambda *_, **__: None).start()
+    patch.object(dist, "broadcast_object_list", lambda *_, **__: note()).start()
 
 
 def mesh_on_the_host(make: Callable[..., Any]) -> Callable[..., Any]:

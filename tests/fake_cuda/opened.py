@@ -43,6 +43,8 @@ class Opened:
         mesh = mesh_on_the_host(DeviceMesh.from_group)
         for kind in (torch.cuda.Event, torch.cuda.Stream):
             patch.object(kind, "synchronize", lambda _: self.seen.note(self.seen.waits)).start()
+        for name in ("synchronize", "empty_cache"):  # memory is freed when the device is idle
+            patch.object(torch.cuda, name, lambda *_: self.seen.note(self.seen.waits)).start()
         with patch.object(DeviceMesh, "from_group", mesh), mode:
             yield mode
 

@@ -1,4 +1,4 @@
-"""A training of one rank, watched from each step's batches to its report."""
+"""A training of one rank, watched from its first step's batches to its last record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from megatron_distill.config import load_config
 from megatron_distill.ops.aligned.columns import TeacherLayout
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.runtime.termination import TerminationRequest
-from tests.fake_cuda.host_side import as_first_rank, fake, read_on_the_host, run_on_the_host
+from tests.fake_cuda.host_side import (
+    agree_with_itself,
+    as_first_rank,
+    fake,
+    read_on_the_host,
+    run_on_the_host,
+)
 from tests.fake_cuda.opened import CUDA, open_world
 from tests.fake_cuda.watching_mode import WatchingMode
 
@@ -40,12 +46,28 @@ def main(rank: int, world: int, path: str, overrides: Sequence[str]) -> None:
     patch.object(assembly, "exchange_group", lambda **_: None).start()
     run_on_the_host(HostBatch, "of")
     _know_sizes()
-    patch.object(loop, "_distil", opened.watched(loop._distil)).start()
+    patch.object(loop, "_train", opened.watched(loop._train)).start()
+    to_host = _count_states()
+    agree_with_itself(lambda: opened.seen.note(opened.seen.waits))
     with opened.mode() as mode:
         read_on_the_host(mode)
         _align_on_the_host(opening, alignment, mode)
         is_done = assembly.run_training(config, CUDA, TerminationRequest())
-    opened.print_seen(is_done=is_done)
+    opened.print_seen(is_done=is_done, to_host=len(to_host))
+
+
+def _count_states() -> list[int]:
+    """Return a list to which each state that goes to host memory adds its micro-batch."""
+    from megatron_distill.train.teachers.host_states import HostStates
+
+    put, found = HostStates.put, []
+
+    def counted(self: HostStates, micro_batch: int, hidden: Tensor) -> None:
+        found.append(micro_batch)
+        put(self, micro_batch, hidden)
+
+    patch.object(HostStates, "put", counted).start()
+    return found
 
 
 def _know_sizes() -> None:
@@ -60,7 +82,9 @@ def _know_sizes() -> None:
             ranks, experts = self.ep_size, self.num_local_experts
             rows = self.num_out_tokens // ranks
             self.input_splits = self.output_splits = np.full(ranks, rows)
-            self.num_global_tokens_per_local_expert = np.full((ranks, experts), rows // experts)
+            if not self.config.moe_permute_fusion:  # a fused order reads them on the device
+                counts_RE = np.full((ranks, experts), rows // experts)
+                self.num_global_tokens_per_local_expert = counts_RE
         return counts
 
     patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", known).start()

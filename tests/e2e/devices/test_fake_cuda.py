@@ -1,5 +1,5 @@
-"""On a GPU every tensor of a step is there, and between its batches and its report the host waits
-twice: for the losses, and for the gradient's norm.
+"""On a GPU every tensor of a step is there, and the host waits four times: for the losses, for the
+gradient's norm, for all ranks' vote, and for the last event of the timers.
 
 Without a GPU, on tensors that only claim to be on one (`tests.fake_cuda`).
 """
@@ -111,14 +111,27 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
     "maps CP2": ("dense", 1, 2, (MAPS, CONTEXT)),
 }
 STEP_WAITS = {"step.py:train_step": STEPS, "clip_grads.py:get_grad_norm_fp32": STEPS}
+# With the end of a step: the vote has waited for the events of the timers.
+LOOP_WAITS = {
+    **STEP_WAITS,
+    "collectives.py:highest": STEPS,
+    "phase_timers.py:end_step": STEPS,
+}
+
+# The means over two intervals of a step and over one of two, and the names of the hosts.
+REPORT_WAITS = {"phase_report.py:_gather": STEPS + 1, "phase_report.py:after_step": 1}
 
 PREVIOUS = "objective.balance.raw_losses=previous"
+ON_HOST = "teacher.offload_hidden=true"
 # Overrides, and what a step waits for besides.
 BALANCED: dict[str, tuple[Sequence[str], dict[str, int]]] = {
     "magnitude": ((MAPS,), {"loss_sizes.py:agreed": STEPS}),
     # The first step is measured as well as remembered.
     "magnitude, previous": ((PREVIOUS,), {"loss_sizes.py:agreed": STEPS + 1}),
     "gradient_norm": ((STATES, LINEAR), {"loss_sizes.py:agreed": STEPS}),
+    # The student runs twice, and the teacher once, before it.
+    "magnitude, states on the host": ((ON_HOST,), {"loss_sizes.py:agreed": STEPS}),
+    "magnitude, maps on the host": ((MAPS, ON_HOST), {"loss_sizes.py:agreed": STEPS}),
     "magnitude, per micro-batch": (
         ("objective.balance.per_microbatch=true",),
         {"loss_sizes.py:local_loss_values": STEPS, "balancing.py:_mean": STEPS},
@@ -161,12 +174,12 @@ def seen_of(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_stays_on_its_device_and_waits_twice(
+def test_a_step_stays_on_its_device_and_waits_no_more(
     device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
     name, rank, world, overrides = CASES[case]
     seen = train(device, inputs, tmp_path, name, rank, world, *overrides)
-    assert seen["waits"] == STEP_WAITS
+    assert seen["waits"] == (LOOP_WAITS | REPORT_WAITS if "phases" in case else LOOP_WAITS)
     assert seen["from_host"] == seen["refused"] == {}
     assert seen["copies"] == seen["unpinned"] == {}
     # The flash kernel in 16 bits; soft caps in blocks of documents.
@@ -176,6 +189,7 @@ def test_a_step_stays_on_its_device_and_waits_twice(
     assert set(seen["attention"]) == expected
     is_last_stage = "first stage" not in case
     assert (seen["kernels"] != {}) == is_last_stage
+    assert (seen["to_host"] > 0) == ("on the host" in case)
 
 
 def test_experts_of_two_ranks_wait_once_per_layer_for_the_sizes_of_their_exchange(
@@ -183,18 +197,50 @@ def test_experts_of_two_ranks_wait_once_per_layer_for_the_sizes_of_their_exchang
 ) -> None:
     seen = train(device, inputs, tmp_path, "moe", 1, 2, *BF16, "parallel.expert=2")
     of_sizes = seen["waits"].pop("token_dispatcher.py:_maybe_dtoh_and_synchronize")
-    assert seen["waits"] == STEP_WAITS
+    assert seen["waits"] == LOOP_WAITS
     assert of_sizes == STEPS * 2 * 4  # micro-batches and layers
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
 
 
-# Transformer Engine's layers, attention and positions are stand-ins; heads are of eight numbers.
-FUSED: dict[str, Sequence[str]] = {
-    "documents": ("teacher.architecture.num_attention_heads=5",),
+# Transformer Engine's modules and kernels are stand-ins; heads are of eight numbers.
+EIGHT = "teacher.architecture.num_attention_heads=5"
+FP8 = (
+    "train.fp8=hybrid", "teacher.fp8=e4m3", "teacher.architecture.hidden_size=64",
+    "teacher.architecture.num_attention_heads=8",
+)  # fmt: skip
+OVERLAP = (TENSOR, SEQUENCE, "runtime.tp_comm_overlap=true")
+_EXCHANGE = "token_dispatcher.py:_maybe_dtoh_and_synchronize"
+# Configuration, world, overrides, what layers wait for, and the kernels of it alone.
+FUSED: dict[str, tuple[str, int, Sequence[str], Sequence[str], set[str]]] = {
+    "documents": ("dense", 1, (EIGHT,), (), set()),
     "windows, recomputed": (
-        "teacher.architecture.num_attention_heads=5",
-        "student.architecture.sliding_window=6",
-        "train.recompute=full",
+        "dense",
+        1,
+        (EIGHT, "student.architecture.sliding_window=6", "train.recompute=full"),
+        (),
+        set(),
+    ),
+    "FP8": ("dense", 1, FP8, (), {"fp8"}),
+    # Its grouped product takes the rows of each expert as numbers of the host.
+    "experts": ("moe", 1, (EIGHT,), ("experts.py:forward",), {"grouped"}),
+    "experts of two ranks": (
+        "moe",
+        2,
+        (EIGHT, "parallel.expert=2"),
+        (_EXCHANGE,),
+        {"grouped", "order"},
+    ),
+    # Its attention is torch's: that of the engine is in the other cases.
+    "overlapped messages": (
+        "dense",
+        2,
+        (
+            "teacher.architecture.num_attention_heads=4",
+            "teacher.architecture.head_size=8",
+            *OVERLAP,
+        ),
+        (),
+        {f"{name}_{part}" for name in ("qkv", "proj", "fc1", "fc2") for part in ("fprop", "dgrad")},
     ),
 }
 
@@ -203,14 +249,20 @@ FUSED: dict[str, Sequence[str]] = {
 def test_fused_paths_wait_no_more(
     device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    config = inputs.folder / "dense.yaml"
+    name, world, overrides, waits, own = FUSED[case]
+    config = inputs.folder / f"{name}.yaml"
     words = (f"output={tmp_path}", *SHORT, "train.precision=bf16", "train.micro_batch_size=1")
-    seen = seen_of(device, "fused", 0, 1, config, *words, *FUSED[case])
+    seen = seen_of(device, "fused", world - 1, world, config, *words, *overrides)
     assert seen["is_done"]
-    assert seen["waits"] == STEP_WAITS
+    layers = STEPS * 8 // world * 4  # of a micro-batch of one sample each
+    assert seen["waits"] == LOOP_WAITS | dict.fromkeys(waits, layers)
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
-    assert set(seen["attention"]) == {"thd", "rope"}
-    assert seen["attention"]["rope"] == 2 * seen["attention"]["thd"]  # queries and keys
+    calls = seen["attention"]
+    if "messages" in case:
+        assert set(calls) == {"varlen", "rope", "gradient", *own}
+    else:
+        assert set(calls) == {"thd", "rope", "gradient", *own}
+        assert calls["rope"] == 2 * calls["thd"]  # queries and keys
 
 
 @pytest.mark.parametrize("case", BALANCED)
@@ -220,8 +272,10 @@ def test_a_balanced_step_waits_for_its_ratios_too(
     overrides, waits = BALANCED[case]
     mode = f"objective.balance.mode={case.split(',')[0]}"
     seen = train(device, inputs, tmp_path, "dense", 0, 1, mode, *overrides)
-    assert seen["waits"] == {**STEP_WAITS, **waits}
-    assert seen["from_host"] == {}
+    assert seen["waits"] == {**LOOP_WAITS, **waits}
+    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
+    tensors = 3 if "maps" in case else 1  # queries and keys too
+    assert seen["to_host"] == ("on the host" in case) * STEPS * 4 * tensors  # micro-batches
 
 
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
@@ -233,7 +287,7 @@ def test_a_stored_teacher_is_asked_once_whether_it_failed(
     assert run_in(pool, 1, config, store, *kept) is True
     stored = (f"teacher.store={store}", "teacher.architecture=null")
     seen = train(device, inputs, tmp_path / "run", "dense", 0, 1, *stored)
-    assert seen["waits"] == {**STEP_WAITS, "collectives.py:highest": STEPS}
+    assert seen["waits"] == {**LOOP_WAITS, "collectives.py:highest": 2 * STEPS}
     assert seen["copies"] == seen["unpinned"] == {}
     assert seen["from_host"] == {}
 
@@ -250,12 +304,12 @@ ALIGNED: dict[str, tuple[int, int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("case", ALIGNED)
-def test_a_step_between_two_tokenizers_waits_twice(
+def test_a_step_between_two_tokenizers_waits_no_more(
     device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
     rank, world, overrides = ALIGNED[case]
     seen = train(device, inputs, tmp_path, "aligned", rank, world, *overrides)
-    assert seen["waits"] == STEP_WAITS
+    assert seen["waits"] == LOOP_WAITS
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
 
 
