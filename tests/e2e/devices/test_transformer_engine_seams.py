@@ -79,8 +79,15 @@ class FusedAdam(torch.optim.Optimizer):
 
 @contextmanager
 def fused() -> Iterator[None]:
-    """Let Megatron-Core build the fused Adam, as it does with Transformer Engine."""
+    """`fused_adam` in a worker of the pool."""
     mcore_patches.prepare_megatron_core(on_cuda=False)
+    with fused_adam():
+        yield
+
+
+@contextmanager
+def fused_adam() -> Iterator[None]:
+    """Let Megatron-Core build the fused Adam, as it does with Transformer Engine."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
