@@ -201,7 +201,7 @@ def _term(key: str, term: TermConfig, role: str, k: int) -> Iterator[Problem]:
     if not is_plain and term.alignment != "common":
         yield Problem(
             (f"{key}.alignment", what),
-            f"{key}.alignment = {term.alignment!r}: needs the teacher's whole distributions, and "
+            f"{key}.alignment = {term.alignment!r}: needs whole distributions, and "
             f"{given} sends a part of them; use 'likelihood' or 'common' with top_k, or set {what} "
             "to hidden",
         )

@@ -46,7 +46,7 @@ objective.terms=[{top_k: 9}]
     -> objective.terms.0.top_k = 9: more than the 8 ids of teacher.transfer.k
 teacher.transfer={what: top_k, k: 8}
 objective.terms=[{alignment: gold}]
-    -> objective.terms.0.alignment = 'gold': needs the teacher's whole distributions, and
+    -> objective.terms.0.alignment = 'gold': needs whole distributions, and
        teacher.transfer.what = 'top_k' with k = 8 sends a part of them
 teacher.transfer={what: top_k, k: 8}
 objective.terms=[{alignment: common}]
@@ -154,7 +154,7 @@ objective.terms=[{}, {alignment: uld}]
        teachers.math.parallel.tensor = 1 it must be a multiple of 4
 teachers.math={sequence_length: 32, transfer: {what: top_k, k: 8}}
 objective.terms=[{}, {alignment: uld}]
-    -> objective.terms.1.alignment = 'uld': needs the teacher's whole distributions, and
+    -> objective.terms.1.alignment = 'uld': needs whole distributions, and
        teachers.math.transfer.what = 'top_k' with k = 8 sends a part of them
 teachers.code.transfer.backend=nccl
 runtime.device=cpu
