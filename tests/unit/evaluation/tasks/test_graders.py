@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import random
+import re
 import signal
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,6 @@ from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.evaluation.tasks.graders import (
     GRADERS,
-    boxed,
     exact,
     grader_named,
     gsm8k_flexible,
@@ -23,9 +26,14 @@ from megatron_distill.evaluation.tasks.graders import (
     hendrycks_math,
     letter,
     minerva_math,
-    normalised_math,
 )
 from megatron_distill.evaluation.tasks.grading import grade_texts
+from megatron_distill.evaluation.tasks.mathematics import (
+    NoNormalFormError,
+    boxed,
+    by_hendrycks,
+    by_minerva,
+)
 from tests.unit.evaluation.tasks import answers
 
 GOLD = "It is 7 + 1,000.\n#### 1,007"
@@ -103,11 +111,60 @@ def test_the_last_box(text: str, inside: str | None) -> None:
 
 @pytest.mark.parametrize("pair", answers.PAIRS, ids=lambda pair: f"{pair.found} {pair.wanted}")
 def test_answers_of_mathematics_by_their_text(pair: answers.Pair) -> None:
-    found, wanted, same, _ = pair
-    assert hendrycks_math(f"so ${found}$", f"\\boxed{{{wanted}}}") == same
-    said = f"Final Answer: The final answer is ${found}$. I hope it is correct. Problem"
-    assert minerva_math(said, f"\\boxed{{{wanted}}}") == same
-    assert not minerva_math(f"${found}$", f"\\boxed{{{wanted}}}")
+    box = f"\\boxed{{{pair.wanted}}}"
+    assert hendrycks_math(f"so ${pair.found}$", box) == pair.by_hendrycks
+    said = f"Final Answer: The final answer is ${pair.found}$. I hope it is correct. Problem"
+    assert minerva_math(said, box) == pair.by_minerva
+    assert not minerva_math(f"${pair.found}$", box)
+
+
+def of_the_harness(task: str, *names: str) -> dict[str, Callable[..., Any]]:
+    """Functions and tables of a task of lm-evaluation-harness, without what its file imports."""
+    installed = find_spec("lm_eval")
+    if installed is None or installed.origin is None:
+        pytest.skip("lm-eval is not installed: make peers")
+    file = Path(installed.origin).parent / "tasks" / task / "utils.py"
+    tree = ast.parse(file.read_text(encoding="utf-8").replace('"\\%", ""', '"\\\\%", ""'))
+    tree.body = [
+        one
+        for one in tree.body
+        if (isinstance(one, ast.FunctionDef) and not one.name.startswith("process"))
+        or (isinstance(one, ast.Assign) and ast.unparse(one.targets[0]).isupper())
+    ]
+    found: dict[str, Any] = {"re": re}
+    exec(compile(tree, str(file), "exec"), found)
+    return {name: found[name] for name in names}
+
+
+PARTS = [
+    "\\frac", "\\dfrac", "\\tfrac", "\\sqrt", "\\sqrt[3]", "\\text{", "\\textbf{", "\\overline{",
+    "\\boxed{", "\\mbox{", "}", "{", "1", "2", "a", "x=", "=", "/", "0.5", ".", "$", "\\$",
+    "\\%", "%", "cm", "square", "ft", "sue", "points", "\\left(", "\\right)", "^\\circ",
+    "^{\\circ}", "\\!", "\\\\", ",", "100,000", "{,}", "\\ldots", "\\dots", "\"", "\\;",
+    "\\mathrm{th}", "\\text{and}", "\\text{m}^2", "\\text{s}", "left", "1/2", "-", "1_0", "+1",
+    "\\in", " ", "\\text{ ", "an ", "a ", "\\ ", "\n", "\t",
+]  # fmt: skip
+
+
+def test_normal_forms_are_those_of_the_harness() -> None:
+    """Of the table's answers, and of 4,000 texts from parts that the rules are about."""
+    minerva = of_the_harness("minerva_math", "normalize_final_answer")["normalize_final_answer"]
+    hendrycks = of_the_harness("hendrycks_math", "strip_string", "is_equiv")
+    generator = random.Random(0)
+    texts = [text for pair in answers.PAIRS for text in pair[:2]]
+    texts += ["".join(generator.choices(PARTS, k=generator.randint(1, 7))) for _ in range(4000)]
+    refused = 0
+    for text in texts:
+        assert by_minerva(text) == minerva(text), text
+        try:
+            assert by_hendrycks(text) == hendrycks["strip_string"](text), text
+        except NoNormalFormError:
+            refused += 1
+            with pytest.raises((AssertionError, IndexError, ValueError)):
+                hendrycks["strip_string"](text)
+    assert refused > 100, "the rules do not cover all texts"
+    for pair in answers.PAIRS:
+        assert pair.by_hendrycks == hendrycks["is_equiv"](pair.found, pair.wanted), pair
 
 
 @pytest.mark.parametrize("found", answers.TEXTS, ids=lambda found: found.text[:30])
@@ -148,7 +205,7 @@ def test_an_answer_on_which_math_verify_never_ends_is_a_timeout() -> None:
 def test_the_whole_text_counts_without_two_dollars() -> None:
     assert hendrycks_math(" 7 ", "\\boxed{7}")
     assert not hendrycks_math("it is 7", "\\boxed{7}")
-    assert normalised_math("\\left(3,\\frac{\\pi}{2}\\right)") == "(3,\\frac{\\pi}{2})"
+    assert by_hendrycks("\\left(3,\\frac{\\pi}{2}\\right)") == "(3,\\frac{\\pi}{2})"
 
 
 def runs_away(text: str, answer: str) -> bool:
