@@ -53,7 +53,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tasks of lm-evaluation-harness instead (extra: lm-eval), in its form of results",
     )
     parser.add_argument("--include", metavar="DIR", help="with --lm-eval: folder of more tasks")
-    parser.add_argument("--limit", type=int, help="items of each task, at even distances")
+    parser.add_argument(
+        "--num-fewshot",
+        type=int,
+        metavar="SHOTS",
+        help="with --lm-eval: examples in front of each item, where a task does not forbid them",
+    )
+    parser.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        help="with --lm-eval: prompts in the tokenizer's chat template, one turn per example",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="ITEMS",
+        help="items of each task: with --tasks at even distances, with --lm-eval the first ones",
+    )
     parser.add_argument("--hf", metavar="DIR", help="with --tasks: Hugging Face folder, not a run")
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="with --tasks: checkpoint of this library, not a run"
@@ -110,6 +126,15 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return "--include has tasks of lm-evaluation-harness; add --lm-eval"
     if arguments.include is not None and not Path(arguments.include).is_dir():
         return f"--include {arguments.include}: there is no such folder; correct the path"
+    if not arguments.lm_eval and (
+        arguments.num_fewshot is not None or arguments.apply_chat_template
+    ):
+        return (
+            "--num-fewshot and --apply-chat-template are of --lm-eval; a task of --tasks has "
+            "`shots` and `chat`"
+        )
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        return f"--num-fewshot {arguments.num_fewshot}: give 0 examples or more"
     if arguments.limit is not None and arguments.limit < 1:
         return f"--limit {arguments.limit}: give 1 item or more, or leave it out for all"
     if (wrong := no_file(arguments.json) or no_file(arguments.items)) is not None:
@@ -163,10 +188,8 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         ) as device,
         TerminationRequest(),
     ):
-        from megatron_distill.train.assemble.evaluation import (
-            evaluate_by_harness,
-            evaluate_weights,
-        )
+        from megatron_distill.train.assemble.evaluation import evaluate_weights
+        from megatron_distill.train.assemble.harness import evaluate_by_harness
 
         try:
             if arguments.lm_eval:
@@ -176,6 +199,8 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
                     arguments.lm_eval,
                     include=arguments.include,
                     limit=arguments.limit,
+                    num_fewshot=arguments.num_fewshot,
+                    apply_chat_template=arguments.apply_chat_template,
                     samples=arguments.items is not None,
                 )
             else:

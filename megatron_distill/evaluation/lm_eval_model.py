@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import requires
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import lm_eval
 import numpy as np
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
+from megatron_distill.data.chat.conversations import BadConversationError
+from megatron_distill.data.chat.encode import chat_prompt
 from megatron_distill.errors import ConfigError, DataError
-from megatron_distill.evaluation.requests import Request, Scorer, Writer
+from megatron_distill.evaluation.requests import GREEDY, Request, Scorer, Writer
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
+from megatron_distill.log import get_logger
+from megatron_distill.models.generation import Sampling
 
 __all__ = ["ScorerLM", "harness_tasks", "run_harness"]
+
+_LOGGER = get_logger(__name__)
+
+# Settings of generation that leave the draws of single tokens as they are, with these values.
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "length_penalty": 1,
+    "presence_penalty": 0, "frequency_penalty": 0, "early_stopping": False,
+}  # fmt: skip
 
 
 def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
@@ -47,21 +62,32 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
 
 
 def run_harness(
-    model: ScorerLM, tasks: list[Any], *, limit: int | None, samples: bool = False
+    model: ScorerLM,
+    tasks: list[Any],
+    *,
+    limit: int | None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    samples: bool = False,
 ) -> dict[str, Any] | None:
     """Return the harness's results on its rank 0, None elsewhere.
 
-    samples: with the items, requests and answers of each task under `samples`.
+    num_fewshot: examples in front of an item; None: as each task says. apply_chat_template: prompts
+    in the tokenizer's chat template, one turn per example. samples: with the items, requests and
+    answers of each task under `samples`. The results have the requests that lost tokens on the left
+    under `truncated`, by task.
 
     Raises ConfigError where the code of a task needs a package that is missing, or a template names
-    a column that is.
+    a column that is, and for settings of generation that the writer does not have.
 
     Collective: those of the model's scorer and writer.
     """
     try:
-        return lm_eval.simple_evaluate(
+        found: dict[str, Any] | None = lm_eval.simple_evaluate(
             model=model,
             tasks=tasks,
+            num_fewshot=num_fewshot,
+            apply_chat_template=apply_chat_template,
             limit=limit,
             bootstrap_iters=0,
             log_samples=samples,
@@ -73,6 +99,7 @@ def run_harness(
         raise _needing(_names(tasks), error) from error
     except TemplateError as error:  # of a template that no example was rendered with before
         raise _template_error(_names(tasks), error) from error
+    return None if found is None else {**found, "truncated": dict(model.truncated)}
 
 
 def _names(tasks: Sequence[Any]) -> str:
@@ -131,20 +158,43 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+class _Writing(NamedTuple):
+    """The settings of a generated text."""
+
+    stops: tuple[str, ...]
+    limit: int
+    sampling: Sampling
+
+
 class ScorerLM(TemplateLM):
     """A model behind any layout as lm-evaluation-harness calls it.
 
     Every rank has one and makes the same calls, as rank 0 of 1: the scorer shares the work over all
     ranks. Pass the instance to `lm_eval.simple_evaluate(model=...)`, with its seeds as None.
 
-    `writer` None: the model generates no text.
+    `writer` None: the model generates no text. `seed`: of sampled texts, which are the same in any
+    layout and any order of the tasks' other requests.
+
+    Attributes:
+        truncated: requests that lost tokens on the left, by task.
     """
 
     backend = "causal"
 
-    def __init__(self, scorer: Scorer, encoder: TextEncoder, writer: Writer | None = None) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        encoder: TextEncoder,
+        writer: Writer | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self._scorer, self._encoder, self._writer = scorer, encoder, writer
+        self._seed = seed
+        self._told_of_system = False
+        self._cut: list[bool] = []  # of the last `_loglikelihood_tokens`
+        self.truncated: Counter[str] = Counter()
 
     @property
     def eot_token_id(self) -> int:
@@ -168,10 +218,50 @@ class ScorerLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return messages as text; raises DataError without a chat template."""
-        template = TextEncoder.of(self._encoder.tokenizer, chat=True, named="lm-eval").template
+        """Return messages as text; without a generation prompt the last turn stays open.
+
+        Where the template refuses a system message it is left out, with a warning, as the harness's
+        Hugging Face backend does. Raises DataError without a chat template, and where it refuses
+        the messages.
+        """
+        try:
+            return self._rendered(chat_history, add_generation_prompt)
+        except BadConversationError as error:
+            without = [one for one in chat_history if one["role"] != "system"]
+            if len(without) == len(chat_history) or not isinstance(error.__cause__, TemplateError):
+                raise DataError(f"--apply-chat-template: {error}") from error
+        if not self._told_of_system:
+            self._told_of_system = True
+            _LOGGER.warning(
+                "%s: the chat template refuses a system message; the description is left out",
+                self._encoder.tokenizer.name,
+            )
+        try:
+            return self._rendered(without, add_generation_prompt)
+        except BadConversationError as error:
+            raise DataError(f"--apply-chat-template: {error}") from error
+
+    def _rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        template = self._chat.template
         assert template is not None
-        return template.render(chat_history, None, add_generation_prompt=add_generation_prompt)
+        return template.render(
+            messages,
+            None,
+            add_generation_prompt=add_generation_prompt,
+            continues_last=not add_generation_prompt,
+        )
+
+    @cached_property
+    def _chat(self) -> TextEncoder:
+        return TextEncoder.of(self._encoder.tokenizer, chat=True, named="--apply-chat-template")
+
+    @cached_property
+    def _stop_ids(self) -> tuple[int, ...]:
+        """The end-of-document token, and the end of a turn of a chat template."""
+        tokenizer = self._encoder.tokenizer
+        if tokenizer.chat_template is None:
+            return (tokenizer.eos_id,)
+        return chat_prompt(tokenizer, "a").stop_ids
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -181,14 +271,38 @@ class ScorerLM(TemplateLM):
             return [int(one) for one in self._encoder.tokenizer.encode_batch([string])[0]]
         return [int(one) for one in self._encoder.texts([string])[0]]
 
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return the log-probability of answers after contexts, and whether each is greedy."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        self._count(requests, self._cut)
+        return found
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        most = self._scorer.positions + 1  # the last token of an answer is predicted, not read
+        self._cut = [len(context) + len(answer) > most for _, context, answer in requests]
         asked = [
             Request(np.array(context, np.int32), np.array(answer, np.int32))
             for _, context, answer in requests
         ]
         return [(score.log_prob, score.is_greedy) for score in self._scorer.score(asked)]
+
+    def _count(self, requests: Sequence[Any], cut: Sequence[bool]) -> None:
+        """Count the requests that lose tokens, by task, with a warning."""
+        asked = Counter(str(request.task_name) for request in requests)
+        found = Counter(
+            str(request.task_name) for request, is_cut in zip(requests, cut, strict=True) if is_cut
+        )
+        for task, count in found.items():
+            _LOGGER.warning(
+                "--lm-eval %s: longer than the model's %d positions, and cut on the left: %d of %d "
+                "requests; lower --num-fewshot, or raise evaluation.max_length",
+                *(task, self._scorer.positions, count, asked[task]),
+            )
+        self.truncated += found
 
     def loglikelihood_rolling(
         self,
@@ -213,33 +327,75 @@ class ScorerLM(TemplateLM):
         requests: Sequence[Any],
         disable_tqdm: bool = False,  # noqa: ARG002
     ) -> list[str]:
-        """Return greedy texts, in calls of equal stops and lengths.
+        """Return generated texts, in calls of equal stops, lengths and sampling.
 
-        Raises ConfigError for sampling, and DataError where the prompt has no room.
+        A request's place is its number in the key of its draws, so that repeats differ. Raises
+        ConfigError for settings that the writer does not have, and DataError where a prompt has no
+        room.
         """
         found: dict[int, str] = {}
-        alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        alike: dict[_Writing, list[int]] = {}
         for number, request in enumerate(requests):
-            alike.setdefault(_settings(request.args[1]), []).append(number)
-        for (stops, limit), numbers in alike.items():
-            room = self._scorer.positions - limit
+            alike.setdefault(_settings(request.args[1], self._seed), []).append(number)
+        cut = [False] * len(requests)
+        for settings, numbers in alike.items():
+            room = self._scorer.positions - settings.limit
             if room < 1 or self._writer is None:
                 raise DataError(
-                    f"lm-eval: max_gen_toks = {limit}, and the model has {self._scorer.positions} "
-                    "positions; lower it in gen_kwargs"
+                    f"lm-eval: max_gen_toks = {settings.limit}, and the model has "
+                    f"{self._scorer.positions} positions; lower it in gen_kwargs"
                 )
-            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
+            for number, prompt in zip(numbers, prompts, strict=True):
+                cut[number] = len(prompt) > room
             texts = self._writer.write(
-                prompts, stop_ids=(self.eot_token_id,), stops=stops, limit=limit
+                [prompt[-room:] for prompt in prompts],
+                stop_ids=self._stop_ids,
+                stops=settings.stops,
+                limit=settings.limit,
+                sampling=settings.sampling,
+                samples=numbers,
             )
             found |= {number: one.text for number, one in zip(numbers, texts, strict=True)}
+        self._count(requests, cut)
         return [found[number] for number in range(len(requests))]
 
 
-def _settings(given: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
-    """Return the stop strings and the most tokens of a request."""
-    if given.get("do_sample") and given.get("temperature", 1.0) > 0:
-        raise ConfigError("lm-eval: do_sample = true: texts are greedy; set it to false")
-    until = given.get("until") or ()
-    stops = (until,) if isinstance(until, str) else tuple(until)
-    return tuple(stop for stop in stops if stop), int(given.get("max_gen_toks", 256))
+def _settings(given: Mapping[str, Any], seed: int) -> _Writing:
+    """Return the settings of a request: the harness's names, sampling where it samples.
+
+    Raises ConfigError for a setting that the sampler does not have.
+    """
+    try:
+        found: dict[str, Any] = dict(normalize_gen_kwargs(dict(given)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lm-eval: gen_kwargs = {dict(given)}: {error}; correct them") from error
+    stops = tuple(str(stop) for stop in found.pop("until") if stop)
+    limit, is_drawn = int(found.pop("max_gen_toks")), bool(found.pop("do_sample"))
+    temperature = float(found.pop("temperature", 0.0))
+    if is_drawn and not temperature > 0:
+        raise ConfigError(
+            f"lm-eval: do_sample = true and temperature = {temperature:g} in gen_kwargs; give a "
+            "temperature above 0, or set do_sample to false"
+        )
+    top_k = found.pop("top_k", None)
+    drawn = Sampling(
+        temperature=temperature,
+        top_k=int(top_k) if top_k and int(top_k) > 0 else None,  # 0 and -1: all tokens
+        top_p=float(_given(found.pop("top_p", None), 1.0)),
+        min_p=float(_given(found.pop("min_p", None), 0.0)),
+        seed=int(_given(found.pop("seed", None), seed)),
+    )
+    found.pop("use_cache", None)  # its texts are the same
+    for key, value in found.items():
+        if value is not None and value != _NEUTRAL.get(key):
+            remedy = "give max_gen_toks" if key == "max_length" else "leave it out"
+            raise ConfigError(
+                f"lm-eval: {key} = {value!r} in gen_kwargs is none of the sampler's settings "
+                f"(temperature, top_k, top_p, min_p, seed); {remedy}"
+            )
+    return _Writing(stops, limit, drawn if is_drawn else GREEDY)
+
+
+def _given(value: Any, default: float) -> Any:
+    return default if value is None else value

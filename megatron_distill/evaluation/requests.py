@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_distill.models.generation import Sampling
+
 __all__ = [
+    "GREEDY",
     "Interrupted",
     "Request",
     "Score",
@@ -18,6 +21,8 @@ __all__ = [
     "WrittenText",
     "model_input",
 ]
+
+GREEDY: Final = Sampling()
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the request to stop that all ranks share
@@ -78,11 +83,14 @@ class Writer(Protocol):
         stop_ids: tuple[int, ...],
         stops: tuple[str, ...],
         limit: int,
+        sampling: Sampling = GREEDY,
+        samples: Sequence[int] | None = None,
         advanced: Callable[[int], None] | None = None,
     ) -> list[WrittenText]:
-        """Return greedy texts of at most `limit` tokens, the same on every rank.
+        """Return texts of at most `limit` tokens, the same on every rank.
 
-        They end before the first of `stops`. Raises Interrupted on all ranks together.
+        They end before the first of `stops`. `samples`: the number of each text in the key of its
+        draws; None: its place. Raises Interrupted on all ranks together.
         """
         ...
 

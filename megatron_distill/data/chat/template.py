@@ -196,9 +196,15 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         *,
         add_generation_prompt: bool = False,
+        continues_last: bool = False,
     ) -> str:
-        """The text of messages. Raises BadConversationError: the template refuses them."""
-        text, _ = self._rendered(messages, tools, add_generation_prompt, wants_spans=False)
+        """The text of messages. Raises BadConversationError: the template refuses them.
+
+        continues_last: the text ends with the last message, whose turn stays open.
+        """
+        text, _ = self._rendered(
+            messages, tools, add_generation_prompt, wants_spans=False, continues_last=continues_last
+        )
         return text
 
     def render_with_spans(
@@ -217,6 +223,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         *,
         wants_spans: bool,
+        continues_last: bool = False,
     ) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -227,6 +234,7 @@ class ChatTemplate:
                 tools=None if tools is None else list(tools),
                 chat_template=self.source,
                 return_assistant_tokens_mask=wants_spans,
+                continue_final_message=continues_last,
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **self.options},
             )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron_distill.config import (
 )
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
-from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.paired import TaskItems, differences
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.evaluation.tasks.record import Task
@@ -34,7 +32,7 @@ from megatron_distill.models.execution import Execution
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.sharded_weights import has_sharded_weights
-from megatron_distill.runtime.collectives import from_first_rank, together
+from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.runtime.termination import is_requested
@@ -74,11 +72,13 @@ from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.validation import evaluating
 
 __all__ = [
+    "Resolved",
+    "Role",
     "awake",
     "best_rule",
-    "evaluate_by_harness",
     "evaluate_weights",
     "open_evaluation",
+    "shared_tokenizer",
 ]
 
 _LOGGER = get_logger(__name__)
@@ -246,7 +246,7 @@ def _evaluated(
 
     tokens: ids of its tokenizer. writes: it writes text without a task.
 
-    Collective: with a writer that of `_shared`, since stop strings need the tokenizer everywhere.
+    Collective: with a writer that of `shared_tokenizer`, as stop strings need it everywhere.
     """
     settings = (longest_input(shape, section), section.batch_tokens, is_requested)
     if has_sharded_weights(chunks[0]):
@@ -263,12 +263,12 @@ def _evaluated(
     )
     writer: ModelWriter | None = None
     if writes or any(task.task.kind == "generation" for task in tasks):
-        decoding = replace(cached, decode=_shared(tokenizer).decode)
+        decoding = replace(cached, decode=shared_tokenizer(tokenizer).decode)
         writer = ModelWriter(decoding, stop_requested=is_requested)
     return EvaluatedModel(role, ModelScorer(cached, *settings), tasks, in_use, writer)
 
 
-def _shared(tokenizer: Tokenizer | None) -> Tokenizer:
+def shared_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     """Return the first rank's tokenizer on every rank.
 
     Collective: world, one broadcast of the tokenizer.
@@ -280,7 +280,7 @@ def _shared(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class _Role:
+class Role:
     """A model of a configuration that is evaluated.
 
     Attributes:
@@ -295,7 +295,7 @@ class _Role:
     vocabulary: Vocabulary
 
 
-def _teacher_roles(config: RunConfig, student: _Role) -> Iterator[_Role]:
+def _teacher_roles(config: RunConfig, student: Role) -> Iterator[Role]:
     """Yield the teachers in the tokens and with the computation that they have in the run.
 
     Raises ConfigError on all ranks where no teacher has a model.
@@ -327,15 +327,15 @@ def _teacher_roles(config: RunConfig, student: _Role) -> Iterator[_Role]:
 
 
 @dataclass(frozen=True)
-class _Resolved:
+class Resolved:
     """A model that fits the layout and is not built yet, and the tasks in its tokens."""
 
-    role: _Role
+    role: Role
     source: ModelSource
     tasks: tuple[PreparedTask, ...]
 
     @classmethod
-    def of(cls, config: RunConfig, role: _Role, tasks: OpenTasks) -> _Resolved:
+    def of(cls, config: RunConfig, role: Role, tasks: OpenTasks) -> Resolved:
         """Find a model and encode the tasks for it; raises a MegatronDistillError on all ranks."""
         source = resolve_model(config, role.name, role.vocabulary)
         positions = longest_input(source.architecture, config.evaluation)
@@ -397,10 +397,10 @@ def evaluate_weights(
         )
         tokenizer, vocabulary = open_tokenizer(config, options)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        roles = [_Role("student", config.seed, execution, tokenizer, vocabulary)]
+        roles = [Role("student", config.seed, execution, tokenizer, vocabulary)]
         if teacher:
             roles += _teacher_roles(config, roles[0])
-        models = [_Resolved.of(config, role, read) for role in roles]
+        models = [Resolved.of(config, role, read) for role in roles]
         for named, earlier in (against or {}).items():
             _check_same_items(models[0].tasks, earlier, named)
         results: dict[str, Results] = {}
@@ -444,51 +444,3 @@ def _check_same_items(
                 f"{named}: its task {task.task.name} has other prompts or items; evaluate both "
                 "models with the same files, shots, limit and longest input"
             )
-
-
-def evaluate_by_harness(
-    config: RunConfig,
-    device: Device,
-    names: Sequence[str],
-    *,
-    include: str | None,
-    limit: int | None,
-    samples: bool = False,
-) -> dict[str, Any] | None:
-    """Evaluate the student of a configuration on tasks of lm-evaluation-harness.
-
-    `include`: folder of further tasks of the harness. `samples`: with every item and its answers.
-    Returns the harness's results on the first rank of a node, None elsewhere. Raises a
-    MegatronDistillError on all ranks together; that of a task that cannot be loaded comes before
-    the model is built.
-    """
-    if find_spec("lm_eval") is None:
-        raise ConfigError(
-            "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`, or "
-            "give --tasks"
-        )
-    try:
-        from megatron_distill.evaluation.lm_eval_model import ScorerLM, harness_tasks, run_harness
-    except ImportError as error:
-        raise ConfigError(
-            f"--lm-eval: lm-evaluation-harness cannot be imported ({error}); install the extra "
-            "`lm-eval` again, or give --tasks"
-        ) from error
-
-    with together():
-        tasks = harness_tasks(names, include=include)
-    with (
-        job_groups(config.parallel, config.runtime, seed=config.seed, trains=False) as groups,
-        device.alone,
-    ):
-        options = data_options(config.data, Path(config.output))
-        tokenizer, vocabulary = open_tokenizer(config, options)
-        execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        role = _Role("student", config.seed, execution, tokenizer, vocabulary)
-        model = _Resolved.of(config, role, NO_TASKS).built(
-            config.evaluation, groups, cache_gib=config.generation.cache_gib, writes=True
-        )
-        tokenizer = _shared(tokenizer)
-        encoder = TextEncoder(tokenizer, add_bos=config.data.add_bos)
-        adapter = ScorerLM(model.scorer, encoder, model.writer)
-        return run_harness(adapter, tasks, limit=limit, samples=samples)

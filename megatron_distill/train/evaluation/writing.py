@@ -1,4 +1,4 @@
-"""Greedy texts of an evaluated model, from a cache of keys and values."""
+"""Texts of an evaluated model, from a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from os.path import commonprefix
 
 import torch
 
-from megatron_distill.evaluation.requests import Interrupted, WrittenText
+from megatron_distill.evaluation.requests import GREEDY, Interrupted, WrittenText
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.generation.request import Sampling, Stops, WriteRow
 from megatron_distill.runtime.collectives import any_rank
@@ -37,6 +37,8 @@ class ModelWriter:
         stop_ids: tuple[int, ...],
         stops: tuple[str, ...],
         limit: int,
+        sampling: Sampling = GREEDY,
+        samples: Sequence[int] | None = None,
         advanced: Callable[[int], None] | None = None,
     ) -> list[WrittenText]:
         """Return the texts; see `Writer`. A beginning that all prompts share is computed once.
@@ -45,18 +47,19 @@ class ModelWriter:
         """
         found: list[WrittenText] = []
         ends = Stops(ids=stop_ids, strings=stops)
+        numbers = range(len(prompts)) if samples is None else samples
         self._raise_if_stopped()
         for first in range(0, len(prompts), self.rows):
             part = [tuple(prompt) for prompt in prompts[first : first + self.rows]]
             # Each row has a token of its own.
             shared = commonprefix([prompt[:-1] for prompt in part]) if len(part) > 1 else ()
             rows = [
-                WriteRow(prompt[len(shared) :], first + place, limit)
+                WriteRow(prompt[len(shared) :], numbers[first + place], limit)
                 for place, prompt in enumerate(part)
             ]
             written = self.model.write(
                 rows,
-                sampling=Sampling(),
+                sampling=sampling,
                 stops=ends,
                 prefix=shared,
                 stop_requested=self.stop_requested,

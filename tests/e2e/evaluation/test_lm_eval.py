@@ -65,6 +65,23 @@ TASKS: dict[str, dict[str, Any]] = {
         "generation_kwargs": {"until": ["e"], "max_gen_toks": 9, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
+    # The length under the name of transformers, greedy without saying so, and the prompts cut.
+    "own_lengths": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}{{q}}",
+        "doc_to_target": "{{q}}",
+        "generation_kwargs": {"until": ["\n"], "max_new_tokens": 9},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+SAMPLED: dict[str, Any] = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{q}}",
+    "doc_to_target": "{{q}}",
+    "repeats": 2,
+    "filter_list": [{"name": "all", "filter": [{"function": "take_first_k", "k": 2}]}],
+    "generation_kwargs": {"until": ["e"], "max_gen_toks": 9, "temperature": 0.9, "top_p": 0.9},
+    "metric_list": [{"metric": "exact_match"}],
 }
 
 
@@ -81,7 +98,7 @@ def write_tasks(folder: Path) -> None:
     ]  # fmt: skip
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")}
-    for name, task in TASKS.items():
+    for name, task in {**TASKS, "own_sampled": SAMPLED}.items():
         common = {"task": name, "dataset_path": "json", "dataset_kwargs": files}
         found = {**common, "test_split": "test", **task}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(found))
@@ -98,11 +115,12 @@ def _ours(rank: int, world: int, folder: str, layout: list[str], include: str) -
 
     config = load_trained_run(folder, [*STUDENT_ALONE, *layout], world_size=world)
     configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
-    from megatron_distill.train.assemble.evaluation import evaluate_by_harness
+    from megatron_distill.train.assemble.harness import evaluate_by_harness
 
-    found = evaluate_by_harness(config, CPU, list(TASKS), include=include, limit=None, samples=True)
+    names = [*TASKS, "own_sampled"]
+    found = evaluate_by_harness(config, CPU, names, include=include, limit=None, samples=True)
     assert found is not None
-    return _plain(found)
+    return {**_plain(found), "truncated": found["truncated"]}
 
 
 def _theirs(folder: Path, include: Path) -> dict[str, Any]:
@@ -145,13 +163,21 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
     run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=2", "checkpoint.save=true")
     pool.run(1, export, output, tmp_path / "exported")
     theirs = _theirs(tmp_path / "exported", folder)
+    sampled: list[list[str]] = []
     layouts: list[tuple[int, list[str]]] = [(1, []), (4, [TENSOR, PIPELINE])]
     for world, layout in layouts:
         for ours in pool.run(world, _ours, str(output), layout, str(folder)):
+            del ours["measures"]["own_sampled"]
             assert ours["measures"] == theirs["measures"]
             answers = ours["answers"]
             assert answers["own_answers"] == theirs["answers"]["own_answers"]
             assert len({text for (text,) in answers["own_answers"]}) > 1
+            assert answers["own_lengths"] == theirs["answers"]["own_lengths"]
+            assert ours["truncated"] == {"own_shots": 34, "own_lengths": 14}
+            drawn = [pair for (pair,) in answers["own_sampled"]]
+            assert sum(first != second for first, second in drawn) > 7, "repeats are other draws"
+            assert drawn == (sampled or drawn), "the draws of any layout"
+            sampled = drawn
             for task in ("own_choices", "own_shots", "own_edges"):
                 assert len(answers[task]) == 14
                 for own, other in zip(answers[task], theirs["answers"][task], strict=True):
@@ -203,7 +229,7 @@ def _harness_error(rank: int, world: int, folder: str, task: str, include: str) 
 
     config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
     configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
-    from megatron_distill.train.assemble.evaluation import evaluate_by_harness
+    from megatron_distill.train.assemble.harness import evaluate_by_harness
 
     try:
         evaluate_by_harness(config, CPU, [task], include=include, limit=2)

@@ -1,0 +1,152 @@
+"""The model class of lm-evaluation-harness: settings of generation, chat templates, lost tokens.
+
+Its scores and texts are compared with the harness's own backend in `tests/e2e/evaluation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.requests import Request, Score
+from megatron_distill.evaluation.tasks.encode import TextEncoder
+from megatron_distill.models.generation import Sampling
+from tests.support.chat_fixtures import STYLES, chat_tokenizer, turns
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: make peers")
+
+GREEDY = Sampling()
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "sampling"),
+    [
+        ({}, 256, GREEDY),
+        ({"max_gen_toks": 7}, 7, GREEDY),
+        ({"max_new_tokens": 7}, 7, GREEDY),
+        ({"max_tokens": 7}, 7, GREEDY),
+        ({"max_completion_tokens": 7}, 7, GREEDY),
+        ({"max_tokens": 9, "max_gen_toks": 7}, 7, GREEDY),
+        ({"temperature": 0.0}, 256, GREEDY),
+        ({"temperature": 0.7}, 256, Sampling(temperature=0.7)),
+        ({"temperature": 0.7, "do_sample": False, "top_p": 0.9}, 256, GREEDY),
+        (
+            {"temperature": 0.8, "do_sample": True, "top_p": 0.95, "top_k": 5, "min_p": 0.1},
+            256,
+            Sampling(temperature=0.8, top_p=0.95, top_k=5, min_p=0.1),
+        ),
+        ({"temperature": 1, "top_k": 0, "num_beams": 1}, 256, Sampling(temperature=1.0)),
+        ({"temperature": 1, "top_k": -1, "seed": 3}, 256, Sampling(temperature=1.0, seed=3)),
+        ({"do_sample": False, "use_cache": False, "repetition_penalty": 1.0}, 256, GREEDY),
+    ],
+    ids=str,
+)
+def test_settings_of_generation_have_the_harness_s_names_and_defaults(
+    given: dict[str, Any], limit: int, sampling: Sampling
+) -> None:
+    from megatron_distill.evaluation.lm_eval_model import _settings
+
+    found = _settings({"until": ["\n", ""], **given}, 0)
+    assert (found.stops, found.limit, found.sampling) == (("\n",), limit, sampling)
+    assert _settings({"until": "a", **given}, 0).stops == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"do_sample": True}, "do_sample = true and temperature = 0 .* above 0, or set do_sample"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature = 0 in gen_kwargs"),
+        ({"num_beams": 4}, "num_beams = 4 in gen_kwargs is none .*; leave it out"),
+        ({"max_length": 90}, "max_length = 90 .*; give max_gen_toks"),
+        ({"temperature": "warm"}, "gen_kwargs = .*warm.*; correct them"),
+        ({"temperature": 1, "top_p": 1.5}, "top_p=1.5"),
+    ],
+    ids=str,
+)
+def test_settings_that_the_sampler_does_not_have_are_named(
+    given: dict[str, Any], message: str
+) -> None:
+    from megatron_distill.evaluation.lm_eval_model import _settings
+
+    with pytest.raises(ConfigError, match=message):
+        _settings(given, 0)
+
+
+class Positions:
+    """A scorer of a model of some positions that finds every answer certain."""
+
+    def __init__(self, positions: int) -> None:
+        self.positions = positions
+
+    def score(
+        self, requests: Sequence[Request], *, advanced: Callable[[int], None] | None = None
+    ) -> list[Score]:
+        del advanced
+        return [Score(0.0, True)] * len(requests)
+
+
+def model(style: str, positions: int = 4096) -> Any:
+    from megatron_distill.evaluation.lm_eval_model import ScorerLM
+
+    return ScorerLM(Positions(positions), TextEncoder(chat_tokenizer(style)))
+
+
+def of_the_harness(style: str, messages: list[dict[str, Any]], prompted: bool) -> str:
+    """The text of the harness's Hugging Face backend, which needs its tokenizer alone for it."""
+    from lm_eval.models.huggingface import HFLM
+
+    backend = SimpleNamespace(tokenizer=chat_tokenizer(style).hugging_face, chat_template_args={})
+    text: str = HFLM.apply_chat_template(backend, messages, add_generation_prompt=prompted)
+    return text
+
+
+TEMPLATES = sorted(set(STYLES) - {"plain"})
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+@pytest.mark.parametrize("system", [None, "Answer in one word."])
+def test_chats_are_those_of_the_harness_s_own_backend(style: str, system: str | None) -> None:
+    """With a prompt for an answer, and with an answer's beginning whose turn stays open.
+
+    Templates without a system role lose that message.
+    """
+    asked = turns("Is it sunny?", "yes", "Why?", system=system)
+    begun = [*asked, {"role": "assistant", "content": "The answer is"}]
+    for messages, prompted in ((asked, True), (begun, False)):
+        text = model(style).apply_chat_template(messages, add_generation_prompt=prompted)
+        assert text == of_the_harness(style, messages, prompted)
+        assert prompted or text.endswith("The answer is")
+
+
+def test_a_refused_system_message_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    found = model("gemma")
+    with caplog.at_level("WARNING", logger="megatron_distill"):
+        for _ in range(2):
+            text = found.apply_chat_template(turns("Is it sunny?", system="Be short."))
+            assert "Be short." not in text
+    assert len([one for one in caplog.messages if "refuses a system message" in one]) == 1
+    with pytest.raises(DataError, match="--apply-chat-template: the chat template refuses it"):
+        found.apply_chat_template(turns("a", "b")[1:])
+    with pytest.raises(DataError, match="--apply-chat-template: chat is true, but plain has no"):
+        model("plain").apply_chat_template(turns("a"))
+
+
+def test_requests_that_lose_tokens_are_counted_by_task(caplog: pytest.LogCaptureFixture) -> None:
+    """The last token of an answer is predicted, not read: positions + 1 tokens fit."""
+    from lm_eval.api.instance import Instance
+
+    def asked(task: str, context: str, answer: str) -> Instance:
+        return Instance("loglikelihood", {}, (context, answer), 0, metadata=(task, 0, 1))
+
+    found = model("plain", positions=8)
+    pairs = (("short", "zzzzzzz", "zz"), ("long", "zzzzzzzz", "zz"), ("long", "z", "zz"))
+    with caplog.at_level("WARNING", logger="megatron_distill"):
+        found.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
+    assert dict(found.truncated) == {"long": 1}
+    (told,) = caplog.messages
+    assert "--lm-eval long: longer than the model's 8 positions, and cut" in told
+    assert "1 of 2 requests" in told
