@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
@@ -18,7 +19,7 @@ from megatron_distill.evaluation.tasks.mathematics import (
     exact_value,
 )
 
-__all__ = ["GRADERS", "Grade", "grader_named", "grader_versions"]
+__all__ = ["GRADERS", "Grade", "RegexGrader", "opened_grader", "grader_named", "grader_versions"]
 
 Grade = Callable[[str, str], bool]
 """(generated text, right answer of the row) -> whether they agree."""
@@ -127,6 +128,63 @@ GRADERS: Final[Mapping[str, Grade]] = {
 }
 
 
+_TAKES: Final = {"first": 0, "last": -1}
+_OF_RESULTS: Final = (
+    "n", "cut", "graders", "groups", "shots", "shots_dropped", "truncated", "prompt_hash",
+    "not_comparable", "seconds", "minus",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RegexGrader:
+    """A regular expression that finds the answer in a text; it equals the right one but for blanks.
+
+    The answer is the first group that matched, or the whole match without groups. A grader is sent
+    to its processes, which compile the expression once.
+
+    Attributes:
+        regex: of Python's `re`, `.` not matching a line's end.
+        name: of the measure.
+        take: the `first` or the `last` match.
+
+    Raises ConfigError for an expression that is none, and for a wrong name or `take`.
+    """
+
+    regex: str
+    name: str = "regex"
+    take: str = "first"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.regex)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(
+                f"regex = {self.regex!r} is not a regular expression: {error}; correct it"
+            ) from error
+        if self.take not in _TAKES:
+            raise ConfigError(f"take = {self.take!r}; give first or last")
+        taken = (*GRADERS, *_OF_RESULTS)
+        if not re.fullmatch(r"[A-Za-z]\w*", self.name) or self.name in taken:
+            raise ConfigError(
+                f"name = {self.name!r}; give letters, digits and underscores, and none of "
+                f"{', '.join(taken)}"
+            )
+
+    def __call__(self, text: str, answer: str) -> bool:
+        """Whether the answer that the expression finds in a text is the right one."""
+        found = list(re.finditer(self.regex, text))
+        if not found:
+            return False
+        chosen = found[_TAKES[self.take]]
+        taken = next((one for one in chosen.groups() if one is not None), chosen[0])
+        return taken.strip() == answer.strip()
+
+
+def opened_grader(grader: str | RegexGrader) -> Grade:
+    """Return a grader; raises ConfigError as `grader_named`."""
+    return grader_named(grader) if isinstance(grader, str) else grader
+
+
 def grader_named(name: str) -> Grade:
     """Return a grader; raises ConfigError for another name, or a package that is missing."""
     if name not in GRADERS:
@@ -136,13 +194,20 @@ def grader_named(name: str) -> Grade:
     return GRADERS[name]
 
 
-def grader_versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the version of each grader: this package's, or that of the package it calls."""
+def grader_versions(graders: Sequence[str | RegexGrader]) -> dict[str, str]:
+    """Return the version of each grader: this package's, or that of the package it calls.
+
+    A regular expression stands beside it.
+    """
     found = {}
-    for name in names:
-        package = "math-verify" if name == "math_verify" else "megatron-distill"
+    for grader in graders:
+        package = "math-verify" if grader == "math_verify" else "megatron-distill"
         try:
-            found[name] = f"{package} {version(package)}"
+            told = f"{package} {version(package)}"
         except PackageNotFoundError:
-            found[name] = package
+            told = package
+        if isinstance(grader, str):
+            found[grader] = told
+        else:
+            found[grader.name] = f"{told}, {grader.take} match of {grader.regex}"
     return found

@@ -56,7 +56,8 @@ def grade_texts(
 ) -> Graded:
     """Grade pairs of a generated text and the right answer, each within some seconds.
 
-    `grade` is a function of a module, so that the processes find it by its name. A text whose
+    `grade` is a function of a module, which the processes find by its name, or an object that can
+    be pickled. A text whose
     process is killed is graded once more. Raises Interrupted where a stop is requested, and
     DataError where no process can be started.
     """
@@ -144,7 +145,7 @@ class _Worker:
             if not isinstance(worker.take(), _Lapse):
                 return worker  # imports do not count as time of a text
             worker.stop()
-        name = getattr(grade, "__name__", type(grade).__name__)
+        name = getattr(grade, "__name__", getattr(grade, "name", type(grade).__name__))
         raise DataError(
             f"the grader {name} cannot start: its process ended {_STARTS} times before the first "
             f"text, last with status {process.exitcode}; free memory, or leave it out of the "

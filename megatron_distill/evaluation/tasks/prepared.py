@@ -13,7 +13,7 @@ from megatron_distill.data.tokenizers.protocol import Tokenizer
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Request
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
-from megatron_distill.evaluation.tasks.graders import grader_named
+from megatron_distill.evaluation.tasks.graders import opened_grader
 from megatron_distill.evaluation.tasks.prompts import Item, Prompt, read_task
 from megatron_distill.evaluation.tasks.record import Task
 
@@ -100,8 +100,8 @@ def prepare_task(
         return _of_texts(task, items, encoder, positions)
     if task.kind == "multiple_choice":
         return _of_choices(task, items, encoder, positions)
-    for name in task.graders:
-        grader_named(name)
+    for grader in task.graders:
+        opened_grader(grader)
     return _of_prompts(task, items, encoder, positions)
 
 

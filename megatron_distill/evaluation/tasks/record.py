@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.tasks.graders import RegexGrader
 
 __all__ = ["MEASURES", "Task", "load_task", "shipped_tasks"]
 
@@ -54,7 +55,8 @@ class Task:
         counted_text: template of the text whose bytes and words are counted; None: `text`.
         stops: strings that end a generated text.
         max_new_tokens: of a generated text.
-        graders: names of the graders of a generated text, the first one is the usual one.
+        graders: of a generated text, by name or as a regular expression; the first one is the usual
+            one.
         chat: whether prompts are rendered by the tokenizer's chat template.
         system: template of a system message before the description, with `chat`.
         truncation: what a prompt that is too long loses: `shots`, whole ones from the last on, then
@@ -87,7 +89,7 @@ class Task:
     counted_text: str | None = None
     stops: tuple[str, ...] = ()
     max_new_tokens: int = 256
-    graders: tuple[str, ...] = ()
+    graders: tuple[str | RegexGrader, ...] = ()
     chat: bool = False
     system: str = ""
     truncation: str = "shots"
@@ -112,6 +114,10 @@ class Task:
             raise self.problem("shots", self.shots, "0 or more")
         if self.limit is not None and self.limit < 1:
             raise self.problem("limit", self.limit, "1 or more, or null for all items")
+        names = [_name_of(one) for one in self.graders]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise self.problem("graders", twice, "each grader a `name` of its own")
 
     def problem(self, key: str, value: object, wanted: str) -> ConfigError:
         """Return the error of a key."""
@@ -121,8 +127,12 @@ class Task:
     def measures(self) -> tuple[str, ...]:
         """The names of its results, the usual one first."""
         if self.kind == "generation":
-            return self.graders
+            return tuple(_name_of(one) for one in self.graders)
         return MEASURES[self.kind]
+
+
+def _name_of(grader: str | RegexGrader) -> str:
+    return grader if isinstance(grader, str) else grader.name
 
 
 def shipped_tasks() -> dict[str, Path]:
@@ -206,7 +216,7 @@ _TEXTS: Final = frozenset(
     {"kind", "folder", "format", "group", "description", "question", "answer", "shot_answer"}
     | {"delimiter", "shot_separator", "text", "counted_text", "system", "truncation"}
 )
-_LISTS: Final = frozenset({"files", "shot_files", "column_names", "stops", "graders"})
+_LISTS: Final = frozenset({"files", "shot_files", "column_names", "stops"})
 _NUMBERS: Final = frozenset({"shots", "limit", "max_new_tokens"})
 _ROWS: Final = frozenset({"shot_rows", "layouts"})
 _MAY_BE_NULL: Final = frozenset(
@@ -218,6 +228,8 @@ def _value(key: str, value: Any, place: str) -> Any:
     """Return a key's value with its type; raises ConfigError."""
     if value is None and key in _MAY_BE_NULL:
         return None
+    if key == "graders":
+        return tuple(_grader(one, value, place) for one in (value if _is_list(value) else (value,)))
     if key in _LISTS or (key == "choices" and not isinstance(value, str)):
         if isinstance(value, str):
             return (value,)
@@ -237,6 +249,27 @@ def _value(key: str, value: Any, place: str) -> Any:
     ):
         return value
     raise ConfigError(f"{place}: {key} = {value!r} has the wrong type; give {_wanted(key)}")
+
+
+def _grader(one: Any, value: Any, place: str) -> str | RegexGrader:
+    """Return a grader of the list `value`; raises ConfigError."""
+    if isinstance(one, str):
+        return one
+    known = [field.name for field in fields(RegexGrader)]
+    if (
+        not isinstance(one, Mapping)
+        or "regex" not in one
+        or not set(one) <= set(known)
+        or not all(isinstance(text, str) for text in one.values())
+    ):
+        raise ConfigError(
+            f"{place}: graders = {value!r} has the wrong type; give names of graders, or mappings "
+            f"of {', '.join(known)} to texts, such as {{regex: 'is (\\d+)', name: number}}"
+        )
+    try:
+        return RegexGrader(**one)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: graders: {error}") from error
 
 
 def _wanted(key: str) -> str:

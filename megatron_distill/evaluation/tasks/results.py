@@ -53,7 +53,7 @@ def written_result(
                 found[f"{name}_{kind}"] = count
     usual = next(iter(grades))
     found["cut"] = sum(text.is_cut for text in texts)
-    found["graders"] = grader_versions(tuple(grades))
+    found["graders"] = grader_versions(prepared.task.graders)
     found |= _groups(prepared, np.array(grades[usual].right, float), usual)
     return _qualified(prepared, found)
 

@@ -16,7 +16,7 @@ from megatron_distill.config import EvaluationConfig, KeepBestConfig, RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
-from megatron_distill.evaluation.tasks.graders import grader_named
+from megatron_distill.evaluation.tasks.graders import opened_grader
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
 from megatron_distill.evaluation.tasks.prompts import Item, read_task
 from megatron_distill.evaluation.tasks.record import Task, load_task
@@ -108,8 +108,8 @@ def open_tasks(tasks: Sequence[Task], device: torch.device, *, add_bos: bool | N
 
     def read() -> tuple[tuple[Item, ...], ...]:
         for task in tasks:
-            for name in task.graders:
-                grader_named(name)
+            for grader in task.graders:
+                opened_grader(grader)
         return tuple(tuple(read_task(task)) for task in tasks)
 
     return OpenTasks(tuple(tasks), on_first_rank(read, device=device), add_bos)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_distill.errors import counted
 from megatron_distill.evaluation.requests import Interrupted, Scorer, Writer
-from megatron_distill.evaluation.tasks.graders import grader_named
+from megatron_distill.evaluation.tasks.graders import opened_grader
 from megatron_distill.evaluation.tasks.grading import grade_texts
 from megatron_distill.evaluation.tasks.paired import TaskItems
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
@@ -110,7 +110,7 @@ def _written(
     pairs = [(one.text, item.target) for one, item in zip(texts, task.items, strict=True)]
 
     def graded() -> tuple[dict[str, Any], TaskItems] | None:
-        graders = {name: grader_named(name) for name in record.graders}
+        graders = dict(zip(record.measures, map(opened_grader, record.graders), strict=True))
         try:
             grades = {
                 name: grade_texts(grade, pairs, stop_requested=is_requested)

@@ -19,6 +19,7 @@ from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.evaluation.tasks.graders import (
     GRADERS,
+    RegexGrader,
     exact,
     grader_named,
     gsm8k_flexible,
@@ -206,6 +207,31 @@ def test_the_whole_text_counts_without_two_dollars() -> None:
     assert hendrycks_math(" 7 ", "\\boxed{7}")
     assert not hendrycks_math("it is 7", "\\boxed{7}")
     assert by_hendrycks("\\left(3,\\frac{\\pi}{2}\\right)") == "(3,\\frac{\\pi}{2})"
+
+
+@pytest.mark.parametrize(
+    ("regex", "take", "text", "right"),
+    [
+        (r"total: (\d+)", "first", "total: 12\ntotal: 13", True),
+        (r"total: (\d+)", "last", "total: 12\ntotal: 13", False),
+        (r"\d+", "last", "7 then 12", True),
+        (r"\d+", "first", "7 then 12", False),
+        (r"<(\d+)>|\((\d+)\)", "first", "so (12).", True),
+        (r"is\s+(.*)$", "first", "it is  12 ", True),
+        (r"(?i)TOTAL (\d+)", "first", "a total 12", True),
+        (r"total (\d+)", "first", "none", False),
+    ],
+)
+def test_regular_expressions(regex: str, take: str, text: str, right: bool) -> None:
+    """The first group that matched, or the whole match, equals the answer but for blanks."""
+    assert RegexGrader(regex, take=take)(text, " 12\n") == right
+
+
+def test_a_regular_expression_that_backtracks_for_ever_is_a_timeout() -> None:
+    pairs = [("aab", "aa"), ("a" * 64 + "c", "a"), ("ab", "a")]
+    found = grade_texts(RegexGrader("((?:a+)+)b"), pairs, seconds=1.0, workers=1)
+    assert found.right == (True, False, True)
+    assert (found.timeouts, found.failures) == (1, 0)
 
 
 def runs_away(text: str, answer: str) -> bool:

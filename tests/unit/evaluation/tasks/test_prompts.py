@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.evaluation.tasks.graders import RegexGrader
 from megatron_distill.evaluation.tasks.prompts import Item, read_task
 from megatron_distill.evaluation.tasks.record import load_task, shipped_tasks
 from tests.unit.evaluation.tasks import published
@@ -184,6 +185,26 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+def wrong_graders(graders: Any, message: str) -> tuple[dict[str, Any], type[Exception], str]:
+    return {"kind": "generation", "graders": graders}, ConfigError, f"mine.yaml.*graders.*{message}"
+
+
+WRONG += [
+    wrong_graders([{"regex": "("}], r"regex = '\(' is not a regular expression: missing \), unt"),
+    wrong_graders([{"regex": "a", "take": "best"}], "take = 'best'; give first or last"),
+    wrong_graders([{"regex": "a", "name": "letter"}], "name = 'letter'; give letters, digits and"),
+    wrong_graders([{"regex": "a", "name": "n"}], "name = 'n'; give letters, .* and none of exact"),
+    wrong_graders(
+        [{"regex": "a"}, {"regex": "b"}], "'regex'; give each grader a `name` of its own"
+    ),
+    wrong_graders(["exact", "exact"], "'exact'; give each grader"),
+    wrong_graders(
+        [{"pattern": "a"}], "wrong type; give names of graders, or mappings of regex, name"
+    ),
+    wrong_graders([{"regex": 1}], "wrong type"),
+]
+
+
 @pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=lambda one: str(one)[:30])
 def test_errors_say_which_task_file_and_key(
     tmp_path: Path, changes: dict[str, Any], kind: type[Exception], message: str
@@ -196,6 +217,19 @@ def test_errors_say_which_task_file_and_key(
     (tmp_path / "mine.yaml").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(kind, match=message):
         read_task(load_task(str(tmp_path / "mine.yaml")))
+
+
+def test_graders_by_name_and_as_regular_expressions(tmp_path: Path) -> None:
+    """A task of one's own sets them in its YAML, and results have their names."""
+    (tmp_path / "mine.yaml").write_text(
+        "kind: generation\nquestion: '{{ q }}'\nanswer: right\n"
+        "graders: [exact, {regex: 'is (\\d+)', name: number, take: last}]\n"
+    )
+    task = load_task(str(tmp_path / "mine.yaml"))
+    assert task.measures == ("exact", "number")
+    assert task.graders == ("exact", RegexGrader(r"is (\d+)", name="number", take="last"))
+    alone = load_task(str(tmp_path / "mine.yaml"), {"graders": "letter"})
+    assert alone.graders == ("letter",)
 
 
 def test_a_template_without_quotes_is_told_of(tmp_path: Path) -> None:
