@@ -55,13 +55,19 @@ class Prompt:
     @property
     def messages(self) -> list[dict[str, str]]:
         """The prompt as chat messages: a system message, one turn per example, the question."""
-        found = [{"role": "system", "content": f"{self.system}{self.description}"}]
-        if not found[0]["content"]:
-            found.clear()
+        found = [{"role": "system", "content": self._instruction}] if self._instruction else []
         for question, answer in self.shots:
             found.append({"role": "user", "content": question})
             found.append({"role": "assistant", "content": answer})
         return [*found, {"role": "user", "content": self.question}]
+
+    @property
+    def _instruction(self) -> str:
+        """The content of the system message: `shot_separator` between two parts without a blank."""
+        if not self.system or not self.description:
+            return f"{self.system}{self.description}"
+        is_blank = self.system[-1].isspace() or self.description[0].isspace()
+        return f"{self.system}{'' if is_blank else self.shot_separator}{self.description}"
 
     def without_last_shot(self) -> Prompt:
         """The same prompt with one example less."""

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +32,7 @@ _FORMAT_NAMES: Final = ", ".join(dict.fromkeys(_SUFFIXES.values()))
 _COMPRESSED: Final = (".gz", ".zst", ".zstd")
 _LONGEST_CELL: Final = 1 << 24
 _LONGEST_JSON: Final = 1 << 30
+_END: Final = "\ue000end\ue001"  # a line behind the last one, with private characters
 
 
 class TaskRow(NamedTuple):
@@ -188,17 +190,22 @@ def _whole_json(task: Task, path: Path) -> list[Mapping[str, Any] | str] | None:
 
 
 def _csv_rows(task: Task, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows of a CSV file, whose first line names the columns unless `column_names` does."""
+    """The rows of a CSV file, whose first line names the columns unless `column_names` does.
+
+    As in pandas, text behind a quoted part belongs to the cell. A quote without end is an error.
+    """
     csv.field_size_limit(_LONGEST_CELL)
     file: InputFile | None = None
     try:
         file = InputFile(path)
         content = b"".join(iter(lambda: file.read(1 << 20), b"")).decode("utf-8")
-        lines = csv.reader(io.StringIO(content, newline=""), strict=True)
+        lines = csv.reader(chain(io.StringIO(content, newline=""), [_END]))
         names = list(task.column_names) or next(lines, [])
         for cells in lines:
-            if not cells:
-                continue  # a blank line
+            if not cells or cells == [_END]:
+                continue  # a blank line, or the end
+            if cells[-1].endswith(_END):  # the last cell goes on
+                raise csv.Error(f"line {lines.line_num - 1}: a quoted cell does not end")
             if len(cells) != len(names):
                 raise DataError(
                     f"task {task.name}: {path}:{lines.line_num}: {len(cells)} cells for "

@@ -140,6 +140,49 @@ def test_formats_columns_and_limits(tmp_path: Path) -> None:
     assert texts[0] == [("Is 0 odd?", "no"), ("Is 3 odd?", "yes"), ("Is 6 odd?", "no")]
 
 
+def test_cells_of_csv_files_are_those_of_pandas(tmp_path: Path) -> None:
+    """Text behind a quoted part, quotes inside of a cell, and line ends in quotes."""
+    pandas = pytest.importorskip("pandas")
+    cells = ['"a" then b', 'say "hi" twice', '"two ""quotes"""', '"a, b\nc" d', "''", '" x"y"']
+    path = tmp_path / "a.csv"
+    path.write_text("q,right\n" + "".join(f"{cell},no\n" for cell in cells), encoding="utf-8")
+    content = {"kind": "multiple_choice", "question": "{{ q }}", "choices": ["no", "yes"]}
+    content |= {"answer": "right", "files": ["a.csv"], "folder": str(tmp_path)}
+    (tmp_path / "mine.yaml").write_text(json.dumps(content))
+    task = load_task(str(tmp_path / "mine.yaml"))
+    found = [item.prompt.text for item in read_task(task)]
+    assert found == pandas.read_csv(path)["q"].tolist()
+    assert found[0] == "a then b"
+    path.write_text('q,right\n"a" then b,no\n"open,no\nc,no\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.csv: line 4: a quoted cell does not end; correct or"):
+        read_task(task)
+
+
+@pytest.mark.parametrize(
+    ("system", "description"),
+    [("Be short.", "Sums."), ("Be short.\n", "Sums."), ("Be short.", " Sums."), ("", "Sums."),
+     ("Be short.", ""), ("", "")],
+)  # fmt: skip
+def test_a_system_message_comes_before_the_description(
+    tmp_path: Path, system: str, description: str
+) -> None:
+    """With the separator of examples between them, where the harness has it."""
+    lines(tmp_path / "a.jsonl", [{"q": "1+1?", "right": "2", "tone": system}])
+    content = {"kind": "generation", "question": "{{ q }}", "answer": "right", "graders": "exact"}
+    content |= {"files": ["a.jsonl"], "folder": str(tmp_path), "description": description}
+    content |= {"system": "{{ tone }}", "chat": True, "shot_separator": "\n--\n"}
+    (tmp_path / "mine.yaml").write_text(json.dumps(content))
+    (item,) = read_task(load_task(str(tmp_path / "mine.yaml")))
+    *before, question = item.prompt.messages
+    assert question == {"role": "user", "content": "1+1?"}
+    assert item.prompt.text == f"{description}1+1?", "plain prompts have no system message"
+    if (system, description) == ("Be short.", "Sums."):
+        assert before == [{"role": "system", "content": "Be short.\n--\nSums."}]
+    harness = pytest.importorskip("lm_eval.api.utils", reason="lm-eval is not installed")
+    expected = harness.maybe_delimit(system, description, "\n--\n")
+    assert [one["content"] for one in before] == ([expected] if expected else [])
+
+
 def test_lists_are_groups_and_examples_are_of_an_equal_one(tmp_path: Path) -> None:
     rows = [
         {"q": f"{n}?", "right": "no", "topics": ["odd"] if n % 2 else ["a", 2]} for n in range(4)
