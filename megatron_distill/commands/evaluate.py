@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -263,17 +264,27 @@ def _write_results(
         measures = {
             role: {task: one.as_dict() for task, one in own.items()} for role, own in items.items()
         }
-        write_result(arguments.items, json.dumps({**model, "items": measures}) + "\n")
+        plain = _plain({**model, "items": measures})
+        write_result(arguments.items, json.dumps(plain, allow_nan=False) + "\n")
     _write_out({**model, **found}, arguments.json)
 
 
 def _write_out(figures: Mapping[str, object], path: Path | None) -> None:
     """Write figures as JSON to a file, or to standard output."""
-    text = json.dumps(figures, indent=1, default=str) + "\n"
+    text = json.dumps(_plain(figures), indent=1, default=str, allow_nan=False) + "\n"
     if path is None:
         sys.stdout.write(text)
     else:
         write_result(path, text)
+
+
+def _plain(value: object) -> object:
+    """The value with null in place of the numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:

@@ -22,6 +22,8 @@ Floats = NDArray[np.float64]
 # Below this mean probability of all letters together, accuracy is about the format.
 _LEAST_MASS: Final = 0.5
 _MOST_TRUNCATED: Final = 0.01
+# The exponential of more is no double.
+_MOST_NATS: Final = 700.0
 
 
 def task_result(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
@@ -180,29 +182,36 @@ def _of_texts(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]
     tokens = np.array([item.tokens for item in prepared.items], float)
     nats, error = _rate(-log_probs, counted[:, 0])
     found: dict[str, Any] = {
-        "bits_per_byte": nats / math.log(2),
-        "bits_per_byte_stderr": error / math.log(2),
+        "bits_per_byte": _number(nats / math.log(2)),
+        "bits_per_byte_stderr": _number(error / math.log(2)),
     }
     for name, sizes in (("byte", counted[:, 0]), ("word", counted[:, 1]), ("token", tokens)):
         nats, error = _rate(-log_probs, sizes)
-        found[f"{name}_perplexity"] = _exp(nats)
-        found[f"{name}_perplexity_stderr"] = _exp(nats) * error
+        perplexity = math.exp(nats) if nats < _MOST_NATS else math.inf
+        found[f"{name}_perplexity"] = _number(perplexity)
+        found[f"{name}_perplexity_stderr"] = _number(perplexity * error)
     return found | {"bytes": int(counted[:, 0].sum()), "tokens": int(tokens.sum())}
 
 
 def _rate(nats: Floats, sizes: Floats) -> tuple[float, float]:
-    """Return the nats per unit of the texts' sizes, and the standard error of this ratio."""
-    total = max(1.0, float(sizes.sum()))
+    """Return the nats per unit of the texts' sizes, and the standard error of this ratio.
+
+    Both are no numbers where the texts have no such units.
+    """
+    total = float(sizes.sum())
+    if not total:
+        return math.nan, math.nan
     rate = float(nats.sum()) / total
     if len(nats) < 2:
-        return rate, 0.0
+        return rate, 0.0 if math.isfinite(rate) else math.nan
     # By the delta method: the residuals of the texts.
     residuals = nats - rate * sizes
     return rate, math.sqrt(len(nats)) * float(residuals.std(ddof=1)) / total
 
 
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
+def _number(value: float) -> float | None:
+    """The value; None, which JSON has, in place of an infinity and of no number."""
+    return value if math.isfinite(value) else None
 
 
 def _reservations(prepared: PreparedTask, found: dict[str, Any]) -> list[str]:

@@ -1,12 +1,15 @@
-"""The configurations of which `evaluate --tasks` takes the student alone."""
+"""Arguments of `evaluate`, the student that it takes alone, and its results as JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.cli import main
+from megatron_distill.commands.evaluate import _write_out
 
 _SHAPE = "{num_layers: 1, hidden_size: 8, ffn_hidden_size: 8, num_attention_heads: 1}"
 _MODEL = f"{{architecture: {_SHAPE}}}"
@@ -32,3 +35,30 @@ def test_the_teachers_of_a_run_are_left_out(
     assert main(["evaluate", str(tmp_path), "seeed=1", "--tasks", "none"]) == 1
     named = f"error: {tmp_path / 'config.yaml'} with seeed=1: 1 problem\n"
     assert named in capsys.readouterr().err, "of the changes those of the user alone"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "quiz.yaml", "--num-fewshot", "2"], "are of --lm-eval; a task of --tasks has"),
+        (["--tasks", "quiz.yaml", "--apply-chat-template"], "are of --lm-eval; a task of --tasks"),
+        (["--lm-eval", "quiz", "--num-fewshot", "-1"], "--num-fewshot -1: give 0 examples or more"),
+    ],
+)
+def test_options_of_the_harness_are_its_own(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "runs/first", *words])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_results_are_json_also_where_a_figure_is_no_number(tmp_path: Path) -> None:
+    found = {"a": {"word_perplexity,none": math.inf, "n": 3}, "b": [math.nan, (-math.inf, 0.5)]}
+    _write_out(found, tmp_path / "results.json")
+
+    def refused(name: str) -> None:
+        raise AssertionError(name)
+
+    plain = json.loads((tmp_path / "results.json").read_text(), parse_constant=refused)
+    assert plain == {"a": {"word_perplexity,none": None, "n": 3}, "b": [None, [None, 0.5]]}

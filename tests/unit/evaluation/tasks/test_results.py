@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,16 @@ import pytest
 
 from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
 from megatron_distill.errors import DataError
-from megatron_distill.evaluation.requests import Score
+from megatron_distill.evaluation.requests import Score, WrittenText
+from megatron_distill.evaluation.tasks.grading import Graded
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
 from megatron_distill.evaluation.tasks.record import load_task
-from megatron_distill.evaluation.tasks.results import scored_items, task_result
+from megatron_distill.evaluation.tasks.results import (
+    scored_items,
+    task_result,
+    written_items,
+    written_result,
+)
 from tests.support.chat_fixtures import chat_tokenizer
 from tests.unit.evaluation.tasks import published
 from tests.unit.evaluation.tasks.test_prompts import lines
@@ -146,3 +153,61 @@ def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:
         assert found[f"{name}_stderr"] == pytest.approx(expected)
     items = scored_items(task, scored).measures["bits_per_byte"]
     assert items.values.sum() / items.weights.sum() == pytest.approx(found["bits_per_byte"])
+
+
+def test_perplexities_that_are_no_numbers_are_null(tmp_path: Path) -> None:
+    """Of a long text without blanks, of texts without words, and of a model that is broken."""
+    for text, log_prob, null in (
+        ("a" * 900, -900.0, {"word_perplexity", "token_perplexity"}),
+        (" \n ", -1.0, {"word_perplexity"}),
+        ("the weather", math.nan, None),
+    ):
+        files = lines(tmp_path / "text.jsonl", [{"text": text}])
+        task = prepare_task(load_task("text", {"files": [files]}), tokenizer(), positions=4000)
+        found = task_result(task, [Score(log_prob, False)] * len(task.requests))
+        json.dumps(found, allow_nan=False)
+        own = {name for name, value in found.items() if value is None}
+        named = {name for name in found if "perplexity" in name or "bits" in name}
+        if null is None:
+            assert own == named
+        else:
+            assert "word_perplexity" in own
+            assert own <= {*null, *(f"{name}_stderr" for name in null)}
+            assert found["bits_per_byte"] > 0
+
+
+def test_results_of_generated_texts_have_what_qualifies_them(tmp_path: Path) -> None:
+    """Shares with errors, texts that were cut, not judged in time or at all, and versions."""
+    files = lines(
+        tmp_path / "a.jsonl", [{"q": f"{n}?", "a": str(n), "kind": n % 2} for n in range(4)]
+    )
+    content = {"kind": "generation", "question": "{{ q }}", "answer": "a", "group": "kind"}
+    content |= {"graders": ["exact", {"regex": r"\d", "name": "digit"}, "math_verify"]}
+    (tmp_path / "mine.yaml").write_text(json.dumps({**content, "files": [files]}))
+    task = prepare_task(load_task(str(tmp_path / "mine.yaml")), tokenizer(), positions=400)
+    texts = [WrittenText("0", False), WrittenText("x1", True), WrittenText("2", True)]
+    texts.append(WrittenText("", False))
+    grades = {
+        "exact": Graded((True, False, True, False), 0, 0),
+        "digit": Graded((True, True, True, False), 0, 1),
+        "math_verify": Graded((True, False, False, False), 2, 0),
+    }
+    found = written_result(task, texts, grades)
+    assert (found["exact"], found["digit"], found["math_verify"]) == (0.5, 0.75, 0.25)
+    assert found["digit_stderr"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
+    assert (found["cut"], found["n"]) == (2, 4)
+    assert (found["math_verify_timeouts"], found["digit_failures"]) == (2, 1)
+    assert not {"exact_timeouts", "exact_failures", "digit_timeouts"} & set(found)
+    own = f"megatron-distill {version('megatron-distill')}"
+    assert found["graders"] == {
+        "exact": own,
+        "digit": rf"{own}, first match of \d",
+        "math_verify": f"math-verify {version('math-verify')}",
+    }
+    assert found["groups"] == {
+        "0": {"exact": 1.0, "exact_stderr": 0.0, "n": 2},
+        "1": {"exact": 0.0, "exact_stderr": 0.0, "n": 2},
+    }
+    assert found["prompt_hash"] == task.prompt_hash
+    items = written_items(task, grades)
+    assert items.measures["digit"].values.tolist() == [1.0, 1.0, 1.0, 0.0]
