@@ -82,6 +82,7 @@ def _scored(
     batch_tokens: int,
     order: int,
     by_passes: bool = False,
+    count: int | None = None,
 ) -> tuple[list[tuple[float, bool]], list[int]]:
     """The scores of a layout, and the numbers of requests that were told to be done."""
     with megatron_groups(**layout) as groups:
@@ -105,8 +106,8 @@ def _scored(
         else:
             model = CachedGPT(chunks, architecture, groups, device, vocab_size=TOKENS)
             scorer = ModelScorer(model, POSITIONS, batch_tokens)
-        shuffled = np.random.default_rng(order).permutation(len(requests()))
-        asked = requests()
+        asked = requests()[:count]
+        shuffled = np.random.default_rng(order).permutation(len(asked))
         told: list[int] = []
         scores = scorer.score([asked[place] for place in shuffled], advanced=told.append)
         found: list[Score] = [Score(0.0, False)] * len(asked)
@@ -173,11 +174,30 @@ def test_scores_equal_a_dense_log_softmax(
 
 
 def test_scores_do_not_depend_on_ranks_order_or_batches(pool: Pool) -> None:
-    """Four data ranks with seven rows have ranks without any; the numbers stay."""
+    """Four data ranks in another order and other batches; the numbers stay."""
     ((alone, _),) = pool.run(1, _scored, {}, {}, 200, 0)
     for found, _ in pool.run(4, _scored, {}, {}, 31, 1):
         assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
         np.testing.assert_allclose([one for one, _ in found], [one for one, _ in alone], rtol=1e-5)
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
+def test_ranks_without_rows_take_part(
+    pool: Pool,
+    dense: Callable[[dict[str, Any]], list[tuple[float, bool]]],
+    case: tuple[dict[str, Any], dict[str, Any]],
+    by_passes: bool,
+) -> None:
+    """One question, of four answers, for four data ranks; with experts all ranks run the layers."""
+    layout, changes = case
+    expected = dense(changes)[:4]
+    for found, told in pool.run(4, _scored, layout, changes, 200, 3, by_passes, 4):
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        np.testing.assert_allclose(
+            [one for one, _ in found], [one for one, _ in expected], rtol=1e-5
+        )
+        assert told[-1] == 4
 
 
 SUBJECTS, QUESTIONS = 3, 6

@@ -1,4 +1,7 @@
-"""Comparisons of two models against float64 NumPy, whole and on vocabulary shards."""
+"""Comparisons of two models against float64 NumPy, on whole vocabularies.
+
+Shards are in `tests/distributed/losses/test_comparison_tensor_parallel.py`.
+"""
 
 from __future__ import annotations
 
