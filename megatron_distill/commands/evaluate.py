@@ -46,25 +46,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help="tasks instead of held-out losses: a YAML file, a name such as mmlu, or NAME=FOLDER",
     )
-    parser.add_argument(
-        "--lm-eval",
-        nargs="+",
-        default=[],
-        metavar="TASK",
-        help="tasks of lm-evaluation-harness instead (extra: lm-eval), in its form of results",
-    )
-    parser.add_argument("--include", metavar="DIR", help="with --lm-eval: folder of more tasks")
-    parser.add_argument(
-        "--num-fewshot",
-        type=int,
-        metavar="SHOTS",
-        help="with --lm-eval: examples in front of each item, where a task does not forbid them",
-    )
-    parser.add_argument(
-        "--apply-chat-template",
-        action="store_true",
-        help="with --lm-eval: prompts in the tokenizer's chat template, one turn per example",
-    )
+    _add_harness_arguments(parser)
     parser.add_argument(
         "--limit",
         type=int,
@@ -105,6 +87,28 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TOKENS",
         help="measure the tokens per verification of drafts of that many tokens, e.g. 2 4 8",
+    )
+
+
+def _add_harness_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lm-eval",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="tasks of lm-evaluation-harness instead (extra: lm-eval), in its form of results",
+    )
+    parser.add_argument("--include", metavar="DIR", help="with --lm-eval: folder of more tasks")
+    parser.add_argument(
+        "--num-fewshot",
+        type=int,
+        metavar="SHOTS",
+        help="with --lm-eval: examples in front of each item, where a task does not forbid them",
+    )
+    parser.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        help="with --lm-eval: prompts in the tokenizer's chat template, one turn per example",
     )
 
 

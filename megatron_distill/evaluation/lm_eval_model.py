@@ -173,7 +173,7 @@ class ScorerLM(TemplateLM):
     ranks. Pass the instance to `lm_eval.simple_evaluate(model=...)`, with its seeds as None.
 
     `writer` None: the model generates no text. `seed`: of sampled texts, which are the same in any
-    layout and any order of the tasks' other requests.
+    layout and any order of the tasks' other requests. `weights`: their digest, for the results.
 
     Attributes:
         truncated: requests that lost tokens on the left, by task.
@@ -188,13 +188,19 @@ class ScorerLM(TemplateLM):
         writer: Writer | None = None,
         *,
         seed: int = 0,
+        weights: str = "",
     ) -> None:
         super().__init__()
+        self._weights = weights
         self._scorer, self._encoder, self._writer = scorer, encoder, writer
         self._seed = seed
         self._told_of_system = False
         self._cut: list[bool] = []  # of the last `_loglikelihood_tokens`
         self.truncated: Counter[str] = Counter()
+
+    def get_model_info(self) -> dict[str, str]:
+        """Return the digest of the weights, which the harness writes into its `config`."""
+        return {"model_sha": self._weights}
 
     @property
     def eot_token_id(self) -> int:

@@ -63,7 +63,7 @@ from megatron_distill.train.evaluation.phase import (
 )
 from megatron_distill.train.evaluation.scoring import ModelScorer
 from megatron_distill.train.evaluation.writing import ModelWriter
-from megatron_distill.train.model_source import ModelSource
+from megatron_distill.train.model_source import ModelSource, teacher_digest
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
@@ -341,6 +341,15 @@ class Resolved:
         positions = longest_input(source.architecture, config.evaluation)
         return cls(role, source, tasks.encoded(role.tokenizer, positions, role.execution.device))
 
+    def digest(self, groups: Groups) -> str:
+        """Return the digest of the model's weights, the same in every layout and format.
+
+        Reads them once more, each rank its share. Raises CheckpointError on all ranks.
+
+        Collective: world, those of `teacher_digest`.
+        """
+        return teacher_digest(self.source, seed=self.role.seed, group=groups.world)
+
     def built(
         self,
         section: EvaluationConfig,
@@ -405,6 +414,7 @@ def evaluate_weights(
             _check_same_items(models[0].tasks, earlier, named)
         results: dict[str, Results] = {}
         items: dict[str, dict[str, TaskItems]] = {}
+        weights = {model.role.name: model.digest(groups) for model in models}
         for model in models:
             own = items.setdefault(model.role.name, {})
             built = model.built(config.evaluation, groups, cache_gib=config.generation.cache_gib)
@@ -416,6 +426,7 @@ def evaluate_weights(
         "version": __version__,
         "precision": config.train.precision,
         "tokenizer": vocabulary.identity,
+        "weights": weights,
         "results": results,
         "first_prompts": {task.task.name: task.first_prompt for task in models[0].tasks},
         "items": items,

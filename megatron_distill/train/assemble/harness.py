@@ -62,12 +62,14 @@ def evaluate_by_harness(
         tokenizer, vocabulary = open_tokenizer(config, options)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
         role = Role("student", config.seed, execution, tokenizer, vocabulary)
-        model = Resolved.of(config, role, NO_TASKS).built(
+        resolved = Resolved.of(config, role, NO_TASKS)
+        weights = resolved.digest(groups)
+        model = resolved.built(
             config.evaluation, groups, cache_gib=config.generation.cache_gib, writes=True
         )
         tokenizer = shared_tokenizer(tokenizer)
         encoder = TextEncoder(tokenizer, add_bos=config.data.add_bos)
-        adapter = ScorerLM(model.scorer, encoder, model.writer, seed=config.seed)
+        adapter = ScorerLM(model.scorer, encoder, model.writer, seed=config.seed, weights=weights)
         return run_harness(
             adapter,
             tasks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -315,12 +316,17 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
     *_, (_, last) = evaluations(output)
     pool.run(1, export, output, exported)
     quiz_file, script = tmp_path / "quiz.yaml", ROOT / "launch" / "evaluate.py"
+    digests = []
     for words in (("--hf", exported), ("--checkpoint", output)):
         ending = call_alone(pool, script, *words, "--tasks", quiz_file)
         assert ending.status == 0, ending.stderr
-        measured = json.loads(ending.stdout)["results"]["student"]["quiz"]
+        whole = json.loads(ending.stdout)
+        digests.append(whole["weights"]["student"])
+        measured = whole["results"]["student"]["quiz"]
         for name in ("acc", "acc_norm", "prompt_hash"):
             assert measured[name] == last["student"]["quiz"][name], (words, name)
+    assert digests[0] == digests[1], "the weights of one model in two formats"
+    assert re.fullmatch("sha256:[0-9a-f]{64}", digests[0])
 
     named, other = [str(output), "--tasks", str(quiz_file)], str(tmp_path / "other.yaml")
     Path(other).write_text(f"base: quiz.yaml\nname: quiz\nfolder: {tmp_path}\n")

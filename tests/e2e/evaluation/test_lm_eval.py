@@ -11,9 +11,13 @@ import pytest
 import yaml
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.requests import GREEDY
+from megatron_distill.evaluation.tasks.record import load_task
 from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.evaluation.test_evaluation import WORDS, _results
+from tests.e2e.failing import call_alone
+from tests.e2e.processes import ROOT
 from tests.e2e.runs import CPU, PIPELINE, TENSOR, Inputs, configure, run
 from tests.unit.evaluation.tasks.test_prompts import CASES, GOLDEN, lines
 
@@ -150,6 +154,10 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
             task: [one["filtered_resps"] for one in sorted(own, key=lambda one: one["doc_id"])]
             for task, own in found["samples"].items()
         },
+        "form": {
+            name: sorted(own) if isinstance(own, dict) else None for name, own in found.items()
+        },
+        "names": {task: sorted(own) for task, own in found["results"].items()},
     }
 
 
@@ -163,6 +171,7 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
     run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=2", "checkpoint.save=true")
     pool.run(1, export, output, tmp_path / "exported")
     theirs = _theirs(tmp_path / "exported", folder)
+    _same_form(pool, output, folder, theirs)
     sampled: list[list[str]] = []
     layouts: list[tuple[int, list[str]]] = [(1, []), (4, [TENSOR, PIPELINE])]
     for world, layout in layouts:
@@ -191,6 +200,30 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
     for name in ("acc", "acc_norm"):
         measured = found["student"]["own_choices"][name]
         assert measured == theirs["measures"]["own_choices"][f"{name},none"], name
+
+
+def _same_form(pool: Pool, output: Path, folder: Path, theirs: dict[str, Any]) -> None:
+    """The file of the command has what `simple_evaluate` returns, and two keys of its own."""
+    script, written = ROOT / "launch" / "evaluate.py", folder / "results.json"
+    words = ("--include", folder, "--json", written, "--items", folder / "items.json")
+    words += ("--limit", 3, "--num-fewshot", 1)
+    ending = call_alone(pool, script, output, "--lm-eval", *TASKS, *words)
+    assert ending.status == 0, ending.stderr
+    found = json.loads(written.read_text(), parse_constant=pytest.fail)
+    assert set(found) - set(theirs["form"]) == {"model", "truncated"}
+    assert set(theirs["form"]) - set(found) == {"samples"}
+    for name, keys in theirs["form"].items():
+        if name not in ("samples", "config") and keys is not None:
+            assert sorted(found[name]) == keys, name
+    assert {task: sorted(own) for task, own in found["results"].items()} == theirs["names"]
+    assert set(found["config"]) <= set(theirs["form"]["config"])
+    assert found["config"]["model_sha"].startswith("sha256:")
+    assert {task: own["effective"] for task, own in found["n-samples"].items()} == dict.fromkeys(
+        TASKS, 3
+    )
+    assert found["n-shot"]["own_shots"] == 1
+    samples = json.loads((folder / "items.json").read_text())["samples"]
+    assert [one["doc_id"] for one in samples["own_choices"]] == [0, 1, 2], "the first ones"
 
 
 def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -312,6 +345,12 @@ def test_golden_prompts_are_those_of_the_harness(
     found: dict[int, list[list[str]]] = {}
     for request in golden.instances:
         is_generated = request.request_type == "generate_until"
+        if is_generated:  # with the stops and the length of the task that we ship
+            from megatron_distill.evaluation.lm_eval_model import _settings
+
+            (stops, limit, sampling), ours = _settings(request.args[1], 0), load_task(named)
+            assert (stops, limit) == (ours.stops, ours.max_new_tokens)
+            assert sampling == GREEDY
         texts = request.args[:1] if is_generated else request.args[:2]
         found.setdefault(request.doc_id, []).append(list(texts))
     assert [found[number] for number in sorted(found)] == GOLDEN[f"{named}_{shots}"]
