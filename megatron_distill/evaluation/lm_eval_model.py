@@ -99,7 +99,9 @@ def run_harness(
         raise _needing(_names(tasks), error) from error
     except TemplateError as error:  # of a template that no example was rendered with before
         raise _template_error(_names(tasks), error) from error
-    return None if found is None else {**found, "truncated": dict(model.truncated)}
+    if found is None:
+        return None
+    return {**found, **model.tokenizer_info(), "truncated": dict(model.truncated)}
 
 
 def _names(tasks: Sequence[Any]) -> str:
@@ -201,6 +203,20 @@ class ScorerLM(TemplateLM):
     def get_model_info(self) -> dict[str, str]:
         """Return the digest of the weights, which the harness writes into its `config`."""
         return {"model_sha": self._weights}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Return what the harness's results tell of a tokenizer, by its names."""
+        tokenizer = self._encoder.tokenizer
+        texts = {number: text for text, number in tokenizer.special_ids.items()}
+        ids = {"pad": tokenizer.pad_id, "eos": tokenizer.eos_id, "bos": tokenizer.bos_id}
+        return {
+            **{
+                f"tokenizer_{name}_token": [None if one is None else texts.get(one), str(one)]
+                for name, one in ids.items()
+            },
+            "eot_token_id": self.eot_token_id,
+            "max_length": self._scorer.positions,
+        }
 
     @property
     def eot_token_id(self) -> int:

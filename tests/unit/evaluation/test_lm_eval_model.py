@@ -150,3 +150,15 @@ def test_requests_that_lose_tokens_are_counted_by_task(caplog: pytest.LogCapture
     (told,) = caplog.messages
     assert "--lm-eval long: longer than the model's 8 positions, and cut" in told
     assert "1 of 2 requests" in told
+
+
+@pytest.mark.parametrize("style", ["plain", "llama3", "gemma"])
+def test_results_tell_of_the_tokenizer_as_the_harness_does(style: str) -> None:
+    from lm_eval.loggers.utils import add_tokenizer_info
+
+    named = chat_tokenizer(style).hugging_face
+    backend = SimpleNamespace(tokenizer=named, eot_token_id=named.eos_token_id, max_length=8)
+    expected: dict[str, Any] = {}
+    add_tokenizer_info(expected, backend)
+    assert expected
+    assert model(style, positions=8).tokenizer_info() == expected
