@@ -12,7 +12,12 @@ from megatron_distill.losses.balance import (
     scaled_weights,
     weighted_sum,
 )
-from megatron_distill.losses.chunk_terms import ChunkTerm, Partition, SharedVocabularies
+from megatron_distill.losses.chunk_terms import (
+    ChunkTerm,
+    Partition,
+    SharedVocabularies,
+    ranked_term,
+)
 from megatron_distill.losses.cross_tokenizer import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.losses.features import (
     ATTENTION,
@@ -62,6 +67,7 @@ __all__ = [
     "cross_tokenizer_divergence",
     "feature_loss",
     "fused_linear_objective",
+    "ranked_term",
     "scaled_weights",
     "several_teachers_objective",
     "token_divergence",

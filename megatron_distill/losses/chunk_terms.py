@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses.terms import TermTeachers
+from megatron_distill.losses.terms import Term, TermTeachers
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.aligned.executor import AlignedRows
 from megatron_distill.ops.aligned.gold import GoldColumns, GoldTerm
@@ -30,7 +30,7 @@ from megatron_distill.ops.divergences import Divergence, WeightedDivergence, div
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import IdTarget, Support, TopK
 
-__all__ = ["Alignment", "ChunkTerm", "Partition", "SharedVocabularies"]
+__all__ = ["Alignment", "ChunkTerm", "Partition", "SharedVocabularies", "ranked_term"]
 
 Alignment = Literal["likelihood", "common", "projection", "gold", "uld"]
 # Common tokens of `gold`: equal bytes, or also the first piece of a token's row.
@@ -177,6 +177,13 @@ class ChunkTerm:
         """Whether the term is defined on chunks of one token on each side alone."""
         return self.alignment in _OF_PAIRS
 
+    @property
+    def has_mass(self) -> bool:
+        """Whether the term is on a top-k of the teacher's tokens, whose mass is reported."""
+        return self.alignment == "projection" or (
+            self.alignment == "common" and self.top_k is not None
+        )
+
     def on(
         self,
         vocabularies: SharedVocabularies,
@@ -238,3 +245,8 @@ class ChunkTerm:
             "reverse_kl" if self.divergence == "reverse_kl" else "forward_kl"
         )
         return PublishedProjectionTerm(self.name, projected, ids, direction, self.temperature)
+
+
+def ranked_term(terms: Iterable[Term | ChunkTerm]) -> ChunkTerm | None:
+    """The first term on a top-k of chunks, whose mass is reported; None without one."""
+    return next((one for one in terms if isinstance(one, ChunkTerm) and one.has_mass), None)

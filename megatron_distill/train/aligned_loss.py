@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_distill.data.aligned.rows import ChunkPlanner, ChunkRows
 from megatron_distill.data.samples import WEIGHT_UNITS
-from megatron_distill.losses import ChunkTerm, SharedVocabularies, token_weights
+from megatron_distill.losses import ChunkTerm, SharedVocabularies, ranked_term, token_weights
 from megatron_distill.ops.aligned.executor import (
     AlignedLinear,
     AlignedRows,
@@ -43,12 +43,13 @@ class AlignedLoss:
     planner: ChunkPlanner
     teacher: tuple[str, int] | None = None
 
-    @property
-    def report_names(self) -> tuple[str, ...]:
-        """Entries that one of several teachers adds to a report: its shares of chunks and pairs."""
+    def report_names(self, terms: Sequence[ChunkTerm]) -> tuple[str, ...]:
+        """Entries that one of several teachers adds to a report: its shares of chunks and pairs,
+        and with a top-k its mass."""
         if self.teacher is None:
             return ()
-        return tuple(f"{self.teacher[0]}{_OF}{kind}" for kind in ("chunks", "pairs"))
+        kinds = ("chunks", "pairs", *(("topk_mass",) if ranked_term(terms) else ()))
+        return tuple(f"{self.teacher[0]}{_OF}{kind}" for kind in kinds)
 
     def __call__(
         self,
@@ -74,7 +75,7 @@ class AlignedLoss:
         vocabularies, rows = self.vocabularies, batch.planned
         assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
         plan = rows.plan
-        has_parts = sources > 1
+        has_parts, ranked = sources > 1, ranked_term(terms)
         aligned = AlignedRows(
             plan=plan,
             teacher=teacher,
@@ -99,6 +100,7 @@ class AlignedLoss:
             chunk_parts=Partition(rows.chunk_sources, sources) if has_parts else None,
             row_parts=Partition(rows.row_sources, sources) if has_parts else None,
             weight_gradient_sum=weight_gradient_sum,
+            ranked=None if ranked is None else ranked.name,
         )
         total, sums = aligned_linear(student, work)
         report = dict(zip(work.sum_names, sums.unbind(), strict=True))
@@ -140,7 +142,8 @@ class AlignedLoss:
         total, report, entries = given
         assert self.teacher is not None, "the teacher is one of several"
         name = self.teacher[0]
-        entries = entries | dict.fromkeys(self.report_names, total.detach().new_zeros(()))
+        names = self.report_names(terms)
+        entries = entries | dict.fromkeys(names, total.detach().new_zeros(()))
         own = signal.by_teacher.get(name)
         if own is None:
             return total, report, entries
@@ -163,7 +166,10 @@ class AlignedLoss:
         is_own = rows.chunk_teachers == self.teacher[1]
         weights = (_shares(rows, step, of_pairs=of_pairs) for of_pairs in (False, True))
         own_shares = [torch.where(is_own, of_chunks, 0.0).sum() for of_chunks in weights]
-        entries = entries | dict(zip(self.report_names, own_shares, strict=True))
+        if ranked_term(terms) is not None:
+            mass = of_chunks["topk_mass"]
+            own_shares.append(mass[0] if sources > 1 else mass)
+        entries = entries | dict(zip(names, own_shares, strict=True))
         return total + more, report, entries
 
     def take_figures(
@@ -171,11 +177,11 @@ class AlignedLoss:
     ) -> TeacherFigures:
         """Take the entries of `report_names` out of a step's values; return the teacher's figures.
 
-        Its numbers of chunks, and the weighted sum of its terms' means over its own chunks.
-        `chunks`, `pairs`: the divisors of the values.
+        Its numbers of chunks, the weighted sum of its terms' means over its own chunks, and its
+        mass of the first top-k. `chunks`, `pairs`: the divisors of the values.
         """
         assert self.teacher is not None, "the teacher is one of several"
-        own = [values.pop(name) for name in self.report_names]
+        own = [values.pop(name) for name in self.report_names(terms)]
         loss, trained = 0.0, [0.0, 0.0]
         for term in terms:
             kind = int(term.is_of_pairs)
@@ -187,6 +193,10 @@ class AlignedLoss:
             found["pairs"] = _in_units(trained[1] * pairs)
         if any(trained):
             found["kd_loss"] = loss
+        ranked = ranked_term(terms)
+        if ranked is not None and any(trained):
+            share = 1.0 if ranked.teachers is not None else own[int(ranked.is_of_pairs)]
+            found["topk_mass"] = part_of(own[2], share)
         return {self.teacher[0]: found}
 
 

@@ -15,6 +15,7 @@ from megatron_distill.losses import (
     LossWeights,
     Term,
     fused_linear_objective,
+    ranked_term,
     token_weights,
 )
 from megatron_distill.models.gpt import hidden_for_head
@@ -118,7 +119,11 @@ class TokenObjective:
 
     @property
     def _chunk_shares(self) -> tuple[str, ...]:
-        return () if self.aligned is None else self.aligned.report_names
+        return () if self.aligned is None else self.aligned.report_names(self._chunk_terms)
+
+    @property
+    def _chunk_terms(self) -> list[ChunkTerm]:
+        return [term for term in self.terms if isinstance(term, ChunkTerm)]
 
     @property
     def _token_names(self) -> tuple[str, ...]:
@@ -134,14 +139,16 @@ class TokenObjective:
     @property
     def on_chunks(self) -> OnChunks | None:
         """The counts of terms between two tokenizers; None without such terms."""
-        terms = [term for term in self.terms if isinstance(term, ChunkTerm)]
+        terms = self._chunk_terms
         if not terms:
             return None
-        shares = self._chunk_shares
+        shares, ranked = self._chunk_shares, ranked_term(terms)
+        masses = shares[2:] if self.several is not None else ("topk_mass",)
+        of_pairs = (*shares[1:2], *(masses if ranked is not None and ranked.is_of_pairs else ()))
         return OnChunks(
             {term.name: term.weight for term in self.terms},
-            frozenset((*shares, *(term.name for term in terms))),
-            frozenset((*shares[1:], *(term.name for term in terms if term.is_of_pairs))),
+            frozenset((*shares, *masses, *(term.name for term in terms))),
+            frozenset((*of_pairs, *(term.name for term in terms if term.is_of_pairs))),
         )
 
     def take_teacher_figures(self, values: dict[str, float], counts: LabelCounts) -> TeacherFigures:
@@ -151,9 +158,8 @@ class TokenObjective:
         found = take_teacher_figures(values, counts.kd)
         if self.aligned is None:
             return found
-        terms = [term for term in self.terms if isinstance(term, ChunkTerm)]
         return found | self.aligned.take_figures(
-            values, terms, chunks=counts.chunks, pairs=counts.pairs
+            values, self._chunk_terms, chunks=counts.chunks, pairs=counts.pairs
         )
 
     def at(self, weights: LossWeights, temperatures: Sequence[float]) -> TokenObjective:
@@ -239,7 +245,7 @@ class TokenObjective:
             signal,
             batch,
             step,
-            terms=[term for term in self.terms if isinstance(term, ChunkTerm)],
+            terms=self._chunk_terms,
             sources=len(self.source_names),
             weight_gradient_sum=head.weight_gradient_sum(),
         )
@@ -257,8 +263,7 @@ class TokenObjective:
         assert signal is not None, "a teacher was asked"
         hidden_NH = hidden_for_head(hidden_sbh, groups=self.groups, whole_context=True)
         rule = self.logit_rule
-        terms = [term for term in self.terms if isinstance(term, ChunkTerm)]
-        source = signal.logit_source()
+        terms, source = self._chunk_terms, signal.logit_source()
         return aligned(
             HiddenState(hidden_NH, head.head_weight(), rule.softcap, rule.scale),
             source,

@@ -176,6 +176,7 @@ MEANS_NAMES = (
     "gold_forward_kl_uncommon32_t2",
     "gold_reverse_kl_relaxed",
     "uld_uncommon32",
+    "topk_mass",
 )
 SECOND_TEACHER = (
     TEACHER

@@ -66,6 +66,7 @@ class SolvedMeans:
         temperature: of the softmaxes in the means.
         slopes: ``[c, V]`` on the means, up to a constant of each chunk; None without a gradient.
         averages: ``[n]`` fp64, sum of each row's probabilities times the slopes of its chunk.
+        mass: ``[c]`` fp64, the teacher's probability of its top-k; None without a top-k.
     """
 
     values: Tensor
@@ -73,24 +74,30 @@ class SolvedMeans:
     temperature: float
     slopes: Tensor | None
     averages: Tensor | None
+    mass: Tensor | None = None
 
     @classmethod
     def of(
-        cls, values: Tensor, side: TileSide, temperature: float, slopes: Tensor | None
+        cls,
+        values: Tensor,
+        side: TileSide,
+        temperature: float,
+        slopes: Tensor | None,
+        mass: Tensor | None = None,
     ) -> SolvedMeans:
         """From values and slopes; slopes None if no gradient is wanted.
 
         Collective: with slopes one all-gather over the group of 8 bytes per student row.
         """
         if slopes is None:
-            return cls(values, side, temperature, None, None)
+            return cls(values, side, temperature, None, None, mass)
         averages = torch.zeros(len(side.raw), dtype=torch.float64, device=values.device)
         for block in side.blocks():
             product = side.probabilities(block, temperature)
             product.mul_(slopes.index_select(0, side.chunks[block]))
             averages[block] = row_sums(product)
         averages = gather_ranks(averages, side.group).sum(0)
-        return cls(values, side, temperature, slopes, averages)
+        return cls(values, side, temperature, slopes, averages, mass)
 
     def add_gradient(self, weights: Tensor, gradient: TileGradient) -> None:
         """See `SolvedTerm`."""

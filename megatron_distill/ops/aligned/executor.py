@@ -220,6 +220,7 @@ class AlignedLinear:
         chunk_parts: a split of the chunks ``[C]``, for separate sums per part.
         row_parts: the same split of the student's rows ``[N]``, for the label loss.
         weight_gradient_sum: ``[V, H]`` fp32 (fp64), to which the gradient on the weight is added.
+        ranked: key of the term whose teacher's mass of the top-k is summed; None for none.
     """
 
     rows: AlignedRows
@@ -228,12 +229,14 @@ class AlignedLinear:
     chunk_parts: Partition | None = None
     row_parts: Partition | None = None
     weight_gradient_sum: Tensor | None = None
+    ranked: str | None = None
 
     @property
     def sum_names(self) -> tuple[str, ...]:
         """Names of the weighted sums that `aligned_linear` returns, in order."""
         label = () if self.label_loss is None else ("ce",)
-        return (*label, *(one.term.key for one in self.terms))
+        mass = () if self.ranked is None else ("topk_mass",)
+        return (*label, *(one.term.key for one in self.terms), *mass)
 
 
 def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, Tensor]:
@@ -297,7 +300,8 @@ class _Executor:
         if work.label_loss is not None:
             coefficients.insert(0, work.label_loss.coefficient)
         total = self._sums.new_zeros(())
-        for coefficient, value in zip(coefficients, self._sums[:, 0], strict=True):
+        of_losses = self._sums[: len(coefficients), 0]
+        for coefficient, value in zip(coefficients, of_losses, strict=True):
             total = total + coefficient * value
         sums = self._sums.to(self._dtype)
         return total.to(self._dtype), sums if sums.shape[1] > 1 else sums.squeeze(1)
@@ -313,6 +317,7 @@ class _Executor:
             if gradient is not None and work.label_loss.coefficient:
                 gradient.add_label_slopes(weights * -work.label_loss.coefficient)
         chunks = work.rows.plan.chunks[part.chunks]
+        mass = torch.zeros_like(self._sums[0])
         for one in work.terms:
             if not tile.count:
                 sums.append(torch.zeros_like(self._sums[0]))
@@ -320,8 +325,13 @@ class _Executor:
             solved = one.term.solve(tile, with_gradient=gradient is not None)
             weights = one.weights.index_select(0, chunks).double()
             sums.append(_summed(weights, solved.values, work.chunk_parts, chunks))
+            if one.term.key == work.ranked:
+                assert solved.mass is not None, "the ranked term has a top-k"
+                mass = _summed(weights, solved.mass, work.chunk_parts, chunks)
             if gradient is not None and one.coefficient:
                 solved.add_gradient(weights * one.coefficient, gradient)
+        if work.ranked is not None:
+            sums.append(mass)
         return torch.stack(sums) if sums else self._sums
 
 

@@ -78,6 +78,7 @@ class SolvedLikelihood:
     values: Tensor
     slopes: Tensor
     student: TileSide
+    mass: None = None
 
     def add_gradient(self, weights: Tensor, gradient: TileGradient) -> None:
         """See `SolvedTerm`."""

@@ -70,11 +70,12 @@ class CommonTerm:
         `Chunk.solve`, or with ``top_k`` those of `select`, unless it is recorded, and
         `solve_id_term`; per pair.
         """
+        is_dense = self.top_k is None and self.recorded is None
         whole = torch.zeros(tile.count, dtype=torch.float64, device=tile.student.raw.device)
         if not len(tile.pairs.chunks):
-            return _NoPairs(whole)
+            return _NoPairs(whole, None if is_dense else whole)
         group, columns, temperature = tile.student.group, self.columns, self.weighted.temperature
-        is_dense, has_rest = self.top_k is None and self.recorded is None, self.columns.has_rest
+        has_rest = self.columns.has_rest
         student = _Compact.of(
             tile.student,
             tile.pairs.student,
@@ -98,6 +99,7 @@ class CommonTerm:
         if has_rest:
             rests = _Rests.measure(student, teacher, temperature, group, not is_dense)
             rests.fill_class_(student.logits, rests.student)
+        mass = None
         if teacher is not None and is_dense:
             if rests is not None:
                 assert rests.teacher is not None, "it was measured with the student's"
@@ -106,8 +108,11 @@ class CommonTerm:
         else:
             target = self._target(tile, teacher, rests, group)
             values, write = self._on_top_k(student, target, group)
+            mass = torch.zeros_like(whole)
+            mass[tile.pairs.chunks] = target.mass()
         whole[tile.pairs.chunks] = values.clamp(min=0.0)
-        return SolvedCommon(whole, self, tile, student, rests, write if with_gradient else None)
+        written = write if with_gradient else None
+        return SolvedCommon(whole, self, tile, student, rests, written, mass)
 
     def _between(
         self, student: _Compact, teacher: _Compact, group: _Group
@@ -344,6 +349,7 @@ class _NoPairs:
     """A tile without a chunk of one token on each side: zeros ``[c]``, without a gradient."""
 
     values: Tensor
+    mass: Tensor | None
 
     def add_gradient(self, weights: Tensor, gradient: TileGradient) -> None:
         """Nothing."""
@@ -359,6 +365,7 @@ class SolvedCommon:
     student: _Compact
     rests: _Rests | None
     write: _Write | None
+    mass: Tensor | None
 
     def add_gradient(self, weights: Tensor, gradient: TileGradient) -> None:
         """See `SolvedTerm`."""

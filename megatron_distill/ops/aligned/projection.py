@@ -107,13 +107,13 @@ class ProjectionTerm:
         every = torch.ones_like(ids, dtype=torch.bool)
         on_classes = OnClasses(self.divergence, "tail")
         found = on_classes(log_p[:, :k], log_p[:, k], every, log_q[:, :k], log_q[:, k])
-        values = found.value.clamp(min=0.0)
+        values, mass = found.value.clamp(min=0.0), p[:, :k].sum(1)
         if not with_gradient:
-            return SolvedMeans.of(values, side, self.temperature, None)
+            return SolvedMeans.of(values, side, self.temperature, None, mass)
         of_ids = (found.inside / q[:, :k]).clamp_(-STEEPEST, STEEPEST).to(means.dtype)
         slopes = self._slopes(ids, of_ids, found.slope.to(means.dtype).unsqueeze(1), means)
         relative_to_top_(slopes, means, side.group)
-        return SolvedMeans.of(values, side, self.temperature, slopes)
+        return SolvedMeans.of(values, side, self.temperature, slopes, mass)
 
     def _project(self, means: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the projected means at the ids ``[c, k]``, and at all further ids

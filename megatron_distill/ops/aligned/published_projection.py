@@ -93,13 +93,14 @@ class PublishedProjectionTerm:
     def solve(self, tile: Tile, *, with_gradient: bool) -> SolvedMeans:
         """See `AlignedTerm`; values may be negative.
 
-        Collective: over the group one all-gather of 16 bytes per row of each model; one all-reduce
-        of ``8 k`` bytes per chunk; for the gradient all-gathers of 8 bytes per chunk and per
-        student row.
+        Collective: over the group one all-gather of 16 bytes per row of the student, and of 32 per
+        row of the teacher; one all-reduce of ``8 k`` bytes per chunk; for the gradient all-gathers
+        of 8 bytes per chunk and per student row.
         """
         side, teacher, temperature = tile.student, tile.with_teacher, self.temperature
         means = side.mean_probabilities(temperature)
-        both = torch.cat([self._project(means), self._log_means(teacher)], 1)
+        log_means, mass = self._log_means(teacher)
+        both = torch.cat([self._project(means), log_means], 1)
         if side.group is not None:
             dist.all_reduce(both, group=side.group)
         k, size = len(self.ids), self.rows.teacher_shard.size
@@ -113,9 +114,9 @@ class PublishedProjectionTerm:
                 classes.index_copy_(1, self.ids, slope.to(means.dtype))
                 slopes[block] = self.rows.to_student.times(classes)
         if not with_gradient:
-            return SolvedMeans.of(values, side, temperature, None)
+            return SolvedMeans.of(values, side, temperature, None, mass)
         relative_to_top_(slopes, means, side.group)
-        return SolvedMeans.of(values, side, temperature, slopes)
+        return SolvedMeans.of(values, side, temperature, slopes, mass)
 
     def _project(self, means: Tensor) -> Tensor:
         """This rank's part of the projected means at the ids, ``[c, k]``."""
@@ -125,10 +126,11 @@ class PublishedProjectionTerm:
             torch.index_select(projected, 1, self.ids, out=found[block])
         return found
 
-    def _log_means(self, teacher: TileSide) -> Tensor:
-        """Chunk means of the log-softmax over the ids, ``[c, k]``; zero at ids of other ranks.
+    def _log_means(self, teacher: TileSide) -> tuple[Tensor, Tensor]:
+        """Chunk means of the log-softmax over the ids, ``[c, k]``, zero at ids of other ranks; and
+        ``[c]`` fp64 those of the teacher's probability of all ids.
 
-        Collective: over the group one all-gather of 16 bytes per teacher row.
+        Collective: over the group two all-gathers of 16 bytes per teacher row.
         """
         temperature, owned = self.temperature, teacher.shard.owns(self.ids)
         columns = teacher.shard.local(self.ids)
@@ -143,10 +145,11 @@ class PublishedProjectionTerm:
         mass = ((logits - peak.unsqueeze(1)) / temperature).exp_().masked_fill_(~owned, 0.0)
         local = torch.stack([peak.double() / temperature, mass.sum(1, dtype=torch.float64)])
         gathered = gather_ranks(local, teacher.group)
-        total = (gathered[:, 0] + gathered[:, 1].log()).logsumexp(0).unsqueeze(1)
-        log_probs = (logits.double() / temperature - total).masked_fill_(~owned, 0.0)
+        total = (gathered[:, 0] + gathered[:, 1].log()).logsumexp(0)
+        masses = (total - teacher.log_normalizer(temperature)).exp()
+        log_probs = (logits.double() / temperature - total.unsqueeze(1)).masked_fill_(~owned, 0.0)
         means = teacher.sum_rows(log_probs) / teacher.lengths.unsqueeze(1)
-        return means.to(logits.dtype)
+        return means.to(logits.dtype), teacher.sum_rows(masses) / teacher.lengths
 
     def _between(self, projected: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Values ``[b]`` and slopes ``[b, k]`` on the projected means, in fp64."""

@@ -321,6 +321,11 @@ class SolvedTerm(Protocol):
         """``[c]`` fp64, zero for chunks on which the term is not defined."""
         ...
 
+    @property
+    def mass(self) -> Tensor | None:
+        """``[c]`` fp64, the teacher's probability of its top-k; None for a term without a top-k."""
+        ...
+
     def add_gradient(self, weights: Tensor, gradient: TileGradient) -> None:
         """Add the gradient of the weighted sum of the values; called once at most.
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses import ChunkTerm, FeaturePair, Term
+from megatron_distill.losses import ChunkTerm, FeaturePair, Term, ranked_term
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import (
@@ -436,6 +436,6 @@ class OnlineTeacher:
 def live_metrics(terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
     """Return the names of the reported metrics of a live teacher, besides the losses."""
     if any(isinstance(term, ChunkTerm) for term in terms):
-        return ()
+        return () if ranked_term(terms) is None else ("topk_mass",)
     ranked = ("topk_mass",) if any(term.top_k is not None for term in terms) else ()
     return ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement", *ranked)

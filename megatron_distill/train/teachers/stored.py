@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.errors import StoreError
-from megatron_distill.losses import ChunkTerm, Term
+from megatron_distill.losses import ChunkTerm, Term, ranked_term
 from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
@@ -402,6 +402,6 @@ def on_device(signal: Recorded, device: torch.device) -> Recorded:
 def stored_metrics(settings: CaptureSettings, terms: Sequence[Term | ChunkTerm]) -> tuple[str, ...]:
     """Return the names of the reported metrics of a stored teacher, besides the losses."""
     if any(isinstance(term, ChunkTerm) for term in terms):
-        return ()
+        return () if ranked_term(terms) is None else ("topk_mass",)
     scalars = ("teacher_ce", "teacher_entropy") if settings.is_complete else ()
     return (*scalars, "student_entropy", *settings.kind.metrics)

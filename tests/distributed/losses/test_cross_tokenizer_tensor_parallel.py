@@ -152,9 +152,18 @@ TERMS = {
 
 
 def objective_on_shard(
-    rank: int, world: int, kind: str, problem: AlignedProblem, sizes: tuple[int, int], tile: int
+    rank: int,
+    world: int,
+    kind: str,
+    problem: AlignedProblem,
+    sizes: tuple[int, int],
+    tile: int,
+    ranked: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Total, sums, and the gradients on hidden states and own rows of the weight."""
+    """Total, sums, and the gradients on hidden states and own rows of the weight.
+
+    ranked: the term whose mass of the top-k is the last sum.
+    """
     shard, teacher_shard = shards_for(rank, world, sizes)
     group = None if world == 1 else dist.group.WORLD
     at, ids = problem.at, problem.ids
@@ -197,7 +206,8 @@ def objective_on_shard(
         WeightedTerm(term.on(vocabularies, rows), 0.5 + i, weights)
         for i, term in enumerate(TERMS[kind].values())
     )
-    work = AlignedLinear(rows, terms, LabelLoss(label_weights, 0.3))
+    name = None if ranked is None else TERMS[kind][ranked].name
+    work = AlignedLinear(rows, terms, LabelLoss(label_weights, 0.3), ranked=name)
     total, sums = aligned_linear(HiddenState(hidden, weight), work)
     total.backward()
     assert hidden.grad is not None
@@ -238,3 +248,46 @@ def test_objective_from_hidden_states(pool: Pool, world: int, tile_tokens: int, 
     for ours, answer in ((of_ranks, of_hidden), (found[: SIZES[0]], of_weight)):
         assert float((ours - answer).abs().max() / answer.abs().max()) < 2e-6
     assert not found[SIZES[0] :].any()
+
+
+@pytest.mark.parametrize(
+    ("form", "world", "tile_tokens"),
+    [("top_k", 1, 1), ("top_k", 4, 8), ("projection", 2, 8), ("published", 2, 1)],
+)
+def test_the_mass_of_a_top_k_is_the_teachers_probability_of_it(
+    pool: Pool, form: str, world: int, tile_tokens: int
+) -> None:
+    problem, sizes = AlignedProblem.random(seed=3), PADDED[tile_tokens % 2]
+    kind = next(kind for kind, terms in TERMS.items() if form in terms)
+    answers = pool.run(world, objective_on_shard, kind, problem, sizes, tile_tokens, form)
+    plain = pool.run(world, objective_on_shard, kind, problem, sizes, tile_tokens)
+    for answer in answers:
+        assert torch.equal(answer[1], answers[0][1])
+        assert torch.equal(answer[1][:-1], plain[0][1])  # the losses are as without it
+    teacher = problem.teacher_hidden.double() @ problem.teacher_weight.double().t()
+    of_chunks = mass_of(form, problem, teacher, TERMS[kind][form])
+    assert 0.05 < float(of_chunks.max()) < 0.999
+    expected = (torch.linspace(0, 1, problem.at.count).double() * of_chunks).sum()
+    assert float(answers[0][1][-1]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def mass_of(form: str, problem: AlignedProblem, teacher: Tensor, term: ChunkTerm) -> Tensor:
+    """The teacher's probability of the term's ids, a mean over the rows of each chunk."""
+    at, k = problem.at, term.top_k
+    assert k is not None
+    probabilities = (teacher / term.temperature).softmax(1)
+    candidates = torch.arange(SIZES[1])
+    if form == "top_k":
+        candidates = problem.ids[1]
+    elif form == "projection":
+        candidates = map_rows(SIZES)[1].unique()
+    largest = teacher[at.teacher_chunks >= 0].amax(0).topk(k).indices  # of all rows
+    found = torch.zeros(at.count, dtype=torch.float64)
+    for chunk in range(at.count):
+        mean = probabilities[at.teacher_chunks == chunk].mean(0)
+        is_pair = (at.teacher_chunks == chunk).sum() == (at.student_chunks == chunk).sum() == 1
+        if form == "published":
+            found[chunk] = mean[largest].sum()
+        elif is_pair or form != "top_k":
+            found[chunk] = mean[candidates].topk(k).values.sum()
+    return found

@@ -139,7 +139,7 @@ def test_a_sent_top_k_of_all_ids_has_the_losses_of_the_live_teacher(
     expected = shared(pool, 1, config, tmp_path / "shared", *given)
     assert_same(found[:STEPS], expected[:STEPS], first=1e-6)
     ours, other = (one[STEPS]["validation"] for one in (found, expected))
-    assert ours.keys() == other.keys() == {"ce_loss", "kd_loss", *NAMES}
+    assert ours.keys() == other.keys() == {"ce_loss", "kd_loss", "topk_mass", *NAMES}
     for name in ours:
         assert ours[name] == pytest.approx(other[name], rel=1e-4), name
 
@@ -221,7 +221,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
     assert all(record["chunks"] > 0 for record in whole)
     if own_samples:
         validation = records(tmp_path / "whole")[-1]["validation"]
-        assert validation.keys() == {"ce_loss", "kd_loss", *NAMES}
+        assert validation.keys() == {"ce_loss", "kd_loss", "topk_mass", *NAMES}
 
 
 @pytest.mark.slow

@@ -241,6 +241,7 @@ def test_the_log_has_each_term_and_each_teacher(whole: list[dict[str, Any]], con
         assert 0 < far["chunks"] < record["chunks"]
         assert far["pairs"] < record["chunks"]
         assert far["kd_loss"] > 0
+        assert 0.05 < far["topk_mass"] < 1
         assert near["kd_tokens"] > 0
         assert "top1_agreement" not in record
     validation = records(_folder(config))[-1]["validation"]

@@ -286,7 +286,7 @@ def test_a_run_is_evaluated_continues_a_prompt_and_is_exported(
         *("checkpoint.save=true", "validation.samples=16", "data.max_unaligned=0.02"),
     )
     expected: Any = records(output)[-1]["validation"]
-    assert expected.keys() == {"ce_loss", "kd_loss", *NAMES}
+    assert expected.keys() == {"ce_loss", "kd_loss", "topk_mass", *NAMES}
     # Two batches or four: each loss is a mean over all its chunks.
     for changes in ((), ("train.global_batch_size=4",)):
         ending = call_alone(pool, ROOT / "launch" / "evaluate.py", output, *changes)

@@ -183,7 +183,9 @@ ALIGNED = (
     "DP2, smaller, micro-batch 4", "TP2xPP2, tied", "TP2xCP2+sequence",
     "one rank, micro-batch 1, no cache",
 )  # fmt: skip
-ALIGNED_NAMES = ("likelihood_js_divergence_t6", "common_forward_kl_t2", "common_reverse_kl_top8")
+ALIGNED_NAMES = (
+    "likelihood_js_divergence_t6", "common_forward_kl_t2", "common_reverse_kl_top8", "topk_mass",
+)  # fmt: skip
 
 
 def runs_of_two_tokenizers(

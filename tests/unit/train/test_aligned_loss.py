@@ -238,6 +238,7 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     named = ChunkTerm("likelihood", teachers=TermTeachers.of({"far": 1.0}))
+    ranked = ChunkTerm("common", top_k=3)
     _, report = loss_of(batch, step, 0, 1, leaves)
     aligned = AlignedLoss(vocabularies(), ChunkPlanner(4, 9, has_labels=False), teacher=("far", 1))
     other = replace(aligned, teacher=("far", 0))
@@ -253,7 +254,7 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
             SignalsByTeacher(2 * LENGTH, by_teacher),
             loss.planner.planned(batch),
             step,
-            terms=[*TERMS, named],
+            terms=[*TERMS, named, ranked],
             sources=0,
             weight_gradient_sum=None,
         )
@@ -274,15 +275,33 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     assert gradient[1].abs().max() > 0  # of the term that names the teacher
     nothing, unchanged, none = added(aligned, {})
     assert (nothing, unchanged["kd"]) == (zero, zero)
-    assert none == {"far#chunks": zero, "far#pairs": zero}
+    assert none == {"far#chunks": zero, "far#pairs": zero, "far#topk_mass": zero}
     figures = aligned.take_figures(
         {name: float(value) for name, value in (found | shares).items()},
-        [*TERMS, named], chunks=step.chunks, pairs=step.pairs,
+        [*TERMS, named, ranked], chunks=step.chunks, pairs=step.pairs,
     )["far"]  # fmt: skip
     assert figures["chunks"] == step.chunks  # a term names the teacher
     assert figures["pairs"] < step.pairs
     expected = sum(
-        term.weight * float(found[term.name]) / float(shares[share])
-        for term, share in zip(TERMS, ("far#chunks", "far#pairs"), strict=True)
+        term.weight * float(found[term.name]) / float(shares[f"far#{share}"])
+        for term, share in zip((*TERMS, ranked), ("chunks", "pairs", "pairs"), strict=True)
     ) + float(found[named.name])
     assert figures["kd_loss"] == pytest.approx(expected)
+    assert figures["topk_mass"] == pytest.approx(own_mass(batch, leaves), rel=1e-6)
+
+
+def own_mass(batch: Batch, leaves: list[Tensor]) -> float:
+    """The teacher's mean probability of its three likeliest common tokens, on the first sample."""
+    assert batch.teacher is not None
+    assert batch.chunks_bs is not None
+    assert batch.teacher.chunks_bs is not None
+    ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
+    probabilities = (leaves[2][0] @ leaves[3].t()).detach().softmax(1)[:, ids]
+    chunks, teacher_chunks = batch.chunks_bs[0], batch.teacher.chunks_bs[0]
+    masses = [
+        float(probabilities[teacher_chunks == one].topk(3).values.sum())
+        for one in chunks[chunks >= 0].unique().tolist()
+        if (chunks == one).sum() == (teacher_chunks == one).sum() == 1
+    ]
+    assert len(masses) > 1
+    return sum(masses) / len(masses)
