@@ -1,7 +1,8 @@
-"""Models of the supported families train in every layout as on one rank, over twenty steps.
+"""Models of all supported families train in other layouts as on one rank, over twenty steps.
 
 Students and teachers are folders as `transformers` writes them: windows shorter than a sample of
-several documents, soft caps of scores and logits, norms after blocks, rotated parts of heads.
+several documents, soft caps of scores and logits, norms after blocks, rotated parts of heads,
+stretched wavelengths, learned positions, experts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.hugging_face_models import save_model
+from tests.distributed.hugging_face_models import MODELS, save_model
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     EXPERT,
@@ -38,6 +39,13 @@ STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("qwen3", {}),
     # A dense layer, then shared experts and those of a sigmoid with a bias; half rotated.
     "glm4_moe": ("qwen3", {}),
+    "llama3.1": ("qwen3", {}),
+    "mistral": ("qwen3", {}),
+    # Its default dropout draws other numbers in other layouts.
+    "gpt2": ("qwen3", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "mixtral": ("qwen3", {}),
+    "qwen2_moe": ("qwen3", {}),
+    "qwen3_moe": ("qwen3", {}),
 }
 CASES = (
     ("gemma2", "TP2xPP2+sequence"),
@@ -48,7 +56,19 @@ CASES = (
     ("phi3", "TP2xPP2+sequence"),
     ("phi3", "CP2"),
     ("glm4_moe", "CP2xPP2, EP2"),
+    ("llama3.1", "TP2+sequence"),
+    ("mistral", "CP2"),
+    ("gpt2", "PP2"),
+    ("mixtral", "EP2"),
+    ("qwen2_moe", "TP2+sequence"),
+    ("qwen3_moe", "PP2"),
 )
+
+
+def test_every_family_is_here() -> None:
+    from megatron_distill.models.hugging_face.families import families
+
+    assert {MODELS[student][0] for student, _ in CASES} == set(families())
 
 
 def written(inputs: Inputs, name: str, label: str, **changes: Any) -> Path:
