@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -230,42 +231,60 @@ def _meet(bridge: Bridge) -> None:
     sending.wait()
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """Seconds of the clock and of the process's threads on a CPU."""
+
+    seconds: float
+    cpu: float
+
+    @classmethod
+    def by(cls, work: Callable[[], None]) -> _Taken:
+        """Measure some work."""
+        started, used = time.perf_counter(), time.process_time()
+        work()
+        return cls(time.perf_counter() - started, time.process_time() - used)
+
+    @classmethod
+    def median(cls, taken: Sequence[_Taken]) -> _Taken:
+        """Return the medians."""
+        return cls(median(one.seconds for one in taken), median(one.cpu for one in taken))
+
+
 def _in_turns(work: Callable[[], None], bridge: Bridge, *, repeats: int) -> dict[str, float]:
-    """Return the median seconds of each side's work while the other side waits."""
-    own = 0.0
+    """Return the medians of each side's work while the other side waits."""
+    own = _Taken(0.0, 0.0)
     for is_teachers in (True, False):
         _meet(bridge)
         if bridge.is_teacher == is_teachers:
-            own = median(_seconds(work) for _ in range(1 + repeats))
+            own = _Taken.median([_Taken.by(work) for _ in range(1 + repeats)])
     return _both(own, bridge)
 
 
 def _at_once(work: Callable[[], None], bridge: Bridge, *, repeats: int) -> dict[str, float]:
-    """Return the median seconds of each side's work while the other side works too."""
-    slower = max(_both(_seconds(work), bridge).values())
+    """Return the medians of each side's work while the other side works too."""
+    first = _both(_Taken.by(work), bridge)
+    slower = max(first["student"], first["teacher"])
     _meet(bridge)
     end = time.perf_counter() + repeats * slower
-    taken = [_seconds(work)]
+    taken = [_Taken.by(work)]
     while time.perf_counter() < end:
-        taken.append(_seconds(work))
-    return _both(median(taken), bridge)
+        taken.append(_Taken.by(work))
+    return _both(_Taken.median(taken), bridge)
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def _both(seconds: float, bridge: Bridge) -> dict[str, float]:
-    """Return a figure of both sides."""
+def _both(taken: _Taken, bridge: Bridge) -> dict[str, float]:
+    """Return the figures of both sides."""
     other = _STUDENT if bridge.is_teacher else _TEACHER
-    own, theirs = torch.tensor([seconds]), torch.empty(1)
+    own, theirs = torch.tensor([taken.seconds, taken.cpu]), torch.empty(2)
     sending = bridge.send(own, other, tag=_TENSOR_TAG)
     bridge.receive(theirs, other, tag=_TENSOR_TAG).wait()
     sending.wait()
-    pair = (own, theirs) if not bridge.is_teacher else (theirs, own)
-    return {"student": float(pair[0]), "teacher": float(pair[1])}
+    student, teacher = (theirs, own) if bridge.is_teacher else (own, theirs)
+    found: dict[str, float] = {}
+    for role, figures in (("student", student), ("teacher", teacher)):
+        found[role], found[f"{role}_cpu"] = figures.tolist()
+    return found
 
 
 if __name__ == "__main__":
