@@ -116,7 +116,7 @@ def _vocabularies(config: RunConfig, folder: Path) -> dict[str, int]:
 
 
 COMMAND = Command(
-    description="""Measure the machine at hand for `plan`, in one to two minutes.
+    description="""Measure the machine at hand for `plan`, in about a minute.
 
     megatron-distill calibrate --output this-cpu.yaml
     megatron-distill calibrate --run runs/first --device this-cpu.yaml

@@ -8,18 +8,19 @@ over the predicted ones are the device's `step_factors`.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from megatron_distill.commands.train import COMMAND
 from megatron_distill.errors import TrainingError
 
 if TYPE_CHECKING:
     from megatron_distill.planning.device import Device
+    from megatron_distill.planning.forked_ranks import ForkedRanks
 
 __all__ = ["measured_machine"]
 
@@ -29,6 +30,12 @@ _PRECISIONS: Final = ("fp32", "bf16")
 _STEPS: Final = 6  # of which the first three are not counted
 _WORDS: Final = 400_000  # several times those that the steps read
 _SECONDS: Final = 600.0  # of one run; only a hang takes that long
+# The latter two are imported late in a run, and take a second there.
+_IMPORTS: Final = (
+    "megatron_distill.train.assemble.run",
+    "transformers.models.auto.tokenization_auto",
+    "torch._dynamo",
+)
 _LINES: Final = 12  # of the output of a run that failed
 _RUN: Final = """\
 student:
@@ -52,26 +59,45 @@ runtime: {{device: cpu}}
 
 def measured_machine(kind: Literal["cpu", "gpu"]) -> Device:
     """Measure this machine, a CPU also by real steps. Raises TrainingError: its steps fail."""
-    from megatron_distill.planning.calibration import measure_machine
+    if kind == "gpu":
+        from megatron_distill.planning.calibration import measure_machine
 
-    return measure_machine(kind, steps=_refined_by_steps if kind == "cpu" else None)
+        return measure_machine(kind)
+    from megatron_distill.planning.forked_ranks import ForkedRanks
+
+    with tempfile.TemporaryDirectory() as name, ForkedRanks(import_training) as forked:
+        # Both processes import at the same time, and nothing is measured before both are done.
+        from megatron_distill.planning.calibration import measure_machine
+
+        _write_inputs(Path(name))
+        forked.wait()
+        return measure_machine(
+            kind, forked=forked, steps=partial(_refined_by_steps, forked=forked, folder=Path(name))
+        )
 
 
-def _refined_by_steps(device: Device) -> Device:
+def import_training() -> None:
+    """Import all that a run on a CPU needs."""
+    # Imported here: it loads torch, and patches Megatron-Core before anything imports that.
+    from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+
+    prepare_megatron_core(on_cuda=False)
+    for module in _IMPORTS:
+        import_module(module)
+
+
+def _refined_by_steps(device: Device, *, forked: ForkedRanks, folder: Path) -> Device:
     """Return a CPU with the factors of a small run's steps."""
     cores = device.cores or 1
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        _write_inputs(folder)
-        for ranks in sorted({1, min(cores, _MOST_RANKS)}):
-            for precision in _PRECISIONS:
-                words = [
-                    f"output={folder}/{ranks}-{precision}",
-                    f"train.precision={precision}",
-                    f"train.global_batch_size={2 * max(2, ranks)}",
-                ]
-                _train(folder, words, ranks=ranks, threads=max(1, cores // ranks))
-                device = _refined_by_run(device, folder, words, ranks=ranks)
+    for ranks in sorted({1, min(cores, _MOST_RANKS)}):
+        for precision in _PRECISIONS:
+            words = [
+                f"output={folder}/{ranks}-{precision}",
+                f"train.precision={precision}",
+                f"train.global_batch_size={2 * ranks}",
+            ]
+            _train(forked, folder, words, ranks=ranks, threads=max(1, cores // ranks))
+            device = _refined_by_run(device, folder, words, ranks=ranks)
     return device
 
 
@@ -95,23 +121,29 @@ def _write_inputs(folder: Path) -> None:
     (folder / "run.yaml").write_text(settings, encoding="utf-8")
 
 
-def _train(folder: Path, words: list[str], *, ranks: int, threads: int) -> None:
-    command = [sys.executable, "-m", "megatron_distill.cli", "train", f"{folder}/run.yaml"]
-    outcome = subprocess.run(
-        [*command, "--processes", str(ranks), *words],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
+def _train(
+    forked: ForkedRanks, folder: Path, words: list[str], *, ranks: int, threads: int
+) -> None:
+    output = folder / "output.txt"
+    output.unlink(missing_ok=True)
+    status = forked.run(
+        _run_training,
+        [f"{folder}/run.yaml", *words],
+        ranks=ranks,
+        threads=threads,
+        output=output,
+        seconds=_SECONDS,
     )
-    if outcome.returncode:
-        end = "\n".join(outcome.stdout.splitlines()[-_LINES:])
+    if status:
+        end = "\n".join(output.read_text(encoding="utf-8").splitlines()[-_LINES:])
         raise TrainingError(
-            f"calibrate: its run of {ranks} ranks ended with status {outcome.returncode}; correct "
+            f"calibrate: its run of {ranks} ranks ended with status {status}; correct "
             f"the cause that its output names, and calibrate again:\n{end}"
         )
+
+
+def _run_training(words: list[str]) -> int:
+    return COMMAND.script(None)(words)
 
 
 def _refined_by_run(device: Device, folder: Path, words: list[str], *, ranks: int) -> Device:

@@ -1,4 +1,4 @@
-"""The rates of the machine at hand, measured in about a quarter of a minute.
+"""The rates of the machine at hand, measured in less than half a minute.
 
 Measured are products of four sizes, a fused attention, a layer's element-wise work, and messages
 between two processes. On a CPU the losses' work per logit and the optimizer's per parameter are
@@ -10,21 +10,16 @@ from __future__ import annotations
 import math
 import os
 import platform
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from datetime import date
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from statistics import median
 from typing import Final, Literal
 
 import psutil
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,14 +28,15 @@ from megatron_distill.log import get_logger
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.attention_kernels.tiles import attend
+from megatron_distill.planning.calibration_links import measure_links
 from megatron_distill.planning.device import (
     ALIASED_COLUMNS,
     CALIBRATED,
     Curve,
     Device,
-    Link,
     Precision,
 )
+from megatron_distill.planning.forked_ranks import ForkedRanks
 from megatron_distill.runtime.segments import Segments
 from megatron_distill.signals import HiddenState
 
@@ -52,12 +48,11 @@ _DTYPES: Final[dict[Precision, torch.dtype]] = {"fp32": torch.float32, "bf16": t
 # some thirty times as many.
 _CPU_SIDES: Final = (128, 256, 512, 1024)
 _GPU_SIDES: Final = (1024, 2048, 4096, 8192)
-_CPU_BYTES: Final = (2**18, 2**20, 2**23, 2**26)
+_CPU_BYTES: Final = (2**18, 2**20, 2**23, 2**25)
 _GPU_BYTES: Final = (2**18, 2**21, 2**24, 2**27)
 _SECONDS: Final = 0.3  # of one measurement
+_FEWEST: Final = 2  # calls of one that takes longer, after one that is not counted
 _CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
-_MESSAGES: Final = (2**12, 2**24)
-_REPEATS: Final = 20  # of each message
 _COLUMNS: Final = 33_024  # of logits, as many as aliased ones and no multiple of their number
 _HEAD_WIDTHS: Final = (32, 128)  # of which a CPU's attention is measured
 # Of products in layers: [tokens, hidden size, a multiple of it].
@@ -70,11 +65,15 @@ _ELEMENT_KERNELS: Final = 7
 
 
 def measure_machine(
-    kind: Literal["cpu", "gpu"], *, steps: Callable[[Device], Device] | None = None
+    kind: Literal["cpu", "gpu"],
+    *,
+    forked: ForkedRanks | None = None,
+    steps: Callable[[Device], Device] | None = None,
 ) -> Device:
     """Measure this machine's CPU, or its first GPU; warns where other processes disturb it.
 
-    steps: returns the device refined by steps that it takes.
+    forked: ranks of a CPU, whose imports are done. steps: returns the device refined by steps that
+    it takes.
     """
     began, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
     device = torch.device("cuda:0" if kind == "gpu" else "cpu")
@@ -96,7 +95,7 @@ def measure_machine(
             gain = _gain(cores)
     finally:
         torch.set_num_threads(threads)
-    node, network = _links(device)
+    node, network = measure_links(device, forked)
     found = Device(
         name=CALIBRATED[kind],
         title=_title(device),
@@ -181,9 +180,11 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
-    first = [once() for _ in range(3)][-1]
-    count = max(3, min(200, int(_SECONDS / max(first, 1e-6))))
-    return median(once() for _ in range(count))
+    once()
+    times = [once()]
+    count = max(_FEWEST, min(200, int(_SECONDS / max(times[0], 1e-6))))
+    times += [once() for _ in range(count - 1)]
+    return median(times)
 
 
 def _products(
@@ -412,70 +413,3 @@ def _gain(cores: int) -> Curve:
         alone, together = seconds
         found.append((2 * math.prod(shape) / 1e9, min(1.0, alone / together / cores)))
     return tuple((round(size, 4), round(gain, 4)) for size, gain in found)
-
-
-def _links(device: torch.device) -> tuple[Link, Link]:
-    """Measure messages between two processes; the network is taken to be the same."""
-    ranks = 2
-    if device.type == "cuda" and torch.cuda.device_count() < ranks:
-        link = Link(devices=1, gb_per_s=25.0, efficiency=0.8, latency_us=20.0)
-        return link, link
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "seconds"
-        arguments = (ranks, device.type, f"{folder}/store", str(result))
-        mp.spawn(_collectives_of_rank, args=arguments, nprocs=ranks)
-        small, *small_halves, large, gather, scatter = map(float, result.read_text().split())
-    # A sum sends and receives twice the half of it.
-    by_bytes = max(large - small, 1e-9)
-    halves = [
-        max(2 * (half - latency) / by_bytes, 0.1)
-        for half, latency in zip((gather, scatter), small_halves, strict=True)
-    ]
-    most = torch.cuda.device_count() if device.type == "cuda" else 64
-    link = Link(
-        devices=most,
-        gb_per_s=_MESSAGES[-1] / by_bytes / 1e9,
-        efficiency=1.0,
-        latency_us=small * 1e6,
-        gather=halves[0],
-        scatter=halves[1],
-    )
-    return link, link
-
-
-def _collectives_of_rank(rank: int, ranks: int, kind: str, store: str, result: str) -> None:
-    """Time sums, gathers and scatters of two sizes; the first of the processes writes them."""
-    torch.set_num_threads(1)
-    # torch has new names for collectives that older releases do not know.
-    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)  # else the barrier of every rank is on the first GPU
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        device_id=device if kind == "cuda" else None,
-    )
-    times = []
-    for count in _MESSAGES:
-        message = torch.zeros(count // 4, device=device)
-        part = torch.zeros(count // 4 // ranks, device=device)
-        for collective in (
-            partial(dist.all_reduce, message),
-            partial(dist.all_gather_into_tensor, message, part),
-            partial(dist.reduce_scatter_tensor, part, message),
-        ):
-            # One after the other, as in a step: each begins when all ranks have ended the last.
-            for repetitions in (3, _REPEATS):
-                dist.barrier()
-                began = time.perf_counter()
-                for _ in range(repetitions):
-                    collective()
-                if kind == "cuda":
-                    torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - began) / _REPEATS)
-    if rank == 0:
-        Path(result).write_text(" ".join(map(str, times)))
-    dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""The link between two processes of this machine, measured by sums, gathers and scatters."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_distill.errors import TrainingError
+from megatron_distill.planning.device import Link
+from megatron_distill.planning.forked_ranks import ForkedRanks
+
+__all__ = ["measure_links"]
+
+_RANKS: Final = 2
+_MESSAGES: Final = (2**12, 2**24)
+_REPEATS: Final = 20  # of each message
+_HANG_SECONDS: Final = 300.0  # of all messages; only a hang takes that long
+_RESULT: Final = "seconds"
+
+
+def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Link, Link]:
+    """Measure messages between two processes; the network is taken to be the same.
+
+    forked: ranks of a CPU; None: the processes start anew. Raises TrainingError: forked ones fail.
+    """
+    if device.type == "cuda" and torch.cuda.device_count() < _RANKS:
+        link = Link(devices=1, gb_per_s=25.0, efficiency=0.8, latency_us=20.0)
+        return link, link
+    with tempfile.TemporaryDirectory() as folder:
+        if forked is None:
+            mp.spawn(_collectives_of_rank, args=(device.type, folder), nprocs=_RANKS)
+        else:
+            _run_forked(forked, device.type, folder)
+        found = (Path(folder) / _RESULT).read_text()
+    small, *small_halves, large, gather, scatter = map(float, found.split())
+    # A sum sends and receives twice the half of it.
+    by_bytes = max(large - small, 1e-9)
+    halves = [
+        max(2 * (half - latency) / by_bytes, 0.1)
+        for half, latency in zip((gather, scatter), small_halves, strict=True)
+    ]
+    most = torch.cuda.device_count() if device.type == "cuda" else 64
+    link = Link(
+        devices=most,
+        gb_per_s=_MESSAGES[-1] / by_bytes / 1e9,
+        efficiency=1.0,
+        latency_us=small * 1e6,
+        gather=halves[0],
+        scatter=halves[1],
+    )
+    return link, link
+
+
+def _run_forked(forked: ForkedRanks, kind: str, folder: str) -> None:
+    output = Path(folder) / "output.txt"
+    status = forked.run(
+        _collectives_of_forked,
+        kind,
+        folder,
+        ranks=_RANKS,
+        threads=1,
+        output=output,
+        seconds=_HANG_SECONDS,
+    )
+    if status:
+        raise TrainingError(
+            f"calibrate: its messages between two processes ended with status {status}; correct "
+            f"the cause that their output names, and calibrate again:\n{output.read_text()}"
+        )
+
+
+def _collectives_of_forked(kind: str, folder: str) -> None:
+    _collectives_of_rank(int(os.environ["RANK"]), kind, folder)
+
+
+def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
+    """Time sums, gathers and scatters of two sizes; the first of the processes writes them."""
+    torch.set_num_threads(1)
+    # torch has new names for collectives that older releases do not know.
+    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)  # else the barrier of every rank is on the first GPU
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        store=dist.FileStore(f"{folder}/store", _RANKS),
+        rank=rank,
+        world_size=_RANKS,
+        device_id=device if kind == "cuda" else None,
+    )
+    times = []
+    for count in _MESSAGES:
+        message = torch.zeros(count // 4, device=device)
+        part = torch.zeros(count // 4 // _RANKS, device=device)
+        for collective in (
+            partial(dist.all_reduce, message),
+            partial(dist.all_gather_into_tensor, message, part),
+            partial(dist.reduce_scatter_tensor, part, message),
+        ):
+            # One after the other, as in a step: each begins when all ranks have ended the last.
+            for repetitions in (3, _REPEATS):
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(repetitions):
+                    collective()
+                if kind == "cuda":
+                    torch.cuda.synchronize(device)
+            times.append((time.perf_counter() - began) / _REPEATS)
+    if rank == 0:
+        (Path(folder) / _RESULT).write_text(" ".join(map(str, times)))
+    dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""Forked ranks meet, fail together, and are killed at their time limit; one server for all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_distill.planning.forked_ranks import ForkedRanks
+
+
+def prepare() -> None:
+    os.environ["PREPARED"] = "once"
+
+
+def add_ranks() -> None:
+    """Needs torchrun's variables, the store behind them, and gloo."""
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    if dist.get_rank() == 1:
+        words = total.item(), os.environ["PREPARED"], torch.get_num_threads()
+        sys.stdout.write(" ".join(map(str, words)))
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def fail_on_last_rank(status: int) -> int:
+    if os.environ["RANK"] != "1":
+        time.sleep(300)
+    raise SystemExit(status)
+
+
+def sleep_long() -> None:
+    time.sleep(300)
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[ForkedRanks]:
+    with ForkedRanks(prepare) as found:
+        found.wait()
+        yield found
+
+
+def test_ranks_of_one_preparation_meet_call_after_call(forked: ForkedRanks, tmp_path: Path) -> None:
+    for threads in (1, 2):
+        output = tmp_path / f"{threads}.txt"
+        status = forked.run(add_ranks, ranks=2, threads=threads, output=output, seconds=60)
+        assert status == 0, output.read_text()
+        assert output.read_text().splitlines()[-1] == f"3.0 once {threads}"
+
+
+def test_a_failed_rank_ends_the_others_at_once(forked: ForkedRanks, tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    began = time.monotonic()
+    assert forked.run(fail_on_last_rank, 5, ranks=2, threads=1, output=output, seconds=200) == 5
+    assert time.monotonic() - began < 100
+
+
+def test_ranks_that_hang_are_killed_at_the_limit(forked: ForkedRanks, tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    assert forked.run(sleep_long, ranks=2, threads=1, output=output, seconds=0.5) != 0
