@@ -29,6 +29,7 @@ __all__ = [
     "embedding_passes",
     "head_passes",
     "layer_kinds",
+    "measuring_passes",
     "slice_of",
 ]
 
@@ -415,11 +416,59 @@ def head_passes(
         forward += rank.product(rows, shape.hidden_size, columns, count=chunks)
         if shape is student:
             backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
-        logits = rank.tokens * columns
-        if (measured := rank.device.logit_seconds(rank.precision, columns)) is not None:
-            forward += logits * measured
-        else:
-            forward += rank.passes(logits * rank.width * passes, kernels=chunks)
+        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks)
+    statistics, edge, back = _head_messages(student, rank, chunks=chunks)
+    return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
+
+
+def measuring_passes(
+    student: Architecture | None,
+    teacher: Architecture | None,
+    rank: Rank,
+    *,
+    chunks: int,
+    of_gradients: bool,
+) -> Passes:
+    """Return the time of the heads in a pass that measures losses, or norms of their gradients.
+
+    Arguments as of `head_passes`. Losses take each head's product and one reading of its logits.
+    Gradients on the hidden states take the student's head once for the labels and once for the
+    divergences, and as many products back; the head's own gradient is not formed.
+    """
+    forward = 0.0
+    split = rank.layout.tensor
+    times = 2 if of_gradients else 1
+    shapes = (
+        (student, _STUDENT_LOGIT_PASSES, times, 2 * times if of_gradients else 1),
+        (teacher, _TEACHER_LOGIT_PASSES, 1, 1),
+    )
+    for shape, passes, count, products in shapes:
+        if shape is None:
+            continue
+        columns = shape.padded_vocab_size(split) / split
+        rows = rank.tokens / chunks
+        forward += rank.product(rows, shape.hidden_size, columns, count=products * chunks)
+        logits = _logit_seconds(rank, columns, passes=passes, chunks=chunks)
+        forward += count * logits / (1 if of_gradients else passes)
+    statistics, edge, back = _head_messages(student, rank, chunks=chunks)
+    messages = times * (statistics + back) + edge if of_gradients else statistics + edge
+    return Passes(forward, 0.0, messages, 0.0, messages)
+
+
+def _logit_seconds(rank: Rank, columns: float, *, passes: int, chunks: int) -> float:
+    """Return the time of a micro-batch's logits of one model in the losses, without products."""
+    logits = rank.tokens * columns
+    measured = rank.device.logit_seconds(rank.precision, columns)
+    if measured is not None:
+        return logits * measured
+    return rank.passes(logits * rank.width * passes, kernels=chunks)
+
+
+def _head_messages(
+    student: Architecture | None, rank: Rank, *, chunks: int
+) -> tuple[float, float, float]:
+    """Return the time of statistics, of whole hidden states, and of their gradients."""
+    split = rank.layout.tensor
     link = rank.device.link(split)
     statistics = chunks * link.gathered(80.0 * rank.tokens / chunks * split, ranks=split)
     hidden = 0.0 if student is None else rank.tokens * student.hidden_size * rank.width
@@ -427,4 +476,4 @@ def head_passes(
     sequence = rank.layout.sequence
     edge = link.gathered(hidden, ranks=split) if sequence else 0.0
     back = (link.scattered if sequence else link.summed)(hidden, ranks=split)
-    return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
+    return statistics, edge, back

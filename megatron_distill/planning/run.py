@@ -51,6 +51,8 @@ class PlannedRun:
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
         shards_teacher: whether the ranks with the same weights of the teacher divide them.
         keeps_signals: whether the student runs twice in a step, with signals that are kept for it.
+        measures: what each step measures for the balance of the losses, in a forward pass of the
+            student before its own: the losses, or the norms of their gradients.
         rests: whether the teacher's weights but its head are on a GPU in its forward pass alone.
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
@@ -82,6 +84,7 @@ class PlannedRun:
     shards_teacher: bool = False
     offloads_hidden: bool = False
     keeps_signals: bool = False
+    measures: Literal["losses", "gradients"] | None = None
     rests: bool = False
     steps_ahead: int = 1
     sent_ids: int | None = None

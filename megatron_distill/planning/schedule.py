@@ -16,7 +16,13 @@ from typing import Final, Literal
 from megatron_distill.errors import counted
 from megatron_distill.planning.device import Device
 from megatron_distill.planning.run import Choice, PlannedRun
-from megatron_distill.planning.step_time import StageTimes, StepTime, student_stages, teacher_stages
+from megatron_distill.planning.step_time import (
+    StageTimes,
+    StepTime,
+    measuring_stages,
+    student_stages,
+    teacher_stages,
+)
 
 __all__ = [
     "Done",
@@ -28,7 +34,7 @@ __all__ = [
     "walk",
 ]
 
-Kind = Literal["data", "teacher", "forward", "backward", "update"]
+Kind = Literal["data", "teacher", "measure", "forward", "backward", "update"]
 # Steps that are walked where work for later ones goes on beside them, besides those that a teacher
 # is ahead. The one before the last counts: in the last that work has ended.
 _STEPS: Final = 5
@@ -233,20 +239,30 @@ def _student_lane(
         if chunks == 1
         else interleaved_order(rank, ranks, chunks, micro_batches)
     )
+    measuring = measuring_stages(run, choice, device)
+    # Kept signals wait for both passes of the student.
+    measured: list[tuple[Kind, int, int]] = [
+        ("measure", micro_batch, chunk)
+        for kind, micro_batch, chunk in order
+        if kind == "forward" and measuring
+    ]
     tasks: list[Task] = []
     for step in range(steps):
-        before = choice.place == "shared" and not choice.runs_within
-        if before:
+        within_passes = choice.runs_within and not measuring
+        if choice.place == "shared" and not within_passes:
             units = choice.teacher_micro_batches(run)
             tasks += _teacher_pass(choice, teacher, rank, units, step)
-        for kind, micro_batch, chunk in order:
+        for kind, micro_batch, chunk in [*measured, *order]:
+            of_kind = measuring if kind == "measure" else stages
             one = _pass(
-                stages, rank, Operation(kind, step, micro_batch, chunk * ranks + rank), chunks
+                of_kind, rank, Operation(kind, step, micro_batch, chunk * ranks + rank), chunks
             )
-            if kind == "forward" and choice.runs_within:
+            if kind == "forward" and within_passes:
                 within = Operation("teacher", step, micro_batch, 0)
                 tasks.append(Task(within, teacher[0].forward))
-            elif kind == "forward" and choice.place == "own ranks" and _is_last(one, ranks, chunks):
+            elif (
+                kind != "backward" and choice.place == "own ranks" and _is_last(one, ranks, chunks)
+            ):
                 one = _answer(choice, run, device, one, len(teacher))
             tasks.append(one)
         tasks.append(Task(Operation("update", step, 0, rank), update))
@@ -277,7 +293,7 @@ def _pass(stages: Sequence[StageTimes], rank: int, operation: Operation, chunks:
     times = stages[rank]
     own = times.chunks[stage // ranks]
     is_last = stage == ranks * chunks - 1
-    forward = operation.kind == "forward"
+    forward = operation.kind != "backward"
     seconds = own.forward_seconds if forward else own.backward_seconds
     if is_last:
         heads = times.heads

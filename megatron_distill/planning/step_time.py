@@ -21,6 +21,7 @@ from megatron_distill.planning.operations import (
     element_seconds,
     embedding_passes,
     head_passes,
+    measuring_passes,
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.parts import Parts
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "StageTimes",
     "StepTime",
+    "measuring_stages",
     "phase_seconds",
     "pipeline_seconds",
     "step_time",
@@ -52,15 +54,17 @@ _LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 class StepTime(Parts):
     """Seconds of a step by part; the sum is the step.
 
-    tensor, context, expert, pipeline, data_parallel: messages that no work hides. waiting: for a
-    teacher on its own ranks, or for a store. data: for batches that are read more slowly than the
-    rest of a step takes; reading goes on beside all of it.
+    balance: the student's forward pass that measures the losses for their balance, with messages
+    and bubble. tensor, context, expert, pipeline, data_parallel: messages that no work hides.
+    waiting: for a teacher on its own ranks, or for a store. data: for batches that are read more
+    slowly than the rest of a step takes; reading goes on beside all of it.
     """
 
     teacher: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     heads: float = 0.0
+    balance: float = 0.0
     tensor: float = 0.0
     pipeline: float = 0.0
     context: float = 0.0
@@ -154,6 +158,53 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     # Stages of a CPU that wait for the slowest lend it their cores.
     busy = mean(stage.total for stage in stages) / max(stage.total for stage in stages)
     return [stage.times(max(busy, device.core_share)) for stage in stages]
+
+
+def measuring_stages(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
+    """Return the student's stages in the pass that measures for the balance; empty: there is none.
+
+    It has no backward pass, and nothing is kept for one.
+    """
+    if run.measures is None:
+        return []
+    rank, last = student_rank(run, choice, device), choice.layout.pipeline - 1
+    chunks, of_gradients = loss_chunks(run, choice, device), run.measures == "gradients"
+    heads = measuring_passes(
+        run.student,
+        run.head_in_stages(choice.place),
+        rank,
+        chunks=chunks,
+        of_gradients=of_gradients,
+    )
+    several = run.several and run.keeps_head(choice.place)
+    for one, _, share in teachers_apart(run, choice) if several else ():
+        heads += measuring_passes(
+            None, one.teacher, rank, chunks=chunks, of_gradients=of_gradients
+        ).times(share)
+    heads = heads.scaled(device.factor("loss", run.precision), 1.0)
+    factor = device.factor("forward", run.precision)
+    message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
+    times = LayerTimes(run.student, rank)
+    stages = []
+    for stage in range(last + 1):
+        passes = tuple(
+            times.passes(chunk, recompute="none", trains=False).scaled(factor, 1.0)
+            for chunk in choice.chunk_layers(stage)
+        )
+        stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
+    return stages
+
+
+def measuring_seconds(run: PlannedRun, choice: Choice, device: Device) -> float:
+    """Return the time of the pass that measures for the balance, 0 without one."""
+    stages = measuring_stages(run, choice, device)
+    if not stages:
+        return 0.0
+    return pipeline_seconds(
+        [stage.forward + stage.message for stage in stages],
+        choice.micro_batches(run),
+        chunks=choice.layout.virtual_pipeline or 1,
+    )
 
 
 def _partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passes:
@@ -258,7 +309,8 @@ def step_time(
     messages = slow.layers + slow.heads
     teacher, teacher_bubble = teacher_seconds(run, choice, device)
     updates = _updates(run, choice, device, numbers[busiest], slow)
-    own = schedule + sum(vars(updates).values())
+    balance = measuring_seconds(run, choice, device)
+    own = balance + schedule + sum(vars(updates).values())
     waiting = 0.0
     if choice.place == "own ranks":
         waiting = teacher + teacher_bubble
@@ -272,6 +324,7 @@ def step_time(
         forward=micro_batches * slow.layers.forward,
         backward=micro_batches * slow.layers.backward,
         heads=micro_batches * (slow.heads.forward + slow.heads.backward),
+        balance=balance,
         tensor=micro_batches * messages.tensor,
         pipeline=micro_batches * exchange + updates.edge,
         context=micro_batches * messages.context,
@@ -302,10 +355,15 @@ def phase_seconds(
     # Weights that no forward pass hides are gathered as the last part of the update.
     updates = _updates(run, choice, device, numbers[busiest], stages[busiest])
     gather = 0.0 if run.overlaps_parameters else updates.gather
+    forward, heads = stage.layers.forward_seconds, stage.heads.forward_seconds
+    heads += stage.heads.backward_seconds
+    for first in measuring_stages(run, choice, device)[:1]:
+        forward += first.layers.forward_seconds
+        heads += first.heads.forward_seconds
     return {
         "teacher": time.teacher + time.waiting,
-        "forward": micro_batches * stage.layers.forward_seconds,
-        "loss": micro_batches * (stage.heads.forward_seconds + stage.heads.backward_seconds),
+        "forward": micro_batches * forward,
+        "loss": micro_batches * heads,
         "backward": micro_batches * stage.layers.backward_seconds,
         "communication": time.data_parallel - gather + time.pipeline + time.bubble,
         "optimizer": time.optimizer + gather,

@@ -18,6 +18,7 @@ __all__ = ["draw_timeline"]
 _COLOURS: Final = {
     "data": "#CC79A7",
     "teacher": "#E69F00",
+    "measure": "#F0E442",
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "update": "#009E73",
@@ -25,6 +26,7 @@ _COLOURS: Final = {
 _WORDS: Final = {
     "data": "reading of data",
     "teacher": "teacher",
+    "measure": "losses for their balance",
     "forward": "student forward",
     "backward": "student backward",
     "update": "gradients and optimizer",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from megatron_distill.config import (
     ArchitectureConfig,
@@ -46,6 +46,11 @@ __all__ = [
 ]
 
 _STORE_IDS: Final = 64
+# By the mode of the balance, the measure of the student's first pass of a step.
+_MEASURED: Final[Mapping[str, Literal["losses", "gradients"]]] = {
+    "magnitude": "losses",
+    "gradient_norm": "gradients",
+}
 _ALIGNING: Final = 2  # processes of a run on a machine of several cores
 
 
@@ -187,6 +192,7 @@ def _reads_size(section: ModelConfig) -> bool:
 def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> PlannedRun:
     """Return the run without its layout; `shapes` as of `open_shapes`."""
     train, optimizer, section = config.train, config.optimizer, config.teacher
+    balance = config.objective.balance
     transfer = None if section is None else section.transfer
     several = _several(config, shapes)
     teacher = shapes.get("teacher")
@@ -214,7 +220,9 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         bucket_size=optimizer.bucket_size,
         shards_teacher=section is not None and section.shard_weights,
         offloads_hidden=bool(live) and all(model.offload_hidden for model in live),
-        keeps_signals=config.objective.balance.mode in ("magnitude", "gradient_norm"),
+        keeps_signals=balance.mode in _MEASURED,
+        # With `previous` the first step alone measures.
+        measures=None if balance.raw_losses == "previous" else _MEASURED.get(balance.mode),
         rests=section is not None and section.offload,
         steps_ahead=1 if section is None else section.steps_ahead,
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,

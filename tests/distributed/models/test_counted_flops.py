@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.losses import BalanceMode, BalanceState, Term, fused_linear_objective
+from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.signals import HiddenState
+from tests.distributed import balanced_steps
+from tests.distributed.balanced_steps import Case
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_parameters import SHAPES
 from tests.distributed.pool import Pool
@@ -73,3 +77,41 @@ def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -
         total.backward()
     expected = 2 * tokens * vocabulary * (3 * width + teacher_width)
     assert counter.get_total_flops() == expected
+
+
+def measured_products(rank: int, world: int, mode: BalanceMode) -> tuple[int, float, float]:
+    """FLOPs of the products of a pass that measures; those of its layers, and of one head."""
+    with megatron_groups() as groups:
+        from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
+        from megatron_distill.train.teachers.live import OnlineTeacher
+
+        case = Case(mode=mode)
+        student, teacher, objective, balancing = balanced_steps.build(case, groups)
+        shape = small_architecture(vocab_size=balanced_steps.VOCABULARY)
+        length = balanced_steps.LENGTH
+        live = OnlineTeacher(teacher, shape, teacher.head_weight().detach(), groups, length)
+        batch = balanced_steps.whole_batch(case)
+        every = torch.ones_like(batch.ce_mask_bs)
+        batch = replace(batch, ce_mask_bs=every, kd_mask_bs=every)
+        tokens = every.numel()
+        step = StepBatches((batch,), ce_tokens=tokens, kd_tokens=tokens, positions=tokens)
+        signals = list(live.signals(step.micro_batches))
+        with FlopCounterMode(display=False) as counter:
+            balancing.prepare(student, signals, objective, step, steps_done=0, state=BalanceState())
+        built = sum(
+            count
+            for operation, count in counter.get_flop_counts()["Global"].items()
+            if "attention" not in str(operation)
+        )
+        whole = forward_flops_per_token(shape, sequence_length=length, attended_positions=0.0)
+        head = 2 * tokens * balanced_steps.VOCABULARY * shape.hidden_size
+        return built, tokens * (whole - head_flops_per_token(shape)), head
+
+
+@pytest.mark.parametrize(("mode", "heads"), [("magnitude", 2), ("gradient_norm", 5)])
+def test_a_pass_that_measures_takes_a_forward_pass_and_these_products_of_heads(
+    pool: Pool, mode: BalanceMode, heads: int
+) -> None:
+    """Of losses one of each model; of gradients two of the student's, two back, one teacher's."""
+    ((built, layers, head),) = pool.run(1, measured_products, mode)
+    assert built == pytest.approx(layers + heads * head, rel=1e-9)

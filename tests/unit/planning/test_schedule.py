@@ -67,6 +67,32 @@ def test_equal_stages_take_the_time_of_the_formula(layout: Layout, ranks: int) -
     assert timeline.lane_ranks(0) == ("1 rank" if per_stage == 1 else f"{per_stage:,} ranks")
 
 
+@pytest.mark.parametrize("layout", [Layout(8), Layout(8, 4), Layout(8, 4, 2, sequence=True)])
+@pytest.mark.parametrize("measures", ["losses", "gradients"])
+def test_a_pass_that_measures_losses_goes_before_the_student_and_after_the_teacher(
+    layout: Layout, measures: str
+) -> None:
+    own = layout.without_virtual_stages()
+    run = run_of(teacher=TEACHER, global_batch_size=32, keeps_signals=True, measures=measures)
+    choice = chosen(
+        layout, layout.model_ranks, place="shared", teacher_layout=own,
+        teacher_layers=(TEACHER.num_layers // own.pipeline,) * own.pipeline,
+    )  # fmt: skip
+    one = planned(run, choice, EVEN)
+    assert one.time.balance > one.time.forward
+    timeline = simulate(run, choice, EVEN, one.time)
+    # A stage of the teacher that has ended begins the student's pass before the last stage ends.
+    assert timeline.seconds == pytest.approx(
+        one.time.total, rel=1e-6 if own.pipeline == 1 else 0.05
+    )
+    for lane in range(layout.pipeline):
+        kinds = [done.operation.kind for done in timeline.done if done.lane == lane]
+        assert kinds.count("measure") == kinds.count("forward") == kinds.count("backward")
+        first, last = kinds.index("measure"), len(kinds) - 1 - kinds[::-1].index("measure")
+        assert set(kinds[:first]) == {"teacher"}
+        assert set(kinds[first : last + 1]) == {"measure"}
+
+
 @pytest.mark.parametrize("virtual", [None, 2, 4])
 def test_messages_between_stages_change_it_by_less_than_five_per_cent(virtual: int | None) -> None:
     run = run_of()

@@ -103,6 +103,16 @@ def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -
     assert alone.heads * PEAK == pytest.approx(BATCH * LENGTH * 3 * student, rel=1e-6)
 
 
+def test_the_balance_takes_a_forward_pass_and_the_products_of_its_heads() -> None:
+    """Losses take one product of each head; gradients two of the student's, and two back."""
+    student, teacher = head_flops_per_token(STUDENT), head_flops_per_token(TEACHER)
+    layers, plain = layer_flops(STUDENT), work(RUN)
+    for measures, heads in (("losses", student + teacher), ("gradients", 4 * student + teacher)):
+        found = work(replace(RUN, keeps_signals=True, measures=measures))  # type: ignore[arg-type]
+        assert found.balance * PEAK == pytest.approx(BATCH * LENGTH * (layers + heads), rel=1e-6)
+        assert replace(found, balance=0.0) == plain
+
+
 def test_a_teacher_on_its_own_rank_hides_behind_the_student_or_is_waited_for() -> None:
     shared = work(RUN)
     own = work(RUN, place="own ranks", teacher_ranks=1)

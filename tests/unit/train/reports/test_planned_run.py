@@ -93,12 +93,22 @@ def test_a_teacher_has_own_ranks_for_every_loss_that_asks_it(
 
 
 @pytest.mark.parametrize(
-    ("mode", "keeps"), [("fixed", False), ("magnitude", True), ("gradient_norm", True)]
+    ("mode", "raw", "keeps", "measures"),
+    [
+        ("fixed", "exact", False, None),
+        ("magnitude", "exact", True, "losses"),
+        ("magnitude", "previous", True, None),
+        ("gradient_norm", "exact", True, "gradients"),
+    ],
 )
-def test_losses_measured_in_a_step_keep_the_signals(tmp_path: Path, mode: str, keeps: bool) -> None:
+def test_losses_measured_in_a_step_keep_the_signals_and_take_a_pass(
+    tmp_path: Path, mode: str, raw: str, keeps: bool, measures: str | None
+) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
-    config = load_config(tmp_path / "run.yaml", [f"objective.balance.mode={mode}"])
-    assert planned_run(config, open_shapes(config)).keeps_signals == keeps
+    changes = [f"objective.balance.mode={mode}", f"objective.balance.raw_losses={raw}"]
+    config = load_config(tmp_path / "run.yaml", changes)
+    found = planned_run(config, open_shapes(config))
+    assert (found.keeps_signals, found.measures) == (keeps, measures)
 
 
 @pytest.mark.parametrize("key", ["shard_weights", "offload"])
