@@ -123,6 +123,25 @@ def test_greedy_takes_the_lowest_id_among_equals_and_no_padding() -> None:
     assert set(draws(logits, Sampling(), count=16, vocabulary=4).tolist()) == {1}
 
 
+@given(
+    st.integers(1, 200),
+    st.lists(st.tuples(st.integers(0, 199), st.sampled_from([1.0, 2.0, math.inf]))),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_largest_of_any_width_is_the_first_of_equal_ones(
+    width: int, raised: list[tuple[int, float]]
+) -> None:
+    from megatron_distill.models.generation.draw import _largest
+
+    values = torch.full((2, width), -math.inf)
+    for place, value in raised:
+        values[0, place % width] = value
+        values[1, -1 - place % width] = value
+    found, columns = _largest(values)
+    assert found.tolist() == [max(row) for row in values.tolist()]
+    assert columns.tolist() == [row.index(max(row)) for row in values.tolist()]
+
+
 def test_noise_is_a_function_of_its_key_alone() -> None:
     keys = draw_keys(torch.tensor([row_key(1, 2), row_key(1, 3), row_key(2, 2)]), torch.arange(3))
     whole = gumbel_noise(keys, start=0, count=1000)
