@@ -78,7 +78,7 @@ def attend_once(
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=added, scale=scale)
     base = query.new_zeros(1, 1, 1) if added is None else added.squeeze(1)
     scores = torch.baddbmm(base, query.squeeze(1), keys.squeeze(1).mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), values.squeeze(1))
+    return torch.bmm(scores.softmax(-1), values.squeeze(1)).unsqueeze(1)
 
 
 def attend_to(query: Tensor, parts: Sequence[Keys], rule: AttentionRule) -> Tensor:
