@@ -67,18 +67,25 @@ class Keys:
 
 
 def attend_once(
-    query: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, *, added: Tensor | None, scale: float
 ) -> Tensor:
-    """Return attention [R, 1, r, d] of one position's queries over [R, 1, K, d] of each head.
+    """Return attention of one position, query [b, g, r, d], over keys and values [b g, 1, K, d].
 
-    added: to the scores, [R, 1, 1, K]. torch's fused attention of a CPU calls products head by
-    head; those of all heads in one take two thirds of the time, and scores of one position are few.
+    Each head of each row is a row of its own: the result then has the order in which the next
+    product reads it, without a copy. added: to the scores, [b g, 1, 1, K]. torch's fused attention
+    of a CPU has products head by head; here all heads are in one, and the scores are few.
     """
+    rows, groups, repeats, size = query.shape
     if query.device.type != "cpu" or query.dtype is not torch.float32:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=added, scale=scale)
+        query_R1rd = query.reshape(rows * groups, 1, repeats, size)
+        found = F.scaled_dot_product_attention(
+            query_R1rd, keys, values, attn_mask=added, scale=scale
+        )
+        return found.reshape(query.shape)
     base = query.new_zeros(1, 1, 1) if added is None else added.squeeze(1)
-    scores = torch.baddbmm(base, query.squeeze(1), keys.squeeze(1).mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), values.squeeze(1)).unsqueeze(1)
+    query_Rrd = query.reshape(rows * groups, repeats, size)
+    scores = torch.baddbmm(base, query_Rrd, keys.squeeze(1).mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), values.squeeze(1)).reshape(query.shape)
 
 
 def attend_to(query: Tensor, parts: Sequence[Keys], rule: AttentionRule) -> Tensor:
@@ -152,17 +159,13 @@ class Append:
             if self.cache.prefix is not None:
                 parts += self._prefix(layer, rule.window)
             return attend_to(query, parts, rule)
-        # Each head of each row as a row of its own: the result then has the order in which the next
-        # product reads it, without a copy.
-        rows, groups, repeats, size = query.shape
-        found = attend_once(
-            query.reshape(rows * groups, 1, repeats, size),
+        return attend_once(
+            query,
             store.flat_keys.narrow(2, 0, stored),
             store.flat_values.narrow(2, 0, stored),
-            self._visible(store.slots, groups, query.dtype),
-            rule.scale,
+            added=self._visible(store.slots, query.shape[1], query.dtype),
+            scale=rule.scale,
         )
-        return found.reshape(query.shape)
 
     def _visible(self, slots: int, copies: int, dtype: torch.dtype) -> Tensor | None:
         """Return the mask of a store's slots as `Cache.mask`, of those in use; None: all."""

@@ -151,7 +151,7 @@ class LayerCache:
         """Take keys and values of other rows."""
         self.pairs, self.slots = pairs, pairs.shape[3]
         self.keys, self.values = pairs.unbind(2)
-        # Each head of each row as a row of its own, [b g, 1, slots, d]: see `Append`.
+        # Each head of each row as a row of its own, [b g, 1, slots, d]: see `attend_once`.
         self.flat_keys = self.keys.flatten(0, 1)[:, None]
         self.flat_values = self.values.flatten(0, 1)[:, None]
 

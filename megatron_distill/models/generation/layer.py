@@ -69,7 +69,7 @@ class RootMeanSquare:
 
     @classmethod
     def of(cls, gain: Tensor, eps: float) -> RootMeanSquare:
-        """Prepare what does not depend on the numbers."""
+        """Prepare the factors of a gain."""
         if gain.device.type != "cpu" or gain.dtype is not torch.float32:
             return cls(gain, eps, None, None)
         size = gain.shape[-1]

@@ -24,14 +24,15 @@ def test_a_norm_has_its_eps_below_the_root(gains: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_attention_of_one_position_has_every_key_that_is_its_own(is_masked: bool) -> None:
     generator = torch.Generator().manual_seed(4)
-    query = torch.randn(6, 1, 2, 8, generator=generator)
+    query = torch.randn(3, 2, 2, 8, generator=generator)
     keys, values = torch.randn(2, 6, 1, 11, 8, generator=generator)
     added = None
     if is_masked:
         added = torch.zeros(6, 1, 1, 11)
         for head in range(6):
             added[head, ..., :head] = -torch.inf
-    given = [None if one is None else one.double() for one in (query, keys, values, added)]
-    expected = F.scaled_dot_product_attention(*given[:3], attn_mask=given[3], scale=0.7)
-    found = attend_once(query, keys, values, added, 0.7)
+    wide = [one.double() for one in (query.view(6, 1, 2, 8), keys, values)]
+    mask = None if added is None else added.double()
+    expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.7).view_as(query)
+    found = attend_once(query, keys, values, added=added, scale=0.7)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
