@@ -271,6 +271,25 @@ def test_losses_between_tokenizers_on_eight_ranks_are_those_of_one(
 
 
 @pytest.mark.slow
+def test_losses_between_tokenizers_on_sixteen_ranks_are_those_of_one(
+    train: Runner, weights: Callable[[str], str], inputs: Inputs, tmp_path: Path
+) -> None:
+    world, overrides = layout("TP4xPP2xCP2+sequence")
+    every = MEANS_TERMS.replace("[", "[{alignment: likelihood}, {alignment: common, top_k: 8}, ", 1)
+    given = (weights("aligned"), "train.steps=4", every)
+    sixteen_ranks = Pool(world)
+    try:
+        config = inputs.folder / "aligned.yaml"
+        found = run(sixteen_ranks, world, config, tmp_path, *given, *overrides)
+    finally:
+        sixteen_ranks.close()
+    expected = train("aligned", 1, *given[1:])
+    names = ("likelihood_forward_kl", "common_forward_kl_top8", *MEANS_NAMES)
+    assert min(expected[0][name] for name in names) > 0.001
+    assert_same_course(found, expected, (*QUANTITIES, *names))
+
+
+@pytest.mark.slow
 def test_bf16_is_close_to_fp32(train: Runner) -> None:
     world, overrides = layout("TP2+sequence")
     exact = train("dense", 1)
