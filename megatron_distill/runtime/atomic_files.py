@@ -15,8 +15,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,23 +26,28 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "PARTIAL",
     "FlushedFile",
     "flush_folder",
     "new_folder",
     "partial_file",
     "partial_files",
+    "partial_paths",
     "publish",
     "publish_first",
     "remove_stale",
     "replace_file",
+    "replace_files",
+    "replace_folder",
+    "set_aside",
     "whole_folder",
     "write_errors",
     "write_flushed",
 ]
 
 
-_PARTIAL: Final = ".partial"
-_PARTIAL_FILE: Final = f"{_PARTIAL}-"
+PARTIAL: Final = ".partial"  # end of the name of a file or folder that is not complete
+_PARTIAL_FILE: Final = f"{PARTIAL}-"
 # Age at which another machine's file counts as stale; locks may not work across machines.
 _IDLE_SECONDS: Final = 3600.0
 
@@ -163,10 +168,39 @@ def replace_file(path: Path, content: bytes) -> None:
 
     `publish` is for files that several processes may write.
     """
-    partial = path.with_name(f"{path.name}{_PARTIAL}")
+    partial = path.with_name(f"{path.name}{PARTIAL}")
     write_flushed(partial, content)
     partial.replace(path)
     flush_folder(path.parent)
+
+
+@contextmanager
+def partial_paths(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
+    """Yield the temporary path of each path; files that still have it after the block are removed.
+
+    For a single writer, which ends the block with `replace_files`.
+    """
+    partial = {path: path.with_name(f"{path.name}{PARTIAL}") for path in paths}
+    try:
+        yield partial
+    finally:
+        for path in partial.values():
+            with suppress(NotADirectoryError):
+                path.unlink(missing_ok=True)
+
+
+def replace_files(partial: Mapping[Path, Path]) -> None:
+    """Flush closed temporary files, and give them their names in turn. Raises OSError.
+
+    The last name is free in between: a set without it is seen as incomplete.
+    """
+    for temporary in partial.values():
+        _flush(temporary)
+    *_, last = partial
+    last.unlink(missing_ok=True)
+    for path, temporary in partial.items():
+        temporary.replace(path)
+    flush_folder(last.parent)
 
 
 @contextmanager
@@ -184,7 +218,7 @@ def whole_folder(
     to `folder`. It is removed after a failure, as are those of this machine's ended processes.
     Raises OSError.
     """
-    start = f"{folder.name}{_PARTIAL}-{socket.gethostname()}-"
+    start = f"{folder.name}{PARTIAL}-{socket.gethostname()}-"
     partial = (beside or folder.parent) / f"{start}{os.getpid()}"
     _remove_abandoned(partial.parent, start)
     try:
@@ -225,7 +259,11 @@ def write_errors(path: Path, error: type[MegatronDistillError] = StoreError) -> 
 
 def flush_folder(folder: Path) -> None:
     """Flush a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -282,9 +320,6 @@ class FlushedFile(io.FileIO):
             self._failure = error
 
 
-_PARTIAL_FOLDER = ".partial"
-
-
 @contextmanager
 def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[Path]:
     """Yield a folder for all ranks to write into; it is renamed to `output` after the block.
@@ -300,7 +335,7 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
     from megatron_distill.runtime.collectives import together
 
     output = output.resolve()  # a symbolic link stays; its target is replaced
-    partial = output.with_name(f"{output.name}{_PARTIAL_FOLDER}")
+    partial = output.with_name(f"{output.name}{PARTIAL}")
     is_first = dist.get_rank() == 0
     with together():
         if is_first:
@@ -317,7 +352,7 @@ def new_folder(output: Path, *, bytes_needed: int, overwrite: bool) -> Iterator[
         with together():
             if is_first:
                 with write_errors(output, CheckpointError):
-                    _publish(partial, output)
+                    replace_folder(partial, output)
     finally:
         # No-op after a success. No `together` here: an interrupted rank must not wait for the rest.
         # Called twice: a signal that came during a wait is raised inside the first call.
@@ -358,17 +393,30 @@ def _prepare(output: Path, partial: Path, *, bytes_needed: int, overwrite: bool)
         )
 
 
-def _publish(partial: Path, output: Path) -> None:
+def replace_folder(partial: Path, folder: Path) -> Path:
+    """Flush a complete folder and give it its name; return where an earlier folder is set aside.
+
+    The earlier one keeps its name after a failure or an interruption. Removing it is left to the
+    caller. Raises OSError.
+    """
     flush_folder(partial)
-    old = _aside(output)
+    old = _aside(folder)
     try:
-        if output.exists():
-            output.rename(old)
-        partial.rename(output)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
     finally:
-        if old.exists() and not output.exists():
-            old.rename(output)
-    flush_folder(output.parent)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+    flush_folder(folder.parent)
+    return old
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a complete folder a name of partial ones, and return it. Raises OSError."""
+    old = _aside(folder)
+    folder.rename(old)
+    return old
 
 
 def _clear(partial: Path, output: Path) -> None:
@@ -379,4 +427,4 @@ def _clear(partial: Path, output: Path) -> None:
 
 def _aside(output: Path) -> Path:
     """Return the temporary name of the earlier folder while `output` is replaced."""
-    return output.with_name(f"{output.name}.old{_PARTIAL_FOLDER}")
+    return output.with_name(f"{output.name}.old{PARTIAL}")

@@ -24,7 +24,7 @@ from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
 from megatron_distill.errors import DataError
-from megatron_distill.runtime.atomic_files import whole_folder
+from megatron_distill.runtime.atomic_files import partial_paths, replace_files, whole_folder
 
 _HEADER: Final = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 _MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -241,11 +241,11 @@ def open_indexed(prefix: Path, *, vocab_size: int, overwrite: bool) -> Iterator[
     false, if it cannot be written, or if no document was added.
     """
     data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    partial = {path: Path(f"{path}.partial") for path in (data, index)}
-    for path in partial:
+    for path in (data, index):
         if path.exists() and not overwrite:
             raise DataError(f"{path}: exists already; choose another --output or add --overwrite")
-    try:
+    # A pair without its data file is seen as incomplete, should the process end between renames.
+    with partial_paths((index, data)) as partial:
         writer = IndexedWriter(partial[data], vocab_size=vocab_size)
         try:
             yield writer
@@ -254,15 +254,8 @@ def open_indexed(prefix: Path, *, vocab_size: int, overwrite: bool) -> Iterator[
             writer.finish(partial[index])
         finally:
             writer.close()
-        # A pair without its data file is seen as incomplete, should the process end in between.
         with _writing(data):
-            data.unlink(missing_ok=True)
-            partial[index].replace(index)
-            partial[data].replace(data)
-    finally:
-        for path in partial.values():
-            with suppress(NotADirectoryError):
-                path.unlink(missing_ok=True)
+            replace_files(partial)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.atomic_files import flush_folder, replace_file
+from megatron_distill.runtime.atomic_files import PARTIAL, replace_file, replace_folder, set_aside
 from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.runtime.main_thread import awake_until
 from megatron_distill.train.checkpoint.best import BEST_FILE, Best
@@ -39,7 +39,6 @@ from megatron_distill.train.checkpoint.writer import (
 )
 
 _LOGGER = get_logger(__name__)
-_PARTIAL = ".partial"
 
 
 def _name_of(step: int) -> str:
@@ -85,7 +84,7 @@ class CheckpointFolder:
             if dist.get_rank() == 0:
                 try:
                     self._root.mkdir(parents=True, exist_ok=True)
-                    for leftover in self._root.glob(f"*{_PARTIAL}"):
+                    for leftover in self._root.glob(f"*{PARTIAL}"):
                         shutil.rmtree(leftover)
                 except OSError as error:
                     raise self._unwritable(error) from error
@@ -108,7 +107,7 @@ class CheckpointFolder:
         """
         self.finish()
         name = _name_of(description.step)
-        final, partial = self._root / name, self._root / (name + _PARTIAL)
+        final, partial = self._root / name, self._root / (name + PARTIAL)
         attempt = _Attempt(partial, final, description, time.monotonic())
         with together():
             snapshot = take_snapshot(shards, objects or {}, self._staging)
@@ -207,13 +206,9 @@ class CheckpointFolder:
         try:
             write_index(stored, attempt.partial)
             attempt.described().write(attempt.partial)
-            flush_folder(attempt.partial)
             # Removing the one before takes long; this one has its name first.
-            before = _set_aside(attempt.final) if attempt.final.exists() else None
-            attempt.partial.rename(attempt.final)
-            flush_folder(self._root)
-            if before is not None:
-                shutil.rmtree(before, ignore_errors=True)
+            before = replace_folder(attempt.partial, attempt.final)
+            shutil.rmtree(before, ignore_errors=True)
         except (OSError, ValueError) as error:
             raise self._failed(attempt, failure_of(error, 0)) from error
         best = Best.of(attempt.description.best, attempt.final)
@@ -235,11 +230,4 @@ class CheckpointFolder:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a complete checkpoint; an interrupted removal leaves none that looks complete."""
-    shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
-
-
-def _set_aside(checkpoint: Path) -> Path:
-    """Give a complete checkpoint a name of partial ones, and return it."""
-    doomed = checkpoint.with_name(f"{checkpoint.name}.old{_PARTIAL}")
-    checkpoint.rename(doomed)
-    return doomed
+    shutil.rmtree(set_aside(checkpoint), ignore_errors=True)

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.runtime import atomic_files
-from megatron_distill.runtime.atomic_files import FlushedFile, replace_file, whole_folder
+from megatron_distill.runtime.atomic_files import (
+    FlushedFile,
+    partial_paths,
+    replace_file,
+    replace_files,
+    whole_folder,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -141,3 +147,33 @@ def test_a_failed_flush_is_raised_at_the_next_write_or_the_end(
     with pytest.raises(OSError, match="No space left"):
         other.write(b"x" * 20)
     other.close()
+
+
+def test_a_set_of_files_lacks_its_last_one_until_all_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, data = tmp_path / "a.idx", tmp_path / "a.bin"
+    index.write_text("old index")
+    data.write_text("old data")
+    with partial_paths((index, data)) as partial:
+        for path, temporary in partial.items():
+            temporary.write_text(f"new {path.suffix}")
+        assert data.read_text() == "old data"
+        replace_files(partial)
+    assert (index.read_text(), data.read_text()) == ("new .idx", "new .bin")
+    rename, done = Path.replace, []
+
+    def once(path: Path, target: Path) -> Path:
+        if done:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        done.append(path)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", once)
+    with partial_paths((index, data)) as partial:
+        for temporary in partial.values():
+            temporary.write_text("newer")
+        with pytest.raises(OSError, match="Input/output"):
+            replace_files(partial)
+    assert index.read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.idx"]
