@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jinja2 import Environment
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.requests import GREEDY
+from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.record import load_task
 from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
@@ -19,7 +24,8 @@ from tests.e2e.evaluation.test_evaluation import WORDS, _results
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import CPU, PIPELINE, TENSOR, Inputs, configure, run
-from tests.unit.evaluation.tasks.test_prompts import CASES, GOLDEN, lines
+from tests.support.chat_fixtures import chat_tokenizer
+from tests.unit.evaluation.tasks.test_prompts import CASES, EXAMPLES, GOLDEN, items, lines
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make peers")
 
@@ -305,43 +311,58 @@ def test_a_package_that_a_task_needs_is_named(pool: Pool, inputs: Inputs, tmp_pa
     )
 
 
-# Those of minerva_math need the antlr runtime 4.11, which excludes the one of the extra `math`.
 PUBLISHED = {
     "mmlu": "mmlu/default/mmlu_abstract_algebra.yaml",
     "arc_challenge": "arc/arc_challenge.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
     "gsm8k": "gsm8k/gsm8k.yaml",
     "mmlu_pro_cot": "mmlu_pro/mmlu_pro_math.yaml",
     "hendrycks_math": "hendrycks_math/hendrycks_math_algebra.yaml",
+    "minerva_math": "minerva_math/minerva_math_algebra.yaml",
+    "math_500": "hendrycks_math/hendrycks_math500.yaml",
 }
+# Those whose examples are drawn, unless one asks for the first.
+DRAWN = ("arc_challenge", "arc_easy", "gsm8k", "hellaswag")
 
 
-@pytest.mark.parametrize(
-    ("named", "rows", "shots"),
-    [case for case in CASES if case[0] in PUBLISHED],
-    ids=lambda one: str(one)[:20],
-)
-def test_golden_prompts_are_those_of_the_harness(
-    tmp_path: Path, named: str, rows: list[dict[str, Any]], shots: int
-) -> None:
+@contextmanager
+def antlr_of_minerva_math() -> Iterator[None]:
+    """Its code asks for version 4.11 by name, which excludes that of the extra `math`."""
+    import math_verify  # noqa: F401 - it checks the version of its own when it is imported
+
+    actual = importlib.metadata.version
+    importlib.metadata.version = lambda name: "4.11.0" if "antlr4" in name else actual(name)
+    try:
+        yield
+    finally:
+        importlib.metadata.version = actual
+
+
+def harness_prompts(
+    folder: Path, named: str, rows: list[dict[str, Any]], shots: int, **chat: Any
+) -> list[list[list[str]]]:
+    """The texts of each row's requests, as the harness's own task makes them."""
     from lm_eval.tasks import TaskManager
 
-    file = lines(tmp_path / "rows.jsonl", rows)
+    file = lines(folder / "rows.jsonl", rows)
     splits = dict.fromkeys(("train", "validation", "dev", "test"), file)
+    splits["train"] = lines(folder / "train.jsonl", EXAMPLES.get(named, rows))
     task = {
         "include": str(Path(lm_eval.__file__).parent / "tasks" / PUBLISHED[named]),
         "task": "golden",
         "dataset_path": "json",
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": splits, "cache_dir": str(tmp_path / "cache")},
+        "dataset_kwargs": {"data_files": splits, "cache_dir": str(folder / "cache")},
         "num_fewshot": shots,
     }
-    if named == "gsm8k":  # whose examples are drawn, unless one asks for the first
+    if named in DRAWN:
         task["fewshot_config"] = {"sampler": "first_n"}
-    (tmp_path / "golden.yaml").write_text(yaml.safe_dump(task))
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    golden = manager.load(["golden"])["tasks"]["golden"]
-    golden.build_all_requests(rank=0, world_size=1)
+    (folder / "golden.yaml").write_text(yaml.safe_dump(task))
+    with antlr_of_minerva_math():
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        golden = manager.load(["golden"])["tasks"]["golden"]
+    golden.build_all_requests(rank=0, world_size=1, **chat)
     found: dict[int, list[list[str]]] = {}
     for request in golden.instances:
         is_generated = request.request_type == "generate_until"
@@ -353,4 +374,47 @@ def test_golden_prompts_are_those_of_the_harness(
             assert sampling == GREEDY
         texts = request.args[:1] if is_generated else request.args[:2]
         found.setdefault(request.doc_id, []).append(list(texts))
-    assert [found[number] for number in sorted(found)] == GOLDEN[f"{named}_{shots}"]
+    return [found[number] for number in sorted(found)]
+
+
+@pytest.mark.parametrize(("named", "rows", "shots"), CASES, ids=lambda one: str(one)[:20])
+def test_golden_prompts_are_those_of_the_harness(
+    tmp_path: Path, named: str, rows: list[dict[str, Any]], shots: int
+) -> None:
+    assert harness_prompts(tmp_path, named, rows, shots) == GOLDEN[f"{named}_{shots}"]
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("named", "rows", "shots"), CASES, ids=lambda one: str(one)[:20])
+def test_prompts_in_a_chat_template_are_those_of_the_harness(
+    tmp_path: Path, named: str, rows: list[dict[str, Any]], shots: int
+) -> None:
+    """Descriptions are the system's message, and each example is two turns."""
+    folders = tmp_path / "harness", tmp_path / "ours"
+    for folder in folders:
+        folder.mkdir()
+    template = Environment(keep_trailing_newline=True).from_string(CHATML)
+    theirs = harness_prompts(
+        folders[0],
+        named,
+        rows,
+        shots,
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
+        chat_template=lambda messages, add_generation_prompt=True: template.render(
+            messages=messages, add_generation_prompt=add_generation_prompt
+        ),
+        tokenizer_name="chatml",
+    )
+    tokens = chat_tokenizer("plain")
+    tokens.chat_template = CHATML
+    encoder = TextEncoder.of(tokens, chat=True, named=named)
+    ours = [
+        encoder.rendered(one.prompt, named=named) for one in items(folders[1], named, rows, shots)
+    ]
+    assert ours == [requests[0][0] for requests in theirs]

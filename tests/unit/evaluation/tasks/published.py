@@ -47,6 +47,30 @@ HELLASWAG: list[dict[str, Any]] = [
         "label": "3",
     }
 ]
+# Capitals within a context and one that is empty, brackets in a row, blanks at the ends.
+HELLASWAG_EDGES: list[dict[str, Any]] = [
+    {
+        "ind": number,
+        "activity_label": label,
+        "ctx_a": before,
+        "ctx_b": after,
+        "ctx": "unused",
+        "endings": endings,
+        "label": str(number),
+    }
+    for number, (label, before, after, endings) in enumerate(
+        [
+            ("Canoeing", "Two MEN row. ", "the man from NASA", ["a  b", " c ", "[d] e", "f."]),
+            ("Baking [bread]", "", "", ["[title] a", "b [title]", "c[x]d", "   e"]),
+            (
+                "  Home and Garden",
+                "How to sit [title] Sit. [step]",
+                "",
+                ["é", "ß", "[a][b] c", "d"],
+            ),
+        ]
+    )
+]
 GSM8K: list[dict[str, Any]] = [
     {
         "question": f"Two and {number}?",
@@ -61,4 +85,20 @@ MATH: list[dict[str, Any]] = [
         "type": "Algebra",
         "solution": "It is $\\boxed{2}$.",
     }
+]
+MATH_500: list[dict[str, Any]] = [
+    {
+        "problem": problem,
+        "solution": solution,
+        "answer": answer,
+        "subject": "Algebra",
+        "level": 1,
+        "unique_id": f"test/algebra/{number}.json",
+    }
+    for number, (problem, solution, answer) in enumerate(
+        [
+            ("Compute $1+1$.", "It is $\\boxed{2}$.", "2"),
+            (" Which fraction? ", "Half: \\[\\boxed{\\frac{1}{2}}\\]", "\\frac{1}{2}"),
+        ]
+    )
 ]

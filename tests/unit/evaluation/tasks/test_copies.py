@@ -104,12 +104,24 @@ def math_of_hub(folder: Path) -> None:
     hub(folder, ("algebra/test", MATH[:2]), ("geometry/test", MATH[2:]))
 
 
+def math_500_of_hub(folder: Path) -> None:
+    folder.mkdir()
+    lines(folder / "test.jsonl", published.MATH_500)
+
+
+def mmlu_pro_of_hub(folder: Path) -> None:
+    rows = published.MMLU_PRO
+    hub(folder, ("data/test", rows), ("data/validation", rows))
+
+
 ROWS: dict[str, Rows] = {
     "mmlu": MMLU,
     "arc": ARC,
     "hellaswag": published.HELLASWAG,
     "gsm8k": published.GSM8K,
     "mmlu_pro": published.MMLU_PRO,
+    "mmlu_pro_cot": published.MMLU_PRO,
+    "math_500": published.MATH_500,
     "hendrycks_math": MATH,
     "minerva_math": MATH,
 }
@@ -153,16 +165,11 @@ COPIES: list[tuple[str, int, Make, Make | None]] = [
         lambda folder: hub(folder, ("main/test", published.GSM8K), ("main/train", published.GSM8K)),
         gsm8k_lines,
     ),
-    (
-        "mmlu_pro",
-        2,
-        lambda folder: hub(
-            folder, ("data/test", published.MMLU_PRO), ("data/validation", published.MMLU_PRO)
-        ),
-        None,
-    ),
+    ("mmlu_pro", 2, mmlu_pro_of_hub, None),
+    ("mmlu_pro_cot", 2, mmlu_pro_of_hub, None),
     ("hendrycks_math", 0, math_of_hub, math_files),
     ("minerva_math", 4, math_of_hub, math_files),
+    ("math_500", 0, math_500_of_hub, None),
 ]
 
 
@@ -181,7 +188,7 @@ def test_both_copies_of_a_data_set_are_the_same_items(
     # Against lines of the same rows, whose prompts are compared with the harness's elsewhere.
     plain = ROWS.get(named) or ROWS[named.partition("_")[0]]
     file = lines(tmp_path / "rows.jsonl", plain)
-    shot_files = {} if named.endswith("_math") else {"shot_files": [file]}
+    shot_files = {} if "math" in named else {"shot_files": [file]}
     changes = {"files": [file], "shots": shots, **shot_files}
     assert found == asked(read_task(load_task(named, changes)))
     if of_authors is not None:

@@ -21,10 +21,9 @@ def tokenizer(*, adds_bos: bool) -> HuggingFaceTokenizer:
 PROMPT = Prompt("", "", (), "is it sunny?", " ", "\n\n")
 
 
-@pytest.mark.parametrize(
-    ("adds_bos", "has_bos", "chat"),
-    [(True, True, True), (True, False, False), (False, True, False), (False, False, True)],
-)
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("has_bos", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
 def test_there_is_one_begin_of_text_token_or_none(
     adds_bos: bool, has_bos: bool, chat: bool
 ) -> None:

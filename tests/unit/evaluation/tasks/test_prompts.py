@@ -25,10 +25,15 @@ def lines(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return str(path)
 
 
+# Rows of the examples, where they are not those of the items.
+EXAMPLES = {"hellaswag": published.HELLASWAG_EDGES}
+
+
 def items(
     tmp_path: Path, named: str, rows: Sequence[dict[str, Any]], shots: int, **changes: Any
 ) -> list[Item]:
-    test, dev = lines(tmp_path / "test.jsonl", rows), lines(tmp_path / "dev.jsonl", rows)
+    test = lines(tmp_path / "test.jsonl", rows)
+    dev = lines(tmp_path / "dev.jsonl", EXAMPLES.get(named, rows))
     files = {"files": [test], **({} if named == "minerva_math" else {"shot_files": [dev]})}
     return read_task(load_task(named, {**files, "shots": shots, **changes}))
 
@@ -39,10 +44,17 @@ CASES = [
     ("mmlu", ALGEBRA, 2),
     ("mmlu", [*ALGEBRA, *ALGEBRA], 5),
     ("arc_challenge", published.ARC, 0),
-    ("hellaswag", published.HELLASWAG, 0),
+    ("arc_challenge", published.ARC, 2),
+    ("arc_easy", published.ARC, 0),
+    ("arc_easy", published.ARC, 1),
+    ("hellaswag", [*published.HELLASWAG, *published.HELLASWAG_EDGES], 0),
+    ("hellaswag", published.HELLASWAG, 3),
+    ("gsm8k", published.GSM8K, 0),
     ("gsm8k", published.GSM8K, 5),
     ("mmlu_pro_cot", published.MMLU_PRO, 2),
+    ("mmlu_pro_cot", [*published.MMLU_PRO, *published.MMLU_PRO], 5),
     ("hendrycks_math", published.MATH, 0),
+    ("math_500", published.MATH_500, 0),
     ("minerva_math", published.MATH, 4),
 ]
 
@@ -69,25 +81,17 @@ def test_the_original_mmlu_has_two_spaces_and_questions_as_they_are(tmp_path: Pa
 
 
 @pytest.mark.parametrize("shots", [0, 5])
-@pytest.mark.parametrize("named", ["mmlu", "mmlu_original"])
-def test_both_wordings_of_mmlu_with_no_and_five_examples(
-    tmp_path: Path, named: str, shots: int
+def test_the_original_prompts_equal_those_of_the_authors_program(
+    tmp_path: Path, shots: int
 ) -> None:
-    """The authors' subject begins with a space of its own; the harness strips questions."""
-    is_original = named == "mmlu_original"
+    """evaluate.py of github.com/hendrycks/test at 4450500f made them of the same rows."""
+    file = Path(__file__).parent / "golden" / "mmlu_of_its_authors.json"
     rows = [*ALGEBRA, *ALGEBRA]
-    subject = f"{' ' if is_original else ''}abstract algebra"
-    header = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
-
-    def block(row: dict[str, Any]) -> str:
-        question = row["question"] if is_original else row["question"].strip()
-        lines = [f"{letter}. {text}" for letter, text in zip("ABCD", row["choices"], strict=True)]
-        return "\n".join([question, *lines, "Answer:"])
-
-    examples = [f"{block(row)} {'ABCD'[row['answer']]}\n\n" for row in rows[:shots]]
-    for row, item in zip(rows, items(tmp_path, named, rows, shots), strict=True):
-        assert item.prompt.text == f"{header}{''.join(examples)}{block(row)}"
-        assert (item.choices, item.right) == (("A", "B", "C", "D"), row["answer"])
+    found = items(tmp_path, "mmlu_original", rows, shots)
+    assert [item.prompt.text for item in found] == json.loads(file.read_text())[str(shots)]
+    assert [(item.choices, item.right) for item in found] == [
+        (("A", "B", "C", "D"), row["answer"]) for row in rows
+    ]
 
 
 def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path: Path) -> None:
