@@ -18,7 +18,9 @@ from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.failing import Ending, call_alone, call_script
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import (
+    CONTEXT,
     CPU,
+    EXPERT,
     PIPELINE,
     SEQUENCE,
     TENSOR,
@@ -74,8 +76,18 @@ def evaluations(output: Path) -> list[tuple[int, dict[str, Any]]]:
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
     "TP2xPP2+sequence+virtual": ("dense", 4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL)),
+    "CP2": ("dense", 2, (CONTEXT,)),
+    "EP2": ("moe", 2, (EXPERT,)),
     "two tokenizers": ("aligned", 2, (TENSOR,)),
 }
+
+
+def saved(output: Path) -> dict[str, bytes]:
+    """The last checkpoint's weights and optimizer state, by the file of each rank."""
+    folder = output / "checkpoints" / f"step_{STEPS:07d}"
+    found = {file.name: file.read_bytes() for file in folder.glob("*.distcp")}
+    assert found, sorted(folder.iterdir())
+    return found
 
 
 @pytest.mark.slow
@@ -88,6 +100,7 @@ def test_training_is_bit_identical_with_and_without(
     plain = run(pool, world, config, tmp_path / "plain", *COMMON, *layout)
     evaluated = run(pool, world, config, tmp_path / "evaluated", *COMMON, *layout, *tasks)
     assert course(evaluated) == course(plain)
+    assert saved(tmp_path / "evaluated") == saved(tmp_path / "plain")
     (start, first), *later = evaluations(tmp_path / "evaluated")
     assert start == 0
     assert set(first) == {"teacher", "student"}, "the teacher once, before the first step"

@@ -190,12 +190,16 @@ def scoring_of_minutes(folder: Path, kind: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["write", "score"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("write", ()), ("score", ()), ("score", ("parallel.pipeline=2",))],
+    ids=["write", "score", "score PP2"],
+)
 def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
-    inputs: Inputs, tmp_path: Path, kind: str
+    inputs: Inputs, tmp_path: Path, kind: str, layout: tuple[str, ...]
 ) -> None:
     """Its step is saved, and all ranks leave with 0 before the evaluation is done."""
-    output, overrides = tmp_path / "run", scoring_of_minutes(tmp_path, kind)
+    output, overrides = tmp_path / "run", (*scoring_of_minutes(tmp_path, kind), *layout)
     with torchrun(tmp_path, arguments(inputs, output, *overrides)) as started:
         started.wait_until(has_steps(output, 1))
         to_the_last_rank(started, signal.SIGTERM)
@@ -204,6 +208,25 @@ def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
     assert started.statuses() == ["0", "0"]
     assert ["evaluation" in record for record in records(output)] == [False]
     assert checkpoints(output) == ["step_0000001"]
+
+
+@pytest.mark.slow
+def test_killed_during_an_evaluation_it_goes_on_bit_by_bit(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    output, overrides = tmp_path / "run", scoring_of_minutes(tmp_path, "score")
+    often = (*overrides, "checkpoint.interval=1", "evaluation.interval=2")
+    with torchrun(tmp_path, arguments(inputs, output, *often)) as started:
+        started.wait_until(has_steps(output, 2))
+        time.sleep(1.0)
+        started.look()
+        kill_everything(started)
+    assert ["evaluation" in record for record in records(output)] == [False] * 2
+    assert checkpoints(output) == ["step_0000001"]
+    given = (*OVERRIDES, *often, "evaluation.tasks=[]", "train.steps=5")
+    config = inputs.folder / "dense.yaml"
+    expected = run(pool, 2, config, tmp_path / "undisturbed", *given)
+    assert course(run(pool, 2, config, output, *given)) == course(expected)
 
 
 @pytest.mark.slow
