@@ -67,7 +67,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrintedPlan:
     """A plan in words, and the values that it is made of; `configured` None: it does not run."""
 
     text: str
@@ -82,7 +82,7 @@ def plan_of(config: RunConfig, devices: int, device_name: str) -> str:
     return make_plan(config, devices, device_name, shown=_SHOWN).text
 
 
-def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) -> Plan:
+def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) -> PrintedPlan:
     """Plan a run on so many devices. Raises ConfigError or CheckpointError."""
     from megatron_distill.planning.device import load_device
 
@@ -126,7 +126,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
         note=vocabulary_note(config.models, config.data.tokenizer, shapes),
     )
     rows = ranking.fitting[:shown]
-    return Plan(text, run, device, rows, None if isinstance(configured, str) else configured)
+    return PrintedPlan(text, run, device, rows, None if isinstance(configured, str) else configured)
 
 
 def _configured(config: RunConfig, run: PlannedRun, device: Device, devices: int) -> Planned | str:
@@ -145,7 +145,7 @@ def _configured(config: RunConfig, run: PlannedRun, device: Device, devices: int
     return planned(run, choice, device)
 
 
-def _simulated(plan: Plan, row: int, folder: Path) -> str:
+def _simulated(plan: PrintedPlan, row: int, folder: Path) -> str:
     """Simulate a layout, write its picture and trace, and return the comparison in words."""
     from megatron_distill.planning.report import choice_name
     from megatron_distill.planning.schedule import chrome_trace, simulate

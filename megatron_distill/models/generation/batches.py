@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 __all__ = [
     "PREFILL_POSITIONS",
-    "Plan",
+    "RankBatches",
     "RowBytes",
     "RowSize",
     "batches_of",
@@ -81,7 +81,7 @@ def split_rows(rows: Sequence[int], parts: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankBatches:
     """The batches of this rank, and where expert ranks are in step, those of all data ranks.
 
     A batch is a list of groups of rows, one for each group in flight; groups may be empty. With
@@ -107,7 +107,7 @@ def plan_batches(
     row_bytes: RowBytes,
     cache_bytes: float,
     positions: int = PREFILL_POSITIONS,
-) -> Plan:
+) -> RankBatches:
     """Divide all rows over the data ranks, longest first, and each rank's rows into batches.
 
     positions: as in `batches_of`. groups: rows in flight through the pipeline at the same time.
@@ -137,4 +137,4 @@ def plan_batches(
             for batches in everyone:
                 batches[batch] += [[] for _ in range(wide - len(batches[batch]))]
     longest = max(map(len, everyone))
-    return Plan(everyone[rank], everyone if in_step else [everyone[rank]], longest)
+    return RankBatches(everyone[rank], everyone if in_step else [everyone[rank]], longest)

@@ -25,7 +25,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.generation.attend import Append, Step, step_for
 from megatron_distill.models.generation.batches import (
     PREFILL_POSITIONS,
-    Plan,
+    RankBatches,
     RowSize,
     capacity_of,
     plan_batches,
@@ -285,7 +285,7 @@ class _Run:
         copies: int = 1,
         positions: int = PREFILL_POSITIONS,
         is_own: bool = False,
-    ) -> Plan:
+    ) -> RankBatches:
         """Plan the batches of rows, the same on all stages; `is_own`: they are of this rank alone.
 
         copies: of a row's cache that exist at the same time.
@@ -319,7 +319,7 @@ class _Run:
         ]
         return deal(found, lengths, ranks.size())[ranks.rank()]
 
-    def take(self, prefix: Sequence[int], sizes: Sequence[RowSize], plan: Plan) -> None:
+    def take(self, prefix: Sequence[int], sizes: Sequence[RowSize], plan: RankBatches) -> None:
         """Take the plan of rows, and compute their prefix."""
         self.sizes, self.plan, self.prefix = sizes, plan, None
         largest = capacity_of(sizes) if sizes else 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.models.generation.attend import step_for
-from megatron_distill.models.generation.batches import Plan, RowSize
+from megatron_distill.models.generation.batches import RankBatches, RowSize
 from megatron_distill.models.generation.cache import Cache, integers
 from megatron_distill.models.generation.request import Score
 from megatron_distill.models.generation.stage import Stage
@@ -196,7 +196,7 @@ def shared_scores(
 def score_batch(
     scoring: Scoring,
     stage: Stage,
-    plan: Plan,
+    plan: RankBatches,
     number: int,
     empty_cache: Callable[[int, int], Cache],
 ) -> list[Found]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron_distill.commands.plan import Plan, make_plan
+from megatron_distill.commands.plan import PrintedPlan, make_plan
 from megatron_distill.config import load_config
 from megatron_distill.models.flops import step_flops_per_token
 from megatron_distill.planning.report import choice_name
@@ -34,13 +34,13 @@ def tables() -> list[list[list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory) -> PrintedPlan:
     path = tmp_path_factory.mktemp("documented") / "run.yaml"
     path.write_text(EXAMPLE.split("```yaml\n")[1].split("```")[0])
     return make_plan(load_config(path, []), 256, "h100-80gb", shown=10)
 
 
-def cells_of(plan: Plan, one: Planned) -> list[str]:
+def cells_of(plan: PrintedPlan, one: Planned) -> list[str]:
     """The figures of a row: seconds, tokens/s, MFU and GiB."""
     run, seconds = plan.run, one.time.total
     flops = step_flops_per_token(run.student, run.teacher, sequence_length=8192).total
@@ -49,7 +49,7 @@ def cells_of(plan: Plan, one: Planned) -> list[str]:
     return [*figures, f"{share:.0%}", f"{one.memory.total / GIB:.1f}"]
 
 
-def test_the_rows_are_those_of_the_plan(plan: Plan) -> None:
+def test_the_rows_are_those_of_the_plan(plan: PrintedPlan) -> None:
     _, *rows = tables()[0]
     assert plan.configured is not None
     by_name = {choice_name(one.choice): one for one in plan.rows}
@@ -64,7 +64,7 @@ def test_the_rows_are_those_of_the_plan(plan: Plan) -> None:
     assert rows[-1][2:] == cells_of(plan, plan.configured)
 
 
-def test_the_parts_of_the_first_row_are_those_of_the_plan(plan: Plan) -> None:
+def test_the_parts_of_the_first_row_are_those_of_the_plan(plan: PrintedPlan) -> None:
     first = plan.rows[0]
     for table, parts, scale, digits in (
         (tables()[1], first.time.parts, 1e3, 0),
@@ -79,7 +79,7 @@ def test_the_parts_of_the_first_row_are_those_of_the_plan(plan: Plan) -> None:
         assert all(parts[name] * scale < 0.05 for name in left), left
 
 
-def test_the_sentences_have_the_figures_of_the_plan(plan: Plan) -> None:
+def test_the_sentences_have_the_figures_of_the_plan(plan: PrintedPlan) -> None:
     text = " ".join(plan.text.split())
     configured, best = plan.configured, plan.rows[0]
     assert configured is not None
