@@ -371,11 +371,11 @@ def _without_harness(rank: int, world: int, folder: str) -> str:
 
     config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
     configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
-    from megatron_distill.train.assemble import evaluation
+    from megatron_distill.train.assemble import harness
 
-    with patch.object(evaluation, "find_spec", lambda _: None):
+    with patch.object(harness, "find_spec", lambda _: None):
         try:
-            evaluation.evaluate_by_harness(config, CPU, ["quiz"], include=None, limit=None)
+            harness.evaluate_by_harness(config, CPU, ["quiz"], include=None, limit=None)
         except ConfigError as error:
             return str(error)
     return "accepted"
