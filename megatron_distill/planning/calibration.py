@@ -75,7 +75,7 @@ def measure_machine(
     forked: ranks of a CPU, whose imports are done. steps: returns the device refined by steps that
     it takes.
     """
-    began, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
+    began, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds(forked)
     device = torch.device("cuda:0" if kind == "gpu" else "cpu")
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if kind == "cpu" else None
@@ -122,7 +122,7 @@ def measure_machine(
     )
     if steps is not None:
         found = steps(found)
-    others = max(0.0, _busy_seconds() - busy - (_own_seconds() - own))
+    others = max(0.0, _busy_seconds() - busy - (_own_seconds(forked) - own))
     others /= time.perf_counter() - began
     # A GPU does not mind them.
     source = measured_beside(0.0 if cores is None else others, cores=cores or 1)
@@ -151,9 +151,9 @@ def _busy_seconds() -> float:
     return sum(value for one in mine for name, value in one.items() if name not in idle)
 
 
-def _own_seconds() -> float:
-    """Return the seconds that this process and its ended children have worked."""
-    return sum(os.times()[:4])
+def _own_seconds(forked: ForkedRanks | None = None) -> float:
+    """Return the seconds that this process, its ended children and forked ranks have worked."""
+    return sum(os.times()[:4]) + (0.0 if forked is None else forked.cpu_seconds)
 
 
 def _title(device: torch.device) -> str:

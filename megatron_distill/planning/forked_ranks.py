@@ -52,6 +52,7 @@ class ForkedRanks:
         context = get_context("spawn")
         self._connection, self._theirs = context.Pipe()
         self._process = context.Process(target=_fork_ranks, args=(self._theirs, prepare))
+        self.cpu_seconds = 0.0  # that it and its ranks have worked, as of the newest answer
 
     def __enter__(self) -> ForkedRanks:
         self._process.start()
@@ -75,7 +76,7 @@ class ForkedRanks:
     def wait(self) -> None:
         """Wait until the imports are done. Raises EOFError: they failed, with their traceback."""
         self._connection.send(None)
-        self._connection.recv()
+        _, self.cpu_seconds = self._connection.recv()
 
     def run(
         self,
@@ -94,19 +95,21 @@ class ForkedRanks:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         call = _Call(work, arguments, ranks, threads, store.port, str(output), seconds)
         self._connection.send(call)
-        status: int = self._connection.recv()
+        status: int
+        status, self.cpu_seconds = self._connection.recv()
         return status
 
 
 def _fork_ranks(connection: Connection, prepare: Callable[[], None]) -> None:
-    """Prepare, and then answer each call with the exit status of its ranks."""
+    """Prepare, and then answer each call with its ranks' exit status and the CPU seconds so far."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the other process ends this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     prepare()
     with suppress(EOFError):
         while True:
             call = connection.recv()
-            connection.send(None if call is None else _status_of(call))
+            status = None if call is None else _status_of(call)
+            connection.send((status, sum(os.times()[:4])))
 
 
 def _status_of(call: _Call) -> int:

@@ -37,6 +37,11 @@ def fail_on_last_rank(status: int) -> int:
     raise SystemExit(status)
 
 
+def work(seconds: float) -> None:
+    while time.process_time() < seconds:
+        pass
+
+
 def sleep_long() -> None:
     time.sleep(300)
 
@@ -54,6 +59,13 @@ def test_ranks_of_one_preparation_meet_call_after_call(forked: ForkedRanks, tmp_
         status = forked.run(add_ranks, ranks=2, threads=threads, output=output, seconds=60)
         assert status == 0, output.read_text()
         assert output.read_text().splitlines()[-1] == f"3.0 once {threads}"
+
+
+def test_the_work_of_ranks_is_counted(forked: ForkedRanks, tmp_path: Path) -> None:
+    """By it `calibrate` tells its own work from that of others."""
+    before = forked.cpu_seconds
+    forked.run(work, 0.4, ranks=2, threads=1, output=tmp_path / "output.txt", seconds=60)
+    assert 0.8 <= forked.cpu_seconds - before < 1.6
 
 
 def test_a_failed_rank_ends_the_others_at_once(forked: ForkedRanks, tmp_path: Path) -> None:
