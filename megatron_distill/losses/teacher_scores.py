@@ -15,6 +15,7 @@ for equal shares the softmax of ``alpha s``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,9 +75,13 @@ class TeacherScores:
             ValueError: the record of a teacher lacks the score.
         """
         assert teachers.score is not None, "the term has fixed shares"
-        scores_Mb = torch.stack([self._of(name, teachers.score) for name in teachers.names])
-        shares_M = scores_Mb.new_tensor([share for _, share in teachers.weights])
-        weights_Mb = (shares_M.log().unsqueeze(1) + teachers.alpha * scores_Mb).softmax(0)
+        # The shares stay numbers of the host: a tensor of them would be a copy that it waits for.
+        weights_Mb = torch.stack(
+            [
+                self._of(name, teachers.score).mul(teachers.alpha).add(math.log(share))
+                for name, share in teachers.weights
+            ]
+        ).softmax(0)
         return weights_Mb.t().index_select(0, self.samples.ids)
 
     def _of(self, name: str, score: TeacherScore) -> Tensor:

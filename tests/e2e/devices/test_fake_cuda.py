@@ -52,7 +52,8 @@ SEVERAL = (
     f"teachers={{a: {{offload: true, {SHAPE}}}, b: {{{SHAPE}}}}}",
     "objective.routing_weights={a: 1, b: 1}",
     """objective.terms=[{divergence: forward_kl}, {teachers: {a: 1, b: 2}, temperature: 2.0},
-    {teachers: {a: 1, b: 2}, mixture: geometric}, {teachers: [a, b], mixture: lowest_loss}]""",
+    {teachers: {a: 1, b: 2}, mixture: geometric}, {teachers: [a, b], mixture: lowest_loss},
+    {teachers: {a: 1, b: 2}, score: entropy, score_alpha: 4}]""",
 )
 GEMMA = tuple(
     f"student.architecture.{key}"
