@@ -192,8 +192,8 @@ def scoring_of_minutes(folder: Path, kind: str) -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("write", ()), ("score", ()), ("score", ("parallel.pipeline=2",))],
-    ids=["write", "score", "score PP2"],
+    [("write", ()), ("score", ("parallel.pipeline=2",))],
+    ids=["write", "score PP2"],
 )
 def test_a_signal_to_one_rank_ends_an_evaluation_of_minutes(
     inputs: Inputs, tmp_path: Path, kind: str, layout: tuple[str, ...]
