@@ -196,7 +196,7 @@ class ScorerLM(TemplateLM):
         self._weights = weights
         self._scorer, self._encoder, self._writer = scorer, encoder, writer
         self._seed = seed
-        self._told_of_system = False
+        self._warned_of_system = False
         self._cut: list[bool] = []  # of the last `_loglikelihood_tokens`
         self.truncated: Counter[str] = Counter()
 
@@ -205,7 +205,7 @@ class ScorerLM(TemplateLM):
         return {"model_sha": self._weights}
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Return what the harness's results tell of a tokenizer, by its names."""
+        """Return the tokenizer's entries of the harness's results, by its names."""
         tokenizer = self._encoder.tokenizer
         texts = {number: text for text, number in tokenizer.special_ids.items()}
         ids = {"pad": tokenizer.pad_id, "eos": tokenizer.eos_id, "bos": tokenizer.bos_id}
@@ -252,8 +252,8 @@ class ScorerLM(TemplateLM):
             without = [one for one in chat_history if one["role"] != "system"]
             if len(without) == len(chat_history) or not isinstance(error.__cause__, TemplateError):
                 raise DataError(f"--apply-chat-template: {error}") from error
-        if not self._told_of_system:
-            self._told_of_system = True
+        if not self._warned_of_system:
+            self._warned_of_system = True
             _LOGGER.warning(
                 "%s: the chat template refuses a system message; the description is left out",
                 self._encoder.tokenizer.name,

@@ -245,7 +245,7 @@ def _hidden_states(
 def _layer_answers(run: PlannedRun, choice: Choice, stage: int, *, tokens: float) -> float:
     """Return the bytes of a micro-batch's features from the teacher on a rank of a stage.
 
-    tokens: of a micro-batch on a context rank. Source: `train.assemble.answer_plan`.
+    tokens: of a micro-batch on a context rank. Source: `train.assemble.answers.plan`.
     """
     layout, own, shape = choice.layout, choice.teacher_layout, run.teacher
     assert own is not None

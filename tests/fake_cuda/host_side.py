@@ -78,7 +78,7 @@ def fake(value: Any, mode: WatchingMode, device: torch.device | None = None) -> 
 
 
 def agree_with_itself(note: Callable[[], None] = lambda: None) -> None:
-    """Let every rank say what this one says, where objects are exchanged; each is noted."""
+    """Give every rank the object of this one where objects are exchanged; each is counted."""
 
     def all_gather_object(answers: list[Any], text: Any, **_: Any) -> None:
         note()

@@ -221,7 +221,7 @@ class RecordedEvents:
 
 @contextmanager
 def recorded_cuda(races: Races) -> Iterator[None]:
-    """Let `torch.cuda` speak of the device in the block."""
+    """Make `torch.cuda` report the fake device within the block."""
 
     @contextmanager
     def on_stream(stream: RecordedStream) -> Iterator[None]:

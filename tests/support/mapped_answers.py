@@ -25,7 +25,7 @@ from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.lone_failure import LoneFailure, host_key
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.shared_memory import memory_name, shared_path
-from megatron_distill.train.assemble.answer_way import student_way, teacher_way
+from megatron_distill.train.assemble.answers.way import student_way, teacher_way
 from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answer_ways import AnswerWay, Columns, SlotPlace, Slots
 from megatron_distill.train.teachers.answers import (

@@ -18,8 +18,8 @@ from megatron_distill.commands.quickstart.options import (
     Checkout,
     add_arguments,
     child_run,
-    exit_status,
     place_of,
+    script_main,
     seeds_of,
     spread,
     write_outcomes,
@@ -110,15 +110,7 @@ class Flow:
 
 def script(description: str | None, *, root: Path) -> ScriptMain:
     """Return the main function of the script with this description, in the checkout `root`."""
-
-    checkout = Checkout(root)
-
-    def main(arguments: Sequence[str] | None = None) -> int:
-        """Run the command and return its exit status."""
-        given = parse(arguments, description)
-        return exit_status(lambda console: all_seeds(given, checkout, console))
-
-    return main
+    return script_main(description, root, parse=parse, all_seeds=all_seeds)
 
 
 def all_seeds(arguments: argparse.Namespace, checkout: Checkout, console: Console) -> None:

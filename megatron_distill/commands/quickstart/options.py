@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
+from megatron_distill.commands.command import ScriptMain
 from megatron_distill.config import RunConfig, load_config, to_yaml
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.evaluation.child_runs import (
@@ -34,6 +35,7 @@ __all__ = [
     "child_run",
     "exit_status",
     "place_of",
+    "script_main",
     "seeds_of",
     "spread",
     "write_outcomes",
@@ -154,6 +156,23 @@ def write_outcomes(
     """Write the outcomes of all seeds, with the command line that gave them."""
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     write_json(path, _over_seeds(outcomes, command, spreads))
+
+
+def script_main(
+    description: str | None,
+    root: Path,
+    *,
+    parse: Callable[[Sequence[str] | None, str | None], argparse.Namespace],
+    all_seeds: Callable[[argparse.Namespace, Checkout, Console], None],
+) -> ScriptMain:
+    """Return the main function of a script with this description, in the checkout `root`."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        """Run the command and return its exit status."""
+        given = parse(arguments, description)
+        return exit_status(lambda console: all_seeds(given, Checkout(root), console))
+
+    return main
 
 
 def exit_status(carry_out: Callable[[Console], None]) -> int:

@@ -197,17 +197,17 @@ def grader_named(name: str) -> Grade:
 def grader_versions(graders: Sequence[str | RegexGrader]) -> dict[str, str]:
     """Return the version of each grader: this package's, or that of the package it calls.
 
-    A regular expression stands beside it.
+    A regular expression is written after it.
     """
     found = {}
     for grader in graders:
         package = "math-verify" if grader == "math_verify" else "megatron-distill"
         try:
-            told = f"{package} {version(package)}"
+            described = f"{package} {version(package)}"
         except PackageNotFoundError:
-            told = package
+            described = package
         if isinstance(grader, str):
-            found[grader] = told
+            found[grader] = described
         else:
-            found[grader.name] = f"{told}, {grader.take} match of {grader.regex}"
+            found[grader.name] = f"{described}, {grader.take} match of {grader.regex}"
     return found

@@ -127,8 +127,9 @@ class PublishedProjectionTerm:
         return found
 
     def _log_means(self, teacher: TileSide) -> tuple[Tensor, Tensor]:
-        """Chunk means of the log-softmax over the ids, ``[c, k]``, zero at ids of other ranks; and
-        ``[c]`` fp64 those of the teacher's probability of all ids.
+        """Chunk means of the log-softmax over the ids, and of the teacher's probability of all ids.
+
+        Shapes: ``[c, k]``, zero at ids of other ranks, and ``[c]`` fp64.
 
         Collective: over the group two all-gathers of 16 bytes per teacher row.
         """

@@ -32,13 +32,13 @@ from megatron_distill.runtime.imports import permanent_objects
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.store import CaptureSettings
 from megatron_distill.train.assemble.alignment import own_tokens
-from megatron_distill.train.assemble.answer_plan import (
+from megatron_distill.train.assemble.answers.plan import (
     answer_plan,
     answer_settings,
     head_parts,
 )
-from megatron_distill.train.assemble.answer_signals import signal_maker
-from megatron_distill.train.assemble.answer_way import student_backend, student_way, teacher_way
+from megatron_distill.train.assemble.answers.signals import signal_maker
+from megatron_distill.train.assemble.answers.way import student_backend, student_way, teacher_way
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,

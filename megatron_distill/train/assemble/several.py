@@ -22,7 +22,7 @@ from megatron_distill.runtime.layout import Layout
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import Live, TeacherTokens
-from megatron_distill.train.assemble.answer_plan import answer_metrics
+from megatron_distill.train.assemble.answers.plan import answer_metrics
 from megatron_distill.train.assemble.models import resolve_model, teacher_execution, teacher_seed
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
 from megatron_distill.train.assemble.routing import members

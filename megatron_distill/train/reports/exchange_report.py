@@ -11,7 +11,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.runtime.progress import shortened, size
 from megatron_distill.runtime.roles import Role, Roles
-from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
+from megatron_distill.train.assemble.answers.plan import answer_plan, sent_records
 from megatron_distill.train.assemble.routing import members, share_of_units
 from megatron_distill.train.teachers.answers import AnswerPlan
 

@@ -14,7 +14,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import memory_key
 from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.runtime.launch import Device
-from megatron_distill.train.assemble.answer_way import student_backend, teacher_way
+from megatron_distill.train.assemble.answers.way import student_backend, teacher_way
 from tests.distributed.pool import Pool
 from tests.support.mapped_answers import (
     EVENTS,

@@ -104,7 +104,7 @@ def pairs_in_roles(
     rank: int, world: int, config: Path, overrides: Sequence[str]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Train with a group per pair of ranks; returns the pairs at the first round and at the end."""
-    from megatron_distill.train.assemble import answer_way as assembly
+    from megatron_distill.train.assemble.answers import way as assembly
     from megatron_distill.train.teachers.own_ranks import Asking
     from megatron_distill.train.teachers.serving import TeacherServer
 

@@ -13,7 +13,7 @@ from megatron_distill.planning.run import Choice
 from megatron_distill.planning.traffic import StepBytes, stage_bytes, step_bytes
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.runtime.roles import Roles
-from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
+from megatron_distill.train.assemble.answers.plan import answer_plan, sent_records
 from megatron_distill.train.reports.planned_run import configured_choice, open_shapes, planned_run
 from tests.support.sample_configs import TAUGHT, load_tree
 from tests.unit.planning.shapes import llama, run_of

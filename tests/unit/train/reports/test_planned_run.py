@@ -14,7 +14,7 @@ from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.search import Search
 from megatron_distill.runtime.roles import Roles
-from megatron_distill.train.assemble.answer_plan import answer_plan, sent_records
+from megatron_distill.train.assemble.answers.plan import answer_plan, sent_records
 from megatron_distill.train.reports.planned_run import (
     configured_choice,
     open_shapes,

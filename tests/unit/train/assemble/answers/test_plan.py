@@ -9,7 +9,7 @@ import torch
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.roles import Roles
-from megatron_distill.train.assemble.answer_plan import answer_plan, answer_settings, terms_of
+from megatron_distill.train.assemble.answers.plan import answer_plan, answer_settings, terms_of
 from megatron_distill.train.assemble.models import build_terms, read_model
 from megatron_distill.train.assemble.routing import members
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, TAUGHT, load_tree

@@ -11,7 +11,7 @@ from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Signal
 from megatron_distill.store import CaptureSettings
-from megatron_distill.train.assemble.answer_plan import terms_of
+from megatron_distill.train.assemble.answers.plan import terms_of
 from megatron_distill.train.assemble.stores.source import OneOfSeveral
 from megatron_distill.train.teachers.live import ModelOutput
 from megatron_distill.train.teachers.own_ranks import RemoteHead
