@@ -174,11 +174,10 @@ def _built(term: TermConfig) -> Term | ChunkTerm:
     """Translate a term; a field that its kind does not have is left out."""
     kind = Term if term.alignment is None else ChunkTerm
     given = term.values_for(kind)
-    if term.teacher is not None:
-        given["teachers"] = TermTeachers.of({term.teacher: 1.0})
-    elif term.teachers is not None:
+    weights = term.teachers if term.teacher is None else {term.teacher: 1.0}
+    if weights is not None:
         given["teachers"] = TermTeachers.of(
-            term.teachers, term.mixture, score=term.score, alpha=term.score_alpha
+            weights, term.mixture, score=term.score, alpha=term.score_alpha
         )
     return kind(**given, parameters=term.parameters, temperatures=term.temperatures)
 
