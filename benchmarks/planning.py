@@ -32,7 +32,7 @@ from benchmarks.steps.cases import Case, layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case, planned_peaks, refined_by_case
 from megatron_distill.commands.calibration_steps import measured_machine
 from megatron_distill.errors import ConfigError, counted
-from megatron_distill.planning.device import Device, load_device
+from megatron_distill.planning.device import DeviceProfile, load_device
 
 _CHILD_SECONDS = 1800
 _MIB = 2**20
@@ -94,7 +94,7 @@ def main() -> int:
     return 0
 
 
-def _again(folder: Path, given: Device | None) -> int:
+def _again(folder: Path, given: DeviceProfile | None) -> int:
     """Write the record of a folder again, with the predictions of the present formulas.
 
     given: a device in place of the record's.
@@ -108,7 +108,7 @@ def _again(folder: Path, given: Device | None) -> int:
     environment = kept["environment"] | {"predicted at": now["commit"]}
     if given is not None:
         environment["calibrated"] = f"{given.date}, {given.source}"
-    device = given or Device.model_validate(kept["device"])
+    device = given or DeviceProfile.model_validate(kept["device"])
     _save(folder, environment, device, kept["rounds"], has_times=kept["has_times"])
     return 0
 
@@ -116,7 +116,7 @@ def _again(folder: Path, given: Device | None) -> int:
 def _save(
     folder: Path,
     environment: dict[str, str],
-    device: Device,
+    device: DeviceProfile,
     measured: dict[str, list[Any]],
     *,
     has_times: bool,
@@ -163,7 +163,7 @@ def _cases() -> list[Case]:
     return [*layout_cases(), *peer_cases()]
 
 
-def _without_rates() -> Device:
+def _without_rates() -> DeviceProfile:
     """Return a CPU whose figures of memory are right, and whose rates are not asked for."""
     return load_device("a100-80gb").model_copy(
         update={"kind": "cpu", "cores": 2, "reserved_gib": 0.0}
@@ -184,7 +184,9 @@ def _run(case: Case, steps: int) -> Any:
         )
 
 
-def _rows(cases: Sequence[Case], measured: dict[str, list[Any]], device: Device) -> list[Row]:
+def _rows(
+    cases: Sequence[Case], measured: dict[str, list[Any]], device: DeviceProfile
+) -> list[Row]:
     seconds = {
         case.name: median(time for result in measured[case.name] for time in result["seconds"])
         for case in cases
@@ -224,7 +226,7 @@ def _phases(results: Sequence[Any]) -> dict[str, float]:
 
 
 def _markdown(
-    environment: dict[str, str], device: Device, rows: Sequence[Row], *, has_times: bool
+    environment: dict[str, str], device: DeviceProfile, rows: Sequence[Row], *, has_times: bool
 ) -> list[str]:
     lines = ["# The planner beside measured steps", ""]
     lines += [f"- {name}: {value}" for name, value in environment.items()]

@@ -28,7 +28,7 @@ from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import DenseLogits, HiddenState
 from megatron_distill.train.aligned_loss import AlignedLoss
-from megatron_distill.train.assemble.alignment import TeacherTokens
+from megatron_distill.train.assemble.alignment import TeacherTokenizer
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
@@ -184,7 +184,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
         groups=groups,
     )
     found = build_vocabulary_map(*tokenizers)
-    tokens = TeacherTokens(vocabularies[1], LENGTH, None, found)
+    tokens = TeacherTokenizer(vocabularies[1], LENGTH, None, found)
     teacher, aligned = tokens.connect(
         online, shapes[0], vocabularies[0], groups, run.device, chunk_tokens=None
     )

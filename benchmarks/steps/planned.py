@@ -8,7 +8,7 @@ from typing import get_args
 from benchmarks.steps.cases import Body, Case
 from megatron_distill.models.architecture import Architecture, MixtureOfExperts
 from megatron_distill.models.pipeline_stages import even_layers
-from megatron_distill.planning.device import Device, Phase
+from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import MeasuredSteps, refined
@@ -19,13 +19,13 @@ from megatron_distill.runtime.groups import Layout
 __all__ = ["planned_case", "planned_peaks", "refined_by_case", "shape_of"]
 
 
-def planned_case(case: Case, device: Device) -> Planned:
+def planned_case(case: Case, device: DeviceProfile) -> Planned:
     """Predict time and memory of a case on ranks of a device, which its processes share."""
     run, choice = _run(case), _choice(case)
     return planned(run, choice, device.shared_by(case.ranks.processes))
 
 
-def planned_peaks(case: Case, device: Device) -> list[tuple[float, float]]:
+def planned_peaks(case: Case, device: DeviceProfile) -> list[tuple[float, float]]:
     """Return the bytes that last and those of a step's peak, for a rank of each stage."""
     run, choice = _run(case), _choice(case)
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
@@ -38,8 +38,8 @@ def planned_peaks(case: Case, device: Device) -> list[tuple[float, float]]:
 
 
 def refined_by_case(
-    case: Case, device: Device, phases: Mapping[str, float], seconds: float
-) -> Device:
+    case: Case, device: DeviceProfile, phases: Mapping[str, float], seconds: float
+) -> DeviceProfile:
     """Return the device refined by a case's measured phases, as by those of a run."""
     measured = MeasuredSteps(
         phases={phase: phases[phase] for phase in get_args(Phase)},

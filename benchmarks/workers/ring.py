@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.attention_kernels.tiles import (
+    AttentionTile,
+    AttentionTiling,
     KeyTile,
-    Tile,
     TileShape,
-    Tiling,
     _batches,
     _flash,
     _flash_backward,
@@ -58,7 +58,7 @@ def attend(
     return found
 
 
-def ring_tilings(segments: Segments) -> list[Tiling]:
+def ring_tilings(segments: Segments) -> list[AttentionTiling]:
     """Return the tiles of each step, those of the rank's own keys first.
 
     A tile's first key is an index into the keys of the step's rank.
@@ -67,19 +67,19 @@ def ring_tilings(segments: Segments) -> list[Tiling]:
     return [_tiling(segments, source) for source in sources]
 
 
-def _tiling(segments: Segments, source: int) -> Tiling:
+def _tiling(segments: Segments, source: int) -> AttentionTiling:
     """Return the tiles of one rank's keys, in an order in which results can be merged.
 
     Causal tiles come first: they set the results. Tiles of one batch share no query, since each
     piece has its own.
     """
-    found: list[tuple[TileShape, list[Tile]]] = []
+    found: list[tuple[TileShape, list[AttentionTile]]] = []
     for piece in pieces_of(segments.keys, rank=source, size=segments.size):
         found += _of_piece(segments, piece).items()
     return sorted(found, key=lambda tiles: tiles[0].parts[0].kind)
 
 
-def _of_piece(segments: Segments, piece: Piece) -> dict[TileShape, list[Tile]]:
+def _of_piece(segments: Segments, piece: Piece) -> dict[TileShape, list[AttentionTile]]:
     by_place: dict[tuple[TileShape, int, int], list[int]] = defaultdict(list)
     for segment in segments.segments:
         first = max(segment.first_key, piece.start)
@@ -89,10 +89,10 @@ def _of_piece(segments: Segments, piece: Piece) -> dict[TileShape, list[Tile]]:
             part = KeyTile(0, stop - first, "causal" if first == own else "full")
             place = (segment.first_query, piece.first_query + first - piece.start)
             by_place[TileShape(segment.queries, (part,)), *place].append(segment.sample)
-    by_shape: dict[TileShape, list[Tile]] = defaultdict(list)
+    by_shape: dict[TileShape, list[AttentionTile]] = defaultdict(list)
     for (shape, first_query, first_key), samples in by_place.items():
         owners = [None] if len(samples) == len(segments.bounds) else samples
-        by_shape[shape] += [Tile(owner, first_query, first_key) for owner in owners]
+        by_shape[shape] += [AttentionTile(owner, first_query, first_key) for owner in owners]
     return by_shape
 
 
@@ -126,7 +126,7 @@ class _RingAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        steps: Sequence[Tiling],
+        steps: Sequence[AttentionTiling],
         scale: float,
         group: dist.ProcessGroup,
     ) -> Tensor:
@@ -172,7 +172,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attend_to(
-    held: Tensor, query: Tensor, tiling: Tiling, scale: float, out: Tensor, lse: Tensor
+    held: Tensor, query: Tensor, tiling: AttentionTiling, scale: float, out: Tensor, lse: Tensor
 ) -> None:
     """Merge the results of one step into `out` and its log-sum-exp `lse`."""
     keys, values = (_Views(x.unsqueeze(3)) for x in held)
@@ -197,7 +197,7 @@ def _attend_to(
 def _differentiate(
     held: Tensor,
     known: tuple[_Views, _Views, _Views, _Views],
-    tiling: Tiling,
+    tiling: AttentionTiling,
     scale: float,
     of_query: Tensor,
     of_held: Tensor,

@@ -250,14 +250,14 @@ def _fewest(token: bytes, first_ids: Mapping[bytes, int], longest: int) -> Spell
     return tuple(ids)
 
 
-class _Rows(NamedTuple):
+class _RowArrays(NamedTuple):
     row_offsets: NDArray[np.int64]
     row_teacher_ids_n: NDArray[np.int64]
     row_weights_n: NDArray[np.float32]
     pieces_V: NDArray[np.int32]
 
 
-def _row_arrays(rows: Mapping[int, Spelled], size: int) -> _Rows:
+def _row_arrays(rows: Mapping[int, Spelled], size: int) -> _RowArrays:
     """The rows as one array each; weights of a repeated teacher token are summed."""
     weights = [piece_weights(pieces) for pieces in range(MOST_PIECES + 1)]
     pieces_V = np.zeros(size, np.int32)
@@ -275,7 +275,7 @@ def _row_arrays(rows: Mapping[int, Spelled], size: int) -> _Rows:
         lengths_V[number] = len(distinct)
         ids += distinct
         values.append(row)
-    return _Rows(
+    return _RowArrays(
         np.concatenate([[0], np.cumsum(lengths_V)]).astype(np.int64),
         np.array(ids, np.int64),
         np.concatenate(values) if values else np.zeros(0, np.float32),

@@ -74,7 +74,7 @@ class ByteTokenizer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
+class _ByteTable:
     """The bytes of a tokenizer's tokens, and the space that it adds to a text.
 
     spellings: of each special id. space_first, space_last: whether it adds one there.
@@ -134,7 +134,7 @@ def continued_spans(
 
 
 @lru_cache(maxsize=_TABLES)
-def _table(tokenizer: ByteTokenizer) -> _Table:
+def _table(tokenizer: ByteTokenizer) -> _ByteTable:
     of_id = tokenizer.token_bytes()
     spellings: dict[int, tuple[bytes, ...]] = {}
     for text, number in tokenizer.special_ids.items():
@@ -143,7 +143,7 @@ def _table(tokenizer: ByteTokenizer) -> _Table:
         [of_id[number] or b"" for number in encoding.ids_n.tolist()]
         for encoding in tokenizer.encode_with_offsets(_PROBES)
     ]
-    return _Table(
+    return _ByteTable(
         of_id,
         np.array([len(token or b"") for token in of_id], np.int64),
         np.array([token is not None for token in of_id], np.bool_),
@@ -153,7 +153,7 @@ def _table(tokenizer: ByteTokenizer) -> _Table:
     )
 
 
-def _checked_ids(token_ids: ArrayLike, table: _Table, name: str) -> Ints:
+def _checked_ids(token_ids: ArrayLike, table: _ByteTable, name: str) -> Ints:
     ids_N = np.asarray(token_ids)
     if ids_N.size == 0:
         return np.zeros(0, np.int64)
@@ -170,7 +170,7 @@ def _checked_ids(token_ids: ArrayLike, table: _Table, name: str) -> Ints:
     return ids_N
 
 
-def _by_bytes(table: _Table, ids_N: Ints, data: bytes) -> Ints | None:
+def _by_bytes(table: _ByteTable, ids_N: Ints, data: bytes) -> Ints | None:
     """The spans if the tokens' bytes and the special tokens that the text spells are the text."""
     widths_N = table.lengths_V[ids_N]
     if table.has_bytes_V[ids_N].all():
@@ -191,7 +191,7 @@ def _by_bytes(table: _Table, ids_N: Ints, data: bytes) -> Ints | None:
 _Dropped = tuple[int, int]  # spaces that the tokenizer added first and last
 
 
-def _ends_of_run(table: _Table, joined: bytes, data: bytes, begin: int) -> dict[int, _Dropped]:
+def _ends_of_run(table: _ByteTable, joined: bytes, data: bytes, begin: int) -> dict[int, _Dropped]:
     """Where a run of tokens ends in the text if it begins at a byte, at most once per end."""
     found: dict[int, _Dropped] = {}
     if data.startswith(joined, begin):
@@ -205,7 +205,7 @@ def _ends_of_run(table: _Table, joined: bytes, data: bytes, begin: int) -> dict[
 
 
 def _through_specials(
-    table: _Table, ids_N: Ints, data: bytes, widths_N: Ints
+    table: _ByteTable, ids_N: Ints, data: bytes, widths_N: Ints
 ) -> list[tuple[_Dropped, int, int]] | None:
     """The runs between special tokens, if they and the spelled special tokens are the text.
 
@@ -256,7 +256,7 @@ def _through_specials(
     return path
 
 
-def _most_bytes_from(table: _Table, ids_N: Ints, widths_N: Ints) -> Ints:
+def _most_bytes_from(table: _ByteTable, ids_N: Ints, widths_N: Ints) -> Ints:
     """The most bytes that each token and those behind it can cover, int64 `[N + 1]`."""
     most_N1 = np.append(widths_N, 0)
     for place in np.flatnonzero(~table.has_bytes_V[ids_N]).tolist():
@@ -266,7 +266,7 @@ def _most_bytes_from(table: _Table, ids_N: Ints, widths_N: Ints) -> Ints:
 
 
 def _by_characters(
-    tokenizer: ByteTokenizer, table: _Table, ids_N: Ints, text: str, data: bytes
+    tokenizer: ByteTokenizer, table: _ByteTable, ids_N: Ints, text: str, data: bytes
 ) -> tuple[Ints, Bools]:
     """The spans from the characters of each token that the tokenizer gives for the text.
 
@@ -365,7 +365,7 @@ def _with_removed(characters_n2: Ints, text: str) -> Ints:
     return np.stack([starts_n, stops_n], axis=1)
 
 
-def _lead(table: _Table, ids_N: Ints, encoded_n: Ints) -> int | None:
+def _lead(table: _ByteTable, ids_N: Ints, encoded_n: Ints) -> int | None:
     """How many special tokens stand before the encoding in the ids; None if it is not in them."""
     extra = len(ids_N) - len(encoded_n)
     if extra < 0:
@@ -381,7 +381,7 @@ def _lead(table: _Table, ids_N: Ints, encoded_n: Ints) -> int | None:
 
 
 def _split(
-    table: _Table, ids_n: Ints, spans_n2: Ints, data: bytes, *, is_begin: bool
+    table: _ByteTable, ids_n: Ints, spans_n2: Ints, data: bytes, *, is_begin: bool
 ) -> tuple[Ints, int | None]:
     """The spans of tokens that share characters, from the tokens' bytes.
 
@@ -412,7 +412,7 @@ def _shape(data: bytes) -> bytes:
     return bytes((byte & 0xC0) != 0x80 for byte in data)
 
 
-def _no_encoding(tokenizer: ByteTokenizer, table: _Table, ids_N: Ints, data: bytes) -> str:
+def _no_encoding(tokenizer: ByteTokenizer, table: _ByteTable, ids_N: Ints, data: bytes) -> str:
     """The message for ids that do not encode a text."""
     place = 0
     for number in ids_N.tolist():

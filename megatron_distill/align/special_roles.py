@@ -12,10 +12,16 @@ from typing import Final, Protocol
 
 from megatron_distill.errors import DataError
 
-__all__ = ["SPELLINGS", "DeclaresSpecialTokens", "Role", "paired_special_tokens", "special_roles"]
+__all__ = [
+    "SPELLINGS",
+    "DeclaresSpecialTokens",
+    "SpecialRole",
+    "paired_special_tokens",
+    "special_roles",
+]
 
 
-class Role(StrEnum):
+class SpecialRole(StrEnum):
     """The meaning of a special token; a tokenizer has at most one token of each."""
 
     END_OF_TEXT = "end of text"
@@ -25,8 +31,8 @@ class Role(StrEnum):
 
 
 # In the order of preference, for a tokenizer that has several of a role.
-SPELLINGS: Final[Mapping[Role, tuple[str, ...]]] = {
-    Role.END_OF_TEXT: (
+SPELLINGS: Final[Mapping[SpecialRole, tuple[str, ...]]] = {
+    SpecialRole.END_OF_TEXT: (
         "<|endoftext|>",
         "<|end_of_text|>",
         "<eos>",
@@ -34,7 +40,7 @@ SPELLINGS: Final[Mapping[Role, tuple[str, ...]]] = {
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
         "[EOS]",
     ),
-    Role.END_OF_TURN: (
+    SpecialRole.END_OF_TURN: (
         "<|im_end|>",
         "<|eot_id|>",
         "<|eot|>",
@@ -43,7 +49,7 @@ SPELLINGS: Final[Mapping[Role, tuple[str, ...]]] = {
         "<|END_OF_TURN_TOKEN|>",
         "<|end|>",
     ),
-    Role.BEGIN_OF_TEXT: (
+    SpecialRole.BEGIN_OF_TEXT: (
         "<|begin_of_text|>",
         "<|startoftext|>",
         "<bos>",
@@ -51,7 +57,7 @@ SPELLINGS: Final[Mapping[Role, tuple[str, ...]]] = {
         "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
         "[BOS]",
     ),
-    Role.PADDING: ("<|finetune_right_pad_id|>", "<|finetune_right_pad|>", "<|pad|>", "<pad>",
+    SpecialRole.PADDING: ("<|finetune_right_pad_id|>", "<|finetune_right_pad|>", "<|pad|>", "<pad>",
                    "[PAD]"),
 }  # fmt: skip
 
@@ -85,18 +91,18 @@ class DeclaresSpecialTokens(Protocol):
         ...
 
 
-def special_roles(tokenizer: DeclaresSpecialTokens) -> dict[Role, int]:
+def special_roles(tokenizer: DeclaresSpecialTokens) -> dict[SpecialRole, int]:
     """The id of each role that a tokenizer has, one role per id.
 
     Of several spellings of a role the declared token comes first, then the order of the table. A
     declared token that is in no other role completes the table.
     """
     declared = {
-        Role.END_OF_TEXT: tokenizer.eos_id,
-        Role.BEGIN_OF_TEXT: tokenizer.bos_id,
-        Role.PADDING: tokenizer.pad_id,
+        SpecialRole.END_OF_TEXT: tokenizer.eos_id,
+        SpecialRole.BEGIN_OF_TEXT: tokenizer.bos_id,
+        SpecialRole.PADDING: tokenizer.pad_id,
     }
-    found: dict[Role, int] = {}
+    found: dict[SpecialRole, int] = {}
     for role, spellings in SPELLINGS.items():
         ids = [tokenizer.special_ids[text] for text in spellings if text in tokenizer.special_ids]
         if ids:

@@ -19,15 +19,15 @@ from megatron_distill.errors import DataError, counted
 __all__ = [
     "MOST_PIECES",
     "ROW_TOLERANCE",
+    "CommonTokenRule",
     "Evidence",
     "MapColumns",
-    "Partition",
     "VocabularyMap",
     "VocabularySide",
     "piece_weights",
 ]
 
-Partition = Literal["strict", "relaxed"]
+CommonTokenRule = Literal["strict", "relaxed"]
 
 # The ninth weight is 9e-9 of the row, which fp32 does not resolve beside the first.
 MOST_PIECES: Final = 8
@@ -135,7 +135,7 @@ class VocabularyMap:
         return self.row_teacher_ids_n[part], self.row_weights_n[part]
 
     def common(
-        self, partition: Partition = "strict"
+        self, partition: CommonTokenRule = "strict"
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Student and teacher ids of common tokens, int64 [P], one to one, by student id.
 
@@ -158,14 +158,14 @@ class VocabularyMap:
         first = first[np.argsort(rows[first])]
         return rows[first].astype(np.int64), teacher[first]
 
-    def student_to_teacher(self, partition: Partition = "strict") -> NDArray[np.int64]:
+    def student_to_teacher(self, partition: CommonTokenRule = "strict") -> NDArray[np.int64]:
         """Return the teacher id of every student id, int64 [V_s], -1 for uncommon tokens."""
         found_V = np.full(self.student.size, -1, np.int64)
         student_ids, teacher_ids = self.common(partition)
         found_V[student_ids] = teacher_ids
         return found_V
 
-    def uncommon_teacher_ids(self, partition: Partition = "strict") -> NDArray[np.int64]:
+    def uncommon_teacher_ids(self, partition: CommonTokenRule = "strict") -> NDArray[np.int64]:
         """Teacher ids without a common token, ascending, int64 [N]."""
         return self._others(self.common(partition)[1])
 
@@ -179,7 +179,9 @@ class VocabularyMap:
         is_other[teacher_ids] = False
         return np.flatnonzero(is_other)
 
-    def columns(self, start: int, stop: int, *, partition: Partition = "strict") -> MapColumns:
+    def columns(
+        self, start: int, stop: int, *, partition: CommonTokenRule = "strict"
+    ) -> MapColumns:
         """Return the part for the student columns [start, stop) of a vocabulary shard.
 
         Columns beyond the real vocabulary are padding: they are uncommon, and their rows are empty.

@@ -12,7 +12,7 @@ from megatron_distill.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
-    from megatron_distill.planning.device import Device
+    from megatron_distill.planning.device import DeviceProfile
 
 __all__ = ["COMMAND"]
 
@@ -42,7 +42,7 @@ def _run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _measured() -> Device:
+def _measured() -> DeviceProfile:
     import torch
 
     from megatron_distill.commands.calibration_steps import measured_machine
@@ -50,7 +50,7 @@ def _measured() -> Device:
     return measured_machine("gpu" if torch.cuda.is_available() else "cpu")
 
 
-def _refined(folder: Path, name: str) -> Device:
+def _refined(folder: Path, name: str) -> DeviceProfile:
     from megatron_distill.config import check_layout, load_config, teacher_ranks
     from megatron_distill.planning.device import load_device
 

@@ -19,7 +19,7 @@ from megatron_distill.commands.train import COMMAND
 from megatron_distill.errors import TrainingError
 
 if TYPE_CHECKING:
-    from megatron_distill.planning.device import Device
+    from megatron_distill.planning.device import DeviceProfile
     from megatron_distill.planning.forked_ranks import ForkedRanks
 
 __all__ = ["measured_machine"]
@@ -57,7 +57,7 @@ runtime: {{device: cpu}}
 """
 
 
-def measured_machine(kind: Literal["cpu", "gpu"]) -> Device:
+def measured_machine(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
     """Measure this machine, a CPU also by real steps. Raises TrainingError: its steps fail."""
     if kind == "gpu":
         from megatron_distill.planning.calibration import measure_machine
@@ -86,7 +86,7 @@ def import_training() -> None:
         import_module(module)
 
 
-def _refined_by_steps(device: Device, *, forked: ForkedRanks, folder: Path) -> Device:
+def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Path) -> DeviceProfile:
     """Return a CPU with the factors of a small run's steps."""
     cores = device.cores or 1
     for ranks in sorted({1, min(cores, _MOST_RANKS)}):
@@ -146,7 +146,9 @@ def _run_training(words: list[str]) -> int:
     return COMMAND.script(None)(words)
 
 
-def _refined_by_run(device: Device, folder: Path, words: list[str], *, ranks: int) -> Device:
+def _refined_by_run(
+    device: DeviceProfile, folder: Path, words: list[str], *, ranks: int
+) -> DeviceProfile:
     from megatron_distill.config import load_config
     from megatron_distill.planning.refine import read_steps, refined
     from megatron_distill.train.reports.planned_run import (

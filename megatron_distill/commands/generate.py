@@ -31,7 +31,7 @@ from megatron_distill.train.assemble.trained_config import (
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
-    from megatron_distill.data.chat.encode import Prompt
+    from megatron_distill.data.chat.encode import EncodedPrompt
     from megatron_distill.data.tokenizers.open import Tokenizer
     from megatron_distill.models.generation import Sampling
     from megatron_distill.runtime.launch import Launch
@@ -244,7 +244,7 @@ class _Terminal:
 
 def _shared_prompt(
     arguments: argparse.Namespace, tokenizer: Tokenizer | None, add_bos: bool | None
-) -> Prompt:
+) -> EncodedPrompt:
     """Return the prompt on all ranks; only the first rank has the tokenizer.
 
     Collective: the whole world, one broadcast of the token ids.
@@ -254,7 +254,7 @@ def _shared_prompt(
     from megatron_distill.data.chat.encode import chat_prompt, plain_prompt
     from megatron_distill.runtime.collectives import together
 
-    shared: list[Prompt | None] = [None]
+    shared: list[EncodedPrompt | None] = [None]
     with together():
         if tokenizer is not None and arguments.chat:
             shared = [chat_prompt(tokenizer, arguments.prompt, system=arguments.system)]

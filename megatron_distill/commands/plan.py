@@ -16,7 +16,7 @@ from megatron_distill.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
-    from megatron_distill.planning.device import Device
+    from megatron_distill.planning.device import DeviceProfile
     from megatron_distill.planning.run import PlannedRun
     from megatron_distill.planning.search import Planned
 
@@ -72,7 +72,7 @@ class PrintedPlan:
 
     text: str
     run: PlannedRun
-    device: Device
+    device: DeviceProfile
     rows: Sequence[Planned]
     configured: Planned | None
 
@@ -129,7 +129,9 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
     return PrintedPlan(text, run, device, rows, None if isinstance(configured, str) else configured)
 
 
-def _configured(config: RunConfig, run: PlannedRun, device: Device, devices: int) -> Planned | str:
+def _configured(
+    config: RunConfig, run: PlannedRun, device: DeviceProfile, devices: int
+) -> Planned | str:
     """Return the configuration's own layout, or the reason why it does not run."""
     from megatron_distill.config import check_layout, teacher_ranks
     from megatron_distill.planning.search import planned

@@ -121,13 +121,19 @@ def _show(
     """Print the first samples, and figures of all of them."""
     from megatron_distill.align import Coverage
     from megatron_distill.data.aligned.coverage import TokenBytes, sample_coverage
-    from megatron_distill.data.aligned.preview import Pieces, chunk_table, coverage_lines
-    from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
+    from megatron_distill.data.aligned.preview import PrintableTokens, chunk_table, coverage_lines
+    from megatron_distill.data.preview import (
+        PreviewTotals,
+        histogram,
+        legend,
+        sample_text,
+        token_kinds,
+    )
 
     has_colour = console.color_system is not None
-    totals, coverage = Totals(), Coverage()
-    of_source = {name: Totals() for name in names}
-    sides = None if teacher is None else (Pieces(tokenizer), Pieces(teacher))
+    totals, coverage = PreviewTotals(), Coverage()
+    of_source = {name: PreviewTotals() for name in names}
+    sides = None if teacher is None else (PrintableTokens(tokenizer), PrintableTokens(teacher))
     sizes = None if teacher is None else (TokenBytes(tokenizer), TokenBytes(teacher))
     console.print(legend(has_colour=has_colour))
     for number, sample in enumerate(found):

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from megatron_distill.data.tokenizers.open import Tokenizer
 
 SHOWN_ROWS: Final = 10
-Side = Literal["student", "teacher"]
-SIDES: Final[tuple[Side, ...]] = ("student", "teacher")
+ModelSide = Literal["student", "teacher"]
+SIDES: Final[tuple[ModelSide, ...]] = ("student", "teacher")
 Bytes = Sequence[bytes | None]
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -266,7 +266,7 @@ def _print_special(found: VocabularyMap, student: Tokenizer, teacher: Tokenizer)
         for side in (student, teacher)
     )
     pairs = zip(found.student_ids_p.tolist(), found.teacher_ids_p.tolist(), strict=True)
-    rows: list[Row] = [("special tokens", "student", "teacher")]
+    rows: list[TableRow] = [("special tokens", "student", "teacher")]
     for number, partner in pairs:
         if number in names and partner in of_teacher:
             rows.append(("  paired", names.pop(number), of_teacher.pop(partner)))
@@ -289,7 +289,9 @@ def _print_largest(found: VocabularyMap, student: Bytes | None, teacher: Bytes |
         _print_table([_row_of(found, number, student, teacher) for number in largest])
 
 
-def _row_of(found: VocabularyMap, number: int, student: Bytes | None, teacher: Bytes | None) -> Row:
+def _row_of(
+    found: VocabularyMap, number: int, student: Bytes | None, teacher: Bytes | None
+) -> TableRow:
     """Cells of one projection row: id, bytes, evidence, pieces, teacher tokens with weights."""
     from megatron_distill.align.vocabulary_map import Evidence
 
@@ -316,7 +318,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
 
 
-def _print_table(rows: Sequence[Row] | Iterator[Row]) -> None:
+def _print_table(rows: Sequence[TableRow] | Iterator[TableRow]) -> None:
     rows = list(rows)
     if not rows:
         return

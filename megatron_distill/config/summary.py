@@ -23,7 +23,7 @@ from megatron_distill.config.schema import (
 from megatron_distill.errors import counted
 
 __all__ = [
-    "Row",
+    "SummaryRow",
     "data_row",
     "layout_row",
     "run_heading",
@@ -33,7 +33,7 @@ __all__ = [
     "step_sizes",
 ]
 
-Row = tuple[str, str]
+SummaryRow = tuple[str, str]
 
 _MOST_TERMS: Final = 3
 _MOST_SOURCES: Final = 3
@@ -46,7 +46,7 @@ def run_rows(
     feature_pairs: int,
     moved: str | None = None,
     own_ranks: Mapping[str, int] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[SummaryRow]:
     """Yield layout, objective and data of a run.
 
     moved: bytes of a step's outputs of a teacher with its own layout; None without such a teacher.
@@ -73,12 +73,12 @@ def run_rows(
     yield label, f"{text}; {counted(config.validation.samples, 'sample')} held out"
 
 
-def layout_row(parallel: ParallelConfig, world_size: int, precision: str) -> Row:
+def layout_row(parallel: ParallelConfig, world_size: int, precision: str) -> SummaryRow:
     """Return the ranks with their dimensions, and the precision."""
     return "layout", f"{_layout(parallel, world_size)}; {precision}"
 
 
-def data_row(data: DataConfig, stores: Sequence[str] = ()) -> Row:
+def data_row(data: DataConfig, stores: Sequence[str] = ()) -> SummaryRow:
     """Return the blend of sources; without sources the samples of the stores."""
     names = f"samples of the store: {', '.join(stores)}"
     blend = _blend(data.sources) if data.sources else names

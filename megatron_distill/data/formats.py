@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from megatron_distill.data.chat.conversations import (
-    BlockReader,
     ConversationSpec,
+    RowBlockReader,
     line_blocks,
     table_blocks,
 )
@@ -77,7 +77,7 @@ class Format:
 
     find: Callable[[Sequence[str]], list[Path]]
     reader: Callable[[SourceSpec], ReadFile] | None
-    rows: BlockReader | None = None
+    rows: RowBlockReader | None = None
     identity: tuple[str, ...] = ()
     has_paths: bool = True
 

@@ -36,7 +36,7 @@ _BAR: Final = "#"
 
 
 @dataclass
-class Totals:
+class PreviewTotals:
     """Token, label and document counts of the samples added so far."""
 
     positions: int = 0

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_distill.data.chat.conversations import BlockReader, read_blocks, rows_of
+from megatron_distill.data.chat.conversations import RowBlockReader, read_blocks, rows_of
 from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.text.documents import RowFilter
 from megatron_distill.data.text.files import fingerprint
@@ -114,7 +114,7 @@ def _counted(
     source: str,
     files: tuple[Path, ...],
     identity: str,  # noqa: ARG001 - the files' names and sizes, part of the key
-    read: BlockReader,
+    read: RowBlockReader,
     columns: tuple[str, ...],
     field: str,
     names: tuple[str, ...],

@@ -23,11 +23,11 @@ from megatron_distill.data.aligned.stream import (
 from megatron_distill.data.blending import BlendedSource, ShuffledSamples, blend_finite
 from megatron_distill.data.chat.prepare import conversation_texts, prepared_conversations
 from megatron_distill.data.chat.source import (
-    Choice,
     ConversationOptions,
     ConversationSource,
-    Layout,
+    ConversationSplit,
     TokenLayout,
+    WindowLayout,
 )
 from megatron_distill.data.formats import SourceSpec, source_files
 from megatron_distill.data.routing import RoutedPart, Routing, routed_parts, teacher_of_sample
@@ -40,7 +40,7 @@ from megatron_distill.data.text.stream import (
     OneTokenizer,
     Order,
     PackedStream,
-    TextEncoder,
+    StreamTokenizer,
     Tokenization,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer
@@ -104,7 +104,7 @@ class DataOptions:
 
 
 def open_training(
-    specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions, seed: int
+    specs: Sequence[SourceSpec], *, tokenizer: StreamTokenizer, options: DataOptions, seed: int
 ) -> BlendedSource:
     """The endless training stream: each source shuffled and packed separately, blended by weight.
 
@@ -144,7 +144,7 @@ def open_training(
 
 
 def samples_per_epoch(
-    spec: SourceSpec, *, tokenizer: TextEncoder, options: DataOptions, seed: int
+    spec: SourceSpec, *, tokenizer: StreamTokenizer, options: DataOptions, seed: int
 ) -> int:
     """Number of training samples of one epoch of a source, whose parts have epochs of their own.
 
@@ -155,7 +155,7 @@ def samples_per_epoch(
 
 
 def _samples_in_epoch(
-    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions, seed: int
+    spec: SourceSpec, tokenizer: StreamTokenizer, options: DataOptions, seed: int
 ) -> int:
     """Number of training samples of one epoch of a source; the last one may be incomplete.
 
@@ -192,7 +192,7 @@ def _samples_in_epoch(
 
 
 def read_held_out(
-    specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions, samples: int
+    specs: Sequence[SourceSpec], *, tokenizer: StreamTokenizer, options: DataOptions, samples: int
 ) -> SampleList:
     """`samples` samples of the held-out documents, the same for every seed.
 
@@ -240,7 +240,7 @@ def read_held_out(
 
 
 def all_held_out(
-    specs: Sequence[SourceSpec], *, tokenizer: TextEncoder, options: DataOptions
+    specs: Sequence[SourceSpec], *, tokenizer: StreamTokenizer, options: DataOptions
 ) -> Iterator[Sample]:
     """All samples of the held-out documents: as many as `read_held_out` gives at most.
 
@@ -253,7 +253,7 @@ def all_held_out(
 
 
 def _held_out_parts(
-    spec: SourceSpec, tokenizer: TextEncoder, tokenization: _OfName, options: DataOptions
+    spec: SourceSpec, tokenizer: StreamTokenizer, tokenization: _OfName, options: DataOptions
 ) -> Sequence[_Finite]:
     """The finite streams of a source's held-out documents."""
     if not spec.kind.is_text:
@@ -334,7 +334,7 @@ def _reader(spec: SourceSpec, files: Sequence[Path], options: DataOptions) -> Do
 
 
 def _tokenization(
-    tokenizer: TextEncoder, options: DataOptions
+    tokenizer: StreamTokenizer, options: DataOptions
 ) -> tuple[_OfName, DocumentCache | None]:
     """The tokenization of each source by its name; all share worker processes and the cache."""
     length, teacher = options.sequence_length, options.teacher
@@ -395,7 +395,12 @@ def _stream(
 
 
 def _indexed(
-    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions, seed: int, *, is_held_out: bool
+    spec: SourceSpec,
+    tokenizer: StreamTokenizer,
+    options: DataOptions,
+    seed: int,
+    *,
+    is_held_out: bool,
 ) -> list[IndexedSource]:
     if not spec.paths:
         raise DataError("a data source of format megatron names no prefix: give data.sources.paths")
@@ -415,7 +420,12 @@ def _indexed(
 
 
 def _conversations(
-    spec: SourceSpec, tokenizer: TextEncoder, options: DataOptions, seed: int, *, is_held_out: bool
+    spec: SourceSpec,
+    tokenizer: StreamTokenizer,
+    options: DataOptions,
+    seed: int,
+    *,
+    is_held_out: bool,
 ) -> ConversationSource[Any]:
     given, teacher = options.conversations, options.teacher
     assert given is not None, "options of conversations name the folder of the cache"
@@ -428,7 +438,7 @@ def _conversations(
         max_unaligned=0.0 if teacher is None else teacher.max_unaligned,
     )
     width, eos_id = options.sequence_length + 1, tokenizer.eos_id
-    layout: Layout[Any] = TokenLayout(prepared, width, eos_id, given.truncation)
+    layout: WindowLayout[Any] = TokenLayout(prepared, width, eos_id, given.truncation)
     if teacher is not None:
         other = Window(teacher.sequence_length + 1, teacher.tokenizer.eos_id)
         own = Window(width, eos_id)
@@ -436,7 +446,7 @@ def _conversations(
     return ConversationSource(
         prepared,
         layout,
-        choice=Choice(seed, options.validation_fraction, is_held_out),
+        choice=ConversationSplit(seed, options.validation_fraction, is_held_out),
         truncation=given.truncation,
         packing_buffer=given.packing_buffer,
         name=spec.name,

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from megatron_distill.evaluation.requests import Request, model_input
 
-__all__ = ["RankBatch", "Row", "Wave", "rows_of", "waves_of"]
+__all__ = ["RankBatch", "ScoredRow", "Wave", "rows_of", "waves_of"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredRow:
     """One input of the model and the ids that are scored in it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Row:
     requests: NDArray[np.int64]
 
 
-def rows_of(requests: Sequence[Request], positions: int) -> list[Row]:
+def rows_of(requests: Sequence[Request], positions: int) -> list[ScoredRow]:
     """Return the rows of requests; answers of one token after one context share a row.
 
     The rows come in descending order of their length, equal ones in the order of their tokens. So
@@ -48,16 +48,16 @@ def rows_of(requests: Sequence[Request], positions: int) -> list[Row]:
     return sorted(rows, key=lambda row: (-len(row.tokens), row.tokens.tolist(), row.ids.tolist()))
 
 
-def _row(requests: Sequence[Request], numbers: list[int], positions: int) -> Row:
+def _row(requests: Sequence[Request], numbers: list[int], positions: int) -> ScoredRow:
     first = requests[numbers[0]]
     tokens, count = model_input(first, positions)
     if len(first.answer) == 1:
         ids = np.array([int(requests[number].answer[0]) for number in numbers], np.int64)
         places = np.full(len(numbers), len(tokens) - 1, np.int64)
-        return Row(tokens, places, ids, np.array(numbers, np.int64))
+        return ScoredRow(tokens, places, ids, np.array(numbers, np.int64))
     places = np.arange(len(tokens) - count, len(tokens), dtype=np.int64)
     ids = first.answer[-count:].astype(np.int64)
-    return Row(tokens, places, ids, np.full(count, numbers[0], np.int64))
+    return ScoredRow(tokens, places, ids, np.full(count, numbers[0], np.int64))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RankBatch:
 class Wave:
     """Micro-batches of one shape for all ranks: each rank takes its own part of the rows."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ScoredRow]
     ranks: int
     micro_batches: int  # of each rank
     sequences: int  # of each micro-batch
@@ -95,7 +95,7 @@ class Wave:
             for first in range(0, self.micro_batches * self.sequences, self.sequences)
         ]
 
-    def _batch(self, rows: Sequence[Row]) -> RankBatch:
+    def _batch(self, rows: Sequence[ScoredRow]) -> RankBatch:
         tokens_bs = np.zeros((self.sequences, self.length), np.int64)
         for place, row in enumerate(rows):
             tokens_bs[place, : len(row.tokens)] = row.tokens
@@ -110,7 +110,7 @@ class Wave:
 
 
 def waves_of(
-    rows: Sequence[Row], *, ranks: int, micro_batches: int, tokens: int, multiple: int
+    rows: Sequence[ScoredRow], *, ranks: int, micro_batches: int, tokens: int, multiple: int
 ) -> Iterator[Wave]:
     """Cut sorted rows into waves, the same on every rank.
 

@@ -25,7 +25,7 @@ from typing import Final
 
 from megatron_distill.errors import TrainingError
 from megatron_distill.launching.records import (
-    Launch,
+    LaunchRecord,
     NodeOutcome,
     Status,
     read_record,
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks of this node; return 0, or 1 where the outcome cannot be recorded."""
     given = _parse(arguments)
     folder = Path(given.launch)
-    launch = read_record(folder / "launch.json", Launch)
+    launch = read_record(folder / "launch.json", LaunchRecord)
     index = node_index() if given.index is None else given.index
     if launch is None or index >= len(launch.nodes):
         sys.stderr.write(f"error: {folder}: no record of a launch with a node {index}\n")
@@ -81,7 +81,7 @@ class NodePart:
     """One node's part of a launch: the ranks of `program`, which is as torchrun takes it."""
 
     folder: Path
-    launch: Launch
+    launch: LaunchRecord
     index: int
     endpoint: str
     program: Sequence[str]

@@ -23,7 +23,7 @@ from typing import Final
 from megatron_distill.errors import TrainingError, counted
 from megatron_distill.launching.node import asked_of_gpus, gpus_listed, node_name
 from megatron_distill.launching.node_view import seen_files, versions
-from megatron_distill.launching.records import Launch, read_record, write_record
+from megatron_distill.launching.records import LaunchRecord, read_record, write_record
 
 __all__ = ["Health", "gpu_problems", "main"]
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     folder = Path(given.launch)
     node = node_name()
-    launch = read_record(folder / "launch.json", Launch)
+    launch = read_record(folder / "launch.json", LaunchRecord)
     software = versions()
     problems = [*_of_system(folder, launch), *_of_gpus(given, software)]
     if given.command is not None and not problems:  # a bad node may let it hang
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _of_system(folder: Path, launch: Launch | None) -> Iterator[str]:
+def _of_system(folder: Path, launch: LaunchRecord | None) -> Iterator[str]:
     if launch is None:
         yield f"does not see {folder / 'launch.json'}: the run's folder must be shared"
     else:
@@ -93,7 +93,7 @@ def _of_system(folder: Path, launch: Launch | None) -> Iterator[str]:
         yield f"has {free / 1e6:.0f} MB left in {temporary}"
 
 
-def _of_first_node(launch: Launch) -> Iterator[str]:
+def _of_first_node(launch: LaunchRecord) -> Iterator[str]:
     """Look for the node where ranks meet; they would try for two minutes to find it."""
     node, address = launch.nodes[0], launch.addresses[0]
     try:

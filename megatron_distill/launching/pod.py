@@ -18,8 +18,8 @@ from megatron_distill.launching.node import NodePart, node_index, ranks_here
 from megatron_distill.launching.program import JobRanks, Program, add_folder
 from megatron_distill.launching.records import (
     EXIT_STATUS,
-    Launch,
     Launches,
+    LaunchRecord,
     Outcome,
     Status,
     disk_errors,
@@ -85,7 +85,9 @@ def _run(given: argparse.Namespace) -> int:
     return EXIT_STATUS[status]
 
 
-def _begin(given: argparse.Namespace, program: Program, launches: Launches, index: int) -> Launch:
+def _begin(
+    given: argparse.Namespace, program: Program, launches: Launches, index: int
+) -> LaunchRecord:
     """Record the launch, as the first pod; raises OSError, and ConfigError after the last start."""
     # Later ones are of a JobSet of the same name that was deleted.
     starts = launches.starts_without_progress(given.job, before=given.attempt)
@@ -96,7 +98,7 @@ def _begin(given: argparse.Namespace, program: Program, launches: Launches, inde
             f"new checkpoint; see the logs in {launches.folder}"
         )
     pods = given.pods.split(",")
-    launch = Launch(
+    launch = LaunchRecord(
         job=given.job,
         restart=given.attempt,
         submission=given.job,
@@ -114,7 +116,7 @@ def _begin(given: argparse.Namespace, program: Program, launches: Launches, inde
     return launch
 
 
-def _record(launches: Launches, launch: Launch, status: Status, message: str | None) -> None:
+def _record(launches: Launches, launch: LaunchRecord, status: Status, message: str | None) -> None:
     """Record the outcome of the launch as the first pod has it."""
     progress = launches.progress
     if status is Status.DONE:

@@ -38,7 +38,7 @@ __all__ = [
     "LOST_PEER",
     "LOST_RENDEZVOUS",
     "BadNode",
-    "Launch",
+    "LaunchRecord",
     "Launches",
     "NodeOutcome",
     "Outcome",
@@ -105,7 +105,7 @@ class NodeOutcome:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRecord:
     """The start of one launch.
 
     Attributes:
@@ -186,11 +186,11 @@ class Launches:
         """The unit of the progress: a step, or a shard of a store."""
         return "shard" if self.named.startswith("store.path") else "step"
 
-    def of(self, launch: Launch) -> Path:
+    def of(self, launch: LaunchRecord) -> Path:
         """Return the folder of one launch."""
         return self.folder / launch.name
 
-    def begin(self, launch: Launch) -> Path:
+    def begin(self, launch: LaunchRecord) -> Path:
         """Create the folder of a launch and record it; raises OSError."""
         folder = self.of(launch)
         (folder / "nodes").mkdir(parents=True, exist_ok=True)
@@ -198,13 +198,13 @@ class Launches:
         write_record(folder / "launch.json", launch)
         return folder
 
-    def all(self) -> list[Launch]:
+    def all(self) -> list[LaunchRecord]:
         """Return the launches so far, oldest first."""
         files = self.folder.glob("*/launch.json")
-        found = [read_record(file, Launch) for file in files]
+        found = [read_record(file, LaunchRecord) for file in files]
         return sorted((one for one in found if one is not None), key=lambda one: one.started)
 
-    def outcome(self, launch: Launch) -> Outcome | None:
+    def outcome(self, launch: LaunchRecord) -> Outcome | None:
         """Return the outcome of a launch; None: it runs, or it was killed with its node."""
         return read_record(self.of(launch) / "outcome.json", Outcome)
 

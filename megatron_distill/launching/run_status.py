@@ -20,8 +20,8 @@ from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import is_step, newest_records, save_seconds
 from megatron_distill.launching.records import (
     LAUNCHES,
-    Launch,
     Launches,
+    LaunchRecord,
     Outcome,
     job_folders,
     progress_of,
@@ -252,7 +252,7 @@ def _together(
 def _state(
     run: Path,
     launches: Launches,
-    begun: Sequence[Launch],
+    begun: Sequence[LaunchRecord],
     *,
     log: Path,
     step: int,

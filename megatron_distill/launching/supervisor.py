@@ -28,8 +28,8 @@ from megatron_distill.launching.program import JobRanks, NoAnswerError, Program
 from megatron_distill.launching.records import (
     EXIT_STATUS,
     BadNode,
-    Launch,
     Launches,
+    LaunchRecord,
     NodeOutcome,
     Outcome,
     Status,
@@ -262,7 +262,7 @@ def _launch(
     *,
     unanswered: str | None,
 ) -> int:
-    launch = Launch(
+    launch = LaunchRecord(
         job=job.job,
         restart=job.restart,
         submission=policy.submission,
@@ -304,7 +304,7 @@ def _launch(
 
 
 def _bad_nodes(
-    job: Scheduler, policy: Policy, launch: Launch, folder: Path, stop: _Stop
+    job: Scheduler, policy: Policy, launch: LaunchRecord, folder: Path, stop: _Stop
 ) -> list[BadNode]:
     """Check all nodes at once and return the bad ones, those without an answer included."""
     words = ["-m", "megatron_distill.launching.node_health", "--launch", str(folder.resolve())]
@@ -350,7 +350,7 @@ def _run_ranks(
     job: Scheduler,
     program: Program,
     policy: Policy,
-    launch: Launch,
+    launch: LaunchRecord,
     launches: Launches,
     stop: _Stop,
 ) -> Outcome:
@@ -430,7 +430,7 @@ def _decide(
     job: Scheduler,
     policy: Policy,
     launches: Launches,
-    launch: Launch,
+    launch: LaunchRecord,
     outcome: Outcome,
     stop: _Stop,
     *,

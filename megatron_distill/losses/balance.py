@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 __all__ = [
     "BalanceMode",
+    "BalanceScales",
     "BalanceState",
     "LossWeights",
     "RatioBalance",
     "RawLosses",
-    "Scales",
     "ScheduleKind",
     "ValueSchedule",
     "scaled_weights",
@@ -66,7 +66,7 @@ class RawLosses:
 
 
 @dataclass(frozen=True)
-class Scales:
+class BalanceScales:
     """The two ratios of the balanced total, constants to the gradient.
 
     Attributes:
@@ -93,15 +93,15 @@ class RatioBalance:
     epsilon: float = 1e-8
     clamp: float | None = None
 
-    def scales(self, raw: RawLosses, weights: LossWeights) -> Scales:
+    def scales(self, raw: RawLosses, weights: LossWeights) -> BalanceScales:
         """The scales for a step of these sizes; both one if a size is not finite."""
         if not raw.is_finite:
-            return Scales()
+            return BalanceScales()
         kd = weighted_sum(raw.terms, weights.terms)
         features = weighted_sum(raw.features, weights.features)
         feature_scale = self._ratio(kd, features)
         task = weights.ce * raw.ce
-        return Scales(feature_scale, self._ratio(task, kd + feature_scale * features))
+        return BalanceScales(feature_scale, self._ratio(task, kd + feature_scale * features))
 
     def _ratio(self, wanted: float, found: float) -> float:
         if wanted <= 0.0 or found <= 0.0:
@@ -112,7 +112,7 @@ class RatioBalance:
         return ratio
 
 
-def scaled_weights(weights: LossWeights, *, alpha: float, scales: Scales) -> LossWeights:
+def scaled_weights(weights: LossWeights, *, alpha: float, scales: BalanceScales) -> LossWeights:
     """The weights of ``CE + alpha s_k (KD + s_f F)``, one for each raw loss."""
     kd = alpha * scales.kd
     return LossWeights(

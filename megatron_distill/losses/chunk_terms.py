@@ -10,6 +10,7 @@ from typing import ClassVar, Final, Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.align.vocabulary_map import CommonTokenRule
 from megatron_distill.losses.terms import Term, TermTeachers
 from megatron_distill.ops.aligned.columns import CommonColumns
 from megatron_distill.ops.aligned.executor import AlignedRows
@@ -30,11 +31,9 @@ from megatron_distill.ops.divergences import Divergence, WeightedDivergence, div
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import IdTarget, Support, TopK
 
-__all__ = ["Alignment", "ChunkTerm", "Partition", "SharedVocabularies", "ranked_term"]
+__all__ = ["Alignment", "ChunkTerm", "SharedVocabularies", "ranked_term"]
 
 Alignment = Literal["likelihood", "common", "projection", "gold", "uld"]
-# Common tokens of `gold`: equal bytes, or also the first piece of a token's row.
-Partition = Literal["strict", "relaxed"]
 
 # Alignments that are defined on chunks of one token on each side alone.
 _OF_PAIRS: Final = ("common",)
@@ -65,7 +64,7 @@ class SharedVocabularies:
     new_ids: Tensor | None
     group: dist.ProcessGroup | None
     projected: ProjectedRows | None = None
-    gold: Mapping[Partition, GoldColumns] = field(default_factory=dict)
+    gold: Mapping[CommonTokenRule, GoldColumns] = field(default_factory=dict)
     places: Tensor | None = None
 
     def teacher_numbers(self, ids: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ class ChunkTerm:
     temperatures: tuple[float, float] | None = None
     uncommon_top_k: int = _UNCOMMON_TOP_K
     published: bool = False
-    partition: Partition = "strict"
+    partition: CommonTokenRule = "strict"
     teachers: TermTeachers | None = None
 
     support: ClassVar[Support] = "tail"

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.align.vocabulary_map import CommonTokenRule
 from megatron_distill.losses.checks import check_per_token, resolve_shard
-from megatron_distill.losses.chunk_terms import Alignment, ChunkTerm, Partition, SharedVocabularies
+from megatron_distill.losses.chunk_terms import Alignment, ChunkTerm, SharedVocabularies
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
 from megatron_distill.ops.aligned.executor import AlignedRows, aligned_divergence
 from megatron_distill.ops.aligned.gold import GoldColumns
@@ -185,7 +186,7 @@ def _with_common(
     columns = CommonColumns.of(student_ids, teacher_ids, student_shards, teacher_shards, rank)
     device = teacher.logits.device if isinstance(teacher, DenseLogits) else teacher.weight.device
     columns, own = columns.to(device), vocabularies.student_shard
-    gold: dict[Partition, GoldColumns] = {}
+    gold: dict[CommonTokenRule, GoldColumns] = {}
     if columns.is_aligned:
         gold["strict"] = GoldColumns.of(columns, (own, shard))
     return SharedVocabularies(own, shard, columns, new_ids, group, gold=gold), teacher

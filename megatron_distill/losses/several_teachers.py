@@ -140,7 +140,7 @@ def several_teachers_objective(
     check_distinct(terms)
     # Once: under sequence parallelism a teacher's hidden states are gathered here.
     signals = {name: _with_logits(signals[name]) for name in sorted(signals)}
-    passes = _Passes(
+    passes = _FusedPasses(
         student,
         labels,
         {"ce_weights": ce_weights, "kd_weights": kd_weights, "group": group, **given},
@@ -207,7 +207,7 @@ def _targets(terms: Sequence[Term], name: str | None) -> dict[_Target | None, li
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _FusedPasses:
     """Fused passes over some tokens of one micro-batch."""
 
     student: HiddenState
@@ -288,7 +288,7 @@ class _Passes:
         ids = choice_N if outer is None else outer.ids * count + choice_N
         parts = count * (1 if outer is None else outer.parts)
         total, split = self._run(
-            self.student, _Joint(source), [term], rows, ce_coefficient, Partition(ids, parts)
+            self.student, _JointSignal(source), [term], rows, ce_coefficient, Partition(ids, parts)
         )
         by_part = {key: value[1:].view(-1, count) for key, value in split.items()}
         report = {
@@ -408,12 +408,12 @@ class _Passes:
         if teachers.score is not None:
             weights = self.shares[teachers]
         if teachers.mixture == "geometric":
-            return _Joint(GeometricMean(members, weights))
+            return _JointSignal(GeometricMean(members, weights))
         assert isinstance(temperature, float)
         group: dist.ProcessGroup | None = self.given["group"]
         if group is not None and group.size() == 1:
             group = None
-        return _Joint(ArithmeticMean(members, weights, temperature, group))
+        return _JointSignal(ArithmeticMean(members, weights, temperature, group))
 
     def _on_records(self, signals: Mapping[str, Signal], rows: Tensor) -> MeanOnRecords:
         return MeanOnRecords(signals, rows, *self._columns, self.shares)
@@ -428,7 +428,7 @@ class _Passes:
 
 def _with_logits(signal: Signal) -> Signal:
     source = signal.logit_source()
-    return signal if source is None else _Joint(source)
+    return signal if source is None else _JointSignal(source)
 
 
 def _overall(value: Tensor, partition: Partition | None) -> Tensor:
@@ -436,7 +436,7 @@ def _overall(value: Tensor, partition: Partition | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Joint:
+class _JointSignal:
     """Logits of one teacher or of several as a `Signal`."""
 
     source: LogitSource

@@ -58,7 +58,7 @@ from megatron_distill.models.transformer_engine import (
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.mcore_patches import has_transformer_engine
 
-Norm = Callable[..., torch.nn.Module]
+NormFactory = Callable[..., torch.nn.Module]
 
 
 class KindAttention(SelfAttention):
@@ -72,7 +72,7 @@ class KindAttention(SelfAttention):
         config: TransformerConfig,
         *arguments: Any,
         kinds: LayerKinds,
-        post_norm: Norm | None,
+        post_norm: NormFactory | None,
         is_fused: bool = False,
         **named: Any,
     ) -> None:
@@ -110,7 +110,9 @@ class KindAttention(SelfAttention):
 class PostNormMLP(MLP):
     """A feed-forward with a norm on its output, before the residual sum."""
 
-    def __init__(self, config: TransformerConfig, *, post_norm: Norm, **arguments: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, post_norm: NormFactory, **arguments: Any
+    ) -> None:
         super().__init__(config, **arguments)
         self.post_norm = _build(post_norm, config)
 
@@ -143,7 +145,7 @@ class PostNormMLP(MLP):
 
 
 def mlp_with_post_norm(
-    submodules: MLPSubmodules, post_norm: Norm, *, tensor_group: dist.ProcessGroup
+    submodules: MLPSubmodules, post_norm: NormFactory, *, tensor_group: dist.ProcessGroup
 ) -> type[MLP]:
     """Return a feed-forward that a layer builds from its configuration alone.
 
@@ -164,7 +166,7 @@ def mlp_with_post_norm(
     return LayerMLP
 
 
-def _build(norm: Norm, config: TransformerConfig) -> torch.nn.Module:
+def _build(norm: NormFactory, config: TransformerConfig) -> torch.nn.Module:
     return norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 

@@ -74,7 +74,7 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     chunks = equal_chunks(rows.count, work.chunk_tokens)
     return differentiable_pass(
         student,
-        lambda gradients: _Executor(student, work, rows, chunks, gradients).run(),
+        lambda gradients: _ChunkPass(student, work, rows, chunks, gradients).run(),
         rows=rows,
         columns=work.shard.real_width,
         chunks=len(chunks),
@@ -82,7 +82,7 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     )
 
 
-class _Executor:
+class _ChunkPass:
     """One pass over all chunks, with the buffers that they share."""
 
     def __init__(

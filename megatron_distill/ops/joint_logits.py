@@ -28,7 +28,7 @@ __all__ = ["ArithmeticMean", "ChosenLogits", "GeometricMean"]
 
 
 @dataclass(frozen=True)
-class _Joint:
+class _JointSource:
     """Members with the same tokens and real columns; see `LogitSource`.
 
     Raises:
@@ -110,7 +110,7 @@ def _taken(
 
 
 @dataclass(frozen=True)
-class ArithmeticMean(_Joint):
+class ArithmeticMean(_JointSource):
     """Weighted mean of the members' probabilities at ``temperature``, as a `LogitSource`.
 
     Attributes:
@@ -156,7 +156,7 @@ class ArithmeticMean(_Joint):
 
 
 @dataclass(frozen=True)
-class GeometricMean(_Joint):
+class GeometricMean(_JointSource):
     """Normalised geometric mean of the members' probabilities, as a `LogitSource`.
 
     Its logits are the weighted mean of the members' logits, at every temperature.
@@ -193,7 +193,7 @@ class GeometricMean(_Joint):
 
 
 @dataclass(frozen=True)
-class ChosenLogits(_Joint):
+class ChosenLogits(_JointSource):
     """For each token the logits of one member, as a `LogitSource`.
 
     Attributes:

@@ -33,7 +33,7 @@ from megatron_distill.planning.device import (
     ALIASED_COLUMNS,
     CALIBRATED,
     Curve,
-    Device,
+    DeviceProfile,
     Precision,
 )
 from megatron_distill.planning.forked_ranks import ForkedRanks
@@ -68,8 +68,8 @@ def measure_machine(
     kind: Literal["cpu", "gpu"],
     *,
     forked: ForkedRanks | None = None,
-    steps: Callable[[Device], Device] | None = None,
-) -> Device:
+    steps: Callable[[DeviceProfile], DeviceProfile] | None = None,
+) -> DeviceProfile:
     """Measure this machine's CPU, or its first GPU; warns where other processes disturb it.
 
     forked: ranks of a CPU, whose imports are done. steps: returns the device refined by steps that
@@ -96,7 +96,7 @@ def measure_machine(
     finally:
         torch.set_num_threads(threads)
     node, network = measure_links(device, forked)
-    found = Device(
+    found = DeviceProfile(
         name=CALIBRATED[kind],
         title=_title(device),
         kind=kind,

@@ -17,7 +17,7 @@ __all__ = [
     "ALIASED_COLUMNS",
     "CALIBRATED",
     "Curve",
-    "Device",
+    "DeviceProfile",
     "Link",
     "Phase",
     "Precision",
@@ -41,11 +41,11 @@ Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-class _Table(BaseModel):
+class _ProfileTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Link(_Table):
+class Link(_ProfileTable):
     """A connection of devices.
 
     devices: that it connects. gb_per_s: of one device in one direction. efficiency: share of it
@@ -85,7 +85,7 @@ class Link(_Table):
         return self.latency_us * 1e-6 + byte_count / (self.gb_per_s * 1e9 * self.efficiency)
 
 
-class Device(_Table):
+class DeviceProfile(_ProfileTable):
     """One device, as the planner needs it.
 
     Attributes:
@@ -150,7 +150,7 @@ class Device(_Table):
         """Bytes that a process can allocate."""
         return self.memory_gib * 2**30
 
-    def shared_by(self, ranks: int) -> Device:
+    def shared_by(self, ranks: int) -> DeviceProfile:
         """Return the device of one rank where `ranks` of a machine share the cores of a CPU."""
         if self.cores is None:
             return self
@@ -221,7 +221,7 @@ def device_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
-def load_device(name: str) -> Device:
+def load_device(name: str) -> DeviceProfile:
     """Return a device by the name of a shipped file, or by the path of a file.
 
     Raises ConfigError: there is no such device, or a key of its file is wrong.
@@ -239,11 +239,11 @@ def load_device(name: str) -> Device:
     return read_device(path)
 
 
-def read_device(path: Path) -> Device:
+def read_device(path: Path) -> DeviceProfile:
     """Read a device's file. Raises ConfigError: it is not valid YAML, or a key is wrong."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return Device.model_validate(tree)
+        return DeviceProfile.model_validate(tree)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no device, because it is not valid YAML: {error}") from error
     except ValidationError as error:
@@ -254,7 +254,7 @@ def read_device(path: Path) -> Device:
         raise ConfigError(f"{path}: {found}; {remedy}") from error
 
 
-def write_device(device: Device, path: Path) -> None:
+def write_device(device: DeviceProfile, path: Path) -> None:
     """Write a device's file. Raises ConfigError: it cannot be written."""
     tree = device.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)

@@ -9,7 +9,7 @@ from typing import Final
 
 from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
-from megatron_distill.planning.device import Device
+from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.parts import Parts
 from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
@@ -87,7 +87,7 @@ def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tup
 
 
 def memory_need(
-    run: PlannedRun, choice: Choice, device: Device, numbers: Sequence[RankNumbers]
+    run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: Sequence[RankNumbers]
 ) -> MemoryNeed:
     """Return the need of the student's fullest rank, or of a teacher's own rank if that is more.
 
@@ -103,7 +103,7 @@ def memory_need(
 
 
 def stage_need(
-    run: PlannedRun, choice: Choice, device: Device, numbers: RankNumbers, stage: int
+    run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: RankNumbers, stage: int
 ) -> MemoryNeed:
     """Return the need of one rank of the student's pipeline."""
     weights, gradients, optimizer = student_states(run, choice, numbers)
@@ -154,7 +154,7 @@ def stage_need(
     )
 
 
-def _teacher_forward(run: PlannedRun, choice: Choice, device: Device) -> float:
+def _teacher_forward(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
     """Return the bytes that a micro-batch of the teacher holds in its layers."""
     assert run.teacher is not None
     layout = choice.teacher_layout
@@ -179,7 +179,7 @@ def _heads_of_teachers(run: PlannedRun, choice: Choice) -> int:
     return run.mixed if run.keeps_head(choice.place) else 0
 
 
-def _head_inputs(run: PlannedRun, choice: Choice, device: Device) -> float:
+def _head_inputs(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
     """Return the bytes of the final norm and of the states that the heads read.
 
     Saved are the norm's input and its output. The products read copies, a row for each token. With
@@ -194,7 +194,7 @@ def _head_inputs(run: PlannedRun, choice: Choice, device: Device) -> float:
     return tokens * (norm / (layout.tensor if layout.sequence else 1) + copies * width)
 
 
-def chunk_bytes(run: PlannedRun, choice: Choice, device: Device) -> float:
+def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
     """Return the logits of a chunk of each model that has a head here, and their row blocks.
 
     Source: docstring of `ops.fused_linear.fused_linear`.
@@ -292,12 +292,12 @@ def _teacher_copies(run: PlannedRun, choice: Choice, stage: int) -> int:
     return _layer_numbers(run, choice, stage) if run.teacher_fp8 else 0
 
 
-def _runs_ahead(run: PlannedRun, choice: Choice, device: Device) -> bool:
+def _runs_ahead(run: PlannedRun, choice: Choice, device: DeviceProfile) -> bool:
     """Return whether a teacher with one stage runs for a whole step before the student."""
     return run.keeps_signals or _rests(run, choice, device)
 
 
-def _rests(run: PlannedRun, choice: Choice, device: Device) -> bool:
+def _rests(run: PlannedRun, choice: Choice, device: DeviceProfile) -> bool:
     """Return whether a teacher's weights are copied from the host for its forward pass.
 
     On a CPU nothing moves, shards move layer by layer, and those in another layout stay.
@@ -327,7 +327,7 @@ def _layer_numbers(run: PlannedRun, choice: Choice, stage: int) -> int:
     return min(numbers[index].total, layers * numbers[index].largest_layer)
 
 
-def teacher_rank_need(run: PlannedRun, choice: Choice, device: Device) -> MemoryNeed:
+def teacher_rank_need(run: PlannedRun, choice: Choice, device: DeviceProfile) -> MemoryNeed:
     """Return the need of a rank that runs the teacher alone."""
     assert run.teacher is not None
     layout = choice.teacher_layout

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
-from megatron_distill.planning.device import Device, Precision, share
+from megatron_distill.planning.device import DeviceProfile, Precision, share
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -59,7 +59,7 @@ class Rank:
         overlapped: the share of the tensor-parallel messages that products hide.
     """
 
-    device: Device
+    device: DeviceProfile
     precision: Precision
     layout: Layout
     tokens: int
@@ -117,7 +117,7 @@ class Rank:
         return products + softmax + device.kernel_us * 1e-6
 
 
-def element_seconds(device: Device, byte_count: float, *, kernels: int = 1) -> float:
+def element_seconds(device: DeviceProfile, byte_count: float, *, kernels: int = 1) -> float:
     """Return the time of element-wise work that reads and writes `byte_count` in all."""
     if not byte_count:
         return 0.0
@@ -187,7 +187,7 @@ class LayerTimes:
 
     def __init__(self, shape: Architecture, rank: Rank) -> None:
         self._shape, self._rank = shape, rank
-        self._layers: dict[LayerKind, _Layer] = {}
+        self._layers: dict[LayerTraits, _LayerTimes] = {}
         self._known: dict[object, Passes] = {}
 
     def passes(
@@ -212,7 +212,7 @@ class LayerTimes:
             self._known[key] = total
         return self._known[key]
 
-    def _of_kind(self, kind: LayerKind) -> _Layer:
+    def _of_kind(self, kind: LayerTraits) -> _LayerTimes:
         if kind not in self._layers:
             has_experts, is_windowed = kind
             attended = self._rank.attended[is_windowed]
@@ -221,11 +221,11 @@ class LayerTimes:
 
 
 # Whether a layer has experts, and whether its attention has the sliding window.
-LayerKind = tuple[bool, bool]
+LayerTraits = tuple[bool, bool]
 
 
 @lru_cache(maxsize=64)
-def layer_kinds(shape: Architecture) -> tuple[LayerKind, ...]:
+def layer_kinds(shape: Architecture) -> tuple[LayerTraits, ...]:
     """Return the kind of every layer of a model."""
     moe = shape.moe
     return tuple(
@@ -244,7 +244,7 @@ def slice_of(layers: range) -> slice:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerTimes:
     products: float  # forward; backward takes twice as long
     attention: tuple[float, float]
     elements: tuple[float, float]
@@ -254,7 +254,9 @@ class _Layer:
     feed_forward: float  # forward, its element-wise work included
 
 
-def _passes(one: _Layer, recompute: Recomputed, modules: Sequence[str], *, trains: bool) -> Passes:
+def _passes(
+    one: _LayerTimes, recompute: Recomputed, modules: Sequence[str], *, trains: bool
+) -> Passes:
     forward = one.products + one.attention[0] + one.elements[0]
     messages = one.tensor[0] + one.context[0] + one.expert
     if not trains:
@@ -284,7 +286,7 @@ def _passes(one: _Layer, recompute: Recomputed, modules: Sequence[str], *, train
     )
 
 
-def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: bool) -> _Layer:
+def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: bool) -> _LayerTimes:
     """Return the times of one layer, forward and backward."""
     layout, tokens, hidden, width = rank.layout, rank.tokens, shape.hidden_size, rank.width
     split = layout.tensor
@@ -317,7 +319,7 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
     link = rank.device.link(split * layout.context)
     keys_once = link.gathered(context_bytes, ranks=layout.context)
     keys_back = keys_once + link.scattered(context_bytes, ranks=layout.context)
-    return _Layer(
+    return _LayerTimes(
         products + feed_forward,
         attention,
         (elements + rank.calls, 2 * elements + rank.calls),

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final, get_args
 
 from megatron_distill.errors import DataError
-from megatron_distill.planning.device import Device, Phase
+from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import phase_seconds
@@ -71,8 +71,13 @@ def read_steps(path: Path) -> MeasuredSteps:
 
 
 def refined(
-    device: Device, run: PlannedRun, choice: Choice, measured: MeasuredSteps, *, shared_by: int
-) -> Device:
+    device: DeviceProfile,
+    run: PlannedRun,
+    choice: Choice,
+    measured: MeasuredSteps,
+    *,
+    shared_by: int,
+) -> DeviceProfile:
     """Return the device with factors that make the run's predicted phases the measured ones.
 
     shared_by: ranks of a machine that share a CPU. Phases that the run hardly has keep theirs. A

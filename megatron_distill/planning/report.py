@@ -11,7 +11,7 @@ from typing import Final
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import StepFlops, step_flops_per_token
-from megatron_distill.planning.device import Device
+from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.memory import MemoryNeed
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import USABLE, Capture, Planned, Ranking, layout_name
@@ -38,7 +38,7 @@ _PLACES: Final = {
 
 def plan_report(
     run: PlannedRun,
-    device: Device,
+    device: DeviceProfile,
     devices: int,
     ranking: Ranking,
     *,
@@ -211,7 +211,7 @@ def _flops(run: PlannedRun) -> StepFlops:
     return replace(found[0], teacher_forward=forward)
 
 
-def _ranked(run: PlannedRun, device: Device, best: Sequence[Planned]) -> list[str]:
+def _ranked(run: PlannedRun, device: DeviceProfile, best: Sequence[Planned]) -> list[str]:
     flops = _flops(run)
     peak = device.peak_tflops["fp32" if run.precision == "fp32" else "bf16"] * 1e12
     rows = [("", "layout", "teacher", "step (s)", "tokens/s", "MFU", "memory (GiB)")]
@@ -284,7 +284,11 @@ def _cost(run: PlannedRun, best: Planned) -> str:
 
 
 def _configured(
-    run: PlannedRun, device: Device, devices: int, one: Planned | str, best: Sequence[Planned]
+    run: PlannedRun,
+    device: DeviceProfile,
+    devices: int,
+    one: Planned | str,
+    best: Sequence[Planned],
 ) -> Iterator[str]:
     if isinstance(one, str):
         yield from _wrapped(f"Configured: does not run on {counted(devices, 'device')}: {one}")

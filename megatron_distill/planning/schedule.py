@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatron_distill.errors import counted
-from megatron_distill.planning.device import Device
+from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import (
     StageTimes,
@@ -25,16 +25,16 @@ from megatron_distill.planning.step_time import (
 )
 
 __all__ = [
-    "Done",
+    "FinishedTask",
     "Timeline",
-    "interleaved_order",
     "chrome_trace",
+    "interleaved_order",
     "one_forward_one_backward",
     "simulate",
     "walk",
 ]
 
-Kind = Literal["data", "teacher", "measure", "forward", "backward", "update"]
+OperationKind = Literal["data", "teacher", "measure", "forward", "backward", "update"]
 # Steps that are walked where work for later ones goes on beside them, besides those that a teacher
 # is ahead. The one before the last counts: in the last that work has ended.
 _STEPS: Final = 5
@@ -44,14 +44,14 @@ _STEPS: Final = 5
 class Operation:
     """One operation of a lane. `stage`: of the model, virtual ones counted."""
 
-    kind: Kind
+    kind: OperationKind
     step: int
     micro_batch: int
     stage: int
 
 
 @dataclass(frozen=True)
-class Task:
+class TimedTask:
     """An operation, its seconds, and the operations whose results it needs, with their delays."""
 
     operation: Operation
@@ -60,7 +60,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedTask:
     """An operation that a lane has done, in seconds from the start."""
 
     lane: int
@@ -79,7 +79,7 @@ class Timeline:
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    done: tuple[Done, ...]
+    done: tuple[FinishedTask, ...]
     start: float
     end: float
 
@@ -102,7 +102,7 @@ class Timeline:
         return 1 - busy / self.seconds
 
 
-def walk(lanes: Sequence[Sequence[Task]]) -> list[Done]:
+def walk(lanes: Sequence[Sequence[TimedTask]]) -> list[FinishedTask]:
     """Let every lane do its tasks in their order; return them by their end.
 
     Raises ValueError: lanes wait for one another for ever.
@@ -111,7 +111,7 @@ def walk(lanes: Sequence[Sequence[Task]]) -> list[Done]:
     waiting: dict[Operation, list[int]] = {}
     position = [0] * len(lanes)
     free = [0.0] * len(lanes)
-    done: list[Done] = []
+    done: list[FinishedTask] = []
     events: list[tuple[float, int, int]] = []
 
     def start(lane: int, now: float) -> None:
@@ -128,7 +128,7 @@ def walk(lanes: Sequence[Sequence[Task]]) -> list[Done]:
         position[lane] += 1
         free[lane] = begin + task.seconds
         heapq.heappush(events, (free[lane], lane, len(done)))
-        done.append(Done(lane, task.operation, begin, free[lane]))
+        done.append(FinishedTask(lane, task.operation, begin, free[lane]))
 
     for lane in range(len(lanes)):
         start(lane, 0.0)
@@ -146,10 +146,10 @@ def walk(lanes: Sequence[Sequence[Task]]) -> list[Done]:
 
 def one_forward_one_backward(
     stage: int, stages: int, micro_batches: int
-) -> list[tuple[Kind, int, int]]:
+) -> list[tuple[OperationKind, int, int]]:
     """Return a stage's passes as (kind, micro-batch, chunk), in the order of 1F1B."""
     warm = min(stages - stage - 1, micro_batches)
-    order: list[tuple[Kind, int, int]] = [("forward", number, 0) for number in range(warm)]
+    order: list[tuple[OperationKind, int, int]] = [("forward", number, 0) for number in range(warm)]
     for number in range(micro_batches - warm):
         order += [("forward", warm + number, 0), ("backward", number, 0)]
     rest = range(micro_batches - warm, micro_batches)
@@ -158,7 +158,7 @@ def one_forward_one_backward(
 
 def interleaved_order(
     rank: int, ranks: int, chunks: int, micro_batches: int
-) -> list[tuple[Kind, int, int]]:
+) -> list[tuple[OperationKind, int, int]]:
     """Return a rank's passes as (kind, micro-batch, chunk), in Megatron-Core's interleaved order.
 
     Source: arXiv 2104.04473, section 2.2. Micro-batches go through the chunks in groups of `ranks`.
@@ -171,7 +171,7 @@ def interleaved_order(
         return group * ranks + micro_batch, chunks - 1 - chunk if backward else chunk
 
     warm = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
-    order: list[tuple[Kind, int, int]] = []
+    order: list[tuple[OperationKind, int, int]] = []
     for number in range(total):
         order.append(("forward", *place(number, backward=False)))
         if number >= warm:
@@ -182,7 +182,7 @@ def interleaved_order(
     ]
 
 
-def simulate(run: PlannedRun, choice: Choice, device: Device, time: StepTime) -> Timeline:
+def simulate(run: PlannedRun, choice: Choice, device: DeviceProfile, time: StepTime) -> Timeline:
     """Walk a step of a choice; `time`: its prediction, for the updates at the end of the step."""
     stages = student_stages(run, choice, device)
     teacher = teacher_stages(run, choice, device) if choice.teacher_layout is not None else []
@@ -210,7 +210,9 @@ def simulate(run: PlannedRun, choice: Choice, device: Device, time: StepTime) ->
     if time.data:
         lanes = [_after_reading(lane) for lane in lanes]
         # Reading takes the whole step, or `data` would be zero. The rank that reads also computes.
-        lanes.append([Task(Operation("data", step, 0, 0), time.total) for step in range(steps)])
+        lanes.append(
+            [TimedTask(Operation("data", step, 0, 0), time.total) for step in range(steps)]
+        )
         names.append("reading")
         ranks.append(0)
     done = walk(lanes)
@@ -224,14 +226,14 @@ def simulate(run: PlannedRun, choice: Choice, device: Device, time: StepTime) ->
 def _student_lane(
     run: PlannedRun,
     choice: Choice,
-    device: Device,
+    device: DeviceProfile,
     stages: Sequence[StageTimes],
     teacher: Sequence[StageTimes],
     *,
     rank: int,
     steps: int,
     update: float,
-) -> list[Task]:
+) -> list[TimedTask]:
     ranks, chunks = len(stages), choice.layout.virtual_pipeline or 1
     micro_batches = choice.micro_batches(run)
     order = (
@@ -241,12 +243,12 @@ def _student_lane(
     )
     measuring = measuring_stages(run, choice, device)
     # Kept signals wait for both passes of the student.
-    measured: list[tuple[Kind, int, int]] = [
+    measured: list[tuple[OperationKind, int, int]] = [
         ("measure", micro_batch, chunk)
         for kind, micro_batch, chunk in order
         if kind == "forward" and measuring
     ]
-    tasks: list[Task] = []
+    tasks: list[TimedTask] = []
     for step in range(steps):
         within_passes = choice.runs_within and not measuring
         if choice.place == "shared" and not within_passes:
@@ -259,17 +261,17 @@ def _student_lane(
             )
             if kind == "forward" and within_passes:
                 within = Operation("teacher", step, micro_batch, 0)
-                tasks.append(Task(within, teacher[0].forward))
+                tasks.append(TimedTask(within, teacher[0].forward))
             elif (
                 kind != "backward" and choice.place == "own ranks" and _is_last(one, ranks, chunks)
             ):
                 one = _answer(choice, run, device, one, len(teacher))
             tasks.append(one)
-        tasks.append(Task(Operation("update", step, 0, rank), update))
+        tasks.append(TimedTask(Operation("update", step, 0, rank), update))
     return tasks
 
 
-def _after_reading(lane: Sequence[Task]) -> list[Task]:
+def _after_reading(lane: Sequence[TimedTask]) -> list[TimedTask]:
     """Let the first task of each step wait until the step's samples are read."""
     begun: set[int] = set()
     tasks = []
@@ -278,16 +280,16 @@ def _after_reading(lane: Sequence[Task]) -> list[Task]:
         if step not in begun:
             begun.add(step)
             read = (Operation("data", step, 0, 0), 0.0)
-            task = Task(task.operation, task.seconds, (*task.needs, read))
+            task = TimedTask(task.operation, task.seconds, (*task.needs, read))
         tasks.append(task)
     return tasks
 
 
-def _is_last(task: Task, ranks: int, chunks: int) -> bool:
+def _is_last(task: TimedTask, ranks: int, chunks: int) -> bool:
     return task.operation.stage == ranks * chunks - 1
 
 
-def _pass(stages: Sequence[StageTimes], rank: int, operation: Operation, chunks: int) -> Task:
+def _pass(stages: Sequence[StageTimes], rank: int, operation: Operation, chunks: int) -> TimedTask:
     """Return a pass of the student with the passes of the neighbouring stages that it needs."""
     ranks, stage = len(stages), operation.stage
     times = stages[rank]
@@ -300,14 +302,14 @@ def _pass(stages: Sequence[StageTimes], rank: int, operation: Operation, chunks:
         seconds += heads.forward_seconds if forward else heads.backward_seconds
     neighbour = stage - 1 if forward else stage + 1
     if not 0 <= neighbour < ranks * chunks:
-        return Task(operation, seconds)
+        return TimedTask(operation, seconds)
     needed = Operation(operation.kind, operation.step, operation.micro_batch, neighbour)
-    return Task(operation, seconds, ((needed, times.message if ranks > 1 else 0.0),))
+    return TimedTask(operation, seconds, ((needed, times.message if ranks > 1 else 0.0),))
 
 
 def _teacher_pass(
     choice: Choice, teacher: Sequence[StageTimes], rank: int, micro_batches: int, step: int
-) -> list[Task]:
+) -> list[TimedTask]:
     """Return the teacher's pass over a step's micro-batches on a rank of the student's pipeline.
 
     In a layout of its own it has other replicas and stages. Each lane then counts as busy for the
@@ -318,20 +320,20 @@ def _teacher_pass(
     if not choice.is_same_layout:
         seconds = max(one.forward + one.message for one in teacher)
         return [
-            Task(Operation("teacher", step, number, rank), seconds)
+            TimedTask(Operation("teacher", step, number, rank), seconds)
             for number in range(micro_batches)
         ]
     tasks = []
     for number in range(micro_batches):
         needed = Operation("teacher", step, number, stage - 1)
         needs = ((needed, times.message),) if stage else ()
-        tasks.append(Task(Operation("teacher", step, number, stage), times.forward, needs))
+        tasks.append(TimedTask(Operation("teacher", step, number, stage), times.forward, needs))
     return tasks
 
 
 def _teacher_lane(
     run: PlannedRun, teacher: Sequence[StageTimes], rank: int, *, units: int, steps: int, last: int
-) -> list[Task]:
+) -> list[TimedTask]:
     """Return the passes of a stage of a teacher on its own ranks; `last`: the student's stage.
 
     It begins a step when the student has ended that `steps_ahead` + 1 before it.
@@ -346,11 +348,15 @@ def _teacher_lane(
             elif number == 0 and step > run.steps_ahead:
                 ended = Operation("update", step - run.steps_ahead - 1, 0, last)
                 needs = ((ended, 0.0),)
-            tasks.append(Task(Operation("teacher", step, number, -rank - 1), times.forward, needs))
+            tasks.append(
+                TimedTask(Operation("teacher", step, number, -rank - 1), times.forward, needs)
+            )
     return tasks
 
 
-def _answer(choice: Choice, run: PlannedRun, device: Device, task: Task, teachers: int) -> Task:
+def _answer(
+    choice: Choice, run: PlannedRun, device: DeviceProfile, task: TimedTask, teachers: int
+) -> TimedTask:
     """Let a student's last stage wait for its teacher's answer to the micro-batch.
 
     A replica of the teacher serves several of the student, or a part of one. Its micro-batches are
@@ -362,7 +368,7 @@ def _answer(choice: Choice, run: PlannedRun, device: Device, task: Task, teacher
     tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
     delay = device.link(choice.devices).message(tokens * run.answer_bytes)
     answer = Operation("teacher", operation.step, unit, -teachers)
-    return Task(operation, task.seconds, (*task.needs, (answer, delay)))
+    return TimedTask(operation, task.seconds, (*task.needs, (answer, delay)))
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Final
 from megatron_distill.errors import counted
 from megatron_distill.models.flops import balanced_stages, step_flops_per_token
 from megatron_distill.models.pipeline_stages import even_layers
-from megatron_distill.planning.device import Device
+from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.memory import MemoryNeed, memory_need, teacher_rank_need
 from megatron_distill.planning.operations import Recomputed
 from megatron_distill.planning.parameters import stage_numbers
@@ -55,7 +55,7 @@ class Planned:
     time: StepTime
     memory: MemoryNeed
 
-    def fits(self, device: Device) -> bool:
+    def fits(self, device: DeviceProfile) -> bool:
         """Whether the fullest rank stays within the usable share of the device's memory."""
         return self.memory.total <= USABLE * device.memory_bytes
 
@@ -97,7 +97,7 @@ class Search:
     """
 
     run: PlannedRun
-    device: Device
+    device: DeviceProfile
     devices: int
     shape_rule: ShapeRule
     places: Sequence[TeacherPlace]
@@ -395,7 +395,7 @@ class Search:
             yield Missing(name, reason)
 
 
-def _too_large(need: MemoryNeed, device: Device) -> str:
+def _too_large(need: MemoryNeed, device: DeviceProfile) -> str:
     parts = sorted(need.parts.items(), key=lambda item: -item[1])[:2]
     named = ", ".join(f"{name.replace('_', ' ')} {count / 2**30:.1f}" for name, count in parts)
     return (
@@ -423,7 +423,7 @@ def _order(one: Planned) -> tuple[float, float]:
     return round(one.time.total, 9), one.time.total - one.time.data
 
 
-def planned(run: PlannedRun, choice: Choice, device: Device) -> Planned:
+def planned(run: PlannedRun, choice: Choice, device: DeviceProfile) -> Planned:
     """Predict the time and the memory of one choice."""
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
     return Planned(

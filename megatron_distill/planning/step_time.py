@@ -13,7 +13,7 @@ from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING, Final
 
-from megatron_distill.planning.device import Device, Phase
+from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.operations import (
     LayerTimes,
     Passes,
@@ -117,7 +117,7 @@ class StageTimes:
         return StageTimes(chunks, self.heads + other.heads, self.message + other.message)
 
 
-def student_rank(run: PlannedRun, choice: Choice, device: Device) -> Rank:
+def student_rank(run: PlannedRun, choice: Choice, device: DeviceProfile) -> Rank:
     """Return one rank of the student with its micro-batch."""
     tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
     return Rank(
@@ -130,7 +130,7 @@ def student_rank(run: PlannedRun, choice: Choice, device: Device) -> Rank:
     )
 
 
-def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
+def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> list[StageTimes]:
     """Return the student's stages; a teacher that runs within them is not in their times."""
     rank = student_rank(run, choice, device)
     last = choice.layout.pipeline - 1
@@ -160,7 +160,7 @@ def student_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     return [stage.times(max(busy, device.core_share)) for stage in stages]
 
 
-def measuring_stages(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
+def measuring_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> list[StageTimes]:
     """Return the student's stages in the pass that measures for the balance; empty: there is none.
 
     It has no backward pass, and nothing is kept for one.
@@ -195,7 +195,7 @@ def measuring_stages(run: PlannedRun, choice: Choice, device: Device) -> list[St
     return stages
 
 
-def measuring_seconds(run: PlannedRun, choice: Choice, device: Device) -> float:
+def measuring_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
     """Return the time of the pass that measures for the balance, 0 without one."""
     stages = measuring_stages(run, choice, device)
     if not stages:
@@ -215,7 +215,7 @@ def _partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passe
     return first + times.passes(chunk[count:], recompute="none")
 
 
-def teacher_stages(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
+def teacher_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> list[StageTimes]:
     """Return the stages of a live teacher, without its head unless it sends a top-k.
 
     Of several teachers, the mean time of a micro-batch through those that it needs.
@@ -229,7 +229,7 @@ def teacher_stages(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     return [sum(stages[1:], start=stages[0]) for stages in zip(*each, strict=True)]
 
 
-def _stages_of_one(run: PlannedRun, choice: Choice, device: Device) -> list[StageTimes]:
+def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> list[StageTimes]:
     layout, teacher = choice.teacher_layout, run.teacher
     assert layout is not None
     assert teacher is not None
@@ -264,7 +264,7 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: Device) -> list[Stag
     ]
 
 
-def loss_chunks(run: PlannedRun, choice: Choice, device: Device) -> int:
+def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:
     """Return the chunks of logits in a micro-batch."""
     split = choice.layout.tensor
     tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
@@ -291,7 +291,7 @@ def pipeline_seconds(times: Sequence[float], micro_batches: int, *, chunks: int 
 
 
 def step_time(
-    run: PlannedRun, choice: Choice, device: Device, numbers: Sequence[RankNumbers]
+    run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: Sequence[RankNumbers]
 ) -> StepTime:
     """Return the time of a step; `numbers`: the student's parameters of each pipeline rank."""
     micro_batches = choice.micro_batches(run)
@@ -345,7 +345,7 @@ def _reading(run: PlannedRun, choice: Choice) -> float:
 
 
 def phase_seconds(
-    run: PlannedRun, choice: Choice, device: Device, numbers: Sequence[RankNumbers]
+    run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: Sequence[RankNumbers]
 ) -> dict[Phase, float]:
     """Return the predicted time of the phases that `metrics.jsonl` has, of the first rank."""
     micro_batches = choice.micro_batches(run)
@@ -370,7 +370,7 @@ def phase_seconds(
     }
 
 
-def teacher_seconds(run: PlannedRun, choice: Choice, device: Device) -> tuple[float, float]:
+def teacher_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> tuple[float, float]:
     """Return the time of the teacher's passes of a step, and the bubble of its pipeline."""
     if choice.place not in ("shared", "own ranks"):
         return 0.0, 0.0
@@ -392,7 +392,7 @@ def teacher_seconds(run: PlannedRun, choice: Choice, device: Device) -> tuple[fl
     return work + gathered, sum(times) - max(times)
 
 
-def _weights_received(run: PlannedRun, choice: Choice, device: Device) -> float:
+def _weights_received(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
     """Return the time in which a rank receives its stage's sharded weights, per forward pass."""
     layout, teacher = choice.teacher_layout, run.teacher
     assert layout is not None
@@ -420,7 +420,7 @@ class _Updates:
 def _updates(
     run: PlannedRun,
     choice: Choice,
-    device: Device,
+    device: DeviceProfile,
     numbers: RankNumbers,
     stage: StageTimes,
 ) -> _Updates:

@@ -55,7 +55,7 @@ def stage_bytes(run: PlannedRun, choice: Choice, numbers: RankNumbers, stage: in
     """Return the bytes of a rank of one stage, which has so many parameters."""
     layout, shape, count = choice.layout, run.student, choice.micro_batches(run)
     tokens = choice.micro_batch_size * run.sequence_length / layout.context
-    once = _Layer.of(shape, layout, tokens, run.width)
+    once = _MessageBytes.of(shape, layout, tokens, run.width)
     tensor = context = expert = 0.0
     for chunk in choice.chunk_layers(stage):
         for place, layer in enumerate(chunk):
@@ -79,7 +79,7 @@ def stage_bytes(run: PlannedRun, choice: Choice, numbers: RankNumbers, stage: in
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _MessageBytes:
     """Bytes of one message of each kind in a layer, for one micro-batch."""
 
     tensor: float
@@ -87,7 +87,7 @@ class _Layer:
     expert: float
 
     @classmethod
-    def of(cls, shape: Architecture, layout: Layout, tokens: float, width: int) -> _Layer:
+    def of(cls, shape: Architecture, layout: Layout, tokens: float, width: int) -> _MessageBytes:
         split, experts = layout.tensor, layout.expert
         keys = shape.num_kv_heads * shape.head_size / split
         expert = 0.0
@@ -102,7 +102,7 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _MessageCounts:
     """Messages of each kind in the passes of one layer: forward, backward, and computed again."""
 
     tensor: int
@@ -110,15 +110,15 @@ class _Passes:
     expert: int
 
 
-def _passes(choice: Choice, place: int) -> _Passes:
+def _passes(choice: Choice, place: int) -> _MessageCounts:
     """Return the messages of a layer; `place`: in its chunk."""
     limit = choice.recomputed_layers
     kind: Recomputed = choice.recompute
     if kind == "full" and (limit is None or place < limit):
-        return _Passes(4 + 4 + 4, 1 + 2 + 1, 3)
+        return _MessageCounts(4 + 4 + 4, 1 + 2 + 1, 3)
     if kind == "selective" and "mlp" in choice.modules:
-        return _Passes(4 + 4 + 2, 1 + 2, 3)
-    return _Passes(4 + 4, 1 + 2, 2)
+        return _MessageCounts(4 + 4 + 2, 1 + 2, 3)
+    return _MessageCounts(4 + 4, 1 + 2, 2)
 
 
 def _state(shape: Architecture, layout: Layout, tokens: float, width: int) -> float:
@@ -147,7 +147,7 @@ def _of_teachers(run: PlannedRun, choice: Choice, stage: int) -> float:
         rank = stage if its.is_same_layout else 0
         length = one.teacher_length or one.sequence_length
         tokens = its.micro_batch_size * length / layout.context
-        layer = _Layer.of(teacher, layout, tokens, one.width)
+        layer = _MessageBytes.of(teacher, layout, tokens, one.width)
         layers = its.teacher_stage(rank)
         experts = sum(layer_kinds(teacher)[number][0] for number in layers)
         per_pass = len(layers) * (4 * layer.tensor + layer.context) + experts * layer.expert

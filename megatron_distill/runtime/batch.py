@@ -26,14 +26,14 @@ def zigzag_index(
     return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
 
 
-class Planned(Protocol):
+class PreparedTensors(Protocol):
     """Tensors that are made of a batch before its step, and go to the device with it."""
 
-    def to(self, device: torch.device | str) -> Planned:
+    def to(self, device: torch.device | str) -> PreparedTensors:
         """The same with every tensor on a device; the host does not wait for pinned memory."""
         ...
 
-    def pinned(self) -> Planned:
+    def pinned(self) -> PreparedTensors:
         """The same in pinned host memory."""
         ...
 
@@ -72,7 +72,8 @@ class Batch:
     # Of a teacher's side: the record of a store and the position in it that predict each label,
     # int32 [b, s, 2] in host memory, -1 for none; None: records are not found by documents.
     record_places_bs2: Tensor | None = None
-    planned: Planned | None = None  # the rows of chunks, for the loss between two tokenizers
+    # The rows of chunks, for the loss between two tokenizers.
+    planned: PreparedTensors | None = None
     # The teacher's side of all context ranks, in host memory; None: `teacher` is all of it.
     whole_teacher: Batch | None = None
     # For each teacher with its own layout: micro-batches, of any replica, that this rank's part of

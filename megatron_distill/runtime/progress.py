@@ -16,8 +16,8 @@ from rich.table import Column
 
 __all__ = [
     "Clock",
-    "Field",
     "Pace",
+    "ProgressFigure",
     "ProgressReporter",
     "duration",
     "gigabytes",
@@ -39,7 +39,7 @@ _FIRST_LINES: Final = 8
 
 
 @dataclass(frozen=True)
-class Field:
+class ProgressFigure:
     """One figure of a progress line.
 
     If the text does not fit, a bar shows the first of `shorter` that fits. It omits a figure that
@@ -158,7 +158,7 @@ class ProgressReporter:
             self._pace.add(now, done)
         return now
 
-    def update(self, done: int, fields: Callable[[], Sequence[Field]]) -> None:
+    def update(self, done: int, fields: Callable[[], Sequence[ProgressFigure]]) -> None:
         """Record the count; `fields` is called only if the bar or a line is due."""
         now = self.count(done)
         is_last = done >= self.total
@@ -171,7 +171,7 @@ class ProgressReporter:
             with suppress(OSError):
                 self._write_line(self.status(fields()))
 
-    def _draw(self, bar: Progress, fields: Callable[[], Sequence[Field]]) -> None:
+    def _draw(self, bar: Progress, fields: Callable[[], Sequence[ProgressFigure]]) -> None:
         text = self._fitting(fields(), bar.console.width)
         try:
             bar.update(self._task, completed=self.done, head=self._head(), description=text)
@@ -179,7 +179,7 @@ class ProgressReporter:
         except OSError:  # the terminal was closed: the work goes on without it
             self.close()
 
-    def status(self, fields: Sequence[Field]) -> str:
+    def status(self, fields: Sequence[ProgressFigure]) -> str:
         """Return the whole line: count, fields, time left."""
         texts = [self._head(), *(field.text for field in fields), *self._time_left()]
         return _BETWEEN.join(texts)
@@ -214,7 +214,7 @@ class ProgressReporter:
         if left is not None and self.done < self.total:
             yield f"eta {duration(left)}"
 
-    def _fitting(self, fields: Sequence[Field], width: int) -> str:
+    def _fitting(self, fields: Sequence[ProgressFigure], width: int) -> str:
         """Return the fields that fit beside a short bar; the first and the time left always."""
         width -= len(self._head()) + _LEAST_BAR + 2
         end = list(self._time_left())

@@ -27,7 +27,7 @@ from megatron_distill.store.records import (
 from megatron_distill.store.topk_entries import TopKEntries, cut_to_mass, top_k_signal
 from megatron_distill.store.verify import (
     CodecError,
-    Problem,
+    StoreDefect,
     VerificationReport,
     measure_codec,
     repair,
@@ -47,12 +47,12 @@ __all__ = [
     "Manifest",
     "Plan",
     "PositionScalars",
-    "Problem",
     "SampleRecord",
     "SampleTokens",
     "SelectionPlace",
     "ShardProof",
     "ShardWriter",
+    "StoreDefect",
     "StoreReader",
     "StoreSet",
     "StoreWriter",

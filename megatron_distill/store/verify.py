@@ -42,7 +42,7 @@ from megatron_distill.store.records import (
 from megatron_distill.store.topk_entries import TopKEntries
 from megatron_distill.store.writer import repeated_ids, value_problems
 
-__all__ = ["CodecError", "Problem", "VerificationReport", "measure_codec", "repair", "verify"]
+__all__ = ["CodecError", "StoreDefect", "VerificationReport", "measure_codec", "repair", "verify"]
 
 
 _READ_RECORDS: Final = 8
@@ -50,7 +50,7 @@ QUARANTINE: Final = "quarantine"
 
 
 @dataclass(frozen=True)
-class Problem:
+class StoreDefect:
     """One defect of a store.
 
     Attributes:
@@ -80,7 +80,7 @@ class VerificationReport:
     """
 
     plan: Plan
-    problems: tuple[Problem, ...]
+    problems: tuple[StoreDefect, ...]
     missing: tuple[int, ...]
     samples: int
 
@@ -116,7 +116,7 @@ def verify(
     try:
         manifest = Manifest.load(folder, plan)
     except StoreError as error:
-        problems.append(Problem(MANIFEST, None, None, _plain(error, folder / MANIFEST, folder)))
+        problems.append(StoreDefect(MANIFEST, None, None, _plain(error, folder / MANIFEST, folder)))
     lists_documents = has_documents(folder)
     for shard in range(plan.shards):
         there = shard_folder(folder) / sidecar_name(shard)
@@ -142,7 +142,7 @@ def _shard_problems(
     shard: int,
     expected: ShardProof | None,
     documents: dict[int, Integers],
-) -> Iterator[Problem]:
+) -> Iterator[StoreDefect]:
     """The defects of a shard's records; `documents` gets those of each intact one, by position."""
     path = shard_folder(folder) / data_name(shard)
     name = str(path.relative_to(folder))
@@ -152,17 +152,19 @@ def _shard_problems(
     except StoreError as error:
         sidecar = path.with_name(sidecar_name(shard))
         text = _plain(error, sidecar, folder)
-        yield Problem(str(sidecar.relative_to(folder)), shard, None, text)
+        yield StoreDefect(str(sidecar.relative_to(folder)), shard, None, text)
     if proof is not None and expected is not None and proof != expected:
-        yield Problem(name, shard, None, f"{MANIFEST} and {sidecar_name(shard)} do not agree")
+        yield StoreDefect(name, shard, None, f"{MANIFEST} and {sidecar_name(shard)} do not agree")
     try:
         file = RecordFile(path, count=plan.count(shard))
     except StoreError as error:
-        yield Problem(name, shard, None, _plain(error, path, folder))
+        yield StoreDefect(name, shard, None, _plain(error, path, folder))
         return
     try:
         if proof is not None and file_sha256(path) != proof.sha256:
-            yield Problem(name, shard, None, "its bytes do not match the SHA-256 of its sidecar")
+            yield StoreDefect(
+                name, shard, None, "its bytes do not match the SHA-256 of its sidecar"
+            )
         yield from _record_problems(file, plan, shard, name, proof, documents)
     finally:
         file.close()
@@ -170,7 +172,7 @@ def _shard_problems(
 
 def _list_problems(
     folder: Path, plan: Plan, shard: int, documents: Mapping[int, Integers]
-) -> Iterator[Problem]:
+) -> Iterator[StoreDefect]:
     """The defects of a shard's list, and its differences from the records, one per sample.
 
     documents: of each intact record, by its position in the shard.
@@ -180,7 +182,7 @@ def _list_problems(
     try:
         pieces = load_documents(folder, plan, shard)
     except StoreError as error:
-        yield Problem(name, shard, None, _plain(error, path, folder), is_of_list=True)
+        yield StoreDefect(name, shard, None, _plain(error, path, folder), is_of_list=True)
         return
     ordered = pieces[np.argsort(pieces["sample"], kind="stable")]
     has_texts_alone = _has_texts_alone(plan)
@@ -191,7 +193,7 @@ def _list_problems(
         difference = _difference(ordered[begin:end], document_ids_S1)
         if difference is not None:
             sample_id = plan.first(shard) + position
-            yield Problem(name, shard, sample_id, difference, is_of_list=True)
+            yield StoreDefect(name, shard, sample_id, difference, is_of_list=True)
 
 
 def _has_texts_alone(plan: Plan) -> bool:
@@ -232,14 +234,14 @@ def _record_problems(
     name: str,
     proof: ShardProof | None,
     documents: dict[int, Integers],
-) -> Iterator[Problem]:
+) -> Iterator[StoreDefect]:
     root = hashlib.blake2b(digest_size=32)
     is_whole = True
     for position, content, damage in _contents(file, plan.count(shard)):
         sample_id = plan.first(shard) + position
         if damage is not None or content is None:
             is_whole = False
-            yield Problem(name, shard, sample_id, damage or "missing")
+            yield StoreDefect(name, shard, sample_id, damage or "missing")
             continue
         try:
             header = require_record(
@@ -248,15 +250,17 @@ def _record_problems(
             record = decode(content, header)
         except StoreError as error:
             is_whole = False
-            yield Problem(name, shard, sample_id, str(error))
+            yield StoreDefect(name, shard, sample_id, str(error))
             continue
         root.update(header.digest)
         documents[position] = record.document_ids_S1
         for problems in (value_problems(record, plan.settings), repeated_ids(record)):
             for text in problems:
-                yield Problem(name, shard, sample_id, text)
+                yield StoreDefect(name, shard, sample_id, text)
     if proof is not None and is_whole and root.hexdigest() != proof.token_root:
-        yield Problem(name, shard, None, "its tokens do not match the token root of its sidecar")
+        yield StoreDefect(
+            name, shard, None, "its tokens do not match the token root of its sidecar"
+        )
 
 
 def _contents(file: RecordFile, count: int) -> Iterator[tuple[int, bytes | None, str | None]]:

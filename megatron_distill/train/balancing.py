@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron_distill.log import get_logger
 from megatron_distill.losses import (
     BalanceMode,
+    BalanceScales,
     BalanceState,
     LossWeights,
     RatioBalance,
     RawLosses,
-    Scales,
     ValueSchedule,
     scaled_weights,
     weighted_sum,
@@ -39,7 +39,7 @@ from megatron_distill.train.metrics import PUBLIC_NAMES, SourceFigures
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.step import StepReport, Student
 
-__all__ = ["BalancedStep", "Balancing", "CLAMPED_STEPS", "ClampWatch", "Schedules"]
+__all__ = ["CLAMPED_STEPS", "BalancedStep", "Balancing", "ClampWatch", "Schedules"]
 
 
 _LOGGER = get_logger(__name__)
@@ -160,7 +160,7 @@ class Balancing:
             raws = local_loss_values(student, signals, own, step)
             each = [self.ratios.scales(raw, weights) for raw in raws]
         else:
-            scales = Scales()
+            scales = BalanceScales()
             if self.is_measured:
                 scales, after = self._measured(student, signals, own, step, weights, state)
             each = [scales] * len(signals)
@@ -210,7 +210,7 @@ class Balancing:
         step: StepBatches,
         weights: LossWeights,
         state: BalanceState,
-    ) -> tuple[Scales, BalanceState]:
+    ) -> tuple[BalanceScales, BalanceState]:
         known = self._known(state)
         if known is not None:
             return self.ratios.scales(known, weights), state
@@ -225,7 +225,7 @@ class Balancing:
         return self.ratios.scales(raw, weights), state
 
     def _logged(
-        self, own: TokenObjective, alpha: float, scales: Scales, weights: LossWeights
+        self, own: TokenObjective, alpha: float, scales: BalanceScales, weights: LossWeights
     ) -> dict[str, float]:
         logged = {"alpha": alpha, "ce_weight": weights.ce}
         if self.is_measured:

@@ -45,7 +45,7 @@ Features = Mapping[tuple[str, int], Tensor]  # of one micro-batch, as `WithFeatu
 
 
 @dataclass(frozen=True)
-class _Step:
+class _FeatureStep:
     """Inputs of the taps during one step, and the losses that the taps have computed.
 
     The tap of a recomputed layer runs twice; `values` is keyed, so that the loss counts once.
@@ -95,7 +95,7 @@ class FeatureLosses:
         self._rules = rules
         self._groups = groups
         self._device = device
-        self._step: _Step | None = None
+        self._step: _FeatureStep | None = None
 
     @property
     def report_names(self) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class FeatureLosses:
         weights_sb = [
             token_weights(batch.kd_weights_bs.t(), step.kd_tokens) for batch in step.micro_batches
         ]
-        self._step = _Step(signals, weights_sb, pair_weights, of_gradients)
+        self._step = _FeatureStep(signals, weights_sb, pair_weights, of_gradients)
 
     def finish(self) -> dict[str, Tensor]:
         """Return the unweighted means over the global batch per pair, and their weighted sum.
@@ -164,12 +164,12 @@ class FeatureLosses:
         shares_MP = self._shares(self._finished())
         return sum_over(shares_MP, self._groups.pipeline, self._groups.tensor)
 
-    def _finished(self) -> _Step:
+    def _finished(self) -> _FeatureStep:
         step, self._step = self._step, None
         assert step is not None
         return step
 
-    def _shares(self, step: _Step) -> Tensor:
+    def _shares(self, step: _FeatureStep) -> Tensor:
         """This rank's share; the sum over tensor ranks is the whole."""
         shares_MP = torch.zeros(len(step.weights_sb), len(self.pairs), device=self._device)
         for (index, micro_batch), value in step.values.items():

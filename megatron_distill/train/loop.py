@@ -86,7 +86,7 @@ class LoopPlan:
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopInputs:
     """Inputs of the loop; the loader and the run state are its only mutable parts."""
 
     state: RunState
@@ -112,7 +112,9 @@ class _Vote(IntEnum):
     FAIL = 2
 
 
-def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, clock: StartClock) -> bool:
+def train(
+    parts: LoopInputs, plan: LoopPlan, termination: TerminationRequest, clock: StartClock
+) -> bool:
     """Train from the state's step to the plan's last; return whether it got there.
 
     An evaluation that an earlier start owes comes first, also where no step is left.
@@ -139,7 +141,7 @@ def train(parts: Parts, plan: LoopPlan, termination: TerminationRequest, clock: 
 
 
 def _train(
-    parts: Parts,
+    parts: LoopInputs,
     plan: LoopPlan,
     termination: TerminationRequest,
     log: _Log,
@@ -191,7 +193,7 @@ def _tell_start(clock: StartClock, state: RunState, seconds: float) -> None:
         _LOGGER.info("%s", line)
 
 
-def _evaluated_before(parts: Parts, plan: LoopPlan, log: _Log) -> bool:
+def _evaluated_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
     """Evaluate tasks before the first step of this start; return whether a signal ended it.
 
     A step whose evaluation is made up may be the best: it is saved again, as the best.
@@ -216,7 +218,7 @@ def _evaluated_before(parts: Parts, plan: LoopPlan, log: _Log) -> bool:
 
 
 def _measures(
-    parts: Parts, plan: LoopPlan, log: _Log, step: int, *, stopping: bool
+    parts: LoopInputs, plan: LoopPlan, log: _Log, step: int, *, stopping: bool
 ) -> tuple[dict[str, float], bool]:
     """Validate and evaluate after a step, where they are due, and log both.
 
@@ -262,7 +264,7 @@ class _Log:
 
 
 def _vote(
-    termination: TerminationRequest, log: _Log, parts: Parts
+    termination: TerminationRequest, log: _Log, parts: LoopInputs
 ) -> tuple[bool, int, dict[str, int]]:
     """Return whether to stop, the largest peak memory of any rank, and the bytes of answers."""
     vote = _Vote.STOP if termination.received else _Vote.GO_ON
@@ -291,7 +293,7 @@ def _due(step: int, interval: int) -> bool:
 
 
 def _distil(
-    parts: Parts, batches: StepBatches, plan: LoopPlan
+    parts: LoopInputs, batches: StepBatches, plan: LoopPlan
 ) -> tuple[StepReport, Mapping[str, float]]:
     """Return the step's report and its logged weights."""
     state = parts.state
@@ -319,7 +321,7 @@ def _distil(
     return report, balanced.logged
 
 
-def _signals(parts: Parts, batches: StepBatches) -> Signals:
+def _signals(parts: LoopInputs, batches: StepBatches) -> Signals:
     """Return the teacher's signals; those computed during the schedule are timed there."""
     micro_batches, timers = batches.micro_batches, parts.state.student.timers
     if parts.teacher is None:
@@ -362,7 +364,7 @@ def _sample_ids(batches: StepBatches, groups: Groups) -> list[int]:
 
 
 def _record(
-    parts: Parts,
+    parts: LoopInputs,
     report: StepReport,
     batches: StepBatches,
     seconds: float,
@@ -402,7 +404,7 @@ def _record(
     return record
 
 
-def _validation(parts: Parts) -> dict[str, object]:
+def _validation(parts: LoopInputs) -> dict[str, object]:
     means, sources = validate(parts.state.student, parts.held_out)
     counts = LabelTotals.of(parts.held_out.steps, ()).whole
     teachers = parts.held_out.objective.take_teacher_figures(means, counts)

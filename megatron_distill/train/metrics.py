@@ -29,13 +29,13 @@ from megatron_distill.runtime.collectives import together
 
 __all__ = [
     "BY_SOURCE",
+    "PUBLIC_NAMES",
     "JsonLinesSink",
     "LabelTotals",
     "MetricsLog",
+    "MetricsRecord",
     "MetricsSink",
     "OnChunks",
-    "PUBLIC_NAMES",
-    "Record",
     "SourceFigures",
     "TensorBoardSink",
     "WandbSink",
@@ -53,7 +53,7 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-Record = Mapping[str, object]
+MetricsRecord = Mapping[str, object]
 
 # Public names in files and on screens of figures that have a shorter name in a report.
 PUBLIC_NAMES: Final = {
@@ -72,7 +72,7 @@ def public_names(values: Mapping[str, float]) -> dict[str, float]:
 class MetricsSink(Protocol):
     """A receiver of the records of a run, in order."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Take one record; `record["step"]` is the number of optimizer steps done."""
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class MetricsLog:
     def __init__(self, sinks: Sequence[MetricsSink] = ()) -> None:
         self._sinks = tuple(sinks)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Write `record` to every sink."""
         for sink in self._sinks:
             sink.write(record)
@@ -153,7 +153,7 @@ class JsonLinesSink:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Append one line."""
         try:
             self._file.write(to_json(record) + "\n")
@@ -173,7 +173,7 @@ class JsonLinesSink:
         )
 
 
-def to_json(record: Record) -> str:
+def to_json(record: MetricsRecord) -> str:
     """Return `record` as one line of JSON.
 
     JSON has neither NaN nor infinity. Such a value becomes null, and `not_finite` maps its name
@@ -186,7 +186,7 @@ def to_json(record: Record) -> str:
     return json.dumps(plain, allow_nan=False)
 
 
-def flat_scalars(record: Record) -> Iterator[tuple[str, float]]:
+def flat_scalars(record: MetricsRecord) -> Iterator[tuple[str, float]]:
     """Yield the numbers of `record` under names such as `train/ce_loss`, `validation/ce_loss`.
 
     Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`. Bytes of answers have none.
@@ -205,7 +205,7 @@ def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def _finite(record: Record, prefix: str, not_finite: dict[str, str]) -> dict[str, object]:
+def _finite(record: MetricsRecord, prefix: str, not_finite: dict[str, str]) -> dict[str, object]:
     plain: dict[str, object] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
@@ -282,7 +282,7 @@ class TensorBoardSink:
         purge_step = resume_step + 1 if resume_step > 0 else None
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Add the scalars of one record."""
         for name, number in flat_scalars(record):
             self._writer.add_scalar(name, number, global_step=record["step"])
@@ -342,7 +342,7 @@ class WandbSink:
         place = self._run.url if mode == "online" else self._run.dir
         logger.info("wandb run %s: %s", self._run.id, place)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Log the numbers of one record, with `step` as their x axis."""
         self._run.log({"step": record["step"], **dict(flat_scalars(record))})
 

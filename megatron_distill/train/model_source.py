@@ -33,7 +33,7 @@ from megatron_distill.models.weights import (
 )
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.convert.stream import Block, shares
+from megatron_distill.train.convert.stream import TensorRows, shares
 
 __all__ = [
     "ModelSource",
@@ -165,16 +165,16 @@ def _digest(content: dict[str, object]) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _blocks(architecture: Architecture) -> Iterator[Block]:
+def _blocks(architecture: Architecture) -> Iterator[TensorRows]:
     """Cut all tensors into blocks of rows, by their shapes alone."""
     for parameter, place in placed(architecture):
         most = max(1, _BLOCK_NUMBERS // torch.Size(parameter.shape[1:]).numel())
         for start in range(0, parameter.shape[0], most):
             rows = min(most, parameter.shape[0] - start)
-            yield Block(parameter, place, torch.float32, start, rows)
+            yield TensorRows(parameter, place, torch.float32, start, rows)
 
 
-def _digests(source: ModelSource, blocks: list[Block]) -> dict[str, str]:
+def _digests(source: ModelSource, blocks: list[TensorRows]) -> dict[str, str]:
     assert source.open_weights is not None
     windows = WindowReader(source.open_weights())
     found = {}

@@ -17,7 +17,7 @@ from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.progress import (
     Clock,
-    Field,
+    ProgressFigure,
     ProgressReporter,
     duration,
     gigabytes,
@@ -26,7 +26,7 @@ from megatron_distill.runtime.progress import (
     size,
 )
 from megatron_distill.store import Manifest
-from megatron_distill.train.metrics import Record
+from megatron_distill.train.metrics import MetricsRecord
 
 __all__ = ["CaptureProgress", "Done", "TrainingProgress", "Work", "summary", "total_texts"]
 
@@ -56,8 +56,8 @@ class TrainingProgress:
     ) -> None:
         self._ce_weight = ce_weight
         self._clock = clock
-        self._record: Record = {}
-        self._validation: Record = {}
+        self._record: MetricsRecord = {}
+        self._validation: MetricsRecord = {}
         self._peak_memory = 0.0
         self._first: tuple[float, float] | None = None
         self._last = clock()
@@ -85,7 +85,7 @@ class TrainingProgress:
         log.configure(0, stream=progress.stream)
         return progress
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Show a step's record, or lines of a validation's or an evaluation's record."""
         evaluation = record.get("evaluation")
         if isinstance(evaluation, Mapping):
@@ -107,30 +107,30 @@ class TrainingProgress:
         self._reporter.close()
         self._reporter.line(self._closing_line())
 
-    def _fields(self) -> Iterator[Field]:
+    def _fields(self) -> Iterator[ProgressFigure]:
         record = self._record
         long, *shorter = total_texts(record, ce_weight=self._ce_weight)
-        yield Field(long, shorter=tuple(shorter))
+        yield ProgressFigure(long, shorter=tuple(shorter))
         balance = record.get("balance")
         for name in ("alpha", "kd_scale", "feature_scale"):
             value = _number(balance, name) if isinstance(balance, Mapping) else None
             if value is not None:
-                yield Field(f"{name} {value:.4g}", only_in_lines=True)
+                yield ProgressFigure(f"{name} {value:.4g}", only_in_lines=True)
         losses = _teacher_losses(record)
         if losses:
-            yield Field(f"kd of {losses}", only_in_lines=True)
+            yield ProgressFigure(f"kd of {losses}", only_in_lines=True)
         for name, label, form in (
             ("grad_norm", "grad norm", ".3g"),
             ("learning_rate", "lr", ".2e"),
         ):
             value = _number(record, name)
             if value is not None:
-                yield Field(f"{label} {value:{form}}", only_in_lines=True)
+                yield ProgressFigure(f"{label} {value:{form}}", only_in_lines=True)
         rate = _number(record, "tokens_per_second")
         if rate is not None:
-            yield Field(f"{short_count(rate)} tok/s")
+            yield ProgressFigure(f"{short_count(rate)} tok/s")
         if self._peak_memory:
-            yield Field(gigabytes(self._peak_memory))
+            yield ProgressFigure(gigabytes(self._peak_memory))
 
     def _mean_tokens_per_second(self) -> float | None:
         tokens = _number(self._record, "tokens")
@@ -167,7 +167,7 @@ class TrainingProgress:
         return ", ".join(parts)
 
 
-def total_texts(record: Record, *, ce_weight: float) -> tuple[str, ...]:
+def total_texts(record: MetricsRecord, *, ce_weight: float) -> tuple[str, ...]:
     """Return the total loss of a step and its sum, `total_loss 3.0 = ce 2.0 + kd 1.0`.
 
     A part whose factor is not 1 is written as `kd 2*0.5`, in the second and shorter text as
@@ -215,7 +215,7 @@ def _multiplied(part: _Part) -> str:
     return f"{'' if weight == 1.0 else 'w*'}{label} {significant(weight * value)}"
 
 
-def _validation_lines(record: Record, validation: Record) -> Iterator[str]:
+def _validation_lines(record: MetricsRecord, validation: MetricsRecord) -> Iterator[str]:
     parts = [f"step {record['step']} held-out:"]
     has_kd = bool(_number(validation, "kd_loss"))
     for name, label in (("ce_loss", "ce"), ("kd_loss", "kd")):
@@ -235,11 +235,11 @@ def _validation_lines(record: Record, validation: Record) -> Iterator[str]:
     yield from _source_lines(record, validation)
 
 
-def _evaluation_lines(record: Record, evaluation: Record) -> Iterator[str]:
+def _evaluation_lines(record: MetricsRecord, evaluation: MetricsRecord) -> Iterator[str]:
     """One line per model: each task's usual measure, its error, and differences to teachers."""
     for role, results in evaluation.items():
         parts = [f"step {record['step']} {role}:"]
-        for task, result in cast(Mapping[str, Record], results).items():
+        for task, result in cast(Mapping[str, MetricsRecord], results).items():
             name = next(iter(result))
             value, error = _number(result, name), _number(result, f"{name}_stderr")
             if value is not None:
@@ -248,10 +248,10 @@ def _evaluation_lines(record: Record, evaluation: Record) -> Iterator[str]:
         yield "  ".join(parts)
 
 
-def _minus(result: Record, name: str) -> str:
+def _minus(result: MetricsRecord, name: str) -> str:
     """A student's difference to each teacher in parentheses, with its interval."""
     found = []
-    for role, measures in cast(Mapping[str, Record], result.get("minus", {})).items():
+    for role, measures in cast(Mapping[str, MetricsRecord], result.get("minus", {})).items():
         one = cast(Mapping[str, float], measures.get(name, {}))
         if one:
             interval = f"{one['low']:+.4f} to {one['high']:+.4f}"
@@ -259,7 +259,7 @@ def _minus(result: Record, name: str) -> str:
     return f" ({'; '.join(found)})" if found else ""
 
 
-def _teacher_losses(record: Record, digits: int = 4) -> str:
+def _teacher_losses(record: MetricsRecord, digits: int = 4) -> str:
     """Each teacher with its loss, where there are several; one without labels has none."""
     teachers = record.get("teachers")
     if not isinstance(teachers, Mapping):
@@ -270,7 +270,7 @@ def _teacher_losses(record: Record, digits: int = 4) -> str:
     )
 
 
-def _source_lines(record: Record, validation: Record) -> Iterator[str]:
+def _source_lines(record: MetricsRecord, validation: MetricsRecord) -> Iterator[str]:
     """One line with the held-out losses of all sources, where there are several."""
     sources = validation.get("sources")
     if not isinstance(sources, Mapping):
@@ -283,7 +283,7 @@ def _source_lines(record: Record, validation: Record) -> Iterator[str]:
     yield f"step {record['step']} held-out by source: {', '.join(parts)}"
 
 
-def _number(record: Record, name: str) -> float | None:
+def _number(record: MetricsRecord, name: str) -> float | None:
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) else None
 
@@ -354,16 +354,16 @@ class CaptureProgress:
         status = self._reporter.status(list(self._fields(done)))
         _LOGGER.info("%s  in %s", status, duration(self._reporter.elapsed))
 
-    def _fields(self, done: Done) -> Iterator[Field]:
+    def _fields(self, done: Done) -> Iterator[ProgressFigure]:
         work = self._work
-        yield Field(f"shards {work.shards_before + done.shards}/{work.shards}")
+        yield ProgressFigure(f"shards {work.shards_before + done.shards}/{work.shards}")
         rate = self._reporter.per_second
         if rate is not None:
-            yield Field(f"{short_count(rate * work.sequence_length)} tok/s")
+            yield ProgressFigure(f"{short_count(rate * work.sequence_length)} tok/s")
         if done.shards:
             # The last shard may be short; this estimate ignores it.
             tokens = min(done.shards * self._samples_per_shard, work.samples) * work.sequence_length
-            yield Field(f"{done.file_bytes / tokens:.1f} bytes/token")
+            yield ProgressFigure(f"{done.file_bytes / tokens:.1f} bytes/token")
 
 
 def summary(folder: str, manifest: Manifest) -> str:

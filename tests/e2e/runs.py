@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
-    from megatron_distill.train.loop import Parts
+    from megatron_distill.train.loop import LoopInputs
 
 STEPS = 20
 SECONDS = 300.0  # of one run; only a hang takes that long
@@ -327,7 +327,7 @@ def failure_here(rank: int, world: int, config_path: Path, overrides: Sequence[s
 @contextmanager
 def assembled(
     rank: int, world: int, config_path: Path, overrides: Sequence[str]
-) -> Iterator[tuple[RunConfig, Parts]]:
+) -> Iterator[tuple[RunConfig, LoopInputs]]:
     """Everything a training works with, for a test that looks inside; in a pool worker."""
     from contextlib import ExitStack
 
@@ -342,7 +342,7 @@ def assembled(
         yield config, _assemble(config, CPU, groups, resources)[0]
 
 
-def train_parts(config: RunConfig, parts: Parts) -> str:
+def train_parts(config: RunConfig, parts: LoopInputs) -> str:
     """Train what was assembled; returns the message of the error that ended it, if any did."""
     from megatron_distill.errors import TrainingError
     from megatron_distill.train.assemble.run import loop_plan

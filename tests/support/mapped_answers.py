@@ -30,11 +30,11 @@ from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answer_ways import AnswerWay, Columns, SlotPlace, Slots
 from megatron_distill.train.teachers.answers import (
     AnswerPlan,
+    AnswerRows,
     Column,
-    Command,
     Output,
-    Part,
-    Request,
+    RequestKind,
+    RoundRequest,
 )
 from megatron_distill.train.teachers.device_slots import (
     CudaIpcWay,
@@ -84,8 +84,8 @@ def bridge_of(rank: int, world: int) -> Bridge:
     return Bridge(rank, roles, store, group, lambda _: nullcontext(), SECONDS)
 
 
-def command_of(plan: AnswerPlan, turn: int) -> Command:
-    return Command(Request.STEP, turn, turn, (turn - 1) % plan.blocks)
+def command_of(plan: AnswerPlan, turn: int) -> RoundRequest:
+    return RoundRequest(RequestKind.STEP, turn, turn, (turn - 1) % plan.blocks)
 
 
 def value_of(turn: int, unit: int, number: int) -> float:
@@ -281,11 +281,11 @@ class QueuedCopies(SharedMemoryWay):
 
     stream: QueuedStream
 
-    def send(self, columns: Columns, parts: list[Part], to: SlotPlace) -> list[Sending]:  # type: ignore[override]
+    def send(self, columns: Columns, parts: list[AnswerRows], to: SlotPlace) -> list[Sending]:  # type: ignore[override]
         self.stream.run(lambda: self._copy(columns, parts, to))
         return []
 
-    def _copy(self, columns: Columns, parts: list[Part], to: SlotPlace) -> None:
+    def _copy(self, columns: Columns, parts: list[AnswerRows], to: SlotPlace) -> None:
         SharedMemoryWay.send(self, columns, parts, to)
 
 

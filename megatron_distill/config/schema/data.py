@@ -32,7 +32,7 @@ ConversationFormat = Literal["jsonl", "parquet", "arrow"]
 TokenizedFormat = Literal["megatron"]
 PathlessFormat = Literal["python_stdlib"]
 SourceFormat = Literal["text", ConversationFormat, TokenizedFormat, PathlessFormat]
-Role = Literal["system", "developer", "user", "assistant", "tool", "ipython"]
+MessageRole = Literal["system", "developer", "user", "assistant", "tool", "ipython"]
 
 
 class ConversationConfig(Section):
@@ -51,7 +51,7 @@ class ConversationConfig(Section):
         min_length=1,
         description="Field of the content in a message (ShareGPT: `value`).",
     )
-    roles: dict[str, Role] = Field(
+    roles: dict[str, MessageRole] = Field(
         default_factory=dict,
         description="Additional names of roles, mapped to known ones. human, gpt, model, bot and "
         "function are known.",

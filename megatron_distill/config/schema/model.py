@@ -12,7 +12,7 @@ __all__ = [
     "ArchitectureConfig",
     "ModelConfig",
     "MoeConfig",
-    "Norm",
+    "NormName",
     "Positions",
     "RopeScalingConfig",
     "StoreSourceConfig",
@@ -20,7 +20,7 @@ __all__ = [
     "TransferConfig",
 ]
 
-Norm = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
+NormName = Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"]
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
 
@@ -143,7 +143,7 @@ class ArchitectureConfig(Section):
         ge=1,
         description="Maximum sequence length; null: `data.sequence_length`.",
     )
-    norm: Norm = Field(default="rmsnorm", description="Type of the normalisation layers.")
+    norm: NormName = Field(default="rmsnorm", description="Type of the normalisation layers.")
     norm_epsilon: float = Field(default=1e-5, gt=0, description="Epsilon inside the norms.")
     activation: Activation = Field(
         default="swiglu",

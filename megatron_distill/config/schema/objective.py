@@ -9,12 +9,12 @@ from pydantic import Field, field_validator
 from megatron_distill.config.schema.section import Section
 
 __all__ = [
+    "PARAMETERS",
     "Alignment",
     "BalanceConfig",
-    "Divergence",
+    "DivergenceName",
     "FeatureConfig",
     "ObjectiveConfig",
-    "PARAMETERS",
     "ProjectorConfig",
     "TermConfig",
     "ValueScheduleConfig",
@@ -87,7 +87,7 @@ class ProjectorConfig(Section):
 
 Alignment = Literal["likelihood", "common", "projection", "gold", "uld"]
 
-Divergence = Literal[
+DivergenceName = Literal[
     "forward_kl",
     "reverse_kl",
     "js_divergence",
@@ -99,7 +99,7 @@ Divergence = Literal[
 ]
 
 # Parameters of divergences, each with its divergences.
-PARAMETERS: dict[str, tuple[Divergence, ...]] = {
+PARAMETERS: dict[str, tuple[DivergenceName, ...]] = {
     "beta": ("js_divergence",),
     "skew_lambda": ("skewed_forward_kl", "skewed_reverse_kl"),
     "adaptive_alpha": ("adaptive_kl",),
@@ -128,7 +128,7 @@ class ValueScheduleConfig(Section):
 class TermConfig(Section):
     """One divergence between teacher and student."""
 
-    divergence: Divergence = Field(
+    divergence: DivergenceName = Field(
         default="forward_kl",
         description="`forward_kl` is KL(teacher || student), `reverse_kl` is KL(student || "
         "teacher); docs/losses.md has all formulas.",

@@ -142,7 +142,7 @@ def cache_folder(
     return parent / f"documents-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
 
 
-class _Segment:
+class _CacheSegment:
     """Documents that are on disk as a whole, mapped into memory."""
 
     def __init__(self, folder: Path, lengths: dict[str, int]) -> None:
@@ -157,7 +157,7 @@ class _Segment:
         self.size = sum(kind.itemsize * lengths[name] for name, kind in _FILES.items())
 
     @classmethod
-    def opened(cls, folder: Path) -> _Segment | None:
+    def opened(cls, folder: Path) -> _CacheSegment | None:
         """The segment in a folder; None if it is damaged."""
         try:
             stored = json.loads((folder / _MANIFEST).read_bytes())
@@ -238,7 +238,7 @@ class DocumentCache:
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder = folder
         self._most_bytes = most_bytes
-        self._segments: dict[str, _Segment] = {}
+        self._segments: dict[str, _CacheSegment] = {}
         self._pending: dict[bytes, CachedDocument] = {}
         self._written_bytes = self._pending_bytes = 0
         self.is_open = True
@@ -310,7 +310,7 @@ class DocumentCache:
         for path in sorted(self.folder.glob("[0-9]*")):
             if not path.name.isdigit() or path.name in self._segments:
                 continue
-            segment = _Segment.opened(path)
+            segment = _CacheSegment.opened(path)
             if segment is None:
                 _LOG.warning("%s: is damaged and removed; its documents are encoded again", path)
                 shutil.rmtree(path, ignore_errors=True)

@@ -18,7 +18,7 @@ from megatron_distill.align import (
     continued_spans,
     special_roles,
 )
-from megatron_distill.align.special_roles import Role
+from megatron_distill.align.special_roles import SpecialRole
 from megatron_distill.data.aligned.documents import is_unknown
 from megatron_distill.data.chat.conversations import (
     PLAIN_TEMPLATE,
@@ -162,7 +162,7 @@ def _closing_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]
     roles = special_roles(tokenizer)
     turn, text = (
         tuple(roles[role] for role in (one,) if role in roles)
-        for one in (Role.END_OF_TURN, Role.END_OF_TEXT)
+        for one in (SpecialRole.END_OF_TURN, SpecialRole.END_OF_TEXT)
     )
     return turn, text
 

@@ -38,7 +38,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class _Segment(Generic[Mark]):
+class _PackedDocument(Generic[Mark]):
     document: AlignedDocument
     mark: Mark
 
@@ -74,7 +74,7 @@ class AlignedPacker(Generic[Mark]):
         self._distils_all = distils_all
         self._student = student
         self._teacher = teacher
-        self._segments: deque[_Segment[Mark]] = deque()
+        self._segments: deque[_PackedDocument[Mark]] = deque()
         self._offset = 0  # cell of the first document with which the next sample begins
         self._available = np.zeros(2, np.int64)  # tokens of both sides from there on
         self._ended: tuple[Mark, int] | None = None  # the last document used up, and its cells
@@ -101,7 +101,7 @@ class AlignedPacker(Generic[Mark]):
             return
         if not self._segments:
             self._offset = skip
-        self._segments.append(_Segment(document, mark))
+        self._segments.append(_PackedDocument(document, mark))
         self._available += document.tokens_from(skip)
         self._leave_out_long()
 

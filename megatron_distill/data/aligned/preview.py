@@ -18,7 +18,7 @@ from megatron_distill.data.preview import MARKS, PROMPT, STYLES
 from megatron_distill.data.samples import NO_CHUNK, PADDING_DOCUMENT, Sample, TeacherTokens
 from megatron_distill.data.tokenizers.protocol import Tokenizer
 
-__all__ = ["Pieces", "chunk_table", "coverage_lines"]
+__all__ = ["PrintableTokens", "chunk_table", "coverage_lines"]
 
 _SPACE: Final = "\u2423"
 _TEACHER_ONLY: Final = "teacher"
@@ -27,7 +27,7 @@ _GAP: Final = 2  # columns of the terminal between two of the table, at most
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PrintableTokens:
     """The tokens of a tokenizer as printable text."""
 
     tokenizer: Tokenizer
@@ -55,7 +55,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PreviewRow:
     """Student tokens [start, stop) and teacher tokens [teacher_start, teacher_stop)."""
 
     kind: str
@@ -67,8 +67,8 @@ class _Row:
 
 def chunk_table(
     sample: Sample,
-    student: Pieces,
-    teacher: Pieces,
+    student: PrintableTokens,
+    teacher: PrintableTokens,
     kinds_S1: Sequence[str],
     *,
     rows: int,
@@ -114,7 +114,7 @@ def _teacher_of(sample: Sample) -> TeacherTokens:
     return sample.teacher
 
 
-def _rows(sample: Sample, teacher: TeacherTokens, kinds_S1: Sequence[str]) -> Iterator[_Row]:
+def _rows(sample: Sample, teacher: TeacherTokens, kinds_S1: Sequence[str]) -> Iterator[_PreviewRow]:
     """Chunks and what is between them, in the order of the text; no padding."""
     own = _groups(sample.document_ids_S1, _without_holes(teacher.student_chunks_S1), kinds_S1)
     kinds_U1 = [_TEACHER_ONLY] * len(teacher.tokens_U1)
@@ -125,12 +125,12 @@ def _rows(sample: Sample, teacher: TeacherTokens, kinds_S1: Sequence[str]) -> It
             yield _of_teacher(others[place], span[0])
             place += 1
         if chunk == NO_CHUNK:
-            yield _Row(kind, document, span, (0, 0), is_chunk=False)
+            yield _PreviewRow(kind, document, span, (0, 0), is_chunk=False)
             continue
         while others[place][1] != chunk:
             yield _of_teacher(others[place], span[0])
             place += 1
-        yield _Row(kind, document, span, others[place][3], is_chunk=True)
+        yield _PreviewRow(kind, document, span, others[place][3], is_chunk=True)
         place += 1
     for one in others[place:]:
         yield _of_teacher(one, 0)
@@ -139,8 +139,8 @@ def _rows(sample: Sample, teacher: TeacherTokens, kinds_S1: Sequence[str]) -> It
 _Group = tuple[int, int, str, tuple[int, int]]  # document, chunk, kind, tokens
 
 
-def _of_teacher(group: _Group, place: int) -> _Row:
-    return _Row(_TEACHER_ONLY, group[0], (place, place), group[3], is_chunk=False)
+def _of_teacher(group: _Group, place: int) -> _PreviewRow:
+    return _PreviewRow(_TEACHER_ONLY, group[0], (place, place), group[3], is_chunk=False)
 
 
 def _groups(

@@ -14,7 +14,7 @@ from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.samples import State
 from megatron_distill.data.text.documents import Document
 from megatron_distill.data.text.stream import (
-    Block,
+    DocumentBlock,
     DocumentMark,
     StreamPosition,
     document_batches,
@@ -282,7 +282,9 @@ class TwoTokenizers:
             distils_all=self.distils_all,
         )
 
-    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[AlignedDocument, DocumentMark]]:
+    def encoded(
+        self, blocks: Iterable[DocumentBlock]
+    ) -> Iterator[tuple[AlignedDocument, DocumentMark]]:
         """See `Tokenization`; a document that cannot be aligned is left out and counted."""
         in_work: deque[_Batch] = deque()
         count: EpochCount | None = None

@@ -40,7 +40,7 @@ _HASHED_BYTES: Final = 1 << 22
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CacheManifest:
     """Metadata of a cache. `content` is a digest of all files.
 
     unclosed, dropped, unseen, teacher_unseen: as in `PreparedBlock`. teacher_tokens: of a teacher
@@ -98,7 +98,7 @@ class PreparedConversations:
     teacher: None where the teacher has the same tokenizer.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: CacheManifest) -> None:
         self.folder = folder
         self.manifest = manifest
         arrays = {
@@ -166,7 +166,7 @@ def open_cache(folder: Path, files: Sequence[Path]) -> PreparedConversations | N
     """The cache that an earlier start wrote; None if it is missing or incomplete."""
     try:
         stored = json.loads((folder / _MANIFEST).read_bytes())
-        manifest = Manifest(**{**stored, "problems": tuple(stored["problems"]), "files": ()})
+        manifest = CacheManifest(**{**stored, "problems": tuple(stored["problems"]), "files": ()})
         sizes = {name: (folder / name).stat().st_size for name in manifest.sizes}
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -174,7 +174,7 @@ def open_cache(folder: Path, files: Sequence[Path]) -> PreparedConversations | N
     if any(sizes[name] != length * kind.itemsize for name, (kind, length) in wanted):
         return None
     # Files may have been renamed since; the key depends on their content alone.
-    named = Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
+    named = CacheManifest(**{**asdict(manifest), "files": tuple(map(str, files))})
     return PreparedConversations(folder, named)
 
 
@@ -221,7 +221,7 @@ def _write(
     refuse: Callable[[str], None],
     *,
     has_teacher: bool,
-) -> Manifest:
+) -> CacheManifest:
     digest = hashlib.blake2b(digest_size=16)
     problems: list[str] = []
     counts = dict.fromkeys(_COUNTS, 0)
@@ -259,7 +259,7 @@ def _write(
     finally:
         for stream in streams.values():
             stream.close()
-    manifest = Manifest(
+    manifest = CacheManifest(
         **counts,
         problems=tuple(problems),
         files=(),
@@ -269,7 +269,7 @@ def _write(
         last_unaligned=last_unaligned,
     )
     write_flushed(partial / _MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
-    return Manifest(**{**asdict(manifest), "files": tuple(map(str, files))})
+    return CacheManifest(**{**asdict(manifest), "files": tuple(map(str, files))})
 
 
 def _parts(block: PreparedBlock, tokens: int, teacher_tokens: int) -> dict[str, NDArray[Any]]:

@@ -293,14 +293,14 @@ Row = tuple[int, dict[str, Any] | str]
 """A row's number and what it holds, or as text what is wrong with it."""
 
 
-BlockReader = Callable[[int, Path, Sequence[str], Sequence[str]], Iterator[RowBlock]]
+RowBlockReader = Callable[[int, Path, Sequence[str], Sequence[str]], Iterator[RowBlock]]
 """Reads a file, given its number, path, and the names of required and optional columns."""
 
 
 def read_blocks(
     files: Sequence[Path],
     *,
-    read: BlockReader,
+    read: RowBlockReader,
     required: Sequence[str],
     optional: Sequence[str],
 ) -> Iterator[RowBlock]:

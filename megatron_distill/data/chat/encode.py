@@ -102,7 +102,7 @@ class PreparedBlock:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RenderedRow:
     """A conversation of a row, as it is rendered for the student and perhaps for the teacher."""
 
     row: int
@@ -142,7 +142,7 @@ class ConversationEncoder:
 
     def __call__(self, block: RowBlock) -> PreparedBlock:
         """The conversations of a block. A bad row raises nothing and is listed in `problems`."""
-        found: list[_Found] = []
+        found: list[_RenderedRow] = []
         problems: list[tuple[int, str]] = []
         rows = 0
         for row, content in rows_of(block):
@@ -161,7 +161,7 @@ class ConversationEncoder:
             except BadConversationError as error:
                 problems.append((row, str(error)))
                 continue
-            found.append(_Found(row, conversation, rendered, digest, other))
+            found.append(_RenderedRow(row, conversation, rendered, digest, other))
         return self._encoded(block, found, tuple(problems), rows)
 
     def _rendered(self, conversation: Conversation) -> Rendered:
@@ -182,7 +182,7 @@ class ConversationEncoder:
     def _encoded(
         self,
         block: RowBlock,
-        found: Sequence[_Found],
+        found: Sequence[_RenderedRow],
         problems: tuple[tuple[int, str], ...],
         rows: int,
     ) -> PreparedBlock:
@@ -232,7 +232,7 @@ def lacks_context(conversation: Conversation, rendered: Rendered) -> bool:
 
 def _aligned(
     aligner: ConversationAligner,
-    found: Sequence[_Found],
+    found: Sequence[_RenderedRow],
     encodings: Sequence[Encoding],
     flags: Sequence[NDArray[np.uint8]],
 ) -> tuple[TeacherColumns, list[NDArray[np.bool_]]]:
@@ -293,7 +293,7 @@ def _covered(encoding: Encoding) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """Token ids to continue, and the ids that end the continuation.
 
     has_begin: whether the first id is a begin-of-text token before the text.
@@ -309,7 +309,7 @@ class Prompt:
         return self.ids[1:] if self.has_begin else self.ids
 
 
-def plain_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool | None = None) -> Prompt:
+def plain_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool | None = None) -> EncodedPrompt:
     """Return a text as the beginning of a document; the end-of-document token stops.
 
     add_bos: as `data.add_bos`. Raises ConfigError if there is nothing to begin with, and DataError
@@ -319,10 +319,10 @@ def plain_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool | None = None
     ids = ([] if begin is None else [begin]) + tokenizer.encode_batch([text])[0].tolist()
     if not ids:
         raise ConfigError("--prompt is empty: give at least one character")
-    return Prompt(tuple(ids), (tokenizer.eos_id,), begin is not None)
+    return EncodedPrompt(tuple(ids), (tokenizer.eos_id,), begin is not None)
 
 
-def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -> Prompt:
+def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -> EncodedPrompt:
     """Return a user message up to the response; the template's end of a turn stops.
 
     Raises ConfigError: the tokenizer has no chat template, or the template refuses the messages.
@@ -341,7 +341,7 @@ def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -
         raise ConfigError(f"--chat: {tokenizer.name}: {error}") from error
     ids = encode_rendered(tokenizer, [rendered])[0].ids_n.tolist()
     ends = {tokenizer.eos_id, *_ends_of_turn(template, tokenizer, messages)}
-    return Prompt(tuple(ids), tuple(sorted(ends)))
+    return EncodedPrompt(tuple(ids), tuple(sorted(ends)))
 
 
 def _ends_of_turn(

@@ -38,7 +38,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.data.worker_processes import worker_map
 from megatron_distill.errors import DataError, counted
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.progress import Field, ProgressReporter, short_count
+from megatron_distill.runtime.progress import ProgressFigure, ProgressReporter, short_count
 
 _LOG = get_logger(__name__)
 # A worker takes seconds to start, so each one needs work for much longer.
@@ -220,10 +220,10 @@ def _prepare(
         def named() -> Iterator[tuple[str, PreparedBlock]]:
             read = conversations = tokens = 0
 
-            def fields() -> list[Field]:
+            def fields() -> list[ProgressFigure]:
                 rate = tokens / max(progress.elapsed, 1e-9)
                 counts = f"{short_count(conversations)} conversations"
-                return [Field(counts), Field(f"{short_count(rate)} tok/s")]
+                return [ProgressFigure(counts), ProgressFigure(f"{short_count(rate)} tok/s")]
 
             for number, block in enumerate(results):
                 read += sizes[number]

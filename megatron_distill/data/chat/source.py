@@ -49,7 +49,7 @@ class ConversationOptions:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ConversationSplit:
     """Selection of a source's conversations (training or held-out), and the seed of their order."""
 
     seed: int
@@ -78,7 +78,7 @@ class HasLength(Protocol):
 Part = TypeVar("Part", bound=HasLength)
 
 
-class Layout(Protocol[Part]):
+class WindowLayout(Protocol[Part]):
     """How conversations are cut and laid out into windows: for one tokenizer, or for two."""
 
     @property
@@ -115,7 +115,7 @@ class Layout(Protocol[Part]):
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Conversations in the tokens of one tokenizer, in windows of `width` tokens; a `Layout`."""
+    """Conversations in one tokenizer's tokens, in windows of `width` tokens; a `WindowLayout`."""
 
     prepared: PreparedConversations
     width: int
@@ -124,34 +124,34 @@ class TokenLayout:
 
     @property
     def identity(self) -> State:
-        """See `Layout`."""
+        """See `WindowLayout`."""
         return {"sequence_length": self.width - 1}
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """See `Layout`."""
+        """See `WindowLayout`."""
         return np.asarray(np.diff(self.prepared.index["stop"], prepend=0), np.int64)
 
     def describe(self, number: int) -> tuple[str, str]:
-        """See `Layout`."""
+        """See `WindowLayout`."""
         return (
             f"{self.lengths[number]} tokens",
             f"{self.width} fit (data.sequence_length + 1)",
         )
 
-    def pieces(self, number: int) -> list[Piece]:
-        """See `Layout`."""
+    def pieces(self, number: int) -> list[ConversationPiece]:
+        """See `WindowLayout`."""
         start, stop = self.prepared.bounds(number)
         pieces = cut_conversation(start, stop, width=self.width, truncation=self.truncation)
         return [piece for piece in pieces if trains_something(piece, self.prepared.flags_n)]
 
-    def trained(self, piece: Piece) -> int:
-        """See `Layout`."""
+    def trained(self, piece: ConversationPiece) -> int:
+        """See `WindowLayout`."""
         flags_n = self.prepared.flags_n[piece.start + 1 : piece.stop]
         return int(np.count_nonzero(flags_n & FULLY_TRAINED))
 
-    def sample(self, pieces: Sequence[Piece], sample_id: int) -> Sample:
-        """See `Layout`."""
+    def sample(self, pieces: Sequence[ConversationPiece], sample_id: int) -> Sample:
+        """See `WindowLayout`."""
         return packed_sample(
             pieces,
             self.prepared.tokens_n,
@@ -175,9 +175,9 @@ class ConversationSource(Generic[Part]):
     def __init__(
         self,
         prepared: PreparedConversations,
-        layout: Layout[Part],
+        layout: WindowLayout[Part],
         *,
-        choice: Choice,
+        choice: ConversationSplit,
         truncation: str,
         packing_buffer: int,
         name: str,
@@ -328,7 +328,7 @@ class ConversationSource(Generic[Part]):
         )
 
 
-def _chosen(prepared: PreparedConversations, choice: Choice) -> NDArray[np.int64]:
+def _chosen(prepared: PreparedConversations, choice: ConversationSplit) -> NDArray[np.int64]:
     """The numbers of the selected conversations: held out or not, by content."""
     # documents.is_held_out, vectorised.
     is_held_out_c = prepared.index["digest"].astype(np.float64) < choice.held_out_fraction * 2.0**64
@@ -340,7 +340,7 @@ TRUNCATIONS: Final = ("right", "left", "split", "drop", "error")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ConversationPiece:
     """Tokens [start, stop) of all tokens of a source: a conversation, or a part of a long one."""
 
     start: int
@@ -352,7 +352,9 @@ class Piece:
         return self.stop - self.start
 
 
-def cut_conversation(start: int, stop: int, *, width: int, truncation: str) -> list[Piece]:
+def cut_conversation(
+    start: int, stop: int, *, width: int, truncation: str
+) -> list[ConversationPiece]:
     """The pieces of at most `width` tokens of a conversation under a truncation policy.
 
     right keeps the beginning, left the end, split all of it. The last token of a split piece is the
@@ -361,14 +363,14 @@ def cut_conversation(start: int, stop: int, *, width: int, truncation: str) -> l
     """
     assert truncation in TRUNCATIONS, truncation
     if stop - start <= width:
-        return [Piece(start, stop)]
+        return [ConversationPiece(start, stop)]
     if truncation == "right":
-        return [Piece(start, start + width)]
+        return [ConversationPiece(start, start + width)]
     if truncation == "left":
-        return [Piece(stop - width, stop)]
+        return [ConversationPiece(stop - width, stop)]
     if truncation == "split":
         begins = range(start, stop - 1, width - 1)
-        return [Piece(begin, min(begin + width, stop)) for begin in begins]
+        return [ConversationPiece(begin, min(begin + width, stop)) for begin in begins]
     return []
 
 
@@ -397,7 +399,7 @@ def fill_windows(lengths: Sequence[int], *, width: int) -> list[list[int]]:
 
 
 def packed_sample(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ConversationPiece],
     tokens_n: NDArray[np.int32],
     flags_n: NDArray[np.uint8],
     *,
@@ -419,6 +421,6 @@ def packed_sample(
     return Sample(tokens, documents, flags, sample_id)
 
 
-def trains_something(piece: Piece, flags_n: NDArray[np.uint8]) -> bool:
+def trains_something(piece: ConversationPiece, flags_n: NDArray[np.uint8]) -> bool:
     """Whether a label of the piece is trained; its first token is no label."""
     return bool((flags_n[piece.start + 1 : piece.stop] & FULLY_TRAINED).any())

@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 Added = TypeVar("Added", contravariant=True)
 
 
-class TextEncoder(Protocol):
+class StreamTokenizer(Protocol):
     """The part of the `Tokenizer` protocol that a stream needs."""
 
     vocab_size: int
@@ -92,7 +92,7 @@ class Order:
         return is_held_out(digest, self.held_out_fraction) == self.is_held_out
 
 
-Block = Sequence[tuple[Document, DocumentMark]]
+DocumentBlock = Sequence[tuple[Document, DocumentMark]]
 """Documents in training order, each with its mark; batches of documents never cross blocks."""
 
 
@@ -130,7 +130,7 @@ class Tokenization(Protocol[Item]):
         """The tokenizers, as part of a stream's state."""
         ...
 
-    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[Item, DocumentMark]]:
+    def encoded(self, blocks: Iterable[DocumentBlock]) -> Iterator[tuple[Item, DocumentMark]]:
         """Tokenise the documents of blocks, in order. Raises DataError."""
         ...
 
@@ -146,7 +146,7 @@ class OneTokenizer:
     begin: the id before each document, None for none.
     """
 
-    tokenizer: TextEncoder
+    tokenizer: StreamTokenizer
     sequence_length: int
     begin: int | None
 
@@ -155,7 +155,9 @@ class OneTokenizer:
         """See `Tokenization`."""
         return {"tokenizer": self.tokenizer.identity, "begin_token": self.begin}
 
-    def encoded(self, blocks: Iterable[Block]) -> Iterator[tuple[NDArray[np.int32], DocumentMark]]:
+    def encoded(
+        self, blocks: Iterable[DocumentBlock]
+    ) -> Iterator[tuple[NDArray[np.int32], DocumentMark]]:
         """See `Tokenization`."""
         for block in blocks:
             yield from encoded(block, self.tokenizer, begin=self.begin)
@@ -264,7 +266,7 @@ class PackedStream(Generic[Item]):
         )
         self._begin(place, token=state["token"], samples=state["samples"])
 
-    def _blocks_from(self, place: StreamPosition) -> Iterator[Block]:
+    def _blocks_from(self, place: StreamPosition) -> Iterator[DocumentBlock]:
         """The shuffled blocks of documents from `place` on, epoch after epoch."""
         while self._epochs is None or place.epoch < self._epochs:
             begins_epoch = place == StreamPosition(epoch=place.epoch, skipped=place.skipped)
@@ -279,7 +281,7 @@ class PackedStream(Generic[Item]):
                 )
             place = StreamPosition(epoch=place.epoch + 1, skipped=self._reader.skipped)
 
-    def _epoch(self, place: StreamPosition) -> Iterator[Block]:
+    def _epoch(self, place: StreamPosition) -> Iterator[DocumentBlock]:
         files = permutation(len(self._reader.files), self._order.seed, place.epoch)
         documents = self._reader.documents(files, place.start)
         while block := self._block(documents):
@@ -307,7 +309,7 @@ class PackedStream(Generic[Item]):
 
 
 def encoded(
-    documents: Iterable[tuple[Document, Mark]], tokenizer: TextEncoder, *, begin: int | None
+    documents: Iterable[tuple[Document, Mark]], tokenizer: StreamTokenizer, *, begin: int | None
 ) -> Iterator[tuple[NDArray[np.int32], Mark]]:
     """Tokenise marked documents in batches, between `begin` and the end-of-document token.
 
@@ -342,7 +344,7 @@ def document_batches(
 
 
 @dataclass(frozen=True)
-class _Segment(Generic[Mark]):
+class _PackedTokens(Generic[Mark]):
     tokens: NDArray[np.int32]
     mark: Mark
 
@@ -369,7 +371,7 @@ class Packer(Generic[Mark]):
         self.sequence_length = sequence_length
         self.padding_token = padding_token
         self._digest_of = digest_of
-        self._segments: deque[_Segment[Mark]] = deque()
+        self._segments: deque[_PackedTokens[Mark]] = deque()
         self._offset = 0  # of the next sample inside the first segment
         self._available = 0
 
@@ -392,7 +394,7 @@ class Packer(Generic[Mark]):
             return
         if not self._segments:
             self._offset = skip
-        self._segments.append(_Segment(tokens, mark))
+        self._segments.append(_PackedTokens(tokens, mark))
         self._available += len(tokens) - skip
 
     def take(self, sample_id: int) -> Sample:
@@ -435,7 +437,7 @@ class Packer(Generic[Mark]):
 
 
 def tokenized_documents(
-    spec: SourceSpec, tokenizer: TextEncoder, *, skip_bad: bool, add_bos: bool | None = None
+    spec: SourceSpec, tokenizer: StreamTokenizer, *, skip_bad: bool, add_bos: bool | None = None
 ) -> Iterator[list[NDArray[np.int32]]]:
     """Yield each document as consecutive rows of ids, its end-of-document token last.
 

@@ -14,7 +14,7 @@ from megatron_distill.evaluation.tasks.graders import RegexGrader
 
 __all__ = ["MEASURES", "Task", "load_task", "shipped_tasks"]
 
-Kind = Literal["multiple_choice", "generation", "perplexity"]
+TaskKind = Literal["multiple_choice", "generation", "perplexity"]
 
 _SHIPPED: Final = Path(__file__).with_name("shipped")
 
@@ -67,7 +67,7 @@ class Task:
     """
 
     name: str
-    kind: Kind
+    kind: TaskKind
     files: tuple[str, ...] = ()
     shot_files: tuple[str, ...] = ()
     folder: str | None = None

@@ -49,7 +49,7 @@ def attend(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _QueryBlock:
     """A block: samples, queries, the keys that one of them sees, and who sees which."""
 
     samples: slice
@@ -70,7 +70,7 @@ class _Place:
 
 def _blocks(
     segments: Segments, window: int | None, *, heads: int, block_bytes: int
-) -> Iterator[_Place]:
+) -> Iterator[_QueryBlock]:
     for segment, samples in _shared(segments):
         count = samples.stop - samples.start
         row_bytes = 4 * count * heads * min(segment.keys, window or segment.keys)
@@ -79,7 +79,7 @@ def _blocks(
             stop = min(start + length, segment.queries)
             own = segment.earlier + start
             first = 0 if window is None else max(0, own - window + 1)
-            yield _Place(
+            yield _QueryBlock(
                 samples,
                 slice(segment.first_query + start, segment.first_query + stop),
                 slice(segment.first_key + first, segment.first_key + segment.earlier + stop),
@@ -140,7 +140,7 @@ class _BlockedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        blocks: Sequence[_Place],
+        blocks: Sequence[_QueryBlock],
         rule: AttentionRule,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
@@ -193,7 +193,7 @@ def _exact(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _rows(grouped: Tensor, place: _Place) -> Tensor:
+def _rows(grouped: Tensor, place: _QueryBlock) -> Tensor:
     return grouped[place.queries, place.samples]  # [q, b, g, r, d]
 
 
@@ -208,7 +208,7 @@ def _as_rows(heads: Tensor, grouped: Tensor) -> Tensor:
 
 
 def _read(
-    place: _Place, grouped: Tensor, key: Tensor, value: Tensor
+    place: _QueryBlock, grouped: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries [b, g, r * q, d], keys and values [b, g, K, d] in the dtype of scores."""
     keys, values = (

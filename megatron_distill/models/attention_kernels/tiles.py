@@ -60,7 +60,7 @@ class TileShape:
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """A tile's place. `samples` of None: every sample of the micro-batch."""
 
     sample: int | None
@@ -68,7 +68,7 @@ class Tile:
     first_key: int
 
 
-Tiling = Sequence[tuple[TileShape, Sequence[Tile]]]
+AttentionTiling = Sequence[tuple[TileShape, Sequence[AttentionTile]]]
 
 
 def attend(
@@ -86,19 +86,20 @@ def attend(
     return found
 
 
-def tiling(segments: Segments, window: int | None) -> Tiling:
+def tiling(segments: Segments, window: int | None) -> AttentionTiling:
     """Return the tiles of all segments, by shape."""
     by_place: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for segment in segments.segments:
         place = (segment.first_query, segment.queries, segment.first_key, segment.keys)
         by_place[place].append(segment.sample)
-    by_shape: dict[TileShape, list[Tile]] = defaultdict(list)
+    by_shape: dict[TileShape, list[AttentionTile]] = defaultdict(list)
     for (first_query, queries, first_key, keys), samples in by_place.items():
         segment = Segment(0, first_query, queries, first_key, keys)
         owners = [None] if len(samples) == len(segments.bounds) else samples
         for shape, query_offset, key_offset in _tiles_of(segment, window):
             by_shape[shape] += [
-                Tile(owner, first_query + query_offset, first_key + key_offset) for owner in owners
+                AttentionTile(owner, first_query + query_offset, first_key + key_offset)
+                for owner in owners
             ]
     return list(by_shape.items())
 
@@ -130,20 +131,22 @@ class _Views:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def of(self, tile: Tile, start: int, length: int) -> Tensor:
+    def of(self, tile: AttentionTile, start: int, length: int) -> Tensor:
         """Return [batch, r, length, ...] of one tile, a view wherever strides permit."""
         rows = self.tensor[start : start + length]
         if tile.sample is None:
             return rows.flatten(1, 2).transpose(0, 1).transpose(1, 2)
         return rows[:, tile.sample].transpose(0, 1).transpose(1, 2)
 
-    def gathered(self, tiles: Sequence[Tile], starts: Sequence[int], length: int) -> Tensor:
+    def gathered(
+        self, tiles: Sequence[AttentionTile], starts: Sequence[int], length: int
+    ) -> Tensor:
         """Return those of several tiles as one batch."""
         views = [self.of(tile, start, length) for tile, start in zip(tiles, starts, strict=True)]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def put(
-        self, batch: Tensor, tiles: Sequence[Tile], starts: Sequence[int], *, add: bool
+        self, batch: Tensor, tiles: Sequence[AttentionTile], starts: Sequence[int], *, add: bool
     ) -> None:
         """Write, or add, a batch to the tiles."""
         groups = self.tensor.shape[2]
@@ -160,12 +163,12 @@ class _Views:
                 rows.copy_(shaped)
 
 
-Part = tuple[KeyTile, Tensor | None]  # with its mask
+MaskedKeys = tuple[KeyTile, Tensor | None]  # with its mask
 
 
 def _batches(
-    tiling: Tiling, dtype: torch.dtype
-) -> Iterator[tuple[int, Sequence[Part], Sequence[Tile]]]:
+    tiling: AttentionTiling, dtype: torch.dtype
+) -> Iterator[tuple[int, Sequence[MaskedKeys], Sequence[AttentionTile]]]:
     """Yield queries and parts of the tiles that one call computes: many small, or a large one."""
     for shape, tiles in tiling:
         parts = [(part, _band(part, shape.queries, dtype)) for part in shape.parts]
@@ -188,7 +191,7 @@ def _band(part: KeyTile, queries: int, dtype: torch.dtype) -> Tensor | None:
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiling: AttentionTiling, scale: float
     ) -> Tensor:
         groups = key.shape[2]
         exact = torch.promote_types(query.dtype, torch.float32)
@@ -256,7 +259,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _keys_of(
-    keys: _Views, values: _Views, tiles: Sequence[Tile], part: KeyTile, heads: int
+    keys: _Views, values: _Views, tiles: Sequence[AttentionTile], part: KeyTile, heads: int
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a tile, the same for each of a group's heads."""
     starts = [tile.first_key + part.offset for tile in tiles]

@@ -1,10 +1,10 @@
 """Text written and scored by a model of any layout, with a cache of keys and values."""
 
 from megatron_distill.models.generation.request import (
+    AnswerScore,
     Ending,
     OnTokens,
     Sampling,
-    Score,
     ScoreRow,
     Stops,
     WriteRow,
@@ -12,10 +12,10 @@ from megatron_distill.models.generation.request import (
 )
 
 __all__ = [
+    "AnswerScore",
     "Ending",
     "OnTokens",
     "Sampling",
-    "Score",
     "ScoreRow",
     "Stops",
     "WriteRow",

@@ -204,7 +204,7 @@ class Append:
         self.cache.length += 1
 
 
-class _Rows:
+class _NewPositions:
     """Several new positions per row: their rows, slots and positions."""
 
     def __init__(self, cache: Cache, counts: Sequence[int], padding: int) -> None:
@@ -237,7 +237,7 @@ class _Rows:
         self.cache.move(self.starts, self.starts_b)
 
 
-class FirstRows(_Rows):
+class FirstRows(_NewPositions):
     """The first positions of all rows, without a prefix: attention as in training.
 
     The rows are documents of one packed sequence.
@@ -275,7 +275,7 @@ class FirstRows(_Rows):
         store.pairs[rows, :, :, slots] = pair[chosen]
 
 
-class Extend(_Rows):
+class Extend(_NewPositions):
     """Some new positions for each row, after stored ones or a prefix, or as the first."""
 
     def __init__(self, cache: Cache, counts: Sequence[int], padding: int = 0) -> None:

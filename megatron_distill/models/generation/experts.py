@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron_distill.runtime.groups import Groups
 
-__all__ = ["Experts"]
+__all__ = ["ExpertLayer"]
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertLayer:
     """Router, this rank's experts, and the expert of all positions, if there is one.
 
     The tensor ranks share each expert's rows, or, with several expert ranks, hold different ones.
@@ -38,7 +38,7 @@ class Experts:
     @classmethod
     def of(
         cls, module: Any, shared: Callable[[Tensor], Tensor] | None, *, groups: Groups
-    ) -> Experts:
+    ) -> ExpertLayer:
         """Take the modules of upstream's layer; `shared`: computes this rank's part."""
         return cls(
             router=module.router,

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import ceil
 from typing import Final
 
-__all__ = ["Family", "deal", "families_of"]
+__all__ = ["PrefixFamily", "deal", "families_of"]
 
 # A shared beginning costs a pass of its own, and attention in two parts: it is used where it saves
 # this part of the positions of its rows.
@@ -16,11 +16,11 @@ _LEAST_SAVED: Final = 0.2
 # Pieces per rank of rows that share nothing, so that every rank has the same work.
 _FINE: Final = 8
 
-Ids = Sequence[int]
+IdSequence = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Family:
+class PrefixFamily:
     """Indices of rows, and the ids with which all of them begin; there may be none."""
 
     prefix: tuple[int, ...]
@@ -44,7 +44,7 @@ class _Node:
         self.chosen += child.chosen
 
 
-def families_of(rows: Sequence[tuple[int, ...]], *, copies: int = 1) -> list[Family]:
+def families_of(rows: Sequence[tuple[int, ...]], *, copies: int = 1) -> list[PrefixFamily]:
     """Divide rows into families such that the most positions are saved.
 
     The shared beginnings of sorted rows are a tree. A node of `n` rows that share `d` ids saves
@@ -73,14 +73,14 @@ def families_of(rows: Sequence[tuple[int, ...]], *, copies: int = 1) -> list[Fam
             nodes.append(_Node(depth, node.first, node.saved, node.chosen))
     chosen = sorted(nodes[0].chosen) if nodes else []
     found = [
-        Family(rows[order[first]][:depth], tuple(order[first:stop]))
+        PrefixFamily(rows[order[first]][:depth], tuple(order[first:stop]))
         for first, stop, depth in chosen
     ]
     rest = set(range(len(rows))).difference(*(family.rows for family in found))
-    return [*found, Family((), tuple(sorted(rest)))] if rest else found
+    return [*found, PrefixFamily((), tuple(sorted(rest)))] if rest else found
 
 
-def _shared(one: Ids, other: Ids) -> int:
+def _shared(one: IdSequence, other: IdSequence) -> int:
     """Return with how many equal ids two rows begin; each has one more at least."""
     most = min(len(one), len(other)) - 1
     if one[:most] == other[:most]:
@@ -95,7 +95,9 @@ def _shared(one: Ids, other: Ids) -> int:
     return equal
 
 
-def deal(families: Sequence[Family], lengths: Sequence[int], ranks: int) -> list[list[Family]]:
+def deal(
+    families: Sequence[PrefixFamily], lengths: Sequence[int], ranks: int
+) -> list[list[PrefixFamily]]:
     """Deal families to ranks; the same on every rank.
 
     A family stays whole unless its positions exceed an equal share: each rank that has a part of it
@@ -121,6 +123,6 @@ def deal(families: Sequence[Family], lengths: Sequence[int], ranks: int) -> list
         loads[rank] -= size
         dealt[rank].setdefault(number, []).extend(own)
     return [
-        [Family(families[number].prefix, tuple(rows)) for number, rows in sorted(one.items())]
+        [PrefixFamily(families[number].prefix, tuple(rows)) for number, rows in sorted(one.items())]
         for one in dealt
     ]

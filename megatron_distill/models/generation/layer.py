@@ -29,14 +29,14 @@ from torch import Tensor, nn
 
 from megatron_distill.models.generation.attend import Core
 from megatron_distill.models.generation.cache import KeyShape
-from megatron_distill.models.generation.experts import Experts
+from megatron_distill.models.generation.experts import ExpertLayer
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.runtime.groups import Groups
 
-__all__ = ["Layer", "Norm", "summed"]
+__all__ = ["GenerationNorm", "Layer", "summed"]
 
-Attend = Callable[[Tensor, Tensor], Tensor]
-Rotation = Sequence[Tensor]
+AttentionFunction = Callable[[Tensor, Tensor], Tensor]
+RotaryPlanes = Sequence[Tensor]
 """Cosines and signed sines of the positions, each [N, 1, 1, d]; see `rotate_`."""
 
 
@@ -86,7 +86,7 @@ class RootMeanSquare:
 
 
 @dataclass(frozen=True)
-class Norm:
+class GenerationNorm:
     """RMSNorm or LayerNorm of the last dimension."""
 
     weight: Tensor  # the gain itself, fp32 where it is stored as its distance from one
@@ -95,7 +95,7 @@ class Norm:
     rms: RootMeanSquare | None  # None: LayerNorm
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, config: TransformerConfig) -> Norm:
+    def of(cls, weight: Tensor, bias: Tensor | None, config: TransformerConfig) -> GenerationNorm:
         """Take the parameters of a norm of a model of this configuration."""
         gain = 1.0 + weight.float() if config.layernorm_zero_centered_gamma else weight
         eps = config.layernorm_epsilon
@@ -112,18 +112,19 @@ class Norm:
         return self.rms(x.float()).to(x.dtype)
 
 
-def _norm(module: nn.Module | None, config: TransformerConfig) -> Norm | None:
+def _norm(module: nn.Module | None, config: TransformerConfig) -> GenerationNorm | None:
     if module is None or isinstance(module, IdentityOp):
         return None
-    return Norm.of(module.weight, getattr(module, "bias", None), config)  # type: ignore[arg-type]
+    return GenerationNorm.of(module.weight, getattr(module, "bias", None), config)  # type: ignore[arg-type]
 
 
-def _norm_before(module: nn.Module, linear: nn.Module, config: TransformerConfig) -> Norm:
+def _norm_before(module: nn.Module, linear: nn.Module, config: TransformerConfig) -> GenerationNorm:
     """Return a sublayer's first norm: a module, or fused with the product after it."""
     own = _norm(module, config)
     if own is not None:
         return own
-    return Norm.of(linear.layer_norm_weight, getattr(linear, "layer_norm_bias", None), config)  # type: ignore[arg-type]
+    bias = getattr(linear, "layer_norm_bias", None)
+    return GenerationNorm.of(linear.layer_norm_weight, bias, config)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,9 @@ class HeadNorm:
     rms: RootMeanSquare | None  # None: LayerNorm
 
     @classmethod
-    def of(cls, query: Norm | None, key: Norm | None, queries: int) -> HeadNorm | None:
+    def of(
+        cls, query: GenerationNorm | None, key: GenerationNorm | None, queries: int
+    ) -> HeadNorm | None:
         """Join the norms of `queries` heads and a key, if there are any."""
         if query is None:
             return None
@@ -222,7 +225,7 @@ class FeedForward:
         return self.activation(gate).mul_(up)
 
 
-def rotate_(heads: Tensor, rotation: Rotation, width: int, *, out: Tensor) -> None:
+def rotate_(heads: Tensor, rotation: RotaryPlanes, width: int, *, out: Tensor) -> None:
     """Rotate the first `width` numbers of each head [N, g, h, d], in halves; overwrites the heads.
 
     Cosines are 1 and sines 0 for further numbers; the sines of the first half are negative. `out`:
@@ -243,14 +246,14 @@ class Layer:
     """One transformer layer."""
 
     core: Core
-    attention_norm: Norm
+    attention_norm: GenerationNorm
     mixed: Linear  # queries, keys and values, by groups of heads
     head_norm: HeadNorm | None
     output: Linear
-    attention_post_norm: Norm | None
-    feed_forward_norm: Norm
-    feed_forward: FeedForward | Experts
-    feed_forward_post_norm: Norm | None
+    attention_post_norm: GenerationNorm | None
+    feed_forward_norm: GenerationNorm
+    feed_forward: FeedForward | ExpertLayer
+    feed_forward_post_norm: GenerationNorm | None
     groups: Groups
     share: int  # tensor ranks that share one group of heads; 0 or 1: none
     queries: int  # of each group on this rank
@@ -265,7 +268,7 @@ class Layer:
         rotation = kinds.layers[module.layer_number - 1].rotation
         if isinstance(mlp, MoELayer):
             shared = mlp.shared_experts
-            feed_forward: FeedForward | Experts = Experts.of(
+            feed_forward: FeedForward | ExpertLayer = ExpertLayer.of(
                 mlp, None if shared is None else FeedForward.of(shared), groups=groups
             )
             own_norm = _norm(module.pre_mlp_layernorm, config)
@@ -297,7 +300,9 @@ class Layer:
             rotary_width=rotary_width,
         )
 
-    def __call__(self, hidden_NH: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
+    def __call__(
+        self, hidden_NH: Tensor, rotations: Sequence[RotaryPlanes], attend: AttentionFunction
+    ) -> Tensor:
         """Return the hidden state after the layer, in place; `attend`: `Step.attend` of this layer.
 
         Collective: tensor group, two all-reduces of H numbers per position, plus those of experts.
@@ -316,7 +321,9 @@ class Layer:
             update = self.feed_forward_post_norm(update)
         return hidden_NH.add_(update)
 
-    def _add_(self, hidden_NH: Tensor, x: Tensor, linear: Linear, norm: Norm | None) -> None:
+    def _add_(
+        self, hidden_NH: Tensor, x: Tensor, linear: Linear, norm: GenerationNorm | None
+    ) -> None:
         """Add the product of x to the hidden state: the sum over tensor ranks, bias and norm."""
         if norm is None and self.groups.tensor.size() == 1:
             hidden_NH.addmm_(x, linear.matrix)
@@ -328,7 +335,7 @@ class Layer:
             update.add_(linear.bias)
         hidden_NH.add_(update if norm is None else norm(update))
 
-    def _heads(self, x_NH: Tensor, rotations: Sequence[Rotation]) -> Tensor:
+    def _heads(self, x_NH: Tensor, rotations: Sequence[RotaryPlanes]) -> Tensor:
         """Return queries, key and value [N, g, r + 2, d], the first two normalised and rotated."""
         mixed = self.mixed(x_NH)
         if self.share > 1:

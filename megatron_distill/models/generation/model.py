@@ -32,13 +32,13 @@ from megatron_distill.models.generation.batches import (
 )
 from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, Prefix, integers
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
-from megatron_distill.models.generation.families import Family, deal, families_of
+from megatron_distill.models.generation.families import PrefixFamily, deal, families_of
 from megatron_distill.models.generation.flight import Flight, RowText
 from megatron_distill.models.generation.pace import PACES, Questions
 from megatron_distill.models.generation.request import (
+    AnswerScore,
     OnTokens,
     Sampling,
-    Score,
     ScoreRow,
     Stops,
     WriteRow,
@@ -121,7 +121,7 @@ class CachedGPT:
         if stops.strings and self.decode is None:
             raise ConfigError(f"stop strings {stops.strings} need a tokenizer; leave them out")
         limits = [min(row.limit, self.positions - len(prefix) - len(row.ids)) for row in rows]
-        run = _Run(self, sampling, on_tokens, stop_requested)
+        run = _GenerationRun(self, sampling, on_tokens, stop_requested)
         written = [index for index, limit in enumerate(limits) if limit > 0]
         texts = {
             index: RowText.of(index, rows[index], limits[index], stops, self.decode, prefix)
@@ -149,7 +149,7 @@ class CachedGPT:
         prefix: Sequence[int] = (),
         batch_positions: int = PREFILL_POSITIONS,
         between: Callable[[float], None] | None = None,
-    ) -> list[tuple[Score, ...]]:
+    ) -> list[tuple[AnswerScore, ...]]:
         """Return the scores of each row's answers; raises as `write`.
 
         Without a prefix, beginnings that many rows share are found, and computed once; see
@@ -164,7 +164,7 @@ class CachedGPT:
         self._check_answers(rows)
         longest = [max(len(answer) for answer in row.answers) - 1 for row in rows]
         self._check([(row.context, more) for row, more in zip(rows, longest, strict=True)], prefix)
-        run = _Run(self, Sampling(), None)
+        run = _GenerationRun(self, Sampling(), None)
         families = run.families(rows, prefix)
         parts = [
             Scoring(
@@ -196,7 +196,7 @@ class CachedGPT:
         scores, is_broken = shared_scores(
             found, [row.answers for row in rows], self.groups, self.device
         )
-        shared: list[dict[int, tuple[Score, ...]] | None]
+        shared: list[dict[int, tuple[AnswerScore, ...]] | None]
         shared = [None] * self.groups.data_context.size()
         dist.all_gather_object(shared, scores, group=self.groups.data_context)
         agree(CheckpointError(_NO_NUMBERS) if is_broken else None)
@@ -244,7 +244,7 @@ class CachedGPT:
         return {index: text for part in shared if part is not None for index, text in part.items()}
 
 
-class _Run:
+class _GenerationRun:
     """One request on this rank."""
 
     def __init__(
@@ -302,11 +302,11 @@ class _Run:
             positions=positions,
         )
 
-    def families(self, rows: Sequence[ScoreRow], prefix: Sequence[int]) -> list[Family]:
+    def families(self, rows: Sequence[ScoreRow], prefix: Sequence[int]) -> list[PrefixFamily]:
         """Return the families of rows that this rank scores; in step all ranks share each."""
         ranks = self.groups.data_context
         if prefix:
-            found = [Family(tuple(prefix), tuple(range(len(rows))))] if rows else []
+            found = [PrefixFamily(tuple(prefix), tuple(range(len(rows))))] if rows else []
         else:
             copies = ranks.size() if self.in_step else 1
             found = families_of([row.context for row in rows], copies=copies)

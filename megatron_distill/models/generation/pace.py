@@ -12,13 +12,13 @@ from megatron_distill.runtime.collectives import begin_highest
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.host_copy import HostCopy
 
-__all__ = ["PACES", "Pace", "Questions"]
+__all__ = ["PACES", "Questions", "StopCheckPace"]
 
 # All stages take part in the answer.
 _STEPS_BETWEEN_QUESTIONS = 16
 
 
-class Pace(NamedTuple):
+class StopCheckPace(NamedTuple):
     """The steps with a look at the drawn ids.
 
     Every `interval` steps their copy to the host begins, and `delay` steps later, fewer than an
@@ -42,7 +42,7 @@ class Pace(NamedTuple):
         return step % self.interval == self.delay
 
 
-PACES: Final = {"cpu": Pace(1, 0), "cuda": Pace(16, 1)}
+PACES: Final = {"cpu": StopCheckPace(1, 0), "cuda": StopCheckPace(16, 1)}
 
 
 @dataclass

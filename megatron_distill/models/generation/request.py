@@ -10,10 +10,10 @@ from typing import Literal
 from megatron_distill.errors import ConfigError
 
 __all__ = [
+    "AnswerScore",
     "Ending",
     "OnTokens",
     "Sampling",
-    "Score",
     "ScoreRow",
     "Stops",
     "WriteRow",
@@ -106,7 +106,7 @@ class ScoreRow:
 
 
 @dataclass(frozen=True)
-class Score:
+class AnswerScore:
     """The log-probability of each id of an answer, and whether each was the likeliest one."""
 
     log_probs: tuple[float, ...]

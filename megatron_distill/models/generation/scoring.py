@@ -18,17 +18,17 @@ from torch import Tensor
 from megatron_distill.models.generation.attend import step_for
 from megatron_distill.models.generation.batches import RankBatches, RowSize
 from megatron_distill.models.generation.cache import Cache, integers
-from megatron_distill.models.generation.request import Score
+from megatron_distill.models.generation.request import AnswerScore
 from megatron_distill.models.generation.stage import Stage
 from megatron_distill.ops.target_scores import target_scores
 from megatron_distill.runtime.collectives import highest
 from megatron_distill.runtime.groups import Groups
 
-__all__ = ["Found", "Looks", "Pairs", "Scoring", "score_batch", "shared_scores"]
+__all__ = ["Found", "Looks", "Scoring", "TokensToScore", "score_batch", "shared_scores"]
 
 
 @dataclass
-class Pairs:
+class TokensToScore:
     """Tokens to score, each after a position of a step; owner: (row of the request, answer)."""
 
     positions: list[int]
@@ -36,7 +36,7 @@ class Pairs:
     owners: list[tuple[int, int]]
 
     @classmethod
-    def empty(cls) -> Pairs:
+    def empty(cls) -> TokensToScore:
         """No tokens."""
         return cls([], [], [])
 
@@ -47,7 +47,7 @@ class Pairs:
         self.owners.append(owner)
 
 
-Found = tuple[Tensor | None, Pairs]
+Found = tuple[Tensor | None, TokensToScore]
 """fp64 [2, A] on the last stage, log-probabilities and whether each token was the likeliest."""
 
 
@@ -162,7 +162,7 @@ def shared_scores(
     answers: Sequence[Sequence[object]],
     groups: Groups,
     device: torch.device,
-) -> tuple[dict[int, tuple[Score, ...]], bool]:
+) -> tuple[dict[int, tuple[AnswerScore, ...]], bool]:
     """Return this data rank's scores by row on all its stages, and whether one is no number.
 
     `answers`: of each row of the request.
@@ -185,7 +185,7 @@ def shared_scores(
     is_broken = not all(math.isfinite(value) for row in numbers for value in row)
     scores = {
         row: tuple(
-            Score(tuple(log_probs[row, index]), greedy[row, index])
+            AnswerScore(tuple(log_probs[row, index]), greedy[row, index])
             for index in range(len(answers[row]))
         )
         for row in dict.fromkeys(row for row, _ in owners)
@@ -237,9 +237,9 @@ def _continued(scoring: Scoring, rows: Sequence[int]) -> int:
     )
 
 
-def _first_pairs(scoring: Scoring, rows: Sequence[int]) -> Pairs:
+def _first_pairs(scoring: Scoring, rows: Sequence[int]) -> TokensToScore:
     """Return the first token of each answer, and all of an answer that is read with its context."""
-    pairs, start = Pairs.empty(), 0
+    pairs, start = TokensToScore.empty(), 0
     for row in rows:
         last = start + len(scoring.contexts[row]) - 1
         for index, answer in enumerate(scoring.answers[row]):
@@ -250,9 +250,9 @@ def _first_pairs(scoring: Scoring, rows: Sequence[int]) -> Pairs:
     return pairs
 
 
-def _later_pairs(scoring: Scoring, copies: Sequence[tuple[int, int]]) -> Pairs:
+def _later_pairs(scoring: Scoring, copies: Sequence[tuple[int, int]]) -> TokensToScore:
     """Return all but the first token of the answers that continue a copy of their context."""
-    pairs, start = Pairs.empty(), 0
+    pairs, start = TokensToScore.empty(), 0
     for row, index in copies:
         answer = scoring.answers[row][index]
         for offset, token in enumerate(answer[1:]):
@@ -262,7 +262,7 @@ def _later_pairs(scoring: Scoring, copies: Sequence[tuple[int, int]]) -> Pairs:
 
 
 def _run(
-    stage: Stage, cache: Cache, ids: Sequence[Sequence[int]], pairs: Pairs, least: int
+    stage: Stage, cache: Cache, ids: Sequence[Sequence[int]], pairs: TokensToScore, least: int
 ) -> Found:
     """Run rows through the model; `least`: positions of the step, padding included."""
     if not ids:  # a row that only keeps the ranks in step
@@ -278,7 +278,7 @@ def _run(
     return None if hidden_NH is None else _scored(stage, hidden_NH, pairs), pairs
 
 
-def _scored(stage: Stage, hidden_NH: Tensor, pairs: Pairs) -> Tensor:
+def _scored(stage: Stage, hidden_NH: Tensor, pairs: TokensToScore) -> Tensor:
     """Return fp64 [2, A]: log-probabilities, and whether each token is the likeliest.
 
     Collective: that of `target_scores`, 12 bytes per position with a token and 8 per token.

@@ -19,18 +19,18 @@ from torch import Tensor
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.generation.attend import Step
 from megatron_distill.models.generation.cache import KeyShape
-from megatron_distill.models.generation.layer import Layer, Norm, summed
+from megatron_distill.models.generation.layer import GenerationNorm, Layer, summed
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import HiddenState
 
-__all__ = ["Chunk", "Stage"]
+__all__ = ["ModelChunk", "Stage"]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ModelChunk:
     """The layers of one model chunk; `first_layer` is its first one's number on this rank."""
 
     layers: tuple[Layer, ...]
@@ -44,14 +44,14 @@ class Stage:
     Made anew for each request, because norms may hold copies of weights.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ModelChunk, ...]
     architecture: Architecture
     groups: Groups
     device: torch.device
     dtype: torch.dtype
     shard: VocabShard
     model: Sequence[HiddenStateGPT]
-    final_norm: Norm | None  # on the last stage
+    final_norm: GenerationNorm | None  # on the last stage
     head: Tensor | None  # this rank's rows, on the last stage
     # Cosines and signed sines by position, [positions, 2, 1, 1, d], of each distinct rotation.
     tables: list[Tensor] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Stage:
                 Layer.of(module, kinds=kinds, groups=groups, rotary_width=chunk.rotary_size)
                 for module in chunk.decoder.layers
             )
-            chunks.append(Chunk(layers, first))
+            chunks.append(ModelChunk(layers, first))
             first += len(layers)
         norm = model[-1].decoder.final_layernorm if groups.is_last_stage else None
         return cls(
@@ -88,7 +88,7 @@ class Stage:
             model,
             None
             if norm is None
-            else Norm.of(norm.weight, getattr(norm, "bias", None), model[-1].config),
+            else GenerationNorm.of(norm.weight, getattr(norm, "bias", None), model[-1].config),
             model[-1].head_weight().detach() if groups.is_last_stage else None,
         )
 

@@ -15,7 +15,7 @@ from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.model import NamedPiece, pieces_of
-from megatron_distill.models.hugging_face.rules import Piece
+from megatron_distill.models.hugging_face.rules import TensorPiece
 from megatron_distill.models.hugging_face.safetensors_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -128,7 +128,7 @@ def _write_file(
             done(unit.nbytes)
 
 
-def _parts(windows: WindowReader, unit: Unit, piece: Piece) -> Iterator[Tensor]:
+def _parts(windows: WindowReader, unit: Unit, piece: TensorPiece) -> Iterator[Tensor]:
     """Yield a Hugging Face tensor's rows in order, in the largest contiguous parts."""
     key, shape = unit.parameter.key, unit.parameter.shape
     origin = (0,) * len(shape)

@@ -9,12 +9,12 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.rules import Rule, Same, SplitQKV, Stacked
 from megatron_distill.models.hugging_face.settings import (
     Always,
-    Choice,
-    Entries,
+    ConfigEntries,
     Field,
     Fields,
     HeadSize,
     Off,
+    RenamedValues,
     Setting,
     WindowByLayer,
 )
@@ -37,7 +37,7 @@ DIMENSIONS: tuple[Setting, ...] = (
 )
 DENSE = Field("ffn_hidden_size", "intermediate_size")
 RMS_NORM = Always("norm", "rmsnorm")
-SWIGLU = Choice("activation", "hidden_act", {"silu": "swiglu"})
+SWIGLU = RenamedValues("activation", "hidden_act", {"silu": "swiglu"})
 NO_ATTENTION_BIAS = Off("attention_bias")
 
 ENDS: dict[str, Rule] = {
@@ -90,7 +90,7 @@ class EmbeddingScale:
         """See `Setting`."""
         return {"embedding_scale": theirs.hidden_size**0.5}
 
-    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+    def write(self, architecture: Architecture) -> ConfigEntries:  # noqa: ARG002
         """See `Setting`."""
         return {}
 
@@ -105,7 +105,7 @@ class QueryScalar:
         is_usual = scalar == HeadSize().read(theirs)["head_size"]
         return {"attention_scalar": None if is_usual else scalar}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         scalar = architecture.attention_scalar or architecture.head_size
         return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
@@ -117,7 +117,9 @@ GEMMA_SETTINGS = (
     NO_ATTENTION_BIAS,
     Off("use_bidirectional_attention"),
     HeadSize(),
-    Choice("activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu"}),
+    RenamedValues(
+        "activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu"}
+    ),
     Always("norm", "zero_centered_rmsnorm"),
     Always("post_norms", True),
     EmbeddingScale(),

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture, MixtureOfExperts
 from megatron_distill.models.hugging_face.rules import Rule, Same, Stacked
-from megatron_distill.models.hugging_face.settings import Entries, Fields, Setting
+from megatron_distill.models.hugging_face.settings import ConfigEntries, Fields, Setting
 
 _MLP = "decoder.layers.mlp."
 
@@ -40,12 +40,12 @@ class Experts:
         )
         return {"moe": moe, "ffn_hidden_size": theirs.intermediate_size}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         moe = architecture.moe
         if moe is None:
             return {}
-        entries: Entries = {
+        entries: ConfigEntries = {
             "intermediate_size": architecture.ffn_hidden_size,
             self.count: moe.num_experts,
             "num_experts_per_tok": moe.top_k,
@@ -70,7 +70,7 @@ class DenseByList:
         )
         return {"dense_layers": tuple(dense)}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         dense = list(architecture.moe.dense_layers) if architecture.moe else []
         return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
@@ -86,7 +86,7 @@ class DenseFirst:
         """See `Setting`."""
         return {"dense_layers": tuple(range(getattr(theirs, self.entry)))}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         return {self.entry: len(architecture.moe.dense_layers) if architecture.moe else 0}
 
@@ -101,7 +101,7 @@ class SharedWidth:
         """See `Setting`."""
         return {"shared_ffn_hidden_size": getattr(theirs, self.entry), "shared_gate": True}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         return {self.entry: architecture.moe and architecture.moe.shared_ffn_hidden_size}
 
@@ -118,7 +118,7 @@ class SharedCount:
         width = getattr(theirs, self.entry) * getattr(theirs, self.width)
         return {"shared_ffn_hidden_size": width}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         moe = architecture.moe
         assert moe is not None
@@ -151,7 +151,7 @@ class SigmoidRouting:
             )
         return {**fields, "groups": groups, "groups_per_token": chosen}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         moe = architecture.moe
         assert moe is not None

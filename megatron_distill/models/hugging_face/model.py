@@ -16,7 +16,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.description import ModelDescription, describe
 from megatron_distill.models.hugging_face.family import Family
-from megatron_distill.models.hugging_face.rules import Piece, Run
+from megatron_distill.models.hugging_face.rules import Run, TensorPiece
 from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
 from megatron_distill.models.parameters import LayerIndex, Parameter, parameters, placed, places
 
@@ -32,7 +32,7 @@ class NamedPiece:
     """A piece with its layer and expert filled in: one Hugging Face tensor."""
 
     name: str
-    piece: Piece
+    piece: TensorPiece
 
 
 def pieces_of(

@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """The rows of one of our tensors in one Hugging Face tensor.
 
     name: a template with `{layer}` and `{expert}`. shape: of the Hugging Face tensor, as stored.
@@ -39,7 +39,7 @@ class Piece:
 class Rule(Protocol):
     """Maps the rows of a tensor to Hugging Face tensors."""
 
-    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[TensorPiece]:
         """Return pieces whose runs cover every row exactly once."""
         ...
 
@@ -51,7 +51,7 @@ class Same:
     name: str
     transposed: bool = False
 
-    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:  # noqa: ARG002
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[TensorPiece]:  # noqa: ARG002
         """See `Rule`."""
         return (_piece(self.name, shape, [Run(0, 0, shape[0])], transposed=self.transposed),)
 
@@ -62,7 +62,7 @@ class Stacked:
 
     names: tuple[str, ...]
 
-    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:  # noqa: ARG002
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[TensorPiece]:  # noqa: ARG002
         """See `Rule`."""
         rows = shape[0] // len(self.names)
         return [
@@ -79,7 +79,7 @@ class SplitQKV:
     key: str
     value: str
 
-    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[TensorPiece]:
         """See `Rule`."""
         return [
             _piece(name, (_rows(runs), *shape[1:]), runs)
@@ -96,7 +96,7 @@ class FusedQKV:
     name: str
     transposed: bool = False
 
-    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[Piece]:
+    def pieces(self, shape: tuple[int, ...], architecture: Architecture) -> Sequence[TensorPiece]:
         """See `Rule`."""
         runs: list[Run] = []
         for part in _grouped_runs(architecture):
@@ -123,6 +123,6 @@ def _rows(runs: Sequence[Run]) -> int:
 
 def _piece(
     name: str, shape: tuple[int, ...], runs: Sequence[Run], *, transposed: bool = False
-) -> Piece:
+) -> TensorPiece:
     transposed = transposed and len(shape) == 2
-    return Piece(name, shape[::-1] if transposed else shape, tuple(runs), transposed)
+    return TensorPiece(name, shape[::-1] if transposed else shape, tuple(runs), transposed)

@@ -14,7 +14,7 @@ from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture, RopeScaling
 
 Fields = dict[str, Any]
-Entries = dict[str, Any]
+ConfigEntries = dict[str, Any]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -26,7 +26,7 @@ class Setting(Protocol):
         """Return fields of `Architecture`; raises CheckpointError for unsupported values."""
         ...
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """Return entries of the configuration."""
         ...
 
@@ -42,13 +42,13 @@ class Field:
         """See `Setting`."""
         return {self.field: getattr(theirs, self.entry)}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         return {self.entry: getattr(architecture, self.field)}
 
 
 @dataclass(frozen=True)
-class Choice:
+class RenamedValues:
     """An entry whose values have other names here."""
 
     field: str
@@ -63,7 +63,7 @@ class Choice:
             raise CheckpointError(f"{self.entry} is {value!r}; supported: {known}")
         return {self.field: self.values[value]}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         wanted = getattr(architecture, self.field)
         spelled = [value for value, ours in self.values.items() if ours == wanted]
@@ -81,7 +81,7 @@ class Always:
         """See `Setting`."""
         return {self.field: self.value}
 
-    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+    def write(self, architecture: Architecture) -> ConfigEntries:  # noqa: ARG002
         """See `Setting`."""
         return {}
 
@@ -100,7 +100,7 @@ class Only:
             raise CheckpointError(f"{self.entry} is {found!r}; supported: {self.value!r}")
         return {}
 
-    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+    def write(self, architecture: Architecture) -> ConfigEntries:  # noqa: ARG002
         """See `Setting`."""
         return {self.entry: self.value}
 
@@ -118,7 +118,7 @@ class Off:
             raise CheckpointError(f"{self.entry} is {found!r}, which is not supported")
         return {}
 
-    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+    def write(self, architecture: Architecture) -> ConfigEntries:  # noqa: ARG002
         """See `Setting`."""
         return {}
 
@@ -137,7 +137,7 @@ class HeadSize:
         given = getattr(theirs, "head_dim", None)
         return {"head_size": given or theirs.hidden_size // theirs.num_attention_heads}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         usual = architecture.hidden_size // architecture.num_attention_heads
         if self.is_implied and architecture.head_size == usual:
@@ -204,7 +204,7 @@ class Rope:
         """See `Setting`."""
         return read_rope(theirs.rope_parameters, may_be_partial=self.may_be_partial)
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         rope = write_rope(architecture, may_be_partial=self.may_be_partial)
         return {"rope_parameters": rope}
@@ -224,7 +224,7 @@ class RopeByLayerType:
         full = read_rope(theirs.rope_parameters[FULL])
         return {**full, "sliding_rope_base": sliding["rope_base"]}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         base = architecture.sliding_rope_base or architecture.rope_base
         return {
@@ -246,10 +246,10 @@ class WindowEverywhere:
         is_on = self.switch is None or getattr(theirs, self.switch)
         return {"sliding_window": theirs.sliding_window if is_on else None}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         window = architecture.sliding_window
-        entries: Entries = {"sliding_window": window}
+        entries: ConfigEntries = {"sliding_window": window}
         return entries | ({self.switch: window is not None} if self.switch else {})
 
 
@@ -275,7 +275,7 @@ class WindowByLayer:
             "sliding_layers": None if everywhere else sliding,
         }
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         window, layers = architecture.sliding_window, architecture.sliding_layers
         sliding = range(architecture.num_layers) if layers is None else layers
@@ -283,7 +283,7 @@ class WindowByLayer:
             SLIDING if window is not None and layer in sliding else FULL
             for layer in range(architecture.num_layers)
         ]
-        entries: Entries = {"sliding_window": window, "layer_types": kinds}
+        entries: ConfigEntries = {"sliding_window": window, "layer_types": kinds}
         if self.switch:
             entries[self.switch] = window is not None
         if self.switch and SLIDING in kinds:

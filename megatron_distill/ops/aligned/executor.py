@@ -261,7 +261,7 @@ def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, T
     """
     return differentiable_pass(
         student,
-        lambda gradients: _Executor(student, work, gradients).run(),
+        lambda gradients: _TilePass(student, work, gradients).run(),
         rows=work.rows.plan.student,
         columns=work.rows.student_shard.real_width,
         chunks=len(work.rows.plan.bands),
@@ -269,7 +269,7 @@ def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, T
     )
 
 
-class _Executor:
+class _TilePass:
     """One pass over all tiles, with the gradients that it fills."""
 
     def __init__(self, student: HiddenState, work: AlignedLinear, gradients: HeadGradients) -> None:

@@ -128,7 +128,7 @@ class GoldTerm:
 
     def _over_classes(
         self, student: Tensor, teacher: Tensor, masses: Tensor, group: dist.ProcessGroup | None
-    ) -> _Found:
+    ) -> _GoldResult:
         """The divergence between means ``[c, P]`` of this rank's common tokens and the rest.
 
         ``masses [c, 4]`` are the means' sums over all common tokens of both models, and over all
@@ -143,9 +143,9 @@ class GoldTerm:
         if has_rest:
             q, p = masses[:, 2:3], masses[:, 3:]
             of_rest = _summed(self.divergence, agreeing(q, p).double(), p.double())
-            return _Found(values + of_rest[0], slopes, of_rest[2])
+            return _GoldResult(values + of_rest[0], slopes, of_rest[2])
         slopes.sub_(averages.unsqueeze(1)).div_(masses[:, :1])
-        return _Found(values, slopes, torch.zeros_like(masses[:, :1]))
+        return _GoldResult(values, slopes, torch.zeros_like(masses[:, :1]))
 
 
 class _Parts(NamedTuple):
@@ -169,7 +169,7 @@ class _Parts(NamedTuple):
         return cls(common, Candidates.of(further, k), sums)
 
 
-class _Found(NamedTuple):
+class _GoldResult(NamedTuple):
     """Values ``[c]`` fp64, slopes ``[c, P]`` on common tokens and ``[c, 1]`` on uncommon ones."""
 
     values: Tensor

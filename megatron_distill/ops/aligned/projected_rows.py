@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import row_blocks
 
-__all__ = ["ProjectedRows", "Entries"]
+__all__ = ["ProjectedRows", "SparseMatrix"]
 
 
 @dataclass(frozen=True)
-class Entries:
+class SparseMatrix:
     """A sparse matrix from S sources to G targets; E entries in the order of targets.
 
     Attributes:
@@ -37,7 +37,7 @@ class Entries:
     lengths: Tensor
 
     @classmethod
-    def of(cls, sources: Tensor, targets: Tensor, weights: Tensor, size: int) -> Entries:
+    def of(cls, sources: Tensor, targets: Tensor, weights: Tensor, size: int) -> SparseMatrix:
         """From entries in any order."""
         order = targets.argsort(stable=True)
         lengths = torch.bincount(targets, minlength=size)
@@ -62,9 +62,9 @@ class Entries:
             parts, "sum", lengths=self.lengths, axis=0, unsafe=True, initial=0.0
         ).t()
 
-    def to(self, device: torch.device) -> Entries:
+    def to(self, device: torch.device) -> SparseMatrix:
         """The matrix with its tensors on a device."""
-        return Entries(**{name: value.to(device) for name, value in vars(self).items()})
+        return SparseMatrix(**{name: value.to(device) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class ProjectedRows:
         teacher_shard: this rank's columns of the teacher.
     """
 
-    to_teacher: Entries
-    to_student: Entries
+    to_teacher: SparseMatrix
+    to_student: SparseMatrix
     holes: Tensor
     reached: Tensor
     reached_count: int
@@ -136,8 +136,8 @@ class ProjectedRows:
             raise ValueError("no student token projects to a token of the teacher")
         mine = is_reached[teacher.start : teacher.start + teacher.real_width]
         return cls(
-            Entries.of(columns, teacher_ids, weights, teacher.size),
-            Entries.of(teacher_ids, columns, weights, student.real_width),
+            SparseMatrix.of(columns, teacher_ids, weights, teacher.size),
+            SparseMatrix.of(teacher_ids, columns, weights, student.real_width),
             (lengths == 0).to(weights.dtype).cpu(),
             mine.nonzero().squeeze(1),
             count,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.align import VocabularyMap
+from megatron_distill.align.vocabulary_map import CommonTokenRule
 from megatron_distill.config import JobConfig, ModelConfig, RunConfig, aligned_role
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.sources import TeacherReading
@@ -24,7 +25,7 @@ from megatron_distill.data.tokenizers.open import (
     open_named_encoding,
 )
 from megatron_distill.errors import ConfigError
-from megatron_distill.losses import Partition, SharedVocabularies
+from megatron_distill.losses import SharedVocabularies
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.ops.aligned.columns import CommonColumns, TeacherLayout, shards_of
@@ -44,7 +45,7 @@ from megatron_distill.train.teachers.own_ranks import RemoteHead
 
 __all__ = [
     "Live",
-    "TeacherTokens",
+    "TeacherTokenizer",
     "open_teacher_tokens",
     "own_tokens",
     "read_teacher",
@@ -65,7 +66,7 @@ _MANY_CORES: Final = 8  # with fewer, the tokenizers' own threads keep all of th
 
 
 @dataclass(frozen=True)
-class TeacherTokens:
+class TeacherTokenizer:
     """The tokens of a teacher with a tokenizer of its own.
 
     Attributes:
@@ -167,7 +168,7 @@ def _with_map(
     """
     group, shard, teacher_shard = shared.group, shared.student_shard, shared.teacher_shard
     shards, teacher_shards = shards_of(shard, group), shards_of(teacher_shard, group)
-    pairs = {name: _tensors(*tokens_map.common(name)) for name in get_args(Partition)}
+    pairs = {name: _tensors(*tokens_map.common(name)) for name in get_args(CommonTokenRule)}
     new_ids, layout = torch.arange(teacher_shard.size), None
     if group is not None:
         ids, teacher_ids = pairs["relaxed"]
@@ -204,7 +205,7 @@ def _tensors(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
 
 def open_teacher_tokens(
     config: RunConfig, student: Tokenizer | None, vocabulary: Vocabulary, device: torch.device
-) -> TeacherTokens:
+) -> TeacherTokenizer:
     """Open the teacher's own tokenizer, and the map from the student's.
 
     student: on the first rank alone. Raises DataError or ConfigError on all ranks: no tokenizer is
@@ -221,7 +222,7 @@ def open_teacher_tokens(
     return replace(own, tokens_map=found)
 
 
-def own_tokens(config: RunConfig, vocabulary: Vocabulary) -> TeacherTokens:
+def own_tokens(config: RunConfig, vocabulary: Vocabulary) -> TeacherTokenizer:
     """Open the teacher's own tokenizer without a map; `vocabulary`: of the student.
 
     Raises DataError or ConfigError on all ranks: no tokenizer is named, or it is the student's.
@@ -236,7 +237,7 @@ def own_tokens(config: RunConfig, vocabulary: Vocabulary) -> TeacherTokens:
     facts = from_first_rank(lambda: Vocabulary.of(teacher) if teacher is not None else None)
     assert facts is not None
     length = config.models[aligned_role(config)].sequence_length or config.data.sequence_length
-    return TeacherTokens(facts, length, reading, None)
+    return TeacherTokenizer(facts, length, reading, None)
 
 
 def read_teacher(

@@ -41,7 +41,7 @@ from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.models.stage_table import configured_layers
 from megatron_distill.ops import LogitRule
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.assemble.alignment import TeacherTokens, open_teacher_tokens
+from megatron_distill.train.assemble.alignment import TeacherTokenizer, open_teacher_tokens
 from megatron_distill.train.assemble.data import RunSamples
 from megatron_distill.train.assemble.models import (
     build_terms,
@@ -123,7 +123,7 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     source = resolve_model(config, "student", vocabulary)
     student = source.architecture
     terms = build_terms(section.terms, vocabulary.size)
-    own: TeacherTokens | None = None
+    own: TeacherTokenizer | None = None
     if is_aligned(config):
         own = open_teacher_tokens(config, tokenizer, vocabulary, execution.device)
         options = replace(options, teacher=own.reading)
@@ -186,7 +186,7 @@ def _of_student(
     section: EvaluationConfig,
     tokenizer: Tokenizer | None,
     student: Architecture,
-    own: TeacherTokens | None,
+    own: TeacherTokenizer | None,
     site: Site,
 ) -> tuple[PreparedTask, ...]:
     """Encode the tasks for the student; raises where a teacher's tokens do not fit them either.

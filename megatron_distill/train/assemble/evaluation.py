@@ -72,8 +72,8 @@ from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.validation import evaluating
 
 __all__ = [
+    "ModelRole",
     "Resolved",
-    "Role",
     "awake",
     "best_rule",
     "evaluate_weights",
@@ -280,7 +280,7 @@ def shared_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class Role:
+class ModelRole:
     """A model of a configuration that is evaluated.
 
     Attributes:
@@ -295,7 +295,7 @@ class Role:
     vocabulary: Vocabulary
 
 
-def _teacher_roles(config: RunConfig, student: Role) -> Iterator[Role]:
+def _teacher_roles(config: RunConfig, student: ModelRole) -> Iterator[ModelRole]:
     """Yield the teachers in the tokens and with the computation that they have in the run.
 
     Raises ConfigError on all ranks where no teacher has a model.
@@ -330,12 +330,12 @@ def _teacher_roles(config: RunConfig, student: Role) -> Iterator[Role]:
 class Resolved:
     """A model that fits the layout and is not built yet, and the tasks in its tokens."""
 
-    role: Role
+    role: ModelRole
     source: ModelSource
     tasks: tuple[PreparedTask, ...]
 
     @classmethod
-    def of(cls, config: RunConfig, role: Role, tasks: OpenTasks) -> Resolved:
+    def of(cls, config: RunConfig, role: ModelRole, tasks: OpenTasks) -> Resolved:
         """Find a model and encode the tasks for it; raises a MegatronDistillError on all ranks."""
         source = resolve_model(config, role.name, role.vocabulary)
         positions = longest_input(source.architecture, config.evaluation)
@@ -406,7 +406,7 @@ def evaluate_weights(
         )
         tokenizer, vocabulary = open_tokenizer(config, options)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        roles = [Role("student", config.seed, execution, tokenizer, vocabulary)]
+        roles = [ModelRole("student", config.seed, execution, tokenizer, vocabulary)]
         if teacher:
             roles += _teacher_roles(config, roles[0])
         models = [Resolved.of(config, role, read) for role in roles]

@@ -13,7 +13,7 @@ from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.models.execution import Execution
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.train.assemble.evaluation import Resolved, Role, shared_tokenizer
+from megatron_distill.train.assemble.evaluation import ModelRole, Resolved, shared_tokenizer
 from megatron_distill.train.assemble.models import job_groups
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.tasks import NO_TASKS
@@ -61,7 +61,7 @@ def evaluate_by_harness(
         options = data_options(config.data, Path(config.output))
         tokenizer, vocabulary = open_tokenizer(config, options)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
-        role = Role("student", config.seed, execution, tokenizer, vocabulary)
+        role = ModelRole("student", config.seed, execution, tokenizer, vocabulary)
         resolved = Resolved.of(config, role, NO_TASKS)
         weights = resolved.digest(groups)
         model = resolved.built(

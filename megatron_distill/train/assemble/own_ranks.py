@@ -65,8 +65,8 @@ from megatron_distill.train.teachers.sent_topk import serving_capture
 from megatron_distill.train.teachers.serving import (
     AnswerSender,
     LastColumns,
-    Share,
     TeacherServer,
+    UnitShare,
     send_head,
     units_of_round,
 )
@@ -197,7 +197,7 @@ class _Opened:
     plan: AnswerPlan
     head_parts: tuple[Message, ...]
     settings: CaptureSettings | None
-    share: Share
+    share: UnitShare
 
 
 def _open_teacher(

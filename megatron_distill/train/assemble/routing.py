@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_distill.config import RunConfig, named_teachers, own_tokenizers, routed_terms
 from megatron_distill.data.routing import Routing
 from megatron_distill.train.assemble.stores.source import OneOfSeveral
-from megatron_distill.train.teachers.serving import Share
+from megatron_distill.train.teachers.serving import UnitShare
 
 __all__ = ["members", "sample_routing", "share_of_units"]
 
@@ -32,6 +32,6 @@ def sample_routing(config: RunConfig) -> Routing | None:
     return Routing(names, weights, config.seed)
 
 
-def share_of_units(teacher: OneOfSeveral | None) -> Share:
+def share_of_units(teacher: OneOfSeveral | None) -> UnitShare:
     """Return the units that a teacher on ranks of its own runs; None: it is the only one."""
-    return Share() if teacher is None or teacher.is_named else Share(teacher.number)
+    return UnitShare() if teacher is None or teacher.is_named else UnitShare(teacher.number)

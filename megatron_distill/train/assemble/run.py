@@ -40,7 +40,7 @@ from megatron_distill.train.assemble.stores.teacher import require_samples
 from megatron_distill.train.assemble.tasks import NO_TASKS, open_run_tasks
 from megatron_distill.train.checkpoint.description import Description
 from megatron_distill.train.checkpoint.folder import CheckpointFolder
-from megatron_distill.train.loop import LoopPlan, Parts, train
+from megatron_distill.train.loop import LoopInputs, LoopPlan, train
 from megatron_distill.train.metrics import MetricsLog, open_metrics
 from megatron_distill.train.optimizer import (
     build_optimizer,
@@ -89,7 +89,7 @@ def run_training(config: RunConfig, device: Device, termination: TerminationRequ
 
 def _assemble(
     config: RunConfig, device: Device, groups: Groups, resources: ExitStack
-) -> tuple[Parts, LoopPlan]:
+) -> tuple[LoopInputs, LoopPlan]:
     """Check, build the models, then read the data; a failure restores the run folder.
 
     The ranks of teachers elsewhere meet these three times; see `run_teacher`.
@@ -113,7 +113,7 @@ def _assemble(
     return parts, plan
 
 
-def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Parts, LoopPlan]:
+def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[LoopInputs, LoopPlan]:
     """Build the student, then open the data and the log."""
     samples, site = opened.samples, opened.site
     device, resources = site.execution.device, site.resources
@@ -142,7 +142,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Pa
     found.has_started()
     profiling = config.profile.model_dump() | {"timers": state.student.timers, "device": device}
     profiler = resources.enter_context(StepProfiler(Path(config.output), **profiling))
-    parts = Parts(
+    parts = LoopInputs(
         state=state,
         teacher=opened.teacher.signals,
         objective=opened.objective_of(samples.names(held_out=False)),

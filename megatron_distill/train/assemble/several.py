@@ -21,7 +21,7 @@ from megatron_distill.runtime.groups import Groups, create_second_groups
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
-from megatron_distill.train.assemble.alignment import Live, TeacherTokens
+from megatron_distill.train.assemble.alignment import Live, TeacherTokenizer
 from megatron_distill.train.assemble.answers.plan import answer_metrics
 from megatron_distill.train.assemble.models import resolve_model, teacher_execution, teacher_seed
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
@@ -171,7 +171,7 @@ def _live(
     fit: TeacherFit,
     site: Site,
     layouts: _Layouts,
-    tokens: TeacherTokens | None,
+    tokens: TeacherTokenizer | None,
 ) -> OnlineTeacher | OwnLayout:
     """Build a model, in the student's layout or its own; `tokens`: of a tokenizer of its own."""
     groups = site.groups
@@ -192,7 +192,7 @@ def _live(
 
 
 def _connected(
-    tokens: TeacherTokens,
+    tokens: TeacherTokenizer,
     online: Live,
     own: OneOfSeveral,
     chunk_tokens: int | None,
@@ -210,7 +210,7 @@ def _connected(
 
 
 def _on_own_ranks(
-    tokens: TeacherTokens,
+    tokens: TeacherTokenizer,
     head: RemoteHead | None,
     own: OneOfSeveral,
     chunk_tokens: int | None,

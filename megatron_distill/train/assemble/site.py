@@ -12,7 +12,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.execution import Execution
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
-from megatron_distill.train.assemble.alignment import TeacherTokens
+from megatron_distill.train.assemble.alignment import TeacherTokenizer
 
 __all__ = ["Site", "TeacherFit"]
 
@@ -47,4 +47,4 @@ class TeacherFit:
     terms: Sequence[Term | ChunkTerm]
     student: Architecture
     vocabulary: Vocabulary
-    own: TeacherTokens | None
+    own: TeacherTokenizer | None

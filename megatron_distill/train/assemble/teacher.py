@@ -14,7 +14,7 @@ from megatron_distill.runtime.groups import create_second_groups
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
-from megatron_distill.train.assemble.alignment import Live, TeacherTokens
+from megatron_distill.train.assemble.alignment import Live, TeacherTokenizer
 from megatron_distill.train.assemble.answers.plan import answer_metrics
 from megatron_distill.train.assemble.models import resolve_model, teacher_execution, teacher_seed
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
@@ -133,7 +133,7 @@ def _in_own_layout(
 
 
 def _connected(
-    own: TeacherTokens, online: Live, chunk_tokens: int | None, fit: TeacherFit, site: Site
+    own: TeacherTokenizer, online: Live, chunk_tokens: int | None, fit: TeacherFit, site: Site
 ) -> tuple[Live, AlignedLoss]:
     device = site.execution.device
     return own.connect(

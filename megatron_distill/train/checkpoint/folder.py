@@ -29,8 +29,8 @@ from megatron_distill.train.checkpoint.best import BEST_FILE, Best
 from megatron_distill.train.checkpoint.description import Description, complete_checkpoints
 from megatron_distill.train.checkpoint.shards import Shard, Staging
 from megatron_distill.train.checkpoint.writer import (
+    IndexEntry,
     Snapshot,
-    Stored,
     failure_of,
     take_snapshot,
     write_common,
@@ -70,7 +70,7 @@ class CheckpointFolder:
         self._keep = keep
         self._writer: ThreadPoolExecutor | None = None
         self._staging: Staging | None = None
-        self._pending: tuple[_Attempt, Future[list[Stored] | str]] | None = None
+        self._pending: tuple[_Attempt, Future[list[IndexEntry] | str]] | None = None
         if asynchronous:
             self._staging = Staging()
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
@@ -187,7 +187,7 @@ class CheckpointFolder:
                         "lower checkpoint.keep, or change `output`"
                     )
 
-    def _complete(self, attempt: _Attempt, outcome: list[Stored] | str) -> None:
+    def _complete(self, attempt: _Attempt, outcome: list[IndexEntry] | str) -> None:
         """Rename a written checkpoint to its final name, and remove those beyond the limit.
 
         `outcome`: the contents of this rank's file, or the reason of a failure.
@@ -202,7 +202,7 @@ class CheckpointFolder:
                         raise self._failed(attempt, failure)
                 self._publish(attempt, [entry for stored in outcomes for entry in stored])
 
-    def _publish(self, attempt: _Attempt, stored: list[Stored]) -> None:
+    def _publish(self, attempt: _Attempt, stored: list[IndexEntry]) -> None:
         try:
             write_index(stored, attempt.partial)
             attempt.described().write(attempt.partial)

@@ -39,9 +39,9 @@ from megatron_distill.train.checkpoint.archive import (
 )
 from megatron_distill.train.checkpoint.copies import fill_copies
 from megatron_distill.train.checkpoint.shards import (
-    Part,
     Shard,
-    Window,
+    ShardPart,
+    TensorWindow,
     exchange,
     own_parts,
 )
@@ -65,7 +65,7 @@ class Overlap:
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
 
-class _Rows:
+class _TensorChunks:
     """The chunks of one tensor by their position along its first axis."""
 
     def __init__(self, stored: TensorStorageMetadata) -> None:
@@ -106,7 +106,7 @@ class MappedChunks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._last: tuple[MetadataIndex, Tensor] | None = None
-        self._rows: dict[str, _Rows] = {}
+        self._rows: dict[str, _TensorChunks] = {}
         self.metadata = _read_metadata(folder)
 
     def find(self, key: str) -> TensorStorageMetadata:
@@ -119,7 +119,7 @@ class MappedChunks:
     def overlaps(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> list[Overlap]:
         """Return the parts of a window in each chunk; raises CheckpointError if some are absent."""
         if key not in self._rows:
-            self._rows[key] = _Rows(self.find(key))
+            self._rows[key] = _TensorChunks(self.find(key))
         found = list(self._rows[key].overlaps(key, offset, sizes))
         if sum(torch.Size(part.sizes).numel() for part in found) != torch.Size(sizes).numel():
             raise self.misfit(f"{key} is not stored as a whole")
@@ -297,7 +297,7 @@ class _Checked:
 
 
 @torch.no_grad()
-def _read(parts: Iterable[Part], chunks: MappedChunks) -> _Checked:
+def _read(parts: Iterable[ShardPart], chunks: MappedChunks) -> _Checked:
     """Fill parts in the order of the files; raises CheckpointError."""
     numbers = {index: number for number, index in enumerate(chunks.metadata.storage_data)}
     copies = [
@@ -321,7 +321,9 @@ def _read(parts: Iterable[Part], chunks: MappedChunks) -> _Checked:
     return found
 
 
-def _overlaps(window: Window, chunks: MappedChunks) -> Iterator[tuple[Overlap, Tensor | None]]:
+def _overlaps(
+    window: TensorWindow, chunks: MappedChunks
+) -> Iterator[tuple[Overlap, Tensor | None]]:
     """Yield the stored parts of a window, and where they belong in it.
 
     Stored rows beyond those of this layout belong nowhere. They are of the window with the last

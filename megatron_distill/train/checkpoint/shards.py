@@ -56,7 +56,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Window:
+class TensorWindow:
     """A rectangle of a global tensor; `data` has its shape and is contiguous."""
 
     key: str
@@ -67,7 +67,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """The elements from `start` to `stop` of a shard."""
 
     shard: Shard
@@ -79,7 +79,7 @@ class Part:
         """The live values."""
         return self.shard.data[self.start : self.stop]
 
-    def windows(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[TensorWindow]:
         """Yield the part as rectangles of at most 64 MiB, or of one row."""
         shard = self.shard
         row = math.prod(shard.shape[-1:])
@@ -90,7 +90,7 @@ class Part:
             at = first - shard.first
             for offset, sizes in rectangles(shard.shape, first, last):
                 count = math.prod(sizes)
-                yield Window(
+                yield TensorWindow(
                     key=shard.key,
                     data=shard.data[at : at + count].view(sizes),
                     offset=tuple(a + b for a, b in zip(shard.offset, offset, strict=True)),
@@ -122,19 +122,19 @@ def rectangles(
     yield from rectangles(shape, start + whole * inner, stop)
 
 
-def shares(shards: Sequence[Shard], size: int) -> list[list[Part]]:
+def shares(shards: Sequence[Shard], size: int) -> list[list[ShardPart]]:
     """Divide the shards of a group of replicas into `size` parts of about the same bytes.
 
     A cut is at the beginning of a row, so that a part has few windows.
     """
     total = sum(shard.data.nbytes for shard in shards)
-    share: list[list[Part]] = [[] for _ in range(size)]
+    share: list[list[ShardPart]] = [[] for _ in range(size)]
     before = 0
     for shard in shards:
         cuts = [_cut(shard, total * rank // size - before) for rank in range(1, size)]
         for rank, (start, stop) in enumerate(pairwise([0, *cuts, shard.data.numel()])):
             if start < stop:
-                share[rank].append(Part(shard, start, stop))
+                share[rank].append(ShardPart(shard, start, stop))
         before += shard.data.nbytes
     return share
 
@@ -157,10 +157,10 @@ def replicated(shards: Iterable[Shard]) -> dict[dist.ProcessGroup, list[Shard]]:
     return found
 
 
-def own_parts(shards: Sequence[Shard]) -> list[Part]:
+def own_parts(shards: Sequence[Shard]) -> list[ShardPart]:
     """Return the parts that this rank writes or reads on behalf of all that hold them."""
     own = [
-        Part(shard, 0, shard.data.numel())
+        ShardPart(shard, 0, shard.data.numel())
         for shard in shards
         if shard.replicas is None and shard.data.numel()
     ]
@@ -198,7 +198,7 @@ class Staging:
         self._is_locked = False
 
     @torch.no_grad()
-    def copies(self, windows: Sequence[Window]) -> list[Window]:
+    def copies(self, windows: Sequence[TensorWindow]) -> list[TensorWindow]:
         """Return the windows with their values in the buffer, valid until the next call.
 
         Copies from a GPU are started on the current stream, after its work, and waited for once.

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_distill.runtime.atomic_files import FlushedFile, write_flushed
-from megatron_distill.train.checkpoint.shards import Shard, Staging, Window, own_parts
+from megatron_distill.train.checkpoint.shards import Shard, Staging, TensorWindow, own_parts
 
 METADATA_FILE = ".metadata"
 _FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -52,7 +52,7 @@ _ENTRY_BYTES = 2048  # upper bound on the overhead of one tensor in torch's arch
 class Snapshot:
     """One rank's part of a save."""
 
-    windows: Sequence[Window]
+    windows: Sequence[TensorWindow]
     objects: Mapping[str, bytes]
 
     @property
@@ -80,7 +80,7 @@ def take_snapshot(
 
 
 @dataclass(frozen=True)
-class Stored:
+class IndexEntry:
     """One tensor or object in a rank's file, for the index."""
 
     key: str
@@ -98,7 +98,7 @@ class Stored:
         return MetadataIndex(self.key, torch.Size(self.offset))
 
 
-def write_rank_file(snapshot: Snapshot, folder: Path, rank: int) -> list[Stored] | str:
+def write_rank_file(snapshot: Snapshot, folder: Path, rank: int) -> list[IndexEntry] | str:
     """Write this rank's file and flush it to disk; return its contents, or a failure's reason."""
     path = folder / f"__{rank}_0.distcp"
     if not snapshot.windows and not snapshot.objects:
@@ -114,13 +114,13 @@ def write_rank_file(snapshot: Snapshot, folder: Path, rank: int) -> list[Stored]
     return stored
 
 
-def _write_entries(snapshot: Snapshot, stream: IO[bytes], name: str) -> list[Stored]:
+def _write_entries(snapshot: Snapshot, stream: IO[bytes], name: str) -> list[IndexEntry]:
     stored = []
     for key, content in snapshot.objects.items():
         start = stream.tell()
         stream.write(content)
         place = _StorageInfo(name, start, len(content))
-        stored.append(Stored(key, (), (), (), None, place))
+        stored.append(IndexEntry(key, (), (), (), None, place))
     for window in snapshot.windows:
         start = stream.tell()
         data = window.data.cpu()  # no copy of a tensor in host memory
@@ -129,12 +129,12 @@ def _write_entries(snapshot: Snapshot, stream: IO[bytes], name: str) -> list[Sto
         place = _StorageInfo(name, start, stream.tell() - start)
         sizes = tuple(data.shape)
         stored.append(
-            Stored(window.key, window.offset, sizes, window.global_shape, data.dtype, place)
+            IndexEntry(window.key, window.offset, sizes, window.global_shape, data.dtype, place)
         )
     return stored
 
 
-def write_index(stored: Iterable[Stored], folder: Path) -> None:
+def write_index(stored: Iterable[IndexEntry], folder: Path) -> None:
     """Write the index of all ranks' files; call on one rank.
 
     Raises OSError, and ValueError for a tensor that the files do not contain as a whole.

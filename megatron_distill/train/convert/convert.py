@@ -33,7 +33,7 @@ from megatron_distill.models.hugging_face.model import HuggingFaceWeights
 from megatron_distill.models.weights import converted_dtype
 from megatron_distill.runtime.atomic_files import new_folder, write_errors
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.progress import Field, ProgressReporter, size
+from megatron_distill.runtime.progress import ProgressFigure, ProgressReporter, size
 from megatron_distill.train.checkpoint.description import (
     Description,
     assets_of,
@@ -53,7 +53,7 @@ _HEADER_BYTES = 2048  # upper bound on the overhead of one stored tensor
 
 
 @dataclass(frozen=True)
-class Written:
+class ConversionResult:
     """Result of a conversion, for its user."""
 
     folder: Path
@@ -73,7 +73,9 @@ class Written:
         )
 
 
-def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrite: bool) -> Written:
+def import_checkpoint(
+    source: Path, output: Path, *, dtype: str | None, overwrite: bool
+) -> ConversionResult:
     """Write a checkpoint with the weights of a Hugging Face folder, bit for bit.
 
     `dtype` converts them; None preserves each tensor's own. Raises CheckpointError on all ranks.
@@ -101,7 +103,7 @@ def import_checkpoint(source: Path, output: Path, *, dtype: str | None, overwrit
             if dist.get_rank() == 0:
                 with write_errors(output, CheckpointError):
                     _describe_import(folder, source, described.architecture, identity)
-    return Written(
+    return ConversionResult(
         folder=output,
         family=described.family.model_type,
         dtypes=_names(block.dtype for block in blocks),
@@ -135,7 +137,7 @@ def export_checkpoint(
     family: str | None,
     tokenizer: Path | None,
     overwrite: bool,
-) -> Written:
+) -> ConversionResult:
     """Write a Hugging Face folder from a checkpoint of any layout, bit for bit.
 
     `dtype` converts; None preserves each tensor's own. A `family` of None is chosen by the
@@ -179,7 +181,7 @@ def export_checkpoint(
                     )
                 _say_where_it_lacks_a_tokenizer(partial, output)
     units = [unit for file in files for unit in file.units]
-    return Written(
+    return ConversionResult(
         folder=output,
         family=chosen.model_type,
         dtypes=_names(unit.dtype for unit in units),
@@ -251,7 +253,7 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
     def advance(count: int) -> None:
         done = reporter.done + count
         if dist.get_rank() == 0:
-            reporter.update(done, lambda: [Field(size(done))])
+            reporter.update(done, lambda: [ProgressFigure(size(done))])
 
     with closing(reporter):
         yield advance

@@ -41,7 +41,7 @@ _BLOCK_BYTES = 2**28  # of one tensor: the memory of a rank at a time
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorRows:
     """Rows of one tensor, read, held and written at once."""
 
     parameter: Parameter
@@ -75,13 +75,13 @@ class CutSource(WeightSource, Protocol):
 
 def blocks_of(
     architecture: Architecture, source: CutSource, *, dtype: torch.dtype | None
-) -> list[Block]:
+) -> list[TensorRows]:
     """Cut all tensors into blocks, in the order of the model's computation.
 
     `dtype` None preserves each tensor's own.
     """
     return [
-        Block(parameter, place, wanted, start, stop - start)
+        TensorRows(parameter, place, wanted, start, stop - start)
         for parameter, place in placed(architecture)
         for wanted in (converted_dtype(parameter.key, source.dtype(parameter.key), dtype),)
         for start, stop in _rows(parameter, source.cuts(parameter.key, place), wanted)
@@ -98,10 +98,10 @@ def _rows(
             yield start, min(start + most, last)
 
 
-def shares(blocks: list[Block], size: int) -> list[list[Block]]:
+def shares(blocks: list[TensorRows], size: int) -> list[list[TensorRows]]:
     """Give each of `size` ranks consecutive blocks of about the same number of bytes."""
     total = sum(block.nbytes for block in blocks)
-    share: list[list[Block]] = [[] for _ in range(size)]
+    share: list[list[TensorRows]] = [[] for _ in range(size)]
     before = 0
     for block in blocks:
         share[min(size - 1, (2 * before + block.nbytes) * size // (2 * total))].append(block)
@@ -110,7 +110,7 @@ def shares(blocks: list[Block], size: int) -> list[list[Block]]:
 
 
 def write_blocks(
-    blocks: list[Block],
+    blocks: list[TensorRows],
     architecture: Architecture,
     source: WeightSource,
     folder: Path,
@@ -166,7 +166,7 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def __init__(
         self,
-        blocks: list[Block],
+        blocks: list[TensorRows],
         architecture: Architecture,
         source: WeightSource,
         done: Callable[[int], None],
@@ -194,11 +194,11 @@ class _StreamingPlanner(DefaultSavePlanner):
         self._done(block.nbytes)
         return tensor.view(self._stored_shape(block))
 
-    def _stored_shape(self, block: Block) -> tuple[int, ...]:
+    def _stored_shape(self, block: TensorRows) -> tuple[int, ...]:
         _, place = block.parameter.stored(block.place, self._architecture)
         return (*(1 for _ in place), *block.shape)
 
-    def _item(self, index: MetadataIndex, block: Block) -> WriteItem:
+    def _item(self, index: MetadataIndex, block: TensorRows) -> WriteItem:
         leading = block.parameter.leading_shape(self._architecture)
         assert index.offset is not None
         return WriteItem(
@@ -215,6 +215,6 @@ class _StreamingPlanner(DefaultSavePlanner):
         )
 
 
-def _index(block: Block, architecture: Architecture) -> MetadataIndex:
+def _index(block: TensorRows, architecture: Architecture) -> MetadataIndex:
     key, place = block.parameter.stored(block.place, architecture)
     return MetadataIndex(key, torch.Size((*place, block.start, *(0 for _ in block.shape[1:]))))

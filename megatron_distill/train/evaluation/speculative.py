@@ -40,10 +40,10 @@ from megatron_distill.runtime.collectives import highest
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.evaluation.reader import Reader
 
-__all__ = ["RULES", "Block", "Rule", "Speculated", "block_figures", "speculate"]
+__all__ = ["RULES", "AcceptanceRule", "DraftedBlock", "Speculated", "block_figures", "speculate"]
 
-Rule = Literal["sampled", "greedy"]
-RULES: tuple[Rule, ...] = ("sampled", "greedy")
+AcceptanceRule = Literal["sampled", "greedy"]
+RULES: tuple[AcceptanceRule, ...] = ("sampled", "greedy")
 Purpose = Literal["draft", "accept", "replace"]
 
 _PURPOSES: tuple[Purpose, ...] = ("draft", "accept", "replace")
@@ -52,7 +52,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Block:
+class DraftedBlock:
     """Tokens of one verification, and their expected number; the same in greedy decoding."""
 
     tokens: int
@@ -64,10 +64,10 @@ class Speculated:
     """The written ids of a row, and its blocks; the last block may have gone past the end."""
 
     ids: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[DraftedBlock, ...]
 
 
-def block_figures(texts: Sequence[Speculated], rule: Rule) -> dict[str, float]:
+def block_figures(texts: Sequence[Speculated], rule: AcceptanceRule) -> dict[str, float]:
     """Return the mean tokens per verification over all blocks, measured and expected.
 
     `stderr` is that of the difference, which is zero on average, and in greedy decoding that of the
@@ -96,7 +96,7 @@ def speculate(
     *,
     draft: int,
     tokens: int,
-    rule: Rule,
+    rule: AcceptanceRule,
     seed: int = 0,
     stop_ids: Sequence[int] = (),
 ) -> list[Speculated]:
@@ -115,10 +115,12 @@ def speculate(
     in_step = groups.layout.expert > 1
     ranks = groups.data_context
     numbers = list(range(len(prompts))) if in_step else _dealt(len(prompts), ranks)
-    run = _Run.of(teacher, student, draft=draft, rule=rule, seed=seed, in_step=in_step)
+    run = _Speculation.of(teacher, student, draft=draft, rule=rule, seed=seed, in_step=in_step)
     most = min(teacher.positions, student.positions) - draft - 1
     rows = [
-        _Row(number, list(prompts[number]), min(tokens, most - len(prompts[number])), stop_ids)
+        _DraftedText(
+            number, list(prompts[number]), min(tokens, most - len(prompts[number])), stop_ids
+        )
         for number in numbers
     ]
     able = sorted((row for row in rows if row.limit > 0), key=lambda row: -len(row.ids))
@@ -147,14 +149,14 @@ def _dealt(count: int, ranks: dist.ProcessGroup) -> list[int]:
 
 
 @dataclass
-class _Row:
+class _DraftedText:
     """A text so far, and its blocks."""
 
     number: int
     ids: list[int]
     limit: int
     stop_ids: Sequence[int]
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[DraftedBlock] = field(default_factory=list)
     is_over: bool = False
 
     def __post_init__(self) -> None:
@@ -162,7 +164,7 @@ class _Row:
 
     def push(self, ids: Sequence[int], expected: float) -> None:
         """Add the tokens of a block, up to a stop id or the limit."""
-        self.blocks.append(Block(len(ids), expected))
+        self.blocks.append(DraftedBlock(len(ids), expected))
         for token in ids:
             self.ids.append(token)
             if token in self.stop_ids or len(self.ids) - self._given >= self.limit:
@@ -175,13 +177,13 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Speculation:
     teacher: Reader
     student: Reader
     groups: Groups
     device: torch.device
     draft: int
-    rule: Rule
+    rule: AcceptanceRule
     seed: int
     in_step: bool
 
@@ -192,10 +194,10 @@ class _Run:
         student: CachedGPT,
         *,
         draft: int,
-        rule: Rule,
+        rule: AcceptanceRule,
         seed: int,
         in_step: bool,
-    ) -> _Run:
+    ) -> _Speculation:
         groups = student.groups
         shard = vocab_shard(student.architecture, groups, tokens=student.vocab_size)
         return cls(
@@ -214,7 +216,7 @@ class _Run:
         for reader in (self.teacher, self.student):
             reader.stage.finish()
 
-    def write(self, rows: list[_Row], slots: int) -> None:
+    def write(self, rows: list[_DraftedText], slots: int) -> None:
         """Write a batch of rows to their ends."""
         for reader in (self.teacher, self.student):
             reader.begin([row.ids[:-1] for row in rows], slots)
@@ -242,7 +244,7 @@ class _Run:
                     reader.drop_last([lost[place] for place in alive])
             rows = [rows[place] for place in alive]
 
-    def _drafted(self, rows: Sequence[_Row]) -> tuple[Tensor, list[Tensor]]:
+    def _drafted(self, rows: Sequence[_DraftedText]) -> tuple[Tensor, list[Tensor]]:
         """Return the student's drafts [b, g], and its state [b, H] before each on the last stage.
 
         The student reads the last draft too, so that both caches have the same positions.
@@ -263,7 +265,7 @@ class _Run:
             drafted.append(ids_b)
         return torch.stack(drafted, 1), hidden
 
-    def _keys(self, rows: Sequence[_Row], purpose: Purpose, ahead: int | Tensor) -> Tensor:
+    def _keys(self, rows: Sequence[_DraftedText], purpose: Purpose, ahead: int | Tensor) -> Tensor:
         """Return the keys of a purpose's draws, `ahead` of the next position of each row.
 
         The draws of different purposes are independent.
@@ -292,7 +294,11 @@ class _Run:
         return values
 
     def _verdict(
-        self, rows: Sequence[_Row], drafted_bg: Tensor, hidden_bgH: Tensor, verified_bgH: Tensor
+        self,
+        rows: Sequence[_DraftedText],
+        drafted_bg: Tensor,
+        hidden_bgH: Tensor,
+        verified_bgH: Tensor,
     ) -> Tensor:
         """Return the accepted drafts, the token after them, and the expected tokens, fp64 [b, 3].
 
@@ -333,7 +339,11 @@ class _Run:
         return torch.stack([accepted_b.double(), token_b.double(), expected_b], 1)
 
     def _next(
-        self, rows: Sequence[_Row], accepted_b: Tensor, hidden_bgH: Tensor, verified_bgH: Tensor
+        self,
+        rows: Sequence[_DraftedText],
+        accepted_b: Tensor,
+        hidden_bgH: Tensor,
+        verified_bgH: Tensor,
     ) -> Tensor:
         """Draw the token after the accepted drafts, int64 [b]."""
         index_b = torch.arange(len(rows), device=self.device)

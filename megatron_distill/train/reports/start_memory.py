@@ -11,11 +11,11 @@ import torch
 from megatron_distill.config import RunConfig, teacher_ranks
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.planning.device import Device, load_device
+from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.report import changed_settings, choice_name, need_in_words
 from megatron_distill.planning.search import USABLE, Planned, Search, nearest, planned
 from megatron_distill.runtime.collectives import from_first_rank
-from megatron_distill.runtime.launch import Device as RankDevice
+from megatron_distill.runtime.launch import Device
 from megatron_distill.train.reports.planned_run import (
     configured_choice,
     open_shapes,
@@ -33,7 +33,7 @@ _RATES = "h100-80gb"
 _WAYS = 3
 
 
-def warn_of_memory(config: RunConfig, device: RankDevice, *, ranks: int) -> None:
+def warn_of_memory(config: RunConfig, device: Device, *, ranks: int) -> None:
     """Log `memory_warning` on the first rank; raises as it does, on all ranks.
 
     Collective: world, one broadcast of a short object.
@@ -43,7 +43,7 @@ def warn_of_memory(config: RunConfig, device: RankDevice, *, ranks: int) -> None
         _LOGGER.warning("%s", warning)
 
 
-def memory_warning(config: RunConfig, rank_device: RankDevice, *, ranks: int) -> str | None:
+def memory_warning(config: RunConfig, rank_device: Device, *, ranks: int) -> str | None:
     """Return a warning where the fullest rank needs more memory than there is, with ways out.
 
     ranks: of the student. Reads descriptions of the models only. Nothing is predicted where one of
@@ -71,7 +71,7 @@ def memory_warning(config: RunConfig, rank_device: RankDevice, *, ranks: int) ->
     return text
 
 
-def _machine(device: torch.device, local: int) -> Device:
+def _machine(device: torch.device, local: int) -> DeviceProfile:
     """Return the device of this rank with its own memory."""
     rates = load_device(_RATES)
     if device.type == "cuda":
@@ -84,7 +84,7 @@ def _machine(device: torch.device, local: int) -> Device:
     return rates.model_copy(update=update)
 
 
-def _in_words(wanted: Planned, ways: Sequence[Planned], device: Device) -> str:
+def _in_words(wanted: Planned, ways: Sequence[Planned], device: DeviceProfile) -> str:
     text = (
         f"memory: the fullest rank of this run needs {need_in_words(wanted.memory)}, and "
         f"{device.title} has {device.memory_gib:.1f} GiB, of which {USABLE:.0%} are usable"

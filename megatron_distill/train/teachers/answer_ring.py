@@ -28,8 +28,8 @@ from megatron_distill.train.teachers.answers import (
     AnswerError,
     AnswerHeader,
     AnswerPlan,
-    Command,
-    Part,
+    AnswerRows,
+    RoundRequest,
     token_hash,
 )
 
@@ -46,10 +46,10 @@ class _Arrival:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ExpectedAnswer:
     """A unit's place in a round, and its answer once that is there."""
 
-    command: Command
+    command: RoundRequest
     micro_batch: int
     unit: int
     arrived: Future[_Arrival]
@@ -81,9 +81,11 @@ class AnswerRing:
         self._alone = alone
         self.slots = slots
         self._round_sources = plan.sources(bridge.rank)
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._places: dict[tuple[int, int], _ExpectedAnswer] = {}
         self._compared: set[tuple[int, int]] = set()
-        self._work: SimpleQueue[tuple[_Place, torch.cuda.Event | None] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[_ExpectedAnswer, torch.cuda.Event | None] | None] = (
+            SimpleQueue()
+        )
         self._thread = Thread(target=self._receive_all, name="answers", daemon=True)
         self._thread.start()
 
@@ -96,7 +98,7 @@ class AnswerRing:
         """See `connect_routes`; before the first round."""
         connect_routes(self._plan, self._way, self._bridge)
 
-    def open(self, command: Command) -> None:
+    def open(self, command: RoundRequest) -> None:
         """Expect the answers of a round, whose block is free."""
         free: torch.cuda.Event | None = None
         # Work that reads the block's last round comes first.
@@ -106,17 +108,17 @@ class AnswerRing:
         self._way.offer(command, self._round_sources)
         for number in range(self._plan.units.micro_batches):
             unit = self._plan.units.of_student(number, self._replica)
-            place = _Place(command, number, unit, Future())
+            place = _ExpectedAnswer(command, number, unit, Future())
             self._places[command.turn, number] = place
             self._work.put((place, free))
 
-    def close(self, command: Command) -> None:
+    def close(self, command: RoundRequest) -> None:
         """Wait until a round has arrived, and let its block be used again."""
         for number in range(self._plan.units.micro_batches):
             self._compared.discard((command.turn, number))
             self._arrived(self._places.pop((command.turn, number)))
 
-    def received_bytes(self, command: Command) -> dict[int, int]:
+    def received_bytes(self, command: RoundRequest) -> dict[int, int]:
         """Return the bytes of a round's rows by source, once they are there; before its `close`."""
         found = dict.fromkeys(self._round_sources, 0)
         for number in range(self._plan.units.micro_batches):
@@ -124,7 +126,7 @@ class AnswerRing:
                 found[source] += size
         return found
 
-    def take(self, command: Command, micro_batch: int, batch: Batch) -> Columns:
+    def take(self, command: RoundRequest, micro_batch: int, batch: Batch) -> Columns:
         """Return the tensors of a unit's answer by number, in its slot, once they are there.
 
         The current stream waits for the rows.
@@ -140,7 +142,7 @@ class AnswerRing:
             ready.wait()
         return self.slots[command.block][micro_batch]
 
-    def _compare(self, place: _Place, batch: Batch) -> None:
+    def _compare(self, place: _ExpectedAnswer, batch: Batch) -> None:
         """Wait for the headers of an answer, and compare them with the unit."""
         self._alone.progress.unit = place.unit
         command, headers = place.command, self._arrived(place).headers
@@ -179,7 +181,7 @@ class AnswerRing:
         self._work.put(None)
         self._thread.join()
 
-    def _arrived(self, place: _Place) -> _Arrival:
+    def _arrived(self, place: _ExpectedAnswer) -> _Arrival:
         limit = self._bridge.timeout_seconds
         try:
             return place.arrived.result(timeout=limit)
@@ -190,7 +192,7 @@ class AnswerRing:
                 f"runtime.timeout_seconds = {limit:g} s; route {routes}"
             ) from None
 
-    def _sources(self, place: _Place) -> dict[int, list[Part]]:
+    def _sources(self, place: _ExpectedAnswer) -> dict[int, list[AnswerRows]]:
         return self._plan.received(place.unit, self._bridge.rank)
 
     def _route(self, source: int) -> str:
@@ -210,7 +212,7 @@ class AnswerRing:
                 if not place.arrived.done():
                     place.arrived.set_exception(ConnectionError("the answers have ended"))
 
-    def _receive(self, place: _Place, free: torch.cuda.Event | None) -> _Arrival:
+    def _receive(self, place: _ExpectedAnswer, free: torch.cuda.Event | None) -> _Arrival:
         sources = self._sources(place)
         sent = {source: AnswerHeader.empty() for source in sources}
         receiving = [

@@ -21,8 +21,8 @@ from megatron_distill.train.teachers.answers import (
     CONNECT_TAG,
     ROWS_TAG,
     AnswerPlan,
-    Command,
-    Part,
+    AnswerRows,
+    RoundRequest,
 )
 
 __all__ = [
@@ -73,22 +73,26 @@ class AnswerWay(Protocol):
         """Make what the route needs; called once on both of its ranks, one of which this is."""
         ...
 
-    def offer(self, command: Command, sources: Sequence[int]) -> None:
+    def offer(self, command: RoundRequest, sources: Sequence[int]) -> None:
         """Let senders write into a round's block, after what the current stream has to do.
 
         Called once per round on a receiver.
         """
         ...
 
-    def claim(self, command: Command, rank: int) -> None:
+    def claim(self, command: RoundRequest, rank: int) -> None:
         """Wait until a receiver has offered a round's block; before each answer to it."""
         ...
 
-    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
+    def send(
+        self, columns: Columns, parts: Sequence[AnswerRows], to: SlotPlace
+    ) -> Sequence[Sending]:
         """Begin to send rows ``[s, b, ...]`` after what the current stream has to do."""
         ...
 
-    def receive(self, columns: Columns, parts: Sequence[Part], source: int, at: SlotPlace) -> None:
+    def receive(
+        self, columns: Columns, parts: Sequence[AnswerRows], source: int, at: SlotPlace
+    ) -> None:
         """Receive rows into a slot; later work of the current stream reads them."""
         ...
 
@@ -98,10 +102,10 @@ class _ByMessages:
 
     writes_slots: ClassVar[bool] = False
 
-    def offer(self, command: Command, sources: Sequence[int]) -> None:
+    def offer(self, command: RoundRequest, sources: Sequence[int]) -> None:
         """Nothing: a message waits for its receiver."""
 
-    def claim(self, command: Command, rank: int) -> None:
+    def claim(self, command: RoundRequest, rank: int) -> None:
         """Nothing: a message waits for its receiver."""
 
 
@@ -114,7 +118,9 @@ class HostWay(_ByMessages):
     def connect(self, source: int, destination: int) -> None:
         """Nothing: `connect_routes` has used the bridge."""
 
-    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
+    def send(
+        self, columns: Columns, parts: Sequence[AnswerRows], to: SlotPlace
+    ) -> Sequence[Sending]:
         """See `AnswerWay`.
 
         Collective: the bridge, one message of its rows per part.
@@ -126,7 +132,7 @@ class HostWay(_ByMessages):
     def receive(
         self,
         columns: Columns,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerRows],
         source: int,
         at: SlotPlace,  # noqa: ARG002
     ) -> None:
@@ -162,7 +168,9 @@ class NcclWay(_ByMessages):
             self.group.recv([word], source, ROWS_TAG).wait()
         _wait_for_stream(word)
 
-    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
+    def send(
+        self, columns: Columns, parts: Sequence[AnswerRows], to: SlotPlace
+    ) -> Sequence[Sending]:
         """See `AnswerWay`.
 
         Collective: pair of ranks, one message of its rows per part.
@@ -173,7 +181,7 @@ class NcclWay(_ByMessages):
     def receive(
         self,
         columns: Columns,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerRows],
         source: int,
         at: SlotPlace,  # noqa: ARG002
     ) -> None:

@@ -28,14 +28,14 @@ __all__ = [
     "HEADER_TAG",
     "HEAD_TAG",
     "ROWS_TAG",
+    "AnswerError",
     "AnswerHeader",
     "AnswerPlan",
-    "AnswerError",
+    "AnswerRows",
     "Column",
-    "Command",
     "Output",
-    "Part",
-    "Request",
+    "RequestKind",
+    "RoundRequest",
     "token_hash",
 ]
 
@@ -58,7 +58,7 @@ class AnswerError(RuntimeError):
     """
 
 
-class Request(IntEnum):
+class RequestKind(IntEnum):
     """The kinds of commands from the student's first rank to every rank of the teacher."""
 
     STOP = 0
@@ -67,7 +67,7 @@ class Request(IntEnum):
 
 
 @dataclass(frozen=True)
-class Command:
+class RoundRequest:
     """A request for a round: its number, counted over both kinds, and its slots at the student.
 
     Attributes:
@@ -75,7 +75,7 @@ class Command:
         block: which of the student's blocks of slots the answers go to.
     """
 
-    request: Request
+    request: RequestKind
     number: int = 0
     turn: int = 0
     block: int = 0
@@ -85,18 +85,18 @@ class Command:
         return torch.tensor([self.request, self.number, self.turn, self.block])
 
     @classmethod
-    def of(cls, sent: Tensor) -> Command:
+    def of(cls, sent: Tensor) -> RoundRequest:
         """Read a received command."""
         request, number, turn, block = sent.tolist()
-        return cls(Request(request), number, turn, block)
+        return cls(RequestKind(request), number, turn, block)
 
     @property
     def place(self) -> str:
         """The round in words."""
         return {
-            Request.STOP: "the end",
-            Request.STEP: f"step {self.number}",
-            Request.HELD_OUT: f"held-out batch {self.number}",
+            RequestKind.STOP: "the end",
+            RequestKind.STEP: f"step {self.number}",
+            RequestKind.HELD_OUT: f"held-out batch {self.number}",
         }[self.request]
 
 
@@ -216,7 +216,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerRows:
     """Rows of one tensor of an answer on their way; `column` is its number in the answer."""
 
     column: int
@@ -334,7 +334,7 @@ class AnswerPlan:
             (self.teacher, self.student), stages, self.length, replicas, is_whole=output.is_whole
         )
 
-    def sent(self, unit: int, rank: int) -> dict[int, list[Part]]:
+    def sent(self, unit: int, rank: int) -> dict[int, list[AnswerRows]]:
         """Return the rows of a unit from one rank, by destination."""
         return _grouped(
             (part.message.destination, part)
@@ -342,7 +342,7 @@ class AnswerPlan:
             if part.message.source == rank
         )
 
-    def received(self, unit: int, rank: int) -> dict[int, list[Part]]:
+    def received(self, unit: int, rank: int) -> dict[int, list[AnswerRows]]:
         """Return the rows of a unit to one rank, by source."""
         return _grouped(
             (part.message.source, part)
@@ -350,17 +350,17 @@ class AnswerPlan:
             if part.message.destination == rank
         )
 
-    def _parts(self, unit: int) -> Iterator[Part]:
+    def _parts(self, unit: int) -> Iterator[AnswerRows]:
         first = 0
         for output in self.outputs:
             numbers = range(first, first + len(output.columns))
             first = numbers.stop
             if output.kind == "output":
                 moved = self.messages(output, unit)
-                yield from (Part(number, message) for message in moved for number in numbers)
+                yield from (AnswerRows(number, message) for message in moved for number in numbers)
             else:
                 for place, message in self._of_heads(output, unit):
-                    yield Part(numbers[place], message)
+                    yield AnswerRows(numbers[place], message)
 
     def slot_bytes(self, rank: int) -> int:
         """Return the memory of all slots on a rank of the student."""
@@ -402,8 +402,8 @@ def _messages(
     return messages(holders, needs)
 
 
-def _grouped(pairs: Iterable[tuple[int, Part]]) -> dict[int, list[Part]]:
-    found: dict[int, list[Part]] = {}
+def _grouped(pairs: Iterable[tuple[int, AnswerRows]]) -> dict[int, list[AnswerRows]]:
+    found: dict[int, list[AnswerRows]] = {}
     for rank, part in pairs:
         found.setdefault(rank, []).append(part)
     return found

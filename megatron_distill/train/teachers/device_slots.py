@@ -26,7 +26,12 @@ from torch import Tensor
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.train.teachers.answer_ways import Columns, SlotPlace
-from megatron_distill.train.teachers.answers import CONNECT_TAG, AnswerPlan, Command, Part
+from megatron_distill.train.teachers.answers import (
+    CONNECT_TAG,
+    AnswerPlan,
+    AnswerRows,
+    RoundRequest,
+)
 from megatron_distill.train.teachers.mapped_slots import SharedMemoryWay
 
 __all__ = [
@@ -132,7 +137,7 @@ class CudaIpcWay:
             made = [self.events.open(handle.numpy().tobytes()) for handle in handles]
         self.written[source, destination] = dict(zip(places, made, strict=True))
 
-    def offer(self, command: Command, sources: Sequence[int]) -> None:
+    def offer(self, command: RoundRequest, sources: Sequence[int]) -> None:
         """See `AnswerWay`.
 
         Collective: that of `Credits.grant`.
@@ -140,14 +145,16 @@ class CudaIpcWay:
         self.free[self.bridge.rank][command.block].record()
         self.shared.offer(command, sources)
 
-    def claim(self, command: Command, rank: int) -> None:
+    def claim(self, command: RoundRequest, rank: int) -> None:
         """See `AnswerWay`.
 
         Collective: that of `Credits.claim`.
         """
         self.shared.claim(command, rank)
 
-    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
+    def send(
+        self, columns: Columns, parts: Sequence[AnswerRows], to: SlotPlace
+    ) -> Sequence[Sending]:
         """See `AnswerWay`; the current stream writes the rows once the slot has been read."""
         is_on_gpu = to.rank in self.free
         if is_on_gpu:
@@ -163,7 +170,7 @@ class CudaIpcWay:
     def receive(
         self,
         columns: Columns,  # noqa: ARG002 - the slot
-        parts: Sequence[Part],  # noqa: ARG002
+        parts: Sequence[AnswerRows],  # noqa: ARG002
         source: int,
         at: SlotPlace,
     ) -> None:

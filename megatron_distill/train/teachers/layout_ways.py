@@ -14,11 +14,11 @@ from megatron_distill.train.teachers.attention_heads import (
 )
 from megatron_distill.train.teachers.units import Grid, Message, Units, messages
 
-__all__ = ["Output", "Ways"]
+__all__ = ["StageTensor", "Ways"]
 
 
 @dataclass(frozen=True)
-class Output:
+class StageTensor:
     """A tensor of the teacher's stage `source` that the student's stage `destination` needs.
 
     Attributes:
@@ -49,7 +49,7 @@ class Ways:
         self.places = (_place(teacher, self.teacher), _place(student, self.student))
         self.parts, _ = attention_parts(self.teacher.tensor, self.student.tensor)
         self._own_part = teacher.tensor.rank() % self.parts
-        self._found: dict[tuple[Output, int, int, int], tuple[Message, ...]] = {}
+        self._found: dict[tuple[StageTensor, int, int, int], tuple[Message, ...]] = {}
 
     def units(self, micro_batches: int) -> Units:
         """Return the units of a step of so many micro-batches."""
@@ -60,7 +60,7 @@ class Ways:
             least=self.teacher.pipeline,
         )
 
-    def messages(self, output: Output, unit: int, length: int) -> tuple[Message, ...]:
+    def messages(self, output: StageTensor, unit: int, length: int) -> tuple[Message, ...]:
         """Return the messages of an output of a unit of `length` positions."""
         replicas = unit % self.teacher.replicas, unit % self.student.replicas
         key = (output, *replicas, length)
@@ -69,7 +69,7 @@ class Ways:
         return self._found[key]
 
     def _messages(
-        self, output: Output, replicas: tuple[int, int], length: int
+        self, output: StageTensor, replicas: tuple[int, int], length: int
     ) -> tuple[Message, ...]:
         if output.kind == "output":
             return messages(
@@ -85,13 +85,13 @@ class Ways:
         )
         return tuple(message for part, message in of_heads if part == output.part)
 
-    def holds(self, output: Output, unit: int) -> bool:
+    def holds(self, output: StageTensor, unit: int) -> bool:
         """Whether this rank's teacher computes a part of the output of a unit."""
         if output.kind != "output" and output.part != self._own_part:
             return False
         return self.places[0] == (unit % self.teacher.replicas, output.source)
 
-    def needs(self, output: Output, unit: int) -> bool:
+    def needs(self, output: StageTensor, unit: int) -> bool:
         """Whether this rank's student needs a part of the output of a unit."""
         return self.places[1] == (unit % self.student.replicas, output.destination)
 

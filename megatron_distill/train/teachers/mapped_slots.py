@@ -19,7 +19,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.shared_memory import allocate_shared, shared_path
 from megatron_distill.train.teachers.answer_ways import Columns, SlotPlace, Slots
-from megatron_distill.train.teachers.answers import CREDIT_TAG, AnswerPlan, Command, Part
+from megatron_distill.train.teachers.answers import CREDIT_TAG, AnswerPlan, AnswerRows, RoundRequest
 
 __all__ = [
     "Credits",
@@ -78,21 +78,23 @@ class SharedMemoryWay:
     def connect(self, source: int, destination: int) -> None:
         """Nothing: the slots are mapped."""
 
-    def offer(self, command: Command, sources: Sequence[int]) -> None:
+    def offer(self, command: RoundRequest, sources: Sequence[int]) -> None:
         """See `AnswerWay`.
 
         Collective: that of `Credits.grant`.
         """
         self.credits.grant(command.turn, sources)
 
-    def claim(self, command: Command, rank: int) -> None:
+    def claim(self, command: RoundRequest, rank: int) -> None:
         """See `AnswerWay`.
 
         Collective: that of `Credits.claim`.
         """
         self.credits.claim(command.turn, rank)
 
-    def send(self, columns: Columns, parts: Sequence[Part], to: SlotPlace) -> Sequence[Sending]:
+    def send(
+        self, columns: Columns, parts: Sequence[AnswerRows], to: SlotPlace
+    ) -> Sequence[Sending]:
         """See `AnswerWay`; rows in host memory are in the slot on return."""
         slot = self.slots[to.rank][to.block][to.micro_batch]
         for part in parts:
@@ -100,7 +102,9 @@ class SharedMemoryWay:
             slot[part.column][message.received].copy_(columns[part.column][message.sent])
         return ()
 
-    def receive(self, columns: Columns, parts: Sequence[Part], source: int, at: SlotPlace) -> None:
+    def receive(
+        self, columns: Columns, parts: Sequence[AnswerRows], source: int, at: SlotPlace
+    ) -> None:
         """See `AnswerWay`; the rows are there with the header."""
 
 

@@ -39,7 +39,7 @@ from megatron_distill.train.teachers.attention_heads import (
     sizes_per_position,
 )
 from megatron_distill.train.teachers.host_states import HostFeatures, HostStates
-from megatron_distill.train.teachers.layout_ways import Output, Ways
+from megatron_distill.train.teachers.layout_ways import StageTensor, Ways
 from megatron_distill.train.teachers.live import ModelOutput
 from megatron_distill.train.teachers.moved_head import move_head
 from megatron_distill.train.teachers.transfer import Movement, transfer
@@ -79,12 +79,12 @@ class OwnLayout:
     own_groups: Groups
     ways: Ways
     sequence_length: int
-    outputs: tuple[Output, ...]
+    outputs: tuple[StageTensor, ...]
     offload_hidden: bool = False
     host_states: HostStates | None = None
     host_features: HostFeatures | None = None
     captured: dict[tuple[FeatureKind, int, int], Tensor] = field(default_factory=dict)
-    buffers: dict[tuple[Output, int], Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[StageTensor, int], Tensor] = field(default_factory=dict)
     number: int = 0
     has_own_tokens: bool = False
 
@@ -134,7 +134,7 @@ class OwnLayout:
             own_groups=own_groups,
             ways=ways,
             sequence_length=sequence_length,
-            outputs=(Output(None, ways.teacher.pipeline - 1, ways.student.pipeline - 1),),
+            outputs=(StageTensor(None, ways.teacher.pipeline - 1, ways.student.pipeline - 1),),
             offload_hidden=offload_hidden,
             host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
             host_features=HostFeatures(execution.device) if offload_hidden else None,
@@ -157,7 +157,7 @@ class OwnLayout:
             }
         )
         features = tuple(
-            Output(layer, of_teacher[layer - 1], rank, kind, part)
+            StageTensor(layer, of_teacher[layer - 1], rank, kind, part)
             for layer, rank, kind in wanted
             for part in range(1 if kind == "output" else self.ways.parts)
         )
@@ -252,7 +252,7 @@ class OwnLayout:
         units = self.ways.units(len(batches))
         running = [number for number in wave if number in wanted]
         sent = self._run_wanted(wave, batches[wave.start], units, running) if running else {}
-        found: dict[tuple[Output, int], Tensor] = {}
+        found: dict[tuple[StageTensor, int], Tensor] = {}
         movements = []
         for unit in units.of_wave(wave):
             micro_batch = unit // units.student_replicas
@@ -287,7 +287,7 @@ class OwnLayout:
 
     def _run_wanted(
         self, wave: range, batch: Batch, units: Units, running: Collection[int]
-    ) -> dict[tuple[Output, int], Tensor]:
+    ) -> dict[tuple[StageTensor, int], Tensor]:
         """Run the units of the micro-batches `running` of a wave, whose first batch is given."""
         own, made = units.of_teacher(wave, self._replica), batch.units[self.number]
         if self._is_joint:
@@ -301,7 +301,7 @@ class OwnLayout:
 
     def _run_units(
         self, batches: Sequence[Batch], units: Sequence[int]
-    ) -> dict[tuple[Output, int], Tensor]:
+    ) -> dict[tuple[StageTensor, int], Tensor]:
         """Run micro-batches; return the outputs of this stage for the first ones, `units`."""
         assert len(batches) >= len(units), "the loader makes them"
         if not batches:
@@ -354,7 +354,7 @@ class OwnLayout:
         self.captured["key", layer, micro_batch] = key
         return query, key
 
-    def _buffer(self, output: Output, micro_batch: int, rows: int) -> Tensor:
+    def _buffer(self, output: StageTensor, micro_batch: int, rows: int) -> Tensor:
         """Return memory for a received output `[s, b, ...]`; a step's is allocated once."""
         layout, config = self.groups.layout, self.model.config
         shards = {
@@ -377,7 +377,7 @@ class OwnLayout:
         return self.buffers[output, micro_batch]
 
     def _signal(
-        self, number: int, batch: Batch, found: Mapping[tuple[Output, int], Tensor]
+        self, number: int, batch: Batch, found: Mapping[tuple[StageTensor, int], Tensor]
     ) -> ModelOutput | WithFeatures | None:
         signal = None
         hidden_sbh = found.get((self.outputs[0], number))

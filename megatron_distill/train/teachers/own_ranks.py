@@ -24,8 +24,8 @@ from megatron_distill.train.teachers.answers import (
     COMMAND_TAG,
     HEAD_TAG,
     AnswerPlan,
-    Command,
-    Request,
+    RequestKind,
+    RoundRequest,
 )
 from megatron_distill.train.teachers.attention_heads import FeatureKind, joined_parts
 from megatron_distill.train.teachers.units import Message
@@ -56,19 +56,19 @@ class Asking:
     def __post_init__(self) -> None:
         self._free.extend(range(self.plan.blocks))
 
-    def ask(self, request: Request, number: int) -> Command:
+    def ask(self, request: RequestKind, number: int) -> RoundRequest:
         """Open a round on all ranks.
 
         Collective: the bridge, 32 bytes from the student's first rank to each rank of the teacher.
         """
         self._turn += 1
-        command = Command(request, number, self._turn, self._free.popleft())
+        command = RoundRequest(request, number, self._turn, self._free.popleft())
         if self.ring is not None:
             self.ring.open(command)
         self._send(command)
         return command
 
-    def close(self, command: Command) -> None:
+    def close(self, command: RoundRequest) -> None:
         """Free the slots of a round that is not read any more."""
         if self.ring is not None:
             self.ring.close(command)
@@ -76,14 +76,14 @@ class Asking:
 
     def stop(self) -> None:
         """Let the teacher end, and wait until it has the message."""
-        self._send(Command(Request.STOP))
+        self._send(RoundRequest(RequestKind.STOP))
         for _, sending in self._under_way:
             for one in sending:
                 one.wait()
         if self.ring is not None:
             self.ring.stop()
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: RoundRequest) -> None:
         if self.bridge.rank != 0:
             return
         if self.bridge.is_asked_to_stop:
@@ -175,8 +175,8 @@ class OwnRanksTeacher:
         self._last_step = last_step
         self._alone = alone
         self._step = 0
-        self._used: Command | None = None
-        self._ahead: deque[Command] = deque()
+        self._used: RoundRequest | None = None
+        self._ahead: deque[RoundRequest] = deque()
         self._shared_memory = shared_memory
         self._has_started = False
         self._routes = asking.plan.routes
@@ -250,7 +250,7 @@ class OwnRanksTeacher:
         self._alone.progress.begin(self._step)
         last = min(self._step + self._asking.plan.steps_ahead, self._last_step)
         for number in range(self._step + len(self._ahead), last + 1):
-            self._ahead.append(self._asking.ask(Request.STEP, number))
+            self._ahead.append(self._asking.ask(RequestKind.STEP, number))
         self._used = self._ahead.popleft()
         return self.answers(self._used, batches)
 
@@ -267,10 +267,10 @@ class OwnRanksTeacher:
     def ask_held_out(self, number: int, batches: Sequence[Batch]) -> Signals:
         """Return the signals of a held-out batch, counted from 1."""
         self.release()
-        self._used = self._asking.ask(Request.HELD_OUT, number)
+        self._used = self._asking.ask(RequestKind.HELD_OUT, number)
         return self.answers(self._used, batches)
 
-    def answers(self, command: Command, batches: Sequence[Batch]) -> Signals:
+    def answers(self, command: RoundRequest, batches: Sequence[Batch]) -> Signals:
         """Return the signals of a round."""
         ring = self._asking.ring
         if ring is None:

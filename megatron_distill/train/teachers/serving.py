@@ -37,15 +37,15 @@ from megatron_distill.train.teachers.answers import (
     AnswerError,
     AnswerHeader,
     AnswerPlan,
-    Command,
-    Request,
+    RequestKind,
+    RoundRequest,
     token_hash,
 )
 from megatron_distill.train.teachers.attention_heads import FeatureKind
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.units import Message
 
-__all__ = ["AnswerSender", "Share", "TeacherServer", "send_head", "units_of_round"]
+__all__ = ["AnswerSender", "TeacherServer", "UnitShare", "send_head", "units_of_round"]
 
 # Of the last hidden state: the tensors for the losses between logits.
 LastColumns = Callable[[Tensor, Batch], Sequence[Tensor]]
@@ -53,7 +53,7 @@ LastColumns = Callable[[Tensor, Batch], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class _Answer:
-    command: Command
+    command: RoundRequest
     unit: int
     columns: Columns  # empty where the unit could not be read, or is left out
     non_finite: Tensor
@@ -92,7 +92,7 @@ class AnswerSender:
         """See `connect_routes`; before the first round."""
         connect_routes(self._plan, self._way, self._bridge)
 
-    def put(self, command: Command, unit: int, columns: Columns, batch: Batch) -> None:
+    def put(self, command: RoundRequest, unit: int, columns: Columns, batch: Batch) -> None:
         """Send a unit's answer; `batch` is whole, as on the host.
 
         Raises AnswerError: a tensor is not that of the plan.
@@ -111,15 +111,15 @@ class AnswerSender:
         }
         self._work.put(_Answer(command, unit, columns, bad, hashes, computed))
 
-    def refuse(self, command: Command, unit: int) -> None:
+    def refuse(self, command: RoundRequest, unit: int) -> None:
         """Let the student know that a unit has no answer; `Bridge.failure` says why."""
         self._without_rows(command, unit, is_left_out=False)
 
-    def leave_out(self, command: Command, unit: int) -> None:
+    def leave_out(self, command: RoundRequest, unit: int) -> None:
         """Let the student know that a unit has no sample of this teacher."""
         self._without_rows(command, unit, is_left_out=True)
 
-    def _without_rows(self, command: Command, unit: int, *, is_left_out: bool) -> None:
+    def _without_rows(self, command: RoundRequest, unit: int, *, is_left_out: bool) -> None:
         hashes = dict.fromkeys(range(self._plan.student.context), 0)
         self._work.put(_Answer(command, unit, {}, torch.zeros(()), hashes, None, is_left_out))
 
@@ -128,7 +128,7 @@ class AnswerSender:
         self._work.put(None)
         self._thread.join()
 
-    def _require_shapes(self, command: Command, unit: int, columns: Columns) -> None:
+    def _require_shapes(self, command: RoundRequest, unit: int, columns: Columns) -> None:
         """Compare shapes and dtypes, by which the receivers have their slots."""
         for number, tensor in columns.items():
             column = self._plan.columns[number][1]
@@ -219,7 +219,7 @@ def units_of_round(plan: AnswerPlan, teacher: OnlineTeacher) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Share:
+class UnitShare:
     """The units that a teacher runs.
 
     number: in a batch, of one of several teachers that runs on its own samples. None: it runs on
@@ -274,7 +274,7 @@ class TeacherServer:
     device: torch.device
     alone: LoneFailure
     layers: dict[tuple[FeatureKind, int], Tensor] = field(default_factory=dict)
-    share: Share = Share()
+    share: UnitShare = UnitShare()
     has_own_tokens: bool = False
 
     def tap(self) -> None:
@@ -313,11 +313,11 @@ class TeacherServer:
         world, those of the loader and of its model's forward pass.
         """
         has_failed = False
-        while (command := self._command()).request != Request.STOP:
+        while (command := self._command()).request != RequestKind.STOP:
             if is_requested():
                 self.bridge.ask_to_stop()
             batches: Sequence[Batch] | None = None
-            if command.request == Request.HELD_OUT:
+            if command.request == RequestKind.HELD_OUT:
                 batches = self.held_out[command.number - 1]
             elif not has_failed:
                 batches = self._step(command.number)
@@ -336,17 +336,17 @@ class TeacherServer:
             self.bridge.note_failure(str(error))
             return None
 
-    def _refuse(self, command: Command) -> None:
+    def _refuse(self, command: RoundRequest) -> None:
         if self.sender is not None:
             for unit in dict.fromkeys(filter(self._is_own, self.units)):
                 self.sender.refuse(command, unit)
 
-    def _command(self) -> Command:
+    def _command(self) -> RoundRequest:
         sent = torch.empty(4, dtype=torch.int64)
         self.bridge.receive(sent, 0, tag=COMMAND_TAG).wait()
-        return Command.of(sent)
+        return RoundRequest.of(sent)
 
-    def _run(self, command: Command, batches: Sequence[Batch]) -> None:
+    def _run(self, command: RoundRequest, batches: Sequence[Batch]) -> None:
         turns, left_out = self._turns(batches)
         if turns:
             run_schedule(
@@ -383,7 +383,7 @@ class TeacherServer:
                 left_out.append(unit)
         return turns, left_out
 
-    def _leave_out(self, command: Command, units: Sequence[int]) -> None:
+    def _leave_out(self, command: RoundRequest, units: Sequence[int]) -> None:
         if self.sender is not None:
             for unit in units:
                 self.sender.leave_out(command, unit)
@@ -396,7 +396,7 @@ class TeacherServer:
         iterator: Iterator[_Turn],
         model: torch.nn.Module,
         *,
-        command: Command,
+        command: RoundRequest,
     ) -> tuple[Tensor, Callable[..., None]]:
         turn = next(iterator)
         unit, whole = turn.unit, turn.batch

@@ -47,7 +47,7 @@ __all__ = [
 
 
 @dataclass
-class _Step:
+class _RecordsStep:
     """The records of one step in transit: read by one rank, broadcast, decoded by each rank."""
 
     batches: Sequence[Batch]
@@ -90,7 +90,7 @@ class StoredTeacher:
         self._reads_signals = groups.is_last_stage
         assert (stores is not None) == (self._reads_signals and groups.tensor.rank() == 0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
-        self._expected: deque[_Step] = deque()
+        self._expected: deque[_RecordsStep] = deque()
 
     def expect(self, batches: Sequence[Batch]) -> None:
         """Begin to read the records of a later step."""
@@ -125,10 +125,10 @@ class StoredTeacher:
         if self._stores is not None:
             self._stores.close()
 
-    def _begin(self, batches: Sequence[Batch]) -> _Step:
+    def _begin(self, batches: Sequence[Batch]) -> _RecordsStep:
         if not self._reads_signals:
-            return _Step(batches, ())
-        step = _Step(batches, [HostBatch.of(batch, self._joined) for batch in batches])
+            return _RecordsStep(batches, ())
+        step = _RecordsStep(batches, [HostBatch.of(batch, self._joined) for batch in batches])
         if self._stores is not None:
             alone = self._joined is None
             step.reading = self._thread.submit(
@@ -150,7 +150,7 @@ class StoredTeacher:
         names = tuple(term.name for term in self._terms)
         return [replace(signal, names=names) for signal in signals]
 
-    def _exchange(self, step: _Step) -> None:
+    def _exchange(self, step: _RecordsStep) -> None:
         """Broadcast the packed records to every rank that needs them, and start decoding."""
         if step.is_exchanged:
             return

@@ -126,9 +126,9 @@ EVERY_STEP, AS_ON_CUDA = (1, 0), (4, 1)
 @contextmanager
 def looking(interval: int, delay: int) -> Iterator[None]:
     """Let the host look at the drawn ids every few steps, some steps later, as beside a GPU."""
-    from megatron_distill.models.generation.pace import PACES, Pace
+    from megatron_distill.models.generation.pace import PACES, StopCheckPace
 
-    with patch.dict(PACES, {"cpu": Pace(interval, delay)}):
+    with patch.dict(PACES, {"cpu": StopCheckPace(interval, delay)}):
         yield
 
 

@@ -85,7 +85,7 @@ def taken(
         from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt, vocab_shard
         from megatron_distill.ops import LogitRule
-        from megatron_distill.train.assemble.alignment import TeacherTokens
+        from megatron_distill.train.assemble.alignment import TeacherTokenizer
         from megatron_distill.train.objective import TokenObjective
         from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
         from megatron_distill.train.step import Student, run_student
@@ -99,7 +99,7 @@ def taken(
         (model,) = build_gpt(other, groups=groups, execution=execution, seed=12, interleaved=False)
         model.eval()
         head = model.head_weight().detach() if groups.is_last_stage else None
-        teacher, aligned = TeacherTokens(
+        teacher, aligned = TeacherTokenizer(
             Vocabulary(TEACHER, "teacher"), TEACHER_LENGTH, None, tokens_map
         ).connect(
             OnlineTeacher(model, other, head, groups, TEACHER_LENGTH),

@@ -36,7 +36,7 @@ def move_heads(rank: int, world: int, teacher: Sizes, student: Sizes) -> int:
     with megatron_groups(**student) as groups:
         from megatron_distill.runtime.groups import Layout, create_second_groups
         from megatron_distill.train.teachers.attention_heads import attention_parts, joined_parts
-        from megatron_distill.train.teachers.layout_ways import Output, Ways
+        from megatron_distill.train.teachers.layout_ways import StageTensor, Ways
         from megatron_distill.train.teachers.transfer import Movement, transfer
 
         own_groups = create_second_groups(Layout(**teacher), timeout_minutes=5)
@@ -48,7 +48,7 @@ def move_heads(rank: int, world: int, teacher: Sizes, student: Sizes) -> int:
         for unit in range(4):
             for kind in ("query", "key"):
                 for part in range(parts):
-                    output = Output(1, 0, groups.pipeline.size() - 1, kind, part)
+                    output = StageTensor(1, 0, groups.pipeline.size() - 1, kind, part)
                     sent = received = None
                     if ways.holds(output, unit):
                         first, whole = heads * own_groups.tensor.rank(), kind == "key"

@@ -25,7 +25,7 @@ from tests.e2e.runs import (
 )
 
 if TYPE_CHECKING:
-    from megatron_distill.train.loop import Parts
+    from megatron_distill.train.loop import LoopInputs
     from megatron_distill.train.run_state import RunState
 
 
@@ -48,7 +48,7 @@ def poisoned_step(
         return text, _as_bits(weights) == before, _as_bits(_moments(state)) == moments
 
 
-def _token_of_one_sample(parts: Parts) -> int:
+def _token_of_one_sample(parts: LoopInputs) -> int:
     """A token that a single sample of the first step holds, so that one rank alone sees it."""
     beginning = parts.loader.state_dict()
     batches = parts.loader.take(1).micro_batches

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.teachers.answer_ways import Columns, SlotPlace
-from megatron_distill.train.teachers.answers import Part
+from megatron_distill.train.teachers.answers import AnswerRows
 from tests.distributed.pool import Pool
 from tests.distributed.teachers.test_answer_routes import PairGroups
 from tests.e2e.runs import SECONDS, Inputs, records
@@ -54,7 +54,7 @@ def bytes_in_roles(
         return usual(bridge, tensor, to, tag=tag)
 
     def written(
-        way: SharedMemoryWay, columns: Columns, parts: Sequence[Part], to: SlotPlace
+        way: SharedMemoryWay, columns: Columns, parts: Sequence[AnswerRows], to: SlotPlace
     ) -> Any:
         slot = way.slots[to.rank][to.block][to.micro_batch]
         rows = [slot[part.column][part.message.received] for part in parts]

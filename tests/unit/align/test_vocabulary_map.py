@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_distill.align import build_vocabulary_map
-from megatron_distill.align.special_roles import Role, paired_special_tokens, special_roles
+from megatron_distill.align.special_roles import SpecialRole, paired_special_tokens, special_roles
 from megatron_distill.align.vocabulary_map import (
     Evidence,
     VocabularyMap,
@@ -164,7 +164,7 @@ def test_special_tokens_pair_by_role_alone() -> None:
     student = ranked(special=turns, eos="<|im_end|>")
     teacher = ranked(special=("<|begin_of_text|>", "<|eot_id|>", "<|tool|>", "<|end_of_text|>"),
                      eos="<|end_of_text|>", bos="<|begin_of_text|>")  # fmt: skip
-    assert special_roles(student) == {Role.END_OF_TEXT: 256, Role.END_OF_TURN: 257}
+    assert special_roles(student) == {SpecialRole.END_OF_TEXT: 256, SpecialRole.END_OF_TURN: 257}
     assert paired_special_tokens(student, teacher) == {256: 259, 257: 257}
     found = build_vocabulary_map(student, teacher)
     assert [Evidence(one) for one in found.evidence_V[256:]] == [
@@ -178,7 +178,7 @@ def test_special_tokens_pair_by_role_alone() -> None:
         paired_special_tokens(student, teacher, special_pairs=[("<|tool|>", "<|tool|>")] * 2)
     # A token that the tokenizer declares, without a spelling of the table.
     own = ranked(special=("<stop>",), eos="<stop>", pad="<stop>")
-    assert special_roles(own) == {Role.END_OF_TEXT: 256}
+    assert special_roles(own) == {SpecialRole.END_OF_TEXT: 256}
 
 
 def test_one_tokenizer_on_both_sides_is_refused() -> None:

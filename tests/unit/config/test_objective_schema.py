@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import get_args
 
-from megatron_distill.config.schema.objective import PARAMETERS, Divergence, TermConfig
+from megatron_distill.config.schema.objective import PARAMETERS, DivergenceName, TermConfig
 from megatron_distill.ops.divergences import DIVERGENCES
 from megatron_distill.signals import Support
 
 
 def test_divergences_are_those_of_the_table() -> None:
-    assert get_args(Divergence) == tuple(DIVERGENCES)
+    assert get_args(DivergenceName) == tuple(DIVERGENCES)
     assert get_args(TermConfig.model_fields["support"].annotation) == get_args(Support)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_distill.data.preview import Totals, histogram, legend, sample_text, token_kinds
+from megatron_distill.data.preview import PreviewTotals, histogram, legend, sample_text, token_kinds
 from megatron_distill.data.samples import (
     CE_TRAINED,
     FULLY_TRAINED,
@@ -59,7 +59,7 @@ def test_text_is_marked_as_it_is_trained() -> None:
 
 
 def test_totals_count_each_kind() -> None:
-    one, totals = sample(), Totals()
+    one, totals = sample(), PreviewTotals()
     totals.add(one, token_kinds(one, isolate_documents=True))
     real = one.document_ids_S1 >= 0
     assert (totals.padding, totals.positions) == (1, len(real))

@@ -8,13 +8,19 @@ import pytest
 
 from megatron_distill.launching import node
 from megatron_distill.launching.node_health import Health, gpu_problems, main
-from megatron_distill.launching.records import Launch, Launches, NodeOutcome, Status, read_record
+from megatron_distill.launching.records import (
+    Launches,
+    LaunchRecord,
+    NodeOutcome,
+    Status,
+    read_record,
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The folder of a launch."""
-    launch = Launch("7", 0, "7", ["train"], ["n1"], ["127.0.0.1"], 0, 1.0)
+    launch = LaunchRecord("7", 0, "7", ["train"], ["n1"], ["127.0.0.1"], 0, 1.0)
     return Launches(tmp_path, tmp_path, "").begin(launch)
 
 
@@ -68,7 +74,7 @@ def test_a_node_that_cannot_find_the_first_one_is_bad(
 ) -> None:
     """As one that only the ssh of the machine that submits has a name for."""
     names, addresses = ["n0", "n1"], ["n0.invalid", "127.0.0.1"]
-    launch = Launch("7", 0, "7", ["train"], names, addresses, 0, 1.0)
+    launch = LaunchRecord("7", 0, "7", ["train"], names, addresses, 0, 1.0)
     (found,) = problems(Launches(tmp_path, tmp_path, "").begin(launch), monkeypatch)
     assert found.startswith("finds no n0.invalid, by which ranks reach n0 (")
     assert found.endswith("needs its address, --hosts n0=10.0.0.1")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.launching.pod import _record, main
-from megatron_distill.launching.records import Launch, Launches, Status
+from megatron_distill.launching.records import Launches, LaunchRecord, Status
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_user_s_file_ends_the_launches_of_pods(
     assert f"not started: remove {launches.stop_file} to go on" in capsys.readouterr().err
     assert launches.all() == []
 
-    launch = Launch("distill", 0, "distill", ["train"], ["n1"], ["n1"], 0, 1.0)
+    launch = LaunchRecord("distill", 0, "distill", ["train"], ["n1"], ["n1"], 0, 1.0)
     launches.begin(launch)
     for is_stopped, text in ((True, "no further launch: "), (False, "goes on from step 0")):
         _record(launches, launch, Status.UNFINISHED, None)

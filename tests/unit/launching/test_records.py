@@ -12,8 +12,8 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import grace_seconds
 from megatron_distill.launching.records import (
     BadNode,
-    Launch,
     Launches,
+    LaunchRecord,
     NodeOutcome,
     Outcome,
     Status,
@@ -24,8 +24,12 @@ from megatron_distill.launching.records import (
 )
 
 
-def launch(job: str, restart: int, progress: int, started: float, submission: str = "a") -> Launch:
-    return Launch(job, restart, submission, ["train"], ["n1"], ["127.0.0.1"], progress, started)
+def launch(
+    job: str, restart: int, progress: int, started: float, submission: str = "a"
+) -> LaunchRecord:
+    return LaunchRecord(
+        job, restart, submission, ["train"], ["n1"], ["127.0.0.1"], progress, started
+    )
 
 
 def make_checkpoint(results: Path, step: int, save_seconds: float | None = None) -> None:

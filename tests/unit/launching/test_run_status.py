@@ -14,7 +14,7 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.records import Launch, Launches, Outcome, Status, write_record
+from megatron_distill.launching.records import Launches, LaunchRecord, Outcome, Status, write_record
 from megatron_distill.launching.run_status import read_status
 from megatron_distill.runtime.folder_lock import take_lock
 
@@ -40,7 +40,9 @@ def begin(run: Path, *, steps_done: int, changed: float = LONG_AGO) -> Path:
 
 def launch(run: Path, outcome: Outcome | None, *, started: float = LONG_AGO) -> None:
     launches = Launches(run / "launches", run, "")
-    folder = launches.begin(Launch("7", 2, "7", ["train"], ["n1", "n2"], ["n1", "n2"], 20, started))
+    folder = launches.begin(
+        LaunchRecord("7", 2, "7", ["train"], ["n1", "n2"], ["n1", "n2"], 20, started)
+    )
     if outcome is not None:
         write_record(folder / "outcome.json", outcome)
 
@@ -248,7 +250,7 @@ def test_a_capture_has_its_shards_speed_and_state(tmp_path: Path) -> None:
         os.utime(file, (now - 60 + 20 * shard,) * 2)
     (store / "shards" / "logits-000003.partial-n1").touch()
     launches = Launches(tmp_path / "store.launches", store, "")
-    folder = launches.begin(Launch("7", 1, "7", ["capture"], ["n1"], ["n1"], 0, now - 100))
+    folder = launches.begin(LaunchRecord("7", 1, "7", ["capture"], ["n1"], ["n1"], 0, now - 100))
     status = read_status(store)
     assert (status.state, status.detail) == ("running", "launch 7-1 on n1")
     assert (status.step, status.steps) == (3, 5)
@@ -279,7 +281,7 @@ def test_jobs_that_write_a_store_side_by_side_are_shown_together(tmp_path: Path)
     def of_job(job: int, outcome: Outcome | None) -> None:
         folder = tmp_path / "store.launches" / f"job_{job}_of_2"
         launches = Launches(folder, store, "", job=job, jobs=2)
-        one = Launch(str(job), 3 * job, "s", ["capture"], ["n1"], ["n1"], 0, now - 1000 + job)
+        one = LaunchRecord(str(job), 3 * job, "s", ["capture"], ["n1"], ["n1"], 0, now - 1000 + job)
         folder = launches.begin(one)
         if outcome is not None:
             write_record(folder / "outcome.json", outcome)

@@ -18,7 +18,7 @@ import pytest
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program
-from megatron_distill.launching.records import Launch, Launches, Outcome, Status, bad_nodes
+from megatron_distill.launching.records import Launches, LaunchRecord, Outcome, Status, bad_nodes
 from megatron_distill.launching.ssh import SSH, Hosts
 from megatron_distill.launching.supervisor import (
     Policy,
@@ -105,7 +105,7 @@ def test_the_record_of_a_launch_tells_whether_another_one_follows(
 ) -> None:
     hosts = Hosts(["a", "b"], 2, {"a": "a", "b": "b"}, SSH, {}, first_pause=0.0)
     launches = Launches(tmp_path, tmp_path, "")
-    launch = Launch(hosts.job, 0, hosts.job, ["train"], ["a", "b"], ["a", "b"], 0, 1.0)
+    launch = LaunchRecord(hosts.job, 0, hosts.job, ["train"], ["a", "b"], ["a", "b"], 0, 1.0)
     launches.begin(launch)
     failed = Outcome(FAILED, "why", 0, 2.0)
     policy = Policy("python3", hosts.job)

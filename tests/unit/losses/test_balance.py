@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_distill.losses import (
+    BalanceScales,
     BalanceState,
     LossWeights,
     RatioBalance,
     RawLosses,
-    Scales,
     scaled_weights,
 )
 from tests.reference.balancing import balanced_total
@@ -66,7 +66,7 @@ def test_weights_within_divergences_and_within_features_stay_multipliers() -> No
     scales = RatioBalance().scales(raw, weights)
     scaled = scaled_weights(weights, alpha=0.5, scales=scales)
     # KD = 0.5 + 0.75, F = 8 + 8, s_f = 1.25 / 16, kd = 2.5, s_k = 0.8.
-    assert scales == Scales(feature=1.25 / 16, kd=0.8)
+    assert scales == BalanceScales(feature=1.25 / 16, kd=0.8)
     assert scaled.terms == pytest.approx((0.4, 1.2))
     assert scaled.features == pytest.approx((0.4 * 1.25 / 16, 0.8 * 1.25 / 16))
     assert scaled.ce == 1.0
@@ -85,11 +85,11 @@ def test_a_size_of_zero_scales_nothing() -> None:
     own = LossWeights(1.0, (1.0,), (1.0,))
     balance = RatioBalance()
     # Student equal to teacher: nothing that could be infinite, and the features go on alone.
-    assert balance.scales(RawLosses(2.0, (0.0,), (0.0,)), own) == Scales(1.0, 1.0)
-    assert balance.scales(RawLosses(2.0, (0.0,), (4.0,)), own) == Scales(1.0, 0.5)
-    assert balance.scales(RawLosses(2.0, (0.5,), (0.0,)), own) == Scales(1.0, 4.0)
+    assert balance.scales(RawLosses(2.0, (0.0,), (0.0,)), own) == BalanceScales(1.0, 1.0)
+    assert balance.scales(RawLosses(2.0, (0.0,), (4.0,)), own) == BalanceScales(1.0, 0.5)
+    assert balance.scales(RawLosses(2.0, (0.5,), (0.0,)), own) == BalanceScales(1.0, 4.0)
     # No token has a label: distillation is not scaled to nothing.
-    assert balance.scales(RawLosses(0.0, (0.5,), (0.0,)), own) == Scales(1.0, 1.0)
+    assert balance.scales(RawLosses(0.0, (0.5,), (0.0,)), own) == BalanceScales(1.0, 1.0)
 
 
 @pytest.mark.parametrize("tiny", [5e-324, 1e-300, 1e-30, 1e-12, 1e-9])
@@ -109,7 +109,7 @@ def test_non_finite_losses_give_finite_weights(wrong: float) -> None:
         ce, term, feature = (wrong if place == one else sizes[one] for one in range(3))
         raw = RawLosses(ce, (term,), (feature,))
         assert not raw.is_finite
-        assert RatioBalance().scales(raw, own) == Scales(1.0, 1.0)
+        assert RatioBalance().scales(raw, own) == BalanceScales(1.0, 1.0)
 
 
 def test_the_clamp_holds_on_both_sides() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.planning.device import (
-    Device,
+    DeviceProfile,
     Link,
     device_names,
     load_device,
@@ -97,7 +97,9 @@ def test_an_unknown_device_is_an_error_with_the_known_ones() -> None:
 def test_ranks_of_a_cpu_share_its_cores() -> None:
     fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 8}
     rates = {"thread_efficiency": [[0.5, 0.75], [50.0, 0.95]], "logit_ns": {"fp32": 3.0}}
-    machine = Device.model_validate(fields | rates | {"product_efficiency": [[0.5, 0.5], [50, 1]]})
+    machine = DeviceProfile.model_validate(
+        fields | rates | {"product_efficiency": [[0.5, 0.5], [50, 1]]}
+    )
     four, sixteen = machine.shared_by(4), machine.shared_by(16)
     peak = machine.peak_tflops["bf16"]
     assert four.peak_tflops["bf16"] == pytest.approx(peak * 2)
@@ -125,7 +127,7 @@ def test_factors_of_steps_are_those_of_who_has_the_cores_and_of_the_precision() 
     steps = {"one rank": {"fp32": {"loss": 1.5}}, "several ranks": {"fp32": {"loss": 1.2}}}
     cpu = load_device("h200").model_dump() | {"kind": "cpu", "cores": 4, "step_factors": steps}
     cpu |= {"score_ns": (2.0, 4.0), "thread_efficiency": [[1.0, 0.5]]}
-    machine = Device.model_validate(cpu | {"factors": {"loss": 2.0}})
+    machine = DeviceProfile.model_validate(cpu | {"factors": {"loss": 2.0}})
     assert machine.shared_by(1).factor("loss", "fp32") == 3.0
     assert machine.shared_by(2).factor("loss", "fp32") == 2.4
     assert machine.shared_by(1).factor("loss", "bf16") == 2.0
@@ -135,7 +137,9 @@ def test_factors_of_steps_are_those_of_who_has_the_cores_and_of_the_precision() 
 
 
 def test_stages_of_a_cpu_that_wait_lend_their_cores() -> None:
-    cpu = Device.model_validate(load_device("h200").model_dump() | {"kind": "cpu", "cores": 2})
+    cpu = DeviceProfile.model_validate(
+        load_device("h200").model_dump() | {"kind": "cpu", "cores": 2}
+    )
     choice = Choice(layout=Layout(1, 2), ranks=2, micro_batch_size=1, layers=(31, 1))
     alone, shared = (student_stages(run_of(), choice, cpu.shared_by(ranks)) for ranks in (2, 4))
     busy = mean(stage.total for stage in alone) / max(stage.total for stage in alone)

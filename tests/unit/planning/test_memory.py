@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_distill.planning.activations import forward_bytes
-from megatron_distill.planning.device import Device, load_device
+from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import MemoryNeed, memory_need
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher
@@ -93,7 +93,7 @@ def test_weights_that_rest_in_host_memory_need_it_in_the_forward_passes_alone() 
     }
     heads = {shape: 2 * shape.vocab_size * shape.hidden_size for shape in bytes_of}
 
-    def need(*rests: bool, device: Device = DEVICE) -> MemoryNeed:
+    def need(*rests: bool, device: DeviceProfile = DEVICE) -> MemoryNeed:
         shapes = zip(("math", "code"), (MATH, CODE), rests, strict=True)
         both = [SharedTeacher(name, shape, 1.0, rests=it) for name, shape, it in shapes]
         return memory_need(taught(*both), choice, device, numbers)

@@ -17,7 +17,7 @@ from benchmarks.steps.cases import layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case
 from benchmarks.teachers import SUBJECTS, Subject, settings
 from megatron_distill.config import load_config, teacher_ranks
-from megatron_distill.planning.device import Device
+from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.search import planned
 from megatron_distill.train.reports.planned_run import (
     configured_choice,
@@ -35,11 +35,11 @@ def record(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.model_validate(record("planning")["device"])
+def device() -> DeviceProfile:
+    return DeviceProfile.model_validate(record("planning")["device"])
 
 
-def predicted(subject: Subject, device: Device) -> float:
+def predicted(subject: Subject, device: DeviceProfile) -> float:
     """Seconds of a step of a subject; every process has one thread, the lone one too."""
     config = load_config(ROOT / "configs" / "tiny.yaml", settings(subject, length=256, steps=10))
     run = planned_run(config, open_shapes(config))
@@ -60,7 +60,7 @@ def in_order(rows: dict[str, tuple[float, float]]) -> list[bool]:
             if here[1] > (1 + DISTINCT) * here[0]]  # fmt: skip
 
 
-def test_steps_with_teachers_elsewhere_take_about_the_predicted_time(device: Device) -> None:
+def test_steps_with_teachers_elsewhere_take_about_the_predicted_time(device: DeviceProfile) -> None:
     steps = record("teachers")["steps"]
     rows = {
         one.name: (median(step["step_seconds"] for step in steps[one.name]), predicted(one, device))
@@ -73,7 +73,7 @@ def test_steps_with_teachers_elsewhere_take_about_the_predicted_time(device: Dev
     assert all(in_order(rows))
 
 
-def test_the_steps_beside_peers_take_about_the_predicted_time(device: Device) -> None:
+def test_the_steps_beside_peers_take_about_the_predicted_time(device: DeviceProfile) -> None:
     rounds = record("step")["rounds"]
     rows = {
         case.name: (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import DataError
-from megatron_distill.planning.device import Device, load_device
+from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import MeasuredSteps, read_steps, refined
 from megatron_distill.planning.run import Choice
@@ -65,7 +65,7 @@ def test_the_refined_device_predicts_the_measured_phases(tmp_path: Path) -> None
 
 def test_a_run_of_a_cpu_refines_what_it_measured_and_a_second_one_adds_its_part() -> None:
     fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 5.0}
-    cpu = Device.model_validate(fields)
+    cpu = DeviceProfile.model_validate(fields)
     run = run_of(llama(4, 256, 704, 8, 4, vocab_size=32_768), precision="fp32")
     numbers = stage_numbers(run.student, Layout(), (4,))
     one = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(4,), place="none")

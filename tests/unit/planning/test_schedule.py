@@ -14,7 +14,7 @@ from megatron_distill.planning.device import load_device
 from megatron_distill.planning.run import Choice
 from megatron_distill.planning.schedule import (
     Operation,
-    Task,
+    TimedTask,
     chrome_trace,
     interleaved_order,
     one_forward_one_backward,
@@ -175,7 +175,7 @@ def test_an_order_has_every_pass_once_and_no_backward_before_its_forward() -> No
 
 def test_lanes_that_wait_for_each_other_are_an_error() -> None:
     first, second = Operation("forward", 0, 0, 0), Operation("forward", 0, 0, 1)
-    lanes = [[Task(first, 1.0, ((second, 0.0),))], [Task(second, 1.0, ((first, 0.0),))]]
+    lanes = [[TimedTask(first, 1.0, ((second, 0.0),))], [TimedTask(second, 1.0, ((first, 0.0),))]]
     with pytest.raises(ValueError, match="wait for one another"):
         walk(lanes)
 

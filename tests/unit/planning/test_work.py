@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
-from megatron_distill.planning.device import Device, Link, load_device
+from megatron_distill.planning.device import DeviceProfile, Link, load_device
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.run import Choice, PlannedRun
@@ -81,7 +81,7 @@ def test_logits_whose_rows_fall_into_the_same_cache_sets_take_what_was_measured_
     )
     choice = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(4,), place="none")
 
-    def nanoseconds(columns: int, device: Device) -> float:
+    def nanoseconds(columns: int, device: DeviceProfile) -> float:
         student = llama(4, 512, 1408, 8, 4, vocab_size=columns)
         run = replace(RUN, student=student, teacher=None)
         numbers = stage_numbers(student, Layout(), choice.layers)

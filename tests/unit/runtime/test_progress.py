@@ -9,7 +9,7 @@ import re
 import pytest
 
 from megatron_distill.runtime.progress import (
-    Field,
+    ProgressFigure,
     ProgressReporter,
     short_count,
     significant,
@@ -18,10 +18,10 @@ from megatron_distill.runtime.progress import (
 from tests.support.terminals import Clock, Terminal
 
 FIELDS = (
-    Field("first 1.000"),
-    Field("only in lines", only_in_lines=True),
-    Field("14.8k tok/s"),
-    Field("1.23 GB"),
+    ProgressFigure("first 1.000"),
+    ProgressFigure("only in lines", only_in_lines=True),
+    ProgressFigure("14.8k tok/s"),
+    ProgressFigure("1.23 GB"),
 )
 
 

@@ -18,7 +18,7 @@ from megatron_distill.models.hugging_face.mixture import (
 )
 from megatron_distill.models.hugging_face.rules import Same
 from megatron_distill.models.hugging_face.settings import (
-    Entries,
+    ConfigEntries,
     Field,
     Fields,
     HeadSize,
@@ -41,7 +41,7 @@ class PredictionLayers:
         getattr(theirs, self.entry)
         return {}
 
-    def write(self, architecture: Architecture) -> Entries:  # noqa: ARG002
+    def write(self, architecture: Architecture) -> ConfigEntries:  # noqa: ARG002
         """See `Setting`."""
         return {self.entry: 0}
 

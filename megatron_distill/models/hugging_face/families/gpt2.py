@@ -9,12 +9,12 @@ from megatron_distill.models.hugging_face.family import Family
 from megatron_distill.models.hugging_face.rules import FusedQKV, Rule, Same
 from megatron_distill.models.hugging_face.settings import (
     Always,
-    Choice,
-    Entries,
+    ConfigEntries,
     Field,
     Fields,
     Off,
     Only,
+    RenamedValues,
 )
 
 _LOGGER = get_logger(__name__)
@@ -35,7 +35,7 @@ class _Widths:
             "ffn_hidden_size": theirs.n_inner or 4 * theirs.n_embd,
         }
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         return {"n_inner": architecture.ffn_hidden_size}
 
@@ -54,7 +54,7 @@ class _HiddenDropout:
             )
         return {"hidden_dropout": theirs.resid_pdrop}
 
-    def write(self, architecture: Architecture) -> Entries:
+    def write(self, architecture: Architecture) -> ConfigEntries:
         """See `Setting`."""
         return dict.fromkeys(("embd_pdrop", "resid_pdrop"), architecture.hidden_dropout)
 
@@ -86,7 +86,7 @@ FAMILY = Family(
         Field("init_std", "initializer_range"),
         Field("attention_dropout", "attn_pdrop"),
         _HiddenDropout(),
-        Choice(
+        RenamedValues(
             "activation",
             "activation_function",
             {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_distill.data.aligned.preview import Pieces, chunk_table
+from megatron_distill.data.aligned.preview import PrintableTokens, chunk_table
 from megatron_distill.data.chat.source import ConversationOptions, ConversationSource
 from megatron_distill.data.collation import micro_batch, pack_samples
 from megatron_distill.data.formats import SourceSpec
@@ -124,7 +124,13 @@ def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path: Pat
     sample = source_of(spec, student, options_of(tmp_path, teacher)).next_sample()
     kinds = token_kinds(sample, isolate_documents=True)
     table = chunk_table(
-        sample, Pieces(student), Pieces(teacher), kinds, rows=30, width=80, has_colour=False
+        sample,
+        PrintableTokens(student),
+        PrintableTokens(teacher),
+        kinds,
+        rows=30,
+        width=80,
+        has_colour=False,
     )
     console = Console(width=80, record=True)
     console.print(table)

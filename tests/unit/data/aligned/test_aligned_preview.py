@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megatron_distill.align import Coverage
 from megatron_distill.data.aligned.coverage import StepCoverage, TokenBytes, sample_coverage
-from megatron_distill.data.aligned.preview import Pieces, chunk_table, coverage_lines
+from megatron_distill.data.aligned.preview import PrintableTokens, chunk_table, coverage_lines
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.preview import BOTH, CE_ONLY, token_kinds
 from megatron_distill.data.samples import NO_CHUNK, Sample
@@ -50,7 +50,7 @@ def cells(table: Table) -> list[tuple[str, ...]]:
 def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path: Path) -> None:
     (sample,), student, teacher = samples(tmp_path, 1)
     assert sample.teacher is not None
-    sides = (Pieces(student), Pieces(teacher))
+    sides = (PrintableTokens(student), PrintableTokens(teacher))
     kinds = token_kinds(sample, isolate_documents=True)
     table = chunk_table(sample, *sides, kinds, rows=1000, width=100, has_colour=True)
     rows = cells(table)
@@ -93,7 +93,13 @@ def test_a_token_in_no_chunk_among_those_of_one_is_in_its_row(tmp_path: Path, si
     kinds = token_kinds(sample, isolate_documents=True)
     tables = [
         chunk_table(
-            one, Pieces(student), Pieces(teacher), kinds, rows=1000, width=100, has_colour=False
+            one,
+            PrintableTokens(student),
+            PrintableTokens(teacher),
+            kinds,
+            rows=1000,
+            width=100,
+            has_colour=False,
         )
         for one in (
             whole,

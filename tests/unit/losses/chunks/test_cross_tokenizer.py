@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.aligned.projected_rows import Entries
+from megatron_distill.ops.aligned.projected_rows import SparseMatrix
 from megatron_distill.signals import HiddenState
 from tests.reference.cross_tokenizer import AlignedProblem, Alignment
 from tests.reference.distillation import row_error
@@ -251,7 +251,10 @@ def test_both_ways_to_project_give_the_same() -> None:
     offsets, ids, weights = map_rows((83, 61))
     columns = torch.arange(83).repeat_interleave(offsets.diff())
     values = torch.rand(5, 83)
-    for entries in (Entries.of(columns, ids, weights, 61), Entries.of(ids, columns, weights, 83)):
+    for entries in (
+        SparseMatrix.of(columns, ids, weights, 61),
+        SparseMatrix.of(ids, columns, weights, 83),
+    ):
         part = values[:, : len(entries.lengths)] if len(entries.lengths) == 83 else values
         torch.testing.assert_close(entries.by_adding(part), entries.by_segments(part))
 

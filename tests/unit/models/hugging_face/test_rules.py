@@ -18,7 +18,7 @@ from tests.distributed.hugging_face_models import save_model
 from tests.distributed.megatron_world import small_architecture
 
 if TYPE_CHECKING:
-    from megatron_distill.models.hugging_face.rules import Piece
+    from megatron_distill.models.hugging_face.rules import TensorPiece
 
 LAYERS = "decoder.layers."
 QKV = f"{LAYERS}self_attention.linear_qkv."
@@ -38,7 +38,7 @@ def _prepared() -> None:
     prepare_megatron_core(on_cuda=False)
 
 
-def assert_covered_once(pieces: Sequence[Piece], rows: int) -> None:
+def assert_covered_once(pieces: Sequence[TensorPiece], rows: int) -> None:
     ours = [row for p in pieces for run in p.runs for row in range(run.ours, run.ours + run.rows)]
     assert sorted(ours) == list(range(rows))
     for piece in pieces:

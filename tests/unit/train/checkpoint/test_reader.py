@@ -21,7 +21,7 @@ from megatron_distill.train.checkpoint import archive as module  # noqa: E402
 from megatron_distill.train.checkpoint import reader, shards  # noqa: E402
 from megatron_distill.train.checkpoint.archive import BlockReader, locate  # noqa: E402
 from megatron_distill.train.checkpoint.reader import MappedChunks  # noqa: E402
-from megatron_distill.train.checkpoint.shards import Part, Shard  # noqa: E402
+from megatron_distill.train.checkpoint.shards import Shard, ShardPart  # noqa: E402
 from megatron_distill.train.checkpoint.writer import (  # noqa: E402
     Snapshot,
     write_index,
@@ -75,7 +75,7 @@ def write(folder: Path, written: Sequence[Sequence[Shard]]) -> Path:
     for rank, own in enumerate(written):
         for shard in own:
             shard.data.copy_(expected(shard))
-        windows = [w for shard in own for w in Part(shard, 0, shard.data.numel()).windows()]
+        windows = [w for shard in own for w in ShardPart(shard, 0, shard.data.numel()).windows()]
         found = write_rank_file(Snapshot(windows, {}), folder, rank)
         assert isinstance(found, list)
         stored += found
@@ -88,7 +88,7 @@ def read(folder: Path, wanted: Sequence[Sequence[Shard]]) -> int:
     chunks = MappedChunks(folder)
     found = []
     for own in wanted:
-        parts = [Part(shard, 0, shard.data.numel()) for shard in own]
+        parts = [ShardPart(shard, 0, shard.data.numel()) for shard in own]
         found.append(reader._read(parts, chunks))
     every = np.concatenate([one.partial_registers() for one in found])
     for one in found:

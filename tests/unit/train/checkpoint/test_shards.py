@@ -16,8 +16,8 @@ prepare_megatron_core(on_cuda=False)
 
 from megatron_distill.train.checkpoint import shards as module  # noqa: E402
 from megatron_distill.train.checkpoint.shards import (  # noqa: E402
-    Part,
     Shard,
+    ShardPart,
     Staging,
     rectangles,
     shares,
@@ -61,7 +61,7 @@ def test_windows_of_any_block_size_hold_the_part(block_bytes: int) -> None:
     expected[1:, 1:, 1:] = torch.arange(30.0).view(1, 6, 5)
     found = torch.full(shard.global_shape, -1.0)
     with patch.object(module, "_BLOCK_BYTES", block_bytes):
-        windows = list(Part(shard, 1, 24).windows())
+        windows = list(ShardPart(shard, 1, 24).windows())
     for window in windows:
         assert window.data.is_contiguous()
         assert window.data.nbytes <= max(block_bytes, 20)
@@ -93,7 +93,7 @@ def test_shares_hold_every_element_once_and_differ_by_a_row(
 def test_a_save_s_copies_stay_while_the_weights_go_on_and_the_next_reuses_the_memory() -> None:
     staging = Staging()
     held = [a_shard((3, 5)), a_shard((2, 2), start=1)]
-    windows = [w for shard in held for w in Part(shard, 0, shard.data.numel()).windows()]
+    windows = [w for shard in held for w in ShardPart(shard, 0, shard.data.numel()).windows()]
     expected = [window.data.clone() for window in windows]
     copies = staging.copies(windows)
     for shard in held:

@@ -16,7 +16,7 @@ from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
 prepare_megatron_core(on_cuda=False)
 
-from megatron_distill.train.checkpoint.shards import Staging, Window  # noqa: E402
+from megatron_distill.train.checkpoint.shards import Staging, TensorWindow  # noqa: E402
 
 
 class OnDevice(torch.Tensor):
@@ -67,9 +67,9 @@ def driver() -> Iterator[Driver]:
         yield found
 
 
-def windows(*counts: int) -> list[Window]:
+def windows(*counts: int) -> list[TensorWindow]:
     return [
-        Window(str(count), torch.arange(float(count)).as_subclass(OnDevice), (0,), (count,))
+        TensorWindow(str(count), torch.arange(float(count)).as_subclass(OnDevice), (0,), (count,))
         for count in counts
     ]
 

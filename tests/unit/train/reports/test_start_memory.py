@@ -11,8 +11,8 @@ import torch
 from megatron_distill.config import RunConfig, load_config
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.parameters import parameters, places
-from megatron_distill.planning.device import Device, load_device
-from megatron_distill.runtime.launch import Device as RankDevice
+from megatron_distill.planning.device import DeviceProfile, load_device
+from megatron_distill.runtime.launch import DeviceProfile as RankDevice
 from megatron_distill.train.reports import start_memory
 from megatron_distill.train.reports.planned_run import open_shapes
 from tests.unit.commands.test_plan import RUN, SEVERAL
@@ -20,7 +20,7 @@ from tests.unit.commands.test_plan import RUN, SEVERAL
 CPU = RankDevice("cpu", "gloo", torch.device("cpu"))
 
 
-def machine(gib: float, kind: str) -> Device:
+def machine(gib: float, kind: str) -> DeviceProfile:
     update = {"memory_gib": gib, "kind": kind, "reserved_gib": 0.0, "title": "a small machine"}
     return load_device("h100-80gb").model_copy(update=update)
 

@@ -30,9 +30,9 @@ from megatron_distill.train.teachers.answers import (
     COMMAND_TAG,
     AnswerPlan,
     Column,
-    Command,
     Output,
-    Request,
+    RequestKind,
+    RoundRequest,
 )
 from megatron_distill.train.teachers.device_slots import CudaIpcWay
 from megatron_distill.train.teachers.mapped_slots import Credits, SharedMemoryWay
@@ -173,8 +173,8 @@ class Exchange:
         word = torch.empty(4, dtype=torch.int64)
         while True:
             bridge.receive(word, 0, tag=COMMAND_TAG).wait()
-            command = Command.of(word)
-            if command.request == Request.STOP:
+            command = RoundRequest.of(word)
+            if command.request == RequestKind.STOP:
                 break
             for unit in range(UNITS):
                 sender.put(command, unit, self.answer(command.number, unit), batch_of(1, LENGTH))

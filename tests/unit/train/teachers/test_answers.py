@@ -21,9 +21,9 @@ from megatron_distill.train.teachers.answers import (
     AnswerHeader,
     AnswerPlan,
     Column,
-    Command,
     Output,
-    Request,
+    RequestKind,
+    RoundRequest,
     token_hash,
 )
 from megatron_distill.train.teachers.attention_heads import attention_parts
@@ -224,8 +224,8 @@ def test_a_hash_is_of_tokens_and_samples() -> None:
 
 
 def test_commands_and_headers_arrive_as_they_are_sent() -> None:
-    command = Command(Request.HELD_OUT, number=3, turn=9, block=1)
-    assert Command.of(command.tensor()) == command
+    command = RoundRequest(RequestKind.HELD_OUT, number=3, turn=9, block=1)
+    assert RoundRequest.of(command.tensor()) == command
     header = AnswerHeader(9, 4, token_hash(batch_of(1, 8)), 2, asks_to_stop=True)
     assert header.tensor().shape == AnswerHeader.empty().shape
     without = AnswerHeader(9, 4, 0, 0, has_failed=True), AnswerHeader(9, 4, 0, 0, is_left_out=True)
@@ -241,7 +241,7 @@ def test_an_answer_of_another_shape_is_named_with_unit_and_route(sequence: bool)
     store = cast(dist.Store, None)  # nothing is sent
     bridge = Bridge(6, roles, store, cast(dist.ProcessGroup, None), lambda _: nullcontext(), 1.0)
     way = SharedMemoryWay({}, Credits(bridge, rounds=plan.blocks))
-    device, command = torch.device("cpu"), Command(Request.STEP, 3, 3, 0)
+    device, command = torch.device("cpu"), RoundRequest(RequestKind.STEP, 3, 3, 0)
     rows = 8 if sequence else 16
     assert plan.sent_rows(6) == {0: rows}
     sender = AnswerSender(plan, way, bridge, device=device, alone=LoneFailure())
