@@ -181,24 +181,14 @@ def _with_common(
     if group is not None and top_k is None:
         layout = TeacherLayout.of(student_ids, teacher_ids, student_shards, teacher_shards, group)
         new_ids, teacher_shards, shard = layout.new_ids, list(layout.shards), layout.shard
-        teacher_ids, teacher = new_ids[teacher_ids], _rearranged(teacher, layout)
+        teacher_ids, teacher = new_ids[teacher_ids], teacher.with_columns(layout.rows)
     rank = 0 if group is None else dist.get_rank(group)
     columns = CommonColumns.of(student_ids, teacher_ids, student_shards, teacher_shards, rank)
-    device = teacher.logits.device if isinstance(teacher, DenseLogits) else teacher.weight.device
-    columns, own = columns.to(device), vocabularies.student_shard
+    columns, own = columns.to(teacher.device), vocabularies.student_shard
     gold: dict[CommonTokenRule, GoldColumns] = {}
     if columns.is_aligned:
         gold["strict"] = GoldColumns.of(columns, (own, shard))
     return SharedVocabularies(own, shard, columns, new_ids, group, gold=gold), teacher
-
-
-def _rearranged(
-    teacher: DenseLogits | HiddenState, layout: TeacherLayout
-) -> DenseLogits | HiddenState:
-    if isinstance(teacher, DenseLogits):
-        return DenseLogits(layout.rows(teacher.logits.detach().t()).t().contiguous())
-    bias = None if teacher.bias is None else layout.rows(teacher.bias)
-    return replace(teacher, weight=layout.rows(teacher.weight), bias=bias)
 
 
 def _teacher_shard(

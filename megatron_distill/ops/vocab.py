@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 __all__ = ["VocabShard"]
@@ -65,11 +64,6 @@ class VocabShard:
         """Leading columns of this shard that are real (0 on a wholly padded shard)."""
         return max(0, min(self.stop, self.size) - self.start)
 
-    @property
-    def padding_width(self) -> int:
-        """Trailing columns of this shard that are padding."""
-        return self.width - self.real_width
-
     def owns(self, ids: Tensor) -> Tensor:
         """Whether each global id is a real column of this shard; bool, the shape of ``ids``."""
         return (ids >= self.start) & (ids < self.start + self.real_width)
@@ -77,7 +71,3 @@ class VocabShard:
     def local(self, ids: Tensor) -> Tensor:
         """Column of each global id within this shard; ids of other shards are clamped into it."""
         return (ids - self.start).clamp(0, max(self.real_width - 1, 0))
-
-    def is_padding(self, device: torch.device | str = "cpu") -> Tensor:
-        """Mask ``[V]`` of the padded columns."""
-        return torch.arange(self.width, device=device) >= self.real_width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -113,6 +113,11 @@ class DenseLogits:
         return self.logits.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Device of the logits."""
+        return self.logits.device
+
+    @property
     def rule(self) -> LogitRule:
         """The identity."""
         return LogitRule()
@@ -130,6 +135,10 @@ class DenseLogits:
     ) -> Tensor:
         """See `LogitSource`."""
         return take(self.logits[:, :columns])
+
+    def with_columns(self, rows: Callable[[Tensor], Tensor]) -> DenseLogits:
+        """The columns that ``rows`` makes of the transposed logits ``[V, N]``, detached."""
+        return DenseLogits(rows(self.logits.detach().t()).t().contiguous())
 
     def logit_source(self) -> DenseLogits:
         """See `Signal`."""
@@ -196,6 +205,11 @@ class HiddenState:
         return self.weight.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Device of the hidden states and the head."""
+        return self.weight.device
+
+    @property
     def rule(self) -> LogitRule:
         """Soft-cap and scale."""
         return LogitRule(self.logit_softcap, self.logit_scale)
@@ -213,6 +227,11 @@ class HiddenState:
         if self.bias is None:
             return torch.mm(hidden, weight, out=out)
         return torch.addmm(self.bias[:columns], hidden, weight, out=out)
+
+    def with_columns(self, rows: Callable[[Tensor], Tensor]) -> HiddenState:
+        """The columns that ``rows`` makes of the head ``[V, H]`` and of the bias ``[V]``."""
+        bias = None if self.bias is None else rows(self.bias)
+        return replace(self, weight=rows(self.weight), bias=bias)
 
     def logit_source(self) -> HiddenState:
         """See `Signal`."""
