@@ -305,8 +305,8 @@ def _by_characters(
         place = int(spans_N2[index, 0])
         raise DataError(
             f"{tokenizer.name}: cannot be inverted at byte {place} of a text, "
-            f"{_excerpt(data, place)}: token {index} begins before the token in front of it ends; "
-            "leave this text out"
+            f"{_excerpt(data, place)}: token {index} begins before the token in front of it ends. "
+            "Leave this text out"
         )
     return spans_N2, continues_N
 
@@ -428,7 +428,7 @@ def _no_encoding(tokenizer: ByteTokenizer, table: _ByteTable, ids_N: Ints, data:
             break
     return (
         f"{tokenizer.name}: these ids do not encode the text at or after byte {place} of "
-        f"{len(data)}, {_excerpt(data, place)}; give the ids that this tokenizer's encode_batch "
+        f"{len(data)}, {_excerpt(data, place)}. Give the ids that this tokenizer's encode_batch "
         "returns for the text"
     )
 

@@ -300,6 +300,6 @@ def _evidence_problem(given: VocabularyMap) -> str | None:
         return (
             f"{given.student.name} and {given.teacher.name}: no token of the student "
             f"({counted(given.student.size, 'id')}) has the bytes of one of the teacher "
-            f"({counted(given.teacher.size, 'id')}); take tokenizers of the same kind of text"
+            f"({counted(given.teacher.size, 'id')}). Take tokenizers of the same kind of text"
         )
     return None

@@ -128,8 +128,8 @@ def _check_claims(launches: Launches, work_folder: str, claims: Sequence[str]) -
     place = Path(os.path.normpath(Path(work_folder) / launches.folder))
     if not any(place.is_relative_to(os.path.normpath(claim)) for claim in claims):
         raise ConfigError(
-            f"{launches.named}: in the pods {place} is on no --claim, and would be lost with them; "
-            "give --claim NAME:FOLDER above it, or use a folder on a claim"
+            f"{launches.named}: in the pods {place} is on no --claim, and would be lost with them. "
+            "Give --claim NAME:FOLDER above it, or use a folder on a claim"
         )
 
 

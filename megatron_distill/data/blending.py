@@ -42,7 +42,7 @@ def warn_of_pauses(
         share = weight / total
         if has - share * count > 1:  # more than `next_source` lets it lead
             _LOG.warning(
-                "%s.%d: none of the next %s samples are of this source: it gave %s of the first "
+                "%s.%d: none of the next %s samples are of this source. It gave %s of the first "
                 "%s, and its weight is now a share of %.3g. Weights count from the beginning of "
                 "the run: restore them, or start a new run with student.checkpoint",
                 *(key, owner, f"{has / share - count:,.0f}", f"{has:,}", f"{count:,}", share),

@@ -143,6 +143,6 @@ def _name_in(
         return value
     found = f"has no {field!r}" if value is None else f"has {field} = {value!r}"
     raise DataError(
-        f"data source {source}: row {place} {found}, and the teachers are {', '.join(names)}; "
-        f"correct the row, add a teacher of that name, or change teacher_field of the source"
+        f"data source {source}: row {place} {found}, and the teachers are {', '.join(names)}. "
+        f"Correct the row, add a teacher of that name, or change teacher_field of the source"
     )

@@ -172,7 +172,7 @@ def _samples_in_epoch(
     if size > _COUNTED_BYTES:
         raise DataError(
             f"train.epochs: data source {spec.name} has {size / 1e6:,.0f} MB of documents, and the "
-            f"samples of more than {_COUNTED_BYTES / 1e6:,.0f} MB are not counted; set "
+            f"samples of more than {_COUNTED_BYTES / 1e6:,.0f} MB are not counted. Set "
             "train.steps, or run megatron-distill data tokenize"
         )
     order = Order(

@@ -106,7 +106,7 @@ def batch_script(
     if limit is not None and limit <= warned:
         raise ConfigError(
             f"--time {demand.time}: is {limit:,.0f} s for Slurm, and the save before the limit "
-            f"takes {math.ceil(warned):,} of them; ask for more, as 24:00:00 for a day, or set "
+            f"takes {math.ceil(warned):,} of them. Ask for more, as 24:00:00 for a day, or set "
             "--grace-seconds"
         )
     lines.append(f"#SBATCH --signal=B:USR1@{math.ceil(warned)}")

@@ -105,7 +105,7 @@ class UserBuffers:
             shapes = ", ".join(f"{one.positions} x {one.hidden_size}" for one in [*known, shape])
             raise ConfigError(
                 f"{_KEY} = true: Transformer Engine has room for {_MOST_SETS} shapes of buffers, "
-                f"and the models' positions x hidden sizes are {shapes}; set {_KEY}=false, or give "
+                f"and the models' positions x hidden sizes are {shapes}. Set {_KEY}=false, or give "
                 "a teacher ranks of its own"
             )
 

@@ -80,7 +80,7 @@ def spread_queues() -> None:
     if given == "1" and _compute_capability() is not None:
         raise ConfigError(
             f"{_QUEUES}=1: messages of a teacher on ranks of its own and the collectives that wait "
-            f"for them would share a queue: a deadlock; unset it, or set {_QUEUES}={_MOST_QUEUES}"
+            f"for them would share a queue: a deadlock. Unset it, or set {_QUEUES}={_MOST_QUEUES}"
         )
 
 
@@ -314,7 +314,7 @@ def claim_device(device: Device, launch: Launch) -> None:
     if launch.store.add(f"gpu/{node}/{visible}/{device.torch_device.index}", 1) > 1:
         raise ConfigError(
             f"{launch.roles.name(launch.rank)} has the same GPU as another rank of "
-            f"{socket.gethostname()}: CUDA_VISIBLE_DEVICES={visible} in both; give each rank a GPU "
+            f"{socket.gethostname()}: CUDA_VISIBLE_DEVICES={visible} in both. Give each rank a GPU "
             "of its own, or start fewer ranks per node"
         )
 

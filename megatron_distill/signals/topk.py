@@ -97,7 +97,7 @@ class TopK:
                 raise ValueError(
                     f"{term.name} is at temperature {term.temperature:g}, the top-k at "
                     f"{self.temperature:g}: support {term.support!r} needs the teacher's "
-                    "normaliser at the term's temperature; take the top-k there, or use "
+                    "normaliser at the term's temperature. Take the top-k there, or use "
                     "support='renormalized'"
                 )
             log_probs = log_probs * (self.temperature / term.temperature)

@@ -133,7 +133,7 @@ class RunState:
         if (before, now) == ("fp32", "bf16"):
             raise CheckpointError(
                 f"train.precision = 'bf16': {folder} is of a run in fp32, without the optimizer's "
-                "fp32 copies; set train.precision=fp32, or begin a run in bf16 with "
+                "fp32 copies. Set train.precision=fp32, or begin a run in bf16 with "
                 "student.checkpoint and another output"
             )
         check_same_model(description, self.architecture, self.tokenizer_hash, folder)
@@ -165,7 +165,7 @@ def check_same_features(
         if there[key] != here[key]:
             raise CheckpointError(
                 f"{folder} has other feature losses: {key} are {there[key]} in the checkpoint and "
-                f"{here[key]} in this run; change {setting}, or start a new run with "
+                f"{here[key]} in this run. Change {setting}, or start a new run with "
                 "student.checkpoint and another `output`"
             )
 

@@ -109,14 +109,14 @@ def _stored(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 (f"{path}.alignment", "teacher.store"),
                 f"{path}.alignment = {term.alignment!r}: needs whole distributions, and "
-                "teacher.store has a part; use 'likelihood' or 'common' with top_k, or set "
+                "teacher.store has a part. Use 'likelihood' or 'common' with top_k, or set "
                 "teacher.hf or teacher.checkpoint in place of the store",
             )
         if term.alignment == "common" and term.top_k is None:
             yield Problem(
                 (f"{path}.top_k", "teacher.store"),
-                f"{path}.top_k = null: compares all common tokens, and teacher.store has a part; "
-                "set top_k to at most store.k, or set teacher.hf or teacher.checkpoint in place of "
+                f"{path}.top_k = null: compares all common tokens, and teacher.store has a part. "
+                "Set top_k to at most store.k, or set teacher.hf or teacher.checkpoint in place of "
                 "the store",
             )
     size = config.data.tokenizer.train_vocab_size

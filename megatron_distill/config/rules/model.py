@@ -231,7 +231,7 @@ def source_problems(model: ModelConfig, role: str) -> Iterator[Problem]:
     if all(source is None for source in sources):
         yield Problem(
             (hf, shape, checkpoint),
-            f"{role}: neither {hf} nor {shape} nor {checkpoint} is given; set {hf} to a Hugging "
+            f"{role}: neither {hf} nor {shape} nor {checkpoint} is given. Set {hf} to a Hugging "
             f"Face folder, {shape} to a shape (random weights), or {checkpoint} to a checkpoint",
         )
     for key, value in ((shape, model.architecture), (checkpoint, model.checkpoint)):

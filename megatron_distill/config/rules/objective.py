@@ -317,7 +317,7 @@ def layer_problems(
                 yield Problem(
                     (path, first),
                     f"{path} and {first} both have the {entry.loss} loss of student layer "
-                    f"{pair[0]} and teacher layer {pair[1]}; keep one of them, with the sum of "
+                    f"{pair[0]} and teacher layer {pair[1]}. Keep one of them, with the sum of "
                     "the weights",
                 )
 

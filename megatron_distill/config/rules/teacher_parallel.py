@@ -108,6 +108,6 @@ def _attention_maps(config: RunConfig, own: TeacherParallelConfig) -> Iterator[P
             yield Problem(
                 (name, "parallel.tensor", "teacher.parallel.tensor"),
                 f"{name} = 'attention': sends heads between tensor ranks, and of {few} and {many} "
-                "ranks neither number divides the other; change parallel.tensor or "
+                "ranks neither number divides the other. Change parallel.tensor or "
                 "teacher.parallel.tensor, or use a loss of hidden states",
             )

@@ -50,7 +50,7 @@ def several_stores_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 (key, f"{first}.store"),
                 f"{key} = {source.teacher_field!r}: packs each teacher's rows apart, and "
-                f"{first}.store has samples of whole sources; divide the file by that field into "
+                f"{first}.store has samples of whole sources. Divide the file by that field into "
                 f"sources with a `teacher` each, or set {first}.hf in place of its store",
             )
 
@@ -97,7 +97,7 @@ def _mixture(path: str, term: TermConfig, config: RunConfig) -> Iterator[Problem
         yield Problem(
             (f"{path}.score", *few),
             f"{path}.score = 'top_probability': {few[0]} gives ids at the term's temperature, and "
-            "the score is of temperature one; set score to cross_entropy or entropy, which it has "
+            "the score is of temperature one. Set score to cross_entropy or entropy, which it has "
             "of each token",
         )
     if len(few) > 1:

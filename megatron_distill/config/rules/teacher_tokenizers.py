@@ -82,7 +82,7 @@ def _store(key: str, model: ModelConfig) -> Iterator[Problem]:
             (f"{key}.store", "teachers"),
             f"{key}.store: among several teachers a store has records of the run's own samples, "
             f"found by number. {key} has a tokenizer of its own, so its records are found by "
-            f"document; set {key}.hf in place of its store, or teacher.store in place of teachers",
+            f"document. Set {key}.hf in place of its store, or teacher.store in place of teachers",
         )
 
 
@@ -131,7 +131,7 @@ def _samples(config: RunConfig, own: str, trains: Mapping[bool, list[int]]) -> I
                 yield Problem(
                     (key, "objective.terms"),
                     f"{key}: gives samples to teacher {name!r}, and no term {kind} is without a "
-                    "teacher of its own: nothing would be trained on them; add such a term, or "
+                    "teacher of its own: nothing would be trained on them. Add such a term, or "
                     "name another teacher",
                 )
 

@@ -77,6 +77,6 @@ def _one_size(job: JobConfig, layouts: dict[str, ParallelConfig]) -> Iterator[Pr
             yield Problem(
                 (_KEY, f"{key}.tensor", f"{first}.tensor"),
                 f"{_SETTING}: Transformer Engine has buffers for one tensor-parallel size, and "
-                f"{key}.tensor = {size} differs from {first}.tensor = {sizes[first]}; set one "
+                f"{key}.tensor = {size} differs from {first}.tensor = {sizes[first]}. Set one "
                 f"size, give the teacher ranks of its own, or set {_KEY}=false",
             )

@@ -377,7 +377,7 @@ class ModelConfig(Section):
         default=False,
         description="Teacher only: keep its hidden states and features of a step in pinned host "
         "memory until the student needs them. Used with pipeline stages, `offload`, or losses "
-        "measured in the step (`objective.balance`). Otherwise they wait on the GPU: a hidden "
+        "measured in the step (`objective.balance`). Otherwise they wait on the GPU. A hidden "
         "state takes 2 bytes times hidden size per token of the step and replica, divided by "
         "`tensor` with `sequence`. An attention map has the queries and whole-sequence keys of the "
         "rank's heads.",

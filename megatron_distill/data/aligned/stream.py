@@ -147,7 +147,7 @@ class RecordsOfDocuments:
         if self.absent == self.documents == _MOST_ABSENT:
             raise DataError(
                 f"teacher.store has none of the first {self.documents:,} documents of data source "
-                f"{self.name}, the last of which is {place}; use the corpus of the capture, or "
+                f"{self.name}, the last of which is {place}. Use the corpus of the capture, or "
                 "remove this source"
             )
 

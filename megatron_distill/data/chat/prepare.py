@@ -107,7 +107,7 @@ def prepared_conversations(
     if not options.keeps_weights and _has_weights(found):
         raise DataError(
             f"data source {spec.name}: its messages have weights other than 0 and 1, which a store "
-            "cannot hold; train with a live teacher, or set conversation.weight_key to a name that "
+            "cannot hold. Train with a live teacher, or set conversation.weight_key to a name that "
             "no message has"
         )
     return found
@@ -321,7 +321,7 @@ def _warn_of_unseen(name: str, folder: Path, count: int, template: str, remedy: 
     """Warn once per source and side, as above."""
     _LOG.warning(
         "%s: in %s the %s leaves out a system message, a question or tools, so the model lacks "
-        "them; %s, or remove them from the rows",
+        "them. Either %s, or remove them from the rows",
         *(name, counted(count, "conversation"), template, remedy),
     )
 

@@ -148,7 +148,7 @@ class _Worker:
         name = getattr(grade, "__name__", getattr(grade, "name", type(grade).__name__))
         raise DataError(
             f"the grader {name} cannot start: its process ended {_STARTS} times before the first "
-            f"text, last with status {process.exitcode}; free memory, or leave it out of the "
+            f"text, last with status {process.exitcode}. Free memory, or leave it out of the "
             "task's graders"
         )
 

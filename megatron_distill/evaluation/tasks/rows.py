@@ -124,7 +124,7 @@ def _matches(task: Task, pattern: str) -> list[str]:
 def _paths(task: Task, patterns: Sequence[str], key: str) -> list[Path]:
     if not patterns:
         raise ConfigError(
-            f"task {task.name}: {key} is empty; give the paths of its {key.removesuffix('s')}s, or "
+            f"task {task.name}: {key} is empty. Give the paths of its {key.removesuffix('s')}s, or "
             "a folder with files under the names in which the data set is published"
         )
     found: list[Path] = []

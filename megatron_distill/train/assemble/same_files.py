@@ -35,7 +35,7 @@ def require_same_files(data: DataConfig, bridge: Bridge) -> None:
             raise DataError(
                 f"data source {name}: {of_rank(bridge.rank)} on {bridge.host(bridge.rank)} has "
                 f"other files than {of_rank(0)} on {bridge.host(0)} (names and sizes are {found}, "
-                f"and {first[name]}); give both machines the same files"
+                f"and {first[name]}). Give both machines the same files"
             )
 
 

@@ -86,7 +86,7 @@ def _too_small(model: ModelConfig, role: str, size: int, wanted: int) -> str:
         )
     return (
         f"{role}.{source} = {getattr(model, source)!r}: its vocabulary has {size} tokens, but the "
-        f"tokenizer has {wanted}; set data.tokenizer.path to the tokenizer of that model, or give "
+        f"tokenizer has {wanted}. Set data.tokenizer.path to the tokenizer of that model, or give "
         f"the model {wanted} rows (`resize_token_embeddings` of transformers)"
     )
 

@@ -116,7 +116,7 @@ def _refuse_pickle(given: Path) -> None:
     pickle = given if given.suffix in _PICKLES else next(strange, None)
     if pickle is not None and pickle.is_file():
         raise CheckpointError(
-            f"{pickle} is a pickle, which can run code when it is read, and is refused; convert "
+            f"{pickle} is a pickle, which can run code when it is read, and is refused. Convert "
             "the model to safetensors where it was made, and import that"
         )
 

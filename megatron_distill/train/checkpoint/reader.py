@@ -140,7 +140,7 @@ class MappedChunks:
     def misfit(self, reason: str) -> CheckpointError:
         """Return the error of a checkpoint that lacks a part."""
         return CheckpointError(
-            f"{self.folder} is damaged or does not fit this model: {reason}; remove it to continue "
+            f"{self.folder} is damaged or does not fit this model: {reason}. Remove it to continue "
             "from an earlier one, or name a checkpoint of the same architecture"
         )
 

@@ -199,7 +199,7 @@ def _say_where_it_lacks_a_tokenizer(partial: Path, output: Path) -> None:
     if holds_tokenizer(partial) and not is_hugging_face(partial):
         _LOGGER.warning(
             "%s: the run's tokenizer is not a Hugging Face tokenizer, so transformers finds none "
-            "in this folder; it is in %s, which `megatron-distill generate --hf` reads. "
+            "in this folder. It is in %s, which `megatron-distill generate --hf` reads. "
             "--tokenizer DIR takes a Hugging Face tokenizer of the same ids instead",
             output,
             output / OTHER_KINDS_FOLDER,

@@ -159,7 +159,7 @@ class AnswerRing:
             if header.is_left_out:
                 raise AnswerError(
                     f"{where} is missing: the teacher has no sample of it, but this rank has one "
-                    f"of {batch.on_host.sample_ids_b.tolist()}; both read different data, so give "
+                    f"of {batch.on_host.sample_ids_b.tolist()}. Both read different data, so give "
                     "all machines the same files"
                 )
             if header.tokens != expected:

@@ -193,7 +193,7 @@ def share_memory(whole: Tensor, key: str) -> list[Any]:
         given = (os.environ.get(f"PYTORCH_{name}ALLOC_CONF") for name in ("", "CUDA_"))
         raise ConfigError(
             f"{key} = 'ipc': other processes cannot map expandable segments or cudaMallocAsync, "
-            f"which PYTORCH_CUDA_ALLOC_CONF = {next(filter(None, given), None)!r} asks for; remove "
+            f"which PYTORCH_CUDA_ALLOC_CONF = {next(filter(None, given), None)!r} asks for. Remove "
             f"them from it, or set {key} to nccl or gloo"
         )
     with _driver(key):

@@ -57,6 +57,6 @@ def require_tokens_at(
     if not is_same.all():
         raise StoreError(
             f"{where}: at position {int(positions[~is_same][0])} its tokens differ from those of "
-            "the teacher's tokenizer for the same text; set data.add_bos as in the capture, or "
+            "the teacher's tokenizer for the same text. Set data.add_bos as in the capture, or "
             "capture the store again"
         )

@@ -94,4 +94,4 @@ def test_auto_is_shared_memory_where_all_ranks_have_the_same(
         for rank in crossing_plan().teacher.ranks:
             assert f"teacher.transfer.backend = 'ipc': teacher.{rank - 2} and" in found[rank][1]
             assert "student.0 are on" in found[rank][1]
-            assert "two containers; set it to gloo" in found[rank][1]
+            assert "two containers. Set it to gloo" in found[rank][1]

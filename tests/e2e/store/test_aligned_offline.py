@@ -279,7 +279,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "another teacher's tokenizer": (
         ("teacher.tokenizer={path: {smaller}}", LIKELIHOOD),
-        ("its tokenizer is", "remove teacher.tokenizer to use that of the store"),
+        ("its tokenizer is", "Remove teacher.tokenizer to use that of the store"),
     ),
     "another length": (
         ("teacher.sequence_length=16", LIKELIHOOD),
@@ -290,7 +290,7 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "objective.terms=[{top_k: 5}]", "teacher.sequence_length=null",
             "data.tokenizer.path={larger}", "data.sequence_length=24",
         ),
-        ("captured for a student with a tokenizer of its own", "set alignment of"),
+        ("captured for a student with a tokenizer of its own", "Set alignment of"),
     ),
 }  # fmt: skip
 

@@ -147,7 +147,7 @@ def test_another_tokenizer_is_refused(
         assert "use one tokenizer for data and models" in text
     else:
         assert "its tokenizer is" in text
-        assert "remove data.tokenizer to use that of the store" in text
+        assert "Remove data.tokenizer to use that of the store" in text
 
 
 def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(

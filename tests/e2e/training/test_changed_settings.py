@@ -58,7 +58,7 @@ def test_changes_are_reported_once_and_each_start_is_saved(
     assert "hidden_size 32 vs 48" in message(call(pool, config, begun, *wrong))
     found = message(call(pool, config, begun, *SECOND, "train.precision=bf16"))
     assert "train.precision = 'bf16': " in found
-    assert "set train.precision=fp32" in found
+    assert "Set train.precision=fp32" in found
     assert "damaged" not in found
     assert kept(begun) == ["config.yaml"]
     assert (begun / "config.yaml").read_bytes() == first

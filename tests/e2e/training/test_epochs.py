@@ -139,7 +139,7 @@ def test_a_large_corpus_of_documents_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(data_sources, "_COUNTED_BYTES", 1000)
     spec = SourceSpec("jsonl", (str(inputs.corpus),))
-    with pytest.raises(DataError, match=r"train\.epochs: data source .*corpus.* set train\.steps"):
+    with pytest.raises(DataError, match=r"train\.epochs: data source .*corpus.* Set train\.steps"):
         samples_per_epoch(spec, tokenizer=tokenizer, options=options(tmp_path), seed=3)
 
 

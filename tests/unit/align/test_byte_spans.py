@@ -242,7 +242,7 @@ def test_a_special_token_before_a_text_that_spells_it_in_letters() -> None:
         ("tiktoken", "one two", "one", r"byte 3 of 7, near 'one two'"),
         ("sp_bpe", "one", "one two", r"byte 3 of 3, near 'one'"),
         ("hf_wordpiece", "One two", "one three", r"these ids do not encode the text"),
-        ("sp_nfkc", "\ufb01ne", "fin", r"give the ids that this tokenizer's encode_batch"),
+        ("sp_nfkc", "\ufb01ne", "fin", r"Give the ids that this tokenizer's encode_batch"),
     ],
 )
 def test_ids_of_another_text_are_refused(kind: str, text: str, ids_of: str, message: str) -> None:

@@ -273,10 +273,10 @@ teacher.architecture.num_layers=3
     -> objective.features.0.match = 'last': the teacher has 3 layers, fewer than the student's 4
 objective.features=[{student: 2, teacher: 2}, {match: uniform}]
     -> objective.features.1 and objective.features.0 both have the mse loss of student layer 2
-       and teacher layer 2; keep one of them, with the sum of the weights
+       and teacher layer 2. Keep one of them, with the sum of the weights
 objective.features=[{match: last}, {match: uniform}]
     -> objective.features.1 and objective.features.0 both have the mse loss of student layer 1
-       and teacher layer 1; keep one of them, with the sum of the weights
+       and teacher layer 1. Keep one of them, with the sum of the weights
 """
 OF_BALANCES = """
 objective.balance.mode=schedule
@@ -353,11 +353,11 @@ data.tokenizer={path: a, train_vocab_size: null}
 objective.terms=[{alignment: gold}]
 teacher={architecture: null, store: a}
     -> objective.terms.0.alignment = 'gold': needs whole distributions, and teacher.store has a
-       part; use 'likelihood' or 'common' with top_k, or set teacher.hf or teacher.checkpoint in
+       part. Use 'likelihood' or 'common' with top_k, or set teacher.hf or teacher.checkpoint in
        place of the store
 objective.terms=[{alignment: common}]
 teacher={architecture: null, store: a}
-    -> objective.terms.0.top_k = null: compares all common tokens, and teacher.store has a part; set
+    -> objective.terms.0.top_k = null: compares all common tokens, and teacher.store has a part. Set
        top_k to at most store.k, or set teacher.hf or teacher.checkpoint in place of the store
 objective.terms=[{alignment: likelihood}]
 parallel.context=2

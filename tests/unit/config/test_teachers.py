@@ -231,7 +231,7 @@ REFUSED_STORES = {
     ),
     "score of all ids": (
         STORE, "objective.terms=[{teachers: [math, code], score: top_probability}]",
-        "set score to cross_entropy or entropy",
+        "Set score to cross_entropy or entropy",
     ),
     "field": (
         STORE, "data.sources=[{format: jsonl, paths: x, teacher_field: domain}]",

@@ -39,7 +39,7 @@ train.precision=bf16
 parallel={tensor: 2, sequence: true}
 teacher.parallel={tensor: 4, sequence: true}
     -> runtime.tp_comm_overlap = true: Transformer Engine has buffers for one tensor-parallel
-       size, and teacher.parallel.tensor = 4 differs from parallel.tensor = 2; set one size, give
+       size, and teacher.parallel.tensor = 4 differs from parallel.tensor = 2. Set one size, give
        the teacher ranks of its own, or set runtime.tp_comm_overlap=false
 """
 )

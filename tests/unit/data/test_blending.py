@@ -101,7 +101,7 @@ def test_other_weights_on_resume_tell_how_long_a_source_is_not_read(
     changed.load_state_dict(state)
     (text,) = set(caplog.messages)  # a test before may have left a handler that passes them on
     assert text.startswith("data.sources.0: none of the next 400 samples are of this source: it ")
-    assert "it gave 200 of the first 400" in text
+    assert "It gave 200 of the first 400" in text
     assert "is now a share of 0.25" in text
     order = [which for which, _, _ in drawn(changed, 420)]
     assert 398 <= order.index(0) <= 402

@@ -158,4 +158,4 @@ def test_a_run_or_store_that_would_end_with_its_pods_is_refused(
     text = capsys.readouterr().err
     if place is not None:
         assert text.startswith(f"error: {words[0]}: in the pods {place} is on no --claim")
-        assert "give --claim NAME:FOLDER above it" in text
+        assert "Give --claim NAME:FOLDER above it" in text

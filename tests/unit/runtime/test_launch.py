@@ -127,7 +127,7 @@ def test_one_queue_of_the_environment_is_refused_beside_teachers_on_ranks_of_the
     monkeypatch.setattr(launch, "_compute_capability", lambda: None)
     spread_queues()  # on a machine without a GPU
     monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
-    with pytest.raises(ConfigError, match=f"{QUEUES}=1: .*; unset it, or set {QUEUES}=32"):
+    with pytest.raises(ConfigError, match=f"{QUEUES}=1: .*. Unset it, or set {QUEUES}=32"):
         spread_queues()
 
 

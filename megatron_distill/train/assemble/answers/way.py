@@ -224,5 +224,5 @@ def _require_same_host(plan: AnswerPlan, bridge: Bridge, rank: int, *, maps_memo
     if maps_memory and not bridge.shares_memory(rank):
         raise ConfigError(
             f"{_key(plan)} = 'ipc': {sender} and {receiver} are on {here}, and neither sees the "
-            "other's processes, as in two containers; set it to gloo, or start both in one"
+            "other's processes, as in two containers. Set it to gloo, or start both in one"
         )

@@ -91,7 +91,7 @@ def source_of_store(store: StoreReader, config: RunConfig, teacher: OneOfSeveral
             return index
     raise StoreError(
         f"{store.folder}: its samples are neither those of this run ({'; '.join(whole)}) nor those "
-        f"of one of its sources; restore the settings of the capture, or capture {teacher.key} on "
+        f"of one of its sources. Restore the settings of the capture, or capture {teacher.key} on "
         "data.sources or on the source that names it"
     )
 

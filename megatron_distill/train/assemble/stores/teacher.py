@@ -281,7 +281,7 @@ class TokensOfRun:
             )
         raise StoreError(
             f"{store.folder}: its samples have {found[0]} positions of the student and {found[1]} "
-            f"of the teacher, this run's {self.student_length} and {self.length}; set "
+            f"of the teacher, this run's {self.student_length} and {self.length}. Set "
             f"data.sequence_length={found[0]} and teacher.sequence_length={found[1]}, or capture a "
             "store for this run"
         )
@@ -297,7 +297,7 @@ class TokensOfRun:
         if there is not None and here is None:
             raise StoreError(
                 f"{store.folder}: captured for a student with a tokenizer of its own, and no term "
-                "has an alignment; set alignment of objective.terms.0, or capture a store with "
+                "has an alignment. Set alignment of objective.terms.0, or capture a store with "
                 "capture.aligned=false"
             )
         if there is not None and here is not None and there != here:
@@ -317,8 +317,8 @@ class TokensOfRun:
         elif there != here:
             key = "data.tokenizer" if self.student_tokenizer is None else "teacher.tokenizer"
             raise StoreError(
-                f"{store.folder}: its tokenizer is {there[:12]}, not {here[:12]} as in this run; "
-                f"remove {key} to use that of the store, or capture a store with this one"
+                f"{store.folder}: its tokenizer is {there[:12]}, not {here[:12]} as in this run. "
+                f"Remove {key} to use that of the store, or capture a store with this one"
             )
 
 
@@ -406,7 +406,7 @@ def _index(stores: StoreSet, fits: TokensOfRun, data: DataConfig) -> DocumentInd
         if source.conversation is not None:
             raise StoreError(
                 f"{stores.stores[0].folder}: captured with the teacher's tokenizer alone, so its "
-                f"records are found by text, but data.sources.{index}.conversation is set; capture "
+                f"records are found by text, but data.sources.{index}.conversation is set. Capture "
                 "a store with capture.aligned=true, or remove this source"
             )
     return DocumentIndex(stores)
