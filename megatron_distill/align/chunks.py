@@ -90,7 +90,7 @@ def chunks_of_ends(
 
     student, teacher: indices of the tokens with text, and their ends, which ascend strictly. first:
     per such token of each side the place, among tokens with text, of the first one in reach of its
-    chunk; None if all are.
+    chunk. None if all are.
     """
     (of_student, student_ends), (of_teacher, teacher_ends) = student, teacher
     _, last_student, last_teacher = np.intersect1d(

@@ -46,7 +46,7 @@ class StepLoader:
     depend on the number of ranks. The state covers the samples taken, without those read ahead.
     Without an initialised process group the loader works in one process. With several `sources`
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
-    tokenizer of its own; `planner` then plans the rows of the loss on this rank, and `coverage`
+    tokenizer of its own. `planner` then plans the rows of the loss on this rank, and `coverage`
     gives figures of a step's samples on rank 0. `units`: the micro-batches of each teacher with its
     own layout. `has_places`: the samples are joined with a store by their documents.
     """
@@ -363,7 +363,7 @@ class Wire:
 
         Collective: the group, two broadcasts: a header of 24 bytes and 40 per source, then the
         payload. The payload is 8 bytes per token, or 12 per token of both models with a teacher's
-        own tokenizer, plus less than 1 kB per source. After an error it is the error's text. Places
+        own tokenizer. Add less than 1 kB per source. After an error it is the error's text. Places
         add 8 bytes per token of the teacher.
         """
         if self._is_alone:

@@ -78,7 +78,7 @@ def run_harness(
     under `truncated`, by task.
 
     Raises ConfigError where the code of a task needs a package that is missing, or a template names
-    a column that is, and for settings of generation that the writer does not have.
+    a column that is missing. So do settings of generation that the writer does not have.
 
     Collective: those of the model's scorer and writer.
     """

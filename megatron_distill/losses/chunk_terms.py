@@ -55,7 +55,7 @@ class SharedVocabularies:
             None if no term uses them.
         gold: columns of common and uncommon tokens by partition; those that terms use.
         places: ``[V]``, for each of the teacher's ids the number of the student's class of the same
-            token, -1 for none; None unless the teacher's tokens come from records.
+            token, -1 for none. None unless the teacher's tokens come from records.
     """
 
     student_shard: VocabShard

@@ -172,7 +172,7 @@ def compare_with_ids(
     smaller of both models' remaining masses.
 
     Collective: over ``group`` per token one all-gather of 16 bytes for the normaliser, one of 16
-    for the top id, and one all-reduce of 24 bytes and 8 per id.
+    for the top id. Also one all-reduce of 24 bytes and 8 per id.
 
     Raises:
         ValueError: as `compare_with_logits`.

@@ -61,14 +61,14 @@ def cross_tokenizer_divergence(
     """Divergence of the student from a teacher with a different tokenizer, for each chunk of text.
 
     Shapes: student logits ``[N, S]`` and the teacher's M rows over this rank's columns ->
-    ``[chunks]`` fp32 in nats (fp64 for fp64 logits), differentiable in the student's logits. Zero
+    ``[chunks]`` fp32 in nats (fp64 for fp64 logits). Differentiable in the student's logits. Zero
     for chunks on which the loss is not defined. Inputs are not modified. The gradient is complete
     on every rank; rows of no chunk and padded columns have none. ``alignment``, ``divergence``,
     ``temperature``, ``top_k``, ``uncommon_top_k``, ``published`` and ``parameters`` are those of
     `ChunkTerm`. ``common_ids``, for common and gold, are the student's and the teacher's id ``[P]``
     int64 of each token that both have. Where one vocabulary has no further token, both models are
-    normalised over the common ones. ``map_rows``, for projection, are the rows of a vocabulary map:
-    offsets ``[S + 1]`` int64, teacher ids ``[E]`` int64, weights ``[E]`` of sum one in each row.
+    normalised over the common ones. ``map_rows``, for projection, are the rows of a vocabulary map.
+    Offsets ``[S + 1]`` int64, teacher ids ``[E]`` int64, weights ``[E]`` of sum one in each row.
     Copies of logits exist for ``tile_tokens`` rows at once.
 
     Likelihood: approximate likelihood matching, Minixhofer et al., arXiv 2503.20083.
@@ -78,7 +78,7 @@ def cross_tokenizer_divergence(
     ``top_k``), and those of `token_divergence`. Without ``top_k`` also one all-to-all of the
     teacher's logits (or head), which brings common tokens to the rank of the student's column; for
     gold too. For losses on chunk means 16 bytes per row of each model, 8 more of the student for
-    the gradient, and per chunk those of `ProjectionTerm`, `GoldTerm` or `UldTerm`.
+    the gradient. Also per chunk those of `ProjectionTerm`, `GoldTerm` or `UldTerm`.
 
     Raises:
         ValueError: shapes, chunk numbers, shards, group or token ids do not fit; an unknown

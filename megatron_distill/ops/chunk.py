@@ -77,7 +77,7 @@ class Chunk:
     ) -> tuple[GlobalStatistics, Normalizers]:
         """Fill the local statistics; compute values of all terms and normalisers of gradients.
 
-        Collective: over ``group`` that of `LocalStatistics.merge`; one all-gather of 24 bytes per
+        Collective: over ``group`` that of `LocalStatistics.merge`. One all-gather of 24 bytes per
         token and term with slopes, if there is one; those of `head_share` for each blend.
         """
         self.measure(local)

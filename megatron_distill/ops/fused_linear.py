@@ -53,17 +53,17 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     tensor, and backward returns None for it. The upstream gradient must be one then.
 
     Tokens of zero weight are left out before the products. Memory above the inputs, in elements:
-    ``chunk_tokens V`` logits of each model that has a head, in its dtype, with V rounded up to a
+    ``chunk_tokens V`` logits of each model that has a head, in its dtype. V is rounded up to a
     multiple of 64 on a GPU. Gradients take ``N H`` in the student's dtype and, unless a sum is
     given, ``V H``. The latter is in fp32 if the dtype is narrower and there are several chunks
     (then also ``V H`` in that dtype in backward). A product accumulated in a wider dtype takes up
     to 2^21 on a CPU, nothing on a GPU. Per row block (`row_blocks`) ``1 + 2 T`` fp32 buffers for T
-    temperatures; one more for each model whose logits are narrower, capped or scaled; at most seven
+    temperatures. One more for each model whose logits are narrower, capped or scaled; at most seven
     for each term with slopes.
 
     Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the spec and token
-    (10 names with a teacher and forward KL at temperature one), the further ones of `Chunk.solve`,
-    and those of `solve_id_terms`; none in backward. The number of chunks follows from the weights
+    (10 names with a teacher and forward KL at temperature one). Also the further ones of
+    `Chunk.solve`, and those of `solve_id_terms`. None in backward. The number of chunks follows from the weights
     and ``chunk_tokens``, the same on all ranks.
 
     Raises:

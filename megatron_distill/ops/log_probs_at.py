@@ -36,7 +36,7 @@ def log_probs_at(
 
     The further ids are summed by themselves, so that a small mass keeps its digits.
 
-    Collective: over ``group`` per chunk two all-gathers of 8 bytes per token and one all-reduce of
+    Collective: over ``group`` per chunk two all-gathers of 8 bytes per token. One all-reduce of
     4 K bytes per token (16 and 8 K in fp64).
     """
     dtype, width = accumulation_dtype(source.dtype), shard.real_width

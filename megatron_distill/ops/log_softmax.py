@@ -25,7 +25,7 @@ def vocab_parallel_log_softmax(
     differentiable, and the input is not modified.
 
     Collective: over ``group`` one all-gather of 8 bytes per token forward and one all-reduce of 4
-    bytes per token backward (twice that in fp64); none where ``group`` is None.
+    bytes per token backward (twice that in fp64). None where ``group`` is None.
 
     Raises:
         ValueError: the logits do not have the shard's columns.

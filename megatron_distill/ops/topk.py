@@ -71,7 +71,7 @@ def vocab_parallel_gather(
     """The logits at global ids, on every rank.
 
     Shapes: logits ``[N, V]`` over this rank's columns, ids ``[N, K]`` int64 -> ``[N, K]`` fp32
-    (fp64 for fp64 logits); -inf at ids that no rank holds. Not differentiable.
+    (fp64 for fp64 logits). It is -inf at ids that no rank holds. Not differentiable.
 
     Collective: over ``group`` one all-gather of 4 bytes per id; none where ``group`` is None.
 

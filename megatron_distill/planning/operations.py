@@ -435,7 +435,7 @@ def measuring_passes(
 
     Arguments as of `head_passes`. Losses take each head's product and one reading of its logits.
     Gradients on the hidden states take the student's head once for the labels and once for the
-    divergences, and as many products back; the head's own gradient is not formed.
+    divergences, and as many products back. The head's own gradient is not formed.
     """
     forward = 0.0
     split = rank.layout.tensor

@@ -264,7 +264,7 @@ class PeerWatch:
 
     It looks every few seconds; without a store it does nothing. With several roles it notes its
     host, and gives signs of life for `Launch.together`. Then it also ends the process when the next
-    rank has given no sign for `patience_seconds`: a role may wait without limit for another, and a
+    rank has given no sign for `patience_seconds`. A role may wait without limit for another, and a
     stopped process or a lost machine closes no connection. A rank of the student also ends if its
     main thread does not run for so long, once its first step has begun. The teachers' ranks wait
     for its commands without limit.

@@ -36,7 +36,7 @@ class Piece:
 def pieces_of(sequence_length: int, *, rank: int, size: int) -> tuple[Piece, ...]:
     """Return the pieces of context rank `rank` of `size`, ascending.
 
-    The sequence is cut into `2 * size` pieces, and rank r has pieces r and `2 * size - 1 - r`: each
+    The sequence is cut into `2 * size` pieces, and rank r has pieces r and `2 * size - 1 - r`. Each
     rank has the same share of the causal triangle. The last rank's two are adjacent, so it has one.
     """
     if size == 1:

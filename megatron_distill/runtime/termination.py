@@ -19,8 +19,8 @@ class TerminationRequest:
     """Records a termination signal until the loop checks it.
 
     A repeated signal changes nothing in a rank of torchrun: on Ctrl-C it gets one signal from the
-    terminal and another from torchrun. In a single process a second Ctrl-C is a KeyboardInterrupt:
-    its user may not want to wait for a start that reads a large model or corpus.
+    terminal and another from torchrun. In a single process a second Ctrl-C is a KeyboardInterrupt.
+    Its user may not want to wait for a start that reads a large model or corpus.
 
     Args:
         note: what the first rank writes to standard error at the first signal; empty: nothing.

@@ -158,7 +158,7 @@ class HiddenState:
     """Final hidden states ``[N, H]`` and this rank's head shard ``[V, H]``.
 
     The logits are ``cap(logit_scale * (hidden weight^T + bias))`` with ``cap(z) = c tanh(z / c)``
-    for a ``logit_softcap`` of c and the identity without one; ``bias [V]`` is of the same shard.
+    for a ``logit_softcap`` of c and the identity without one. ``bias [V]`` is of the same shard.
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together, or a factor is not positive.

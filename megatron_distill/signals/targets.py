@@ -118,6 +118,6 @@ class IdTarget(Protocol):
         """Value and gradient, given the student's log-probabilities in fp64.
 
         Shapes: ``student [N, K]`` at the ids and ``student_tail [N]`` of all further ones, both at
-        the term's temperature; without the rest normalised over the ids.
+        the term's temperature. Without the rest normalised over the ids.
         """
         ...

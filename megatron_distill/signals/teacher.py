@@ -75,7 +75,7 @@ class WithFeatures:
         signal: None on ranks whose pipeline stage needs none.
         features: teacher outputs for the student layers of this rank's pipeline stage, by kind and
             number of the teacher's layer, from 1. ``output`` is ``[s, b, H]``, ``query``
-            ``[s, b, n, d]`` and ``key`` ``[S, b, g, d]`` of this rank's heads; tokens in the layout
+            ``[s, b, n, d]`` and ``key`` ``[S, b, g, d]`` of this rank's heads. Tokens in the layout
             of the student's layers.
     """
 

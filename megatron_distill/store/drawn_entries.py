@@ -76,8 +76,8 @@ def draw_ids(
     """Draw ids of N consecutive positions from `first`, each from the position's distribution.
 
     Shapes: log-probs ``[N, V]`` over this rank's real columns (without a shard: the whole
-    vocabulary) -> ids ``[N, M]`` int32, ascending, each once, and counts ``[N, M]`` int32, of sum
-    M. Both are 0 after the last id. The counts' mean is M times the distribution (an id of a
+    vocabulary). Returns ids ``[N, M]`` int32, ascending, each once, and counts ``[N, M]`` int32,
+    of sum M. Both are 0 after the last id. The counts' mean is M times the distribution (an id of a
     probability below 2^-48 is not drawn). Every rank gets the same result, for any split.
 
     Collective: that of `draw_at`.
@@ -100,7 +100,7 @@ def draw_at(
     """Draw ids of N rows with uniform numbers ``[N, M]`` of each; otherwise as `draw_ids`.
 
     Collective: over ``group`` per block of rows one all-gather of 8 bytes per row, and one of 8
-    bytes per draw; none where it is None.
+    bytes per draw. None where it is None.
 
     Raises:
         ValueError: a row is not a distribution, or the columns are not the shard's.

@@ -149,7 +149,7 @@ class Balancing:
         """Return the objectives and weights of the next step.
 
         Collective: none where nothing is measured; else those of the pass in `loss_sizes`, once per
-        step (with `from_last_step` in the first one only); per micro-batch, one all-reduce of 4
+        step (with `from_last_step` in the first one only). Per micro-batch, one all-reduce of 4
         bytes per weight in the data x context group on top.
         """
         weights = self.schedules.weights_at(steps_done)

@@ -360,7 +360,7 @@ class Projectors:
         Only one of them contributes it, so that the ranks cannot differ in the last bits.
 
         Collective: one all-reduce of 4 bytes per parameter in the tensor, the data x context and
-        the pipeline group (a stage without a pair adds zero).
+        the pipeline group. A stage without a pair adds zero.
         """
         groups = self._groups
         if not groups.layout.sequence and groups.tensor.rank() > 0:

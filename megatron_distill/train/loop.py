@@ -122,8 +122,8 @@ def train(
     Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
     the log can no longer be written.
 
-    Collective: those of the parts, and per step one all-reduce in the world, of 16 bytes and 8 for
-    each route from teachers on ranks of their own.
+    Collective: those of the parts, and per step one all-reduce in the world. It has 16 bytes and 8
+    for each route from teachers on ranks of their own.
     """
     log = _Log(parts.metrics)
     try:

@@ -181,7 +181,7 @@ class _GradientSquares:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a zero, and the two sums of squares, fp32 scalars.
 
-        Collective: those of the objective, and of its backward pass, for each of the two; under
+        Collective: those of the objective, and of its backward pass, for each of the two. Under
         sequence parallelism one all-reduce of 8 bytes in the tensor group.
         """
         frozen = _DetachedHead(head)

@@ -325,7 +325,7 @@ def reduce_report(
     `source_names` are the names of the entries of the vector under `BY_SOURCE`, if there is one.
 
     Collective: one all-reduce of a float per name in the data x context group, one in the
-    pipeline group (stages other than the last add zero).
+    pipeline group. Stages other than the last add zero.
     """
     every = [*names, *source_names]
     totals = torch.zeros(len(every), dtype=torch.float32, device=device)

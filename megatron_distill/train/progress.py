@@ -171,7 +171,7 @@ def total_texts(record: MetricsRecord, *, ce_weight: float) -> tuple[str, ...]:
     """Return the total loss of a step and its sum, `total_loss 3.0 = ce 2.0 + kd 1.0`.
 
     A part whose factor is not 1 is written as `kd 2*0.5`, in the second and shorter text as
-    `w*kd 1.0`; the third is the total alone. Cross-entropy alone has no sum, and cross-entropy of
+    `w*kd 1.0`. The third is the total alone. Cross-entropy alone has no sum, and cross-entropy of
     weight 0 stands behind the sum.
     """
     raw = record.get("balance")

@@ -54,7 +54,7 @@ def run_schedule(
     as `loss_function(output, non_loss_data=True)`.
 
     Collective: pipeline group, one send and one receive of [s, b, h] per micro-batch, stage
-    boundary and direction; plus those of the models and of the loss function.
+    boundary and direction. Plus those of the models and of the loss function.
     """
     schedule = get_forward_backward_func(
         pp_size=groups.pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None

@@ -116,7 +116,7 @@ class BitsPerByte:
     Attributes:
         label: name of the run.
         bits_per_byte: cross-entropy of all labels over the bytes of their text.
-        gap_closed: improvement over the student alone, as a share of the teacher's; None for the
+        gap_closed: improvement over the student alone, as a share of the teacher's. None for the
             teacher and the student alone, or if the teacher is no better.
         nats_per_label: mean cross-entropy of the labels.
         bytes_per_label: mean bytes of their text.

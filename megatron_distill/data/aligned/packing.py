@@ -60,7 +60,7 @@ class AlignedPacker(Generic[Mark]):
     """Cuts a row of aligned documents into pairs of windows, one for each model.
 
     A sample holds the longest run of whole chunks that fits into both windows; the rest of each is
-    padding. A document that does not end in a sample continues in the next one, as a document of
+    padding. A document that does not end in a sample continues in the next one. It is a document of
     its own after the last token before the cut. So each label but a document's first is trained
     once. A chunk is valid if all its labels have a token before them in the sample. With places in
     a store they also need one in a record.

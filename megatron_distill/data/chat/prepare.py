@@ -68,7 +68,7 @@ def prepared_conversations(
     """The conversations of a source, found in the cache or prepared now.
 
     The cache is keyed by the files' content, the tokenizer, the template and the settings of the
-    masks. teacher: the tokenizer of a teacher that has its own; conversations without a chunk that
+    masks. teacher: the tokenizer of a teacher that has its own. Conversations without a chunk that
     both share are left out, at most a share of `max_unaligned`. Raises DataError: a file or row is
     bad, the template does not fit, too many conversations have no chunk, or the cache cannot be
     written. With `skip_bad` bad rows are counted and reported instead.

@@ -69,7 +69,7 @@ def differences(
 ) -> dict[str, dict[str, Any]]:
     """Return first minus second by task and measure, for the tasks that both have alike.
 
-    `low` and `high` bound the middle 95 % of the differences over resampled items, `stderr` is
+    `low` and `high` bound the middle 95 % of the differences over resampled items. `stderr` is
     their standard deviation (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
     chapters 6 and 13). Each resample has the same items of both models. Tasks with other prompts
     are left out.

@@ -61,7 +61,7 @@ class Task:
         system: template of a system message before the description, with `chat`.
         truncation: what a prompt that is too long loses: `shots`, whole ones from the last on, then
             tokens on the left; or `tokens` alone.
-        layouts: of further copies of the data set, each some keys of a task that differ; the first
+        layouts: of further copies of the data set, each some keys of a task that differ. The first
             one whose `files` are there is read where the task's own are not.
         place: file of the record, for messages.
     """

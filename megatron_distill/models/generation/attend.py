@@ -71,7 +71,7 @@ def attend_once(
 ) -> Tensor:
     """Return attention of one position, query [b, g, r, d], over keys and values [b g, 1, K, d].
 
-    Each head of each row is a row of its own: the result then has the order in which the next
+    Each head of each row is a row of its own. The result then has the order in which the next
     product reads it, without a copy. added: to the scores, [b g, 1, 1, K]. torch's fused attention
     of a CPU has products head by head; here all heads are in one, and the scores are few.
     """

@@ -90,8 +90,8 @@ def draw(
 
     keys_b: of `draw_keys`. A row with a logit that is no number has a log-probability that is none.
 
-    Collective: `group`, one all-gather of 32 bytes per row; for `top_p` and `min_p` one more of 8,
-    for `top_k` and `top_p` three all-reduces of 16 KiB per row each and an all-gather of 8 bytes.
+    Collective: `group`, one all-gather of 32 bytes per row. For `top_p` and `min_p` one more of 8.
+    For `top_k` and `top_p` three all-reduces of 16 KiB per row each and an all-gather of 8 bytes.
     """
     chosen_bV = logits_bV
     if sampling.temperature > 0:

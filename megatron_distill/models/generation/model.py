@@ -114,7 +114,7 @@ class CachedGPT:
         CheckpointError for logits that are not numbers.
 
         Collective: per step those of `Stage.run` and `draw`, and over the pipeline group one
-        broadcast of 16 bytes per row; every 16 steps with `stop_requested`, one all-reduce of 16
+        broadcast of 16 bytes per row. Every 16 steps with `stop_requested`, one all-reduce of 16
         bytes in the world; at the end, data x context group, the written rows.
         """
         self._check([(row.ids, 0) for row in rows], prefix)
@@ -157,9 +157,9 @@ class CachedGPT:
         `between` is called now and then, on all ranks together, with the share of the batches that
         are done; it may communicate and raise.
 
-        Collective: those of one forward pass per batch and per prefix, tensor group 12 bytes per
-        position of an answer and 8 per id, at the end the scores over the pipeline and the data x
-        context group; with `between` one all-reduce of 8 bytes in the world.
+        Collective: those of one forward pass per batch and per prefix. Tensor group 12 bytes per
+        position of an answer and 8 per id. At the end the scores over the pipeline and the data x
+        context group. With `between` one all-reduce of 8 bytes in the world.
         """
         self._check_answers(rows)
         longest = [max(len(answer) for answer in row.answers) - 1 for row in rows]

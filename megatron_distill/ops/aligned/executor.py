@@ -249,7 +249,7 @@ def aligned_linear(student: HiddenState, work: AlignedLinear) -> tuple[Tensor, T
     pass, as in `fused_linear`. Rows in no tile of the plan have no gradient.
 
     Memory above the inputs, in elements. Per row of one band: ``V`` logits of each model with a
-    head. Per row of one tile: ``V`` fp32 of the student, except for losses on labels; on chunk
+    head. Per row of one tile: ``V`` fp32 of the student, except for losses on labels. On chunk
     means at most three times ``V`` fp32 of each model. The row blocks of `TileSide` are added.
     Gradients as in `fused_linear`.
 

@@ -98,7 +98,7 @@ class GoldTerm:
     def solve(self, tile: Tile, *, with_gradient: bool) -> SolvedMeans:
         """See `AlignedTerm`.
 
-        Collective: over the group one all-gather of 16 bytes per row of each model; of
+        Collective: over the group one all-gather of 16 bytes per row of each model. Of
         ``8 k + 16`` and of 16 bytes per chunk; for the gradient 8 bytes per chunk and per student
         row.
         """

@@ -66,7 +66,7 @@ class CommonTerm:
     def solve(self, tile: Tile, *, with_gradient: bool) -> SolvedTerm:
         """See `AlignedTerm`.
 
-        Collective: that of `_Rests.measure` if both vocabularies have further tokens; then those of
+        Collective: that of `_Rests.measure` if both vocabularies have further tokens. Then those of
         `Chunk.solve`, or with ``top_k`` those of `select`, unless it is recorded, and
         `solve_id_term`; per pair.
         """
@@ -314,7 +314,7 @@ def common_top_k(recorded: TopK, places: Tensor, k: int) -> TopK:
     """The k most probable common tokens of a top-k over the teacher's vocabulary.
 
     Shapes: a top-k ``[M, K]`` with ids of the teacher, and for each id of its vocabulary ``[V]``
-    the number of its class among the student's, -1 for none -> a top-k ``[M, min(k, K)]`` with
+    the number of its class among the student's (-1: none). Returns a top-k ``[M, min(k, K)]`` with
     these numbers as ids. The mass of all further tokens is the tail. Where fewer than k of the K
     ids are common, the remaining entries are -inf and so are not in the top-k.
     """

@@ -100,7 +100,7 @@ class ProjectedRows:
         """From the rows of this rank in CSR form; no collective.
 
         Shapes: offsets ``[V + 1]`` int64 for the columns of the student's shard, with or without
-        padding; teacher ids and weights ``[E]``; ``unreached_ids`` int64, the teacher ids in no row
+        padding. Teacher ids and weights ``[E]``; ``unreached_ids`` int64, the teacher ids in no row
         of any rank. Ids are in the numbering of the teacher's head. ``shards`` are this rank's of
         the student and the teacher.
 

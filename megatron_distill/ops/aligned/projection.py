@@ -88,7 +88,7 @@ class ProjectionTerm:
     def solve(self, tile: Tile, *, with_gradient: bool) -> SolvedMeans:
         """See `AlignedTerm`.
 
-        Collective: over the group one all-gather of 16 bytes per row of each model; of ``8 k`` and
+        Collective: over the group one all-gather of 16 bytes per row of each model. Of ``8 k`` and
         of ``4 k + 8`` bytes per chunk; for the gradient 8 bytes per chunk and per student row.
         """
         side, rows = tile.student, self.rows
@@ -142,7 +142,7 @@ class ProjectionTerm:
 
 def _taken(means: Tensor, shard: VocabShard, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Means ``[c, V]`` at the ids ``[c, k]``, zero where another rank owns them, and the sum of
-    this rank's further ones ``[c, 1]``; sets the means at the ids to zero."""
+    this rank's further ones ``[c, 1]``. Sets the means at the ids to zero."""
     if not means.shape[1]:
         return means.new_zeros(ids.shape), means.new_zeros(len(ids), 1)
     columns = shard.local(ids)

@@ -94,7 +94,7 @@ class PublishedProjectionTerm:
         """See `AlignedTerm`; values may be negative.
 
         Collective: over the group one all-gather of 16 bytes per row of the student, and of 32 per
-        row of the teacher; one all-reduce of ``8 k`` bytes per chunk; for the gradient all-gathers
+        row of the teacher. One all-reduce of ``8 k`` bytes per chunk; for the gradient all-gathers
         of 8 bytes per chunk and per student row.
         """
         side, teacher, temperature = tile.student, tile.with_teacher, self.temperature

@@ -92,7 +92,7 @@ class UldTerm:
     def solve(self, tile: Tile, *, with_gradient: bool) -> SolvedMeans:
         """See `AlignedTerm`.
 
-        Collective: over the group one all-gather of 16 bytes per row of each model, one of ``8 k``
+        Collective: over the group one all-gather of 16 bytes per row of each model. One of ``8 k``
         bytes per chunk, and for the gradient 8 bytes per chunk and per student row.
         """
         side, teacher, temperature = tile.student, tile.with_teacher, self.temperature

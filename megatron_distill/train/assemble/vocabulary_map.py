@@ -29,7 +29,7 @@ def open_vocabulary_map(
     student, teacher: only the first rank has them and only it reads `folder`, which nodes need not
     share. Raises on all ranks as `align.cached_vocabulary_map`.
 
-    Collective: world, one all-reduce of 8 bytes every five seconds while the first rank works, then
+    Collective: world, one all-reduce of 8 bytes every five seconds while the first rank works. Then
     a broadcast of the map's file, about 50 bytes per student token.
     """
 

@@ -30,7 +30,7 @@ def fill_copies(shards: Sequence[Shard], group: dist.ProcessGroup) -> None:
     """Fill the shards that are copied in this group from the ranks that have read their values.
 
     Collective: `group`, an all-gather of some 100 bytes per copy and one per shard that others
-    need; then each copy's bytes, from one rank to another.
+    need. Then each copy's bytes, from one rank to another.
     """
     rank, size = group.rank(), group.size()
     wanted = _gathered([_range_of(one) for one in shards if one.copied_in is group], group)

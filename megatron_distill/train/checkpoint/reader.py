@@ -240,7 +240,7 @@ def load_shards(shards: Sequence[Shard], chunks: MappedChunks, groups: Groups) -
     ranks when the checkpoint does not fit the model or is damaged.
 
     Collective: the world, three all-gathers of short objects; the groups of replicas, one broadcast
-    of each replicated byte; the tensor-parallel ranks, and the world with pipeline stages, see
+    of each replicated byte. The tensor-parallel ranks, and the world with pipeline stages, see
     `fill_copies`.
     """
     stored = [shard for shard in shards if shard.is_stored]

@@ -63,8 +63,8 @@ class PassScorer:
     ) -> list[Score]:
         """Return the scores; see `Scorer`.
 
-        Collective: those of the schedule, and of `target_scores` per micro-batch on the last stage;
-        per wave of micro-batches one all-reduce of 8 bytes in the world; at the end 16 bytes per
+        Collective: those of the schedule, and of `target_scores` per micro-batch on the last stage.
+        Per wave of micro-batches one all-reduce of 8 bytes in the world. At the end 16 bytes per
         request, reduced over data and context ranks and broadcast over the pipeline.
         """
         groups, device = self.groups, self.device

@@ -106,9 +106,9 @@ def speculate(
     The data and context ranks share the prompts; where experts are spread over them, all read every
     prompt together. A prompt without room for a block in the positions of both models has none.
 
-    Collective: those of `Stage.run` for each draft and verification; tensor group, per drafted
+    Collective: those of `Stage.run` for each draft and verification. Tensor group, per drafted
     token 32 bytes of `draw`, those of `compare_with_logits` and 20 of `target_scores`, per block 64
-    bytes per row; pipeline group, 8 bytes per drafted token and 24 per row and block; at the end
+    bytes per row. Pipeline group, 8 bytes per drafted token and 24 per row and block; at the end
     the texts over the data x context group.
     """
     groups, device = student.groups, student.device

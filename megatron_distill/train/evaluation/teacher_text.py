@@ -91,7 +91,7 @@ def compare_texts(
     Every token has the same weight. Both models have the same tokens and layout. The data and
     context ranks share the texts; where experts are spread over them, all read every text together.
 
-    Collective: those of `Stage.run` and of `compare_with_logits`; at the end 8 bytes per figure,
+    Collective: those of `Stage.run` and of `compare_with_logits`. At the end 8 bytes per figure,
     reduced over the data x context group and broadcast over the pipeline, and those of
     `equal_mass_errors`.
     """

@@ -200,9 +200,9 @@ class OwnLayout:
 
         Every rank of the world must take the signals in the same order.
 
-        Collective: the forward half of `run_schedule` in the teacher's groups; then between ranks
-        of the world one message for each `Message`: 2 bytes (in bf16) per value and position that
-        the rank of the student does not hold itself.
+        Collective: the forward half of `run_schedule` in the teacher's groups. Then between ranks
+        of the world one message for each `Message`. It has 2 bytes (in bf16) per value and position
+        that the rank of the student does not hold itself.
         """
         return self.signals_of(batches, range(len(batches)))
 

@@ -54,8 +54,8 @@ class SeveralTeachers:
     def signals(self, batches: Sequence[Batch]) -> Signals:
         """One `SignalsByTeacher` per micro-batch; None on ranks whose stage needs none.
 
-        Collective: those of the teachers that run, one after the other: those on ranks of their
-        own, stores, and then the live ones, each in the order of names. Which of them run follows
+        Collective: those of the teachers that run, one after the other. First those on ranks of
+        their own, stores, and then the live ones, each in the order of names. Which of them run follows
         from the samples, the same on all ranks that run a teacher together.
         """
         taken: dict[str, tuple[Mapping[int, int], Signals]] = {}

@@ -103,7 +103,7 @@ class StoredTeacher:
         Raises StoreError on all ranks alike, naming shard and sample, if a record is missing,
         damaged, or of different tokens. An announced step may raise it one step early.
 
-        Collective: world, one all-reduce of 8 bytes per step; tensor group of the last stage, two
+        Collective: world, one all-reduce of 8 bytes per step. Tensor group of the last stage, two
         broadcasts per step: 8 bytes per sample and the packed records.
         """
         if self._expected and self._expected[0].batches is batches:

@@ -100,7 +100,7 @@ def test_other_weights_on_resume_tell_how_long_a_source_is_not_read(
     changed = blend([1.0, 1.0, 2.0])
     changed.load_state_dict(state)
     (text,) = set(caplog.messages)  # a test before may have left a handler that passes them on
-    assert text.startswith("data.sources.0: none of the next 400 samples are of this source: it ")
+    assert text.startswith("data.sources.0: none of the next 400 samples are of this source. It ")
     assert "It gave 200 of the first 400" in text
     assert "is now a share of 0.25" in text
     order = [which for which, _, _ in drawn(changed, 420)]
