@@ -63,8 +63,8 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
 
     Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the spec and token
     (10 names with a teacher and forward KL at temperature one). Also the further ones of
-    `Chunk.solve`, and those of `solve_id_terms`. None in backward. The number of chunks follows from the weights
-    and ``chunk_tokens``, the same on all ranks.
+    `Chunk.solve`, and those of `solve_id_terms`. None in backward. The number of chunks
+    follows from the weights and ``chunk_tokens``, the same on all ranks.
 
     Raises:
         RuntimeError: in backward, if a sum was given and the upstream gradient is not one (on a GPU

@@ -67,8 +67,8 @@ def logit_divergence(student: DenseLogits, work: LogitDivergence) -> Tensor:
 
     Logits are not modified unless ``work.overwrites``. Peak memory of forward KL on a CPU: the
     gradient ``[N, V]`` (none if it overwrites the logits), 92 bytes per token. Also three row
-    blocks (`row_blocks`) in fp32, two more for narrower logits. Further divergences need a few more of
-    both; tokens near their teacher as many blocks again in fp64; top-k ids a few numbers each.
+    blocks (`row_blocks`) in fp32, two more for narrower logits. Further divergences need a few more
+    of both; tokens near their teacher as many blocks again in fp64; top-k ids a few numbers each.
     Nothing else has the size of the logits. A token whose upstream gradient is zero gets zeros,
     even if its logits are not finite.
 

@@ -55,8 +55,8 @@ class SeveralTeachers:
         """One `SignalsByTeacher` per micro-batch; None on ranks whose stage needs none.
 
         Collective: those of the teachers that run, one after the other. First those on ranks of
-        their own, stores, and then the live ones, each in the order of names. Which of them run follows
-        from the samples, the same on all ranks that run a teacher together.
+        their own, stores, and then the live ones, each in the order of names. Which of them run
+        follows from the samples, the same on all ranks that run a teacher together.
         """
         taken: dict[str, tuple[Mapping[int, int], Signals]] = {}
         wanted = [self.needed(batch) for batch in batches]
