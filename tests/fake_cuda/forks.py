@@ -23,7 +23,12 @@ _MODULES = (
     "megatron_distill.train.assemble.run",
     "megatron_distill.train.assemble.capture",
     "megatron_distill.models.generation.model",
-    "transformers",
+    "megatron_distill.ops.kernels.elementwise",
+    "megatron_distill.ops.kernels.gradient",
+    "megatron_distill.ops.kernels.statistics",
+    "tokenizers.trainers",
+    "transformers.convert_slow_tokenizer",
+    "transformers.models.auto.tokenization_auto",
 )
 
 

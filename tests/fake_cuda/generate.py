@@ -23,7 +23,7 @@ from tests.fake_cuda.watching_mode import Seen, WatchingMode
 TOKENS = 190
 PREFIX = (4, 9, 16)
 PROMPTS = ((5, 17, 40), (7,), (8, 8, 60, 2, 33), (9, 1))
-LIMITS = (40, 12, 9, 33)
+LIMITS = (24, 12, 9, 20)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "whole": {"temperature": 0.9, "seed": 3},
@@ -34,7 +34,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 def main(rank: int, world: int, layout: str, overrides: Sequence[str]) -> None:
     """Answer each kind of request, and print what was seen of it.
 
-    layout: as JSON; overrides: the changes of the architecture as JSON.
+    layout: as JSON; overrides: the changes of the architecture as JSON, and names of `SAMPLINGS`.
     """
     opened = open_world(rank, world)
     patch.object(dist, "all_gather_object", _with_rows_of_others).start()
@@ -45,7 +45,7 @@ def main(rank: int, world: int, layout: str, overrides: Sequence[str]) -> None:
     from megatron_distill.runtime.groups import create_groups, seed_everything
 
     _keep_own_numbers(generation)
-    changes = json.loads(overrides[0]) if overrides else {}
+    changes = json.loads(overrides[0])
     architecture = Architecture.from_dict({**SMALL, "max_position_embeddings": 64, **changes})
     execution = Execution(torch.bfloat16, CUDA.torch_device)
     with opened.mode() as mode:
@@ -54,7 +54,7 @@ def main(rank: int, world: int, layout: str, overrides: Sequence[str]) -> None:
         chunks = list(build_gpt(architecture, groups=groups, execution=execution, seed=11))
         for chunk in chunks:
             chunk.eval()
-        found = _answered(opened, mode, architecture, chunks, groups)
+        found = _answered(opened, mode, architecture, chunks, groups, overrides[1:])
     opened.print_seen(requests=found)
 
 
@@ -93,7 +93,12 @@ def _untrained_on_host(mode: WatchingMode) -> Any:
 
 
 def _answered(
-    opened: Opened, mode: WatchingMode, architecture: Any, chunks: list[Any], groups: Any
+    opened: Opened,
+    mode: WatchingMode,
+    architecture: Any,
+    chunks: list[Any],
+    groups: Any,
+    samplings: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
     from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
     from megatron_distill.models.generation.model import CachedGPT
@@ -119,7 +124,8 @@ def _answered(
         found[name] = dict(opened.seen.counts)
         return answer
 
-    for name, values in SAMPLINGS.items():
+    for name in samplings:
+        values = SAMPLINGS[name]
         texts = asked(
             f"write {name}",
             lambda values=values: write(

@@ -31,7 +31,10 @@ pytestmark = [
 
 STEPS = 2
 SECONDS = 300
-SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
+MICRO_BATCHES = 2  # of a step of one data-parallel rank
+SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1",
+         f"train.global_batch_size={2 * MICRO_BATCHES}", "objective.chunk_tokens=40")  # fmt: skip
+TWO_REPLICAS = f"train.global_batch_size={4 * MICRO_BATCHES}"
 TENSOR, SEQUENCE = "parallel.tensor=2", "parallel.sequence=true"
 PIPELINE, VIRTUAL = "parallel.pipeline=2", "parallel.virtual_pipeline=2"
 TERMS = """objective.terms=[
@@ -83,7 +86,7 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
         "dense",
         1,
         2,
-        ("teacher.shard_weights=true", "teacher.offload=true"),
+        ("teacher.shard_weights=true", "teacher.offload=true", TWO_REPLICAS),
     ),
     "GPT-like": ("gpt", 0, 1, ()),
     "Gemma-like": ("dense", 0, 1, GEMMA),
@@ -93,7 +96,7 @@ CASES: dict[str, tuple[str, int, int, Sequence[str]]] = {
         "dense",
         1,
         2,
-        ("logging.timers_interval=1", "logging.straggler_interval=2"),
+        ("logging.timers_interval=1", "logging.straggler_interval=2", TWO_REPLICAS),
     ),
     "states": ("dense", 1, 2, (STATES, LINEAR, TENSOR, SEQUENCE)),
     "states, first stage": ("dense", 0, 2, (STATES, LINEAR, PIPELINE)),
@@ -196,10 +199,11 @@ def test_a_step_stays_on_its_device_and_waits_no_more(
 def test_experts_of_two_ranks_wait_once_per_layer_for_the_sizes_of_their_exchange(
     device: FakeDevice, inputs: Inputs, tmp_path: Path
 ) -> None:
-    seen = train(device, inputs, tmp_path, "moe", 1, 2, *BF16, "parallel.expert=2")
+    words = (*BF16, "parallel.expert=2", TWO_REPLICAS)
+    seen = train(device, inputs, tmp_path, "moe", 1, 2, *words)
     of_sizes = seen["waits"].pop("token_dispatcher.py:_maybe_dtoh_and_synchronize")
     assert seen["waits"] == LOOP_WAITS
-    assert of_sizes == STEPS * 2 * 4  # micro-batches and layers
+    assert of_sizes == STEPS * MICRO_BATCHES * 4  # layers
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
 
 
@@ -255,7 +259,7 @@ def test_fused_paths_wait_no_more(
     words = (f"output={tmp_path}", *SHORT, "train.precision=bf16", "train.micro_batch_size=1")
     seen = seen_of(device, "fused", world - 1, world, config, *words, *overrides)
     assert seen["is_done"]
-    layers = STEPS * 8 // world * 4  # of a micro-batch of one sample each
+    layers = STEPS * 2 * MICRO_BATCHES // world * 4  # of a micro-batch of one sample each
     assert seen["waits"] == LOOP_WAITS | dict.fromkeys(waits, layers)
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
     calls = seen["attention"]
@@ -276,14 +280,14 @@ def test_a_balanced_step_waits_for_its_ratios_too(
     assert seen["waits"] == {**LOOP_WAITS, **waits}
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
     tensors = 3 if "maps" in case else 1  # queries and keys too
-    assert seen["to_host"] == ("on the host" in case) * STEPS * 4 * tensors  # micro-batches
+    assert seen["to_host"] == ("on the host" in case) * STEPS * MICRO_BATCHES * tensors
 
 
 @pytest.mark.parametrize("mode", ["top_k", "sampled"])
 def test_a_stored_teacher_is_asked_once_whether_it_failed(
     pool: Pool, device: FakeDevice, inputs: Inputs, tmp_path: Path, mode: str
 ) -> None:
-    config, store = write_capture(inputs, "fake", samples=16), tmp_path / "store"
+    config, store = write_capture(inputs, "fake", samples=8), tmp_path / "store"
     kept = () if mode == "top_k" else ("store.mode=sampled", "store.temperatures=[]")
     assert run_in(pool, 1, config, store, *kept) is True
     stored = (f"teacher.store={store}", "teacher.architecture=null")
@@ -318,7 +322,7 @@ def test_a_step_between_two_tokenizers_waits_no_more(
 def test_a_capture_waits_once_per_step(
     device: FakeDevice, inputs: Inputs, tmp_path: Path, kept: tuple[str, ...]
 ) -> None:
-    config = write_capture(inputs, "fake-capture", samples=16)
+    config = write_capture(inputs, "fake-capture", samples=8)
     seen = seen_of(device, "capture", 0, 1, config, f"store.path={tmp_path / 'store'}", *kept)
     (steps,) = seen["steps"]
     assert seen["records"] == 2 * steps  # of each micro-batch, for the thread that writes
@@ -327,15 +331,15 @@ def test_a_capture_waits_once_per_step(
 
 
 EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}
-# Rank, world, layout, and changes of the architecture.
-WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
-    "one rank": (0, 1, {}, {}),
-    "windows": (0, 1, {}, {"sliding_window": 7, "sliding_layers": (0, 2)}),
-    "soft caps": (0, 1, {}, {"attention_softcap": 1.5, "logit_softcap": 3.0}),
-    "TP2": (1, 2, {"tensor": 2}, {}),
-    "first stage": (0, 2, {"pipeline": 2}, {}),
-    "last stage, virtual": (1, 2, {"pipeline": 2, "virtual_pipeline": 2}, {}),
-    "experts": (0, 1, {}, EXPERTS),
+# Rank, world, layout, changes of the architecture, and samplings.
+WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], Sequence[str]]] = {
+    "one rank": (0, 1, {}, {}, ("greedy", "whole", "cut")),
+    "windows": (0, 1, {}, {"sliding_window": 7, "sliding_layers": (0, 2)}, ("greedy",)),
+    "soft caps": (0, 1, {}, {"attention_softcap": 1.5, "logit_softcap": 3.0}, ("greedy",)),
+    "TP2": (1, 2, {"tensor": 2}, {}, ("greedy", "whole", "cut")),
+    "first stage": (0, 2, {"pipeline": 2}, {}, ("cut",)),
+    "last stage, virtual": (1, 2, {"pipeline": 2, "virtual_pipeline": 2}, {}, ("cut",)),
+    "experts": (0, 1, {}, EXPERTS, ("greedy",)),
 }
 
 
@@ -343,22 +347,23 @@ WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(
     device: FakeDevice, case: str
 ) -> None:
-    rank, world, layout, changes = WRITERS[case]
-    seen = seen_of(device, "generate", rank, world, json.dumps(layout), json.dumps(changes))
+    rank, world, layout, changes, samplings = WRITERS[case]
+    told = (json.dumps(layout), json.dumps(changes), *samplings)
+    seen = seen_of(device, "generate", rank, world, *told)
     groups = layout.get("pipeline", 1)
     for name, found in seen["requests"].items():
         assert found["from_host"] == found["copies"] == found["unpinned"] == {}, name
-    for name in ("greedy", "whole", "cut"):
+    for name in samplings:
         found = seen["requests"][f"write {name}"]
-        assert found["lengths"] == [40, 12, 9, 33]
-        # After steps 1, 17 and 33, and where the longest row has its last id; a group of short rows
+        assert found["lengths"] == [24, 12, 9, 20]
+        # After steps 1 and 17, and where the longest row has its last id; a group of short rows
         # ends in step 11.
-        looks = 4 if groups == 1 else found["waits"]["flight.py:finish_look"]
+        looks = 3 if groups == 1 else found["waits"]["flight.py:finish_look"]
         assert found["waits"] == {"flight.py:finish_look": looks}, name
-        assert looks <= 4 * groups
+        assert looks <= 3 * groups
     asked = seen["requests"]["write until asked to stop"]["waits"]
     assert asked.keys() == {"flight.py:finish_look", "pace.py:finish"}
-    assert asked["pace.py:finish"] == 4  # in steps 1, 17 and 33, and at the end
+    assert asked["pace.py:finish"] == 3  # in steps 1 and 17, and at the end
     for name in ("score", "score after"):
         assert seen["requests"][name]["waits"] == {"scoring.py:shared_scores": 1}
     if "score by passes" in seen["requests"]:
@@ -368,16 +373,17 @@ def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(
 
 
 def test_experts_of_two_ranks_wait_for_their_rows_in_each_layer(device: FakeDevice) -> None:
-    seen = seen_of(device, "generate", 0, 2, json.dumps({"expert": 2}), json.dumps(EXPERTS))
+    told = (json.dumps({"expert": 2}), json.dumps(EXPERTS), "greedy", "cut")
+    seen = seen_of(device, "generate", 0, 2, *told)
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
     of_experts, looks = "experts.py:_routed", {"flight.py:finish_look", "collectives.py:highest"}
-    for name in ("greedy", "whole", "cut"):
+    for name in ("greedy", "cut"):
         found = seen["requests"][f"write {name}"]
-        assert found["lengths"] == [40, 9]  # of this rank's rows
+        assert found["lengths"] == [24, 9]  # of this rank's rows
         assert found["waits"].keys() == {of_experts, *looks}, name
         steps, rest = divmod(found["waits"][of_experts], 4)  # layers
         assert rest == 0
-        assert 40 <= steps <= 57  # the end is read up to 17 steps late
+        assert 24 <= steps <= 41  # the end is read up to 17 steps late
         assert sum(found["waits"][look] for look in looks) <= 3 * steps / 16 + 3
     assert seen["requests"]["score"]["waits"].keys() == {of_experts, "scoring.py:shared_scores"}
 
