@@ -7,9 +7,10 @@ STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
 TEST_PROCESSES ?= 2
 # Each of them computes with one thread: together they are as many as the cores. In the order of
-# collection whole runs come before unit tests, which are short enough for an even end.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(TEST_PROCESSES) --dist loadfile \
-	--no-loadscope-reorder
+# collection whole runs come before unit tests, which are short enough for an even end. Compiled
+# modules are kept, also where the environment forbids it: each rank would compile them anew.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests \
+	--numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv peers quickstart quickstart-offline quickstart-tokenizers test slow lint format docs pins clean
 .DEFAULT_GOAL := help
