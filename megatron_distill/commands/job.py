@@ -1,4 +1,4 @@
-"""A job as a command: configuration file, world, work, and a stop after the current step.
+"""A job as a command: configuration file, equal ranks, work, a stop after the current step.
 
 No slow import before the signal handlers are set: torch alone takes seconds.
 """
@@ -6,7 +6,9 @@ No slow import before the signal handlers are set: torch alone takes seconds.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ import megatron_distill
 from megatron_distill import log
 from megatron_distill.commands.command import Command, with_launch
 from megatron_distill.errors import ConfigError
+from megatron_distill.launching.node_view import sources_digest
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.termination import TerminationRequest
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_distill.config.schema import JobConfig, ParallelConfig
     from megatron_distill.runtime.launch import Device, Launch
 
-__all__ = ["Job", "config_file", "file_and_overrides", "shipped_folder"]
+__all__ = ["Job", "config_file", "file_and_overrides", "require_same_start", "shipped_folder"]
 
 J = TypeVar("J", bound="JobConfig")
 
@@ -145,7 +148,6 @@ class Job(Generic[J]):
 
 def _divided(launch: Launch, config: JobConfig) -> tuple[Launch, ParallelConfig]:
     """Compare the ranks of a launch with several roles; return it and the layout of this role."""
-    from megatron_distill.commands.same_start import require_same_start
     from megatron_distill.config import teacher_parallel
 
     role = launch.role
@@ -210,3 +212,34 @@ def config_file(name: str) -> Path:
         return path
     _LOGGER.info("configuration: %s, shipped with megatron-distill", shipped)
     return shipped
+
+
+def require_same_start(launch: Launch, config: JobConfig) -> None:
+    """Raise ConfigError unless this rank has the code and the configuration of rank 0.
+
+    Student and teacher recompute the same units from both, so that a difference would go unnoticed
+    until an answer is for other tokens. Call it inside `Launch.together`.
+    """
+    from megatron_distill.config import to_yaml
+
+    own = {"sources": sources_digest(), "configuration": to_yaml(config)}
+    name = launch.roles.name(launch.rank)
+
+    def difference(first: str) -> str:
+        of_first = json.loads(first)
+        where = f"{name} on {socket.gethostname()}"
+        if of_first["sources"] != own["sources"]:
+            return (
+                f"{where} runs another version of megatron-distill than {launch.roles.name(0)}; "
+                "install the same one on all machines"
+            )
+        lines = own["configuration"].splitlines()
+        first_lines = of_first["configuration"].splitlines()
+        differing = sorted({*lines} ^ {*first_lines})
+        return (
+            f"{where} has another configuration than {launch.roles.name(0)}: "
+            f"{'; '.join(line.strip() for line in differing)}; start all ranks with the same file "
+            "and the same changes"
+        )
+
+    launch.require_equal("identity/value", json.dumps(own), difference=difference)

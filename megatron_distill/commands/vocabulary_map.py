@@ -134,7 +134,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from megatron_distill.align import build_vocabulary_map, load_map
-    from megatron_distill.align.map_coverage import differing_rows
+    from megatron_distill.align.coverage import differing_rows
     from megatron_distill.align.map_file import check_map_tokenizer
 
     found = load_map(arguments.map)
@@ -236,7 +236,7 @@ def _print_coverage(found: VocabularyMap, path: Path) -> None:
 def _print_text_coverage(
     found: VocabularyMap, student: Tokenizer, teacher: Tokenizer, texts: Sequence[str]
 ) -> None:
-    from megatron_distill.align.map_coverage import text_coverage
+    from megatron_distill.align.coverage import text_coverage
 
     if not texts:
         return

@@ -1,8 +1,9 @@
-"""The software and the files that a node sees, and how nodes differ in them."""
+"""The software and the files that a node sees, as figures, and how nodes differ in them."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,20 @@ from typing import Any, Final
 
 import megatron_distill
 from megatron_distill.errors import counted
-from megatron_distill.runtime.sources import sources_digest
 
-__all__ = ["differences", "named_paths", "seen_files", "versions"]
+__all__ = ["differences", "named_paths", "seen_files", "sources_digest", "versions"]
+
+
+def sources_digest() -> str:
+    """Return a digest of the package's modules."""
+    assert megatron_distill.__file__ is not None
+    package = Path(megatron_distill.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(str(path.relative_to(package)).encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
 
 _PACKAGES: Final = ("torch", "megatron-core", "transformer-engine", "triton", "numpy")
 _LONGEST: Final = 255  # characters of a file's name

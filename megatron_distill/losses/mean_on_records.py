@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.terms import Term, TermTeachers
-from megatron_distill.ops.log_probs_at import log_probs_at
+from megatron_distill.ops.target_scores import log_probs_at
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import Recorded, Signal, TopK
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import HiddenStateGPT, empty_gpt
-from megatron_distill.models.rank_weights import LAYERS_AT_ONCE
+from megatron_distill.models.parameters import LAYERS_AT_ONCE
 from megatron_distill.models.weights import described_tensors, parts_of
 from megatron_distill.runtime.groups import Groups
 

@@ -1,6 +1,5 @@
 """A teacher's signals for the tokens of a micro-batch, and their conversion to targets."""
 
-from megatron_distill.signals.by_teacher import SignalsByTeacher
 from megatron_distill.signals.logits import DenseLogits, HiddenState, LogitRule, LogitSource
 from megatron_distill.signals.recorded import Recorded
 from megatron_distill.signals.sampled import Sampled
@@ -16,6 +15,7 @@ from megatron_distill.signals.teacher import (
     OnDemand,
     Signal,
     Signals,
+    SignalsByTeacher,
     Teacher,
     WithFeatures,
 )

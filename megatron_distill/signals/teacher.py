@@ -1,4 +1,4 @@
-"""The protocols of a teacher and its signals."""
+"""The protocols of a teacher and its signals, and the signals of several teachers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from megatron_distill.signals.targets import IdTarget, TermView
 if TYPE_CHECKING:
     from megatron_distill.runtime.batch import Batch
 
-__all__ = ["IdSignal", "OnDemand", "Signal", "Signals", "Teacher", "WithFeatures"]
+__all__ = [
+    "IdSignal",
+    "OnDemand",
+    "Signal",
+    "Signals",
+    "SignalsByTeacher",
+    "Teacher",
+    "WithFeatures",
+]
 
 Given = TypeVar("Given")
 
@@ -135,3 +143,28 @@ class Teacher(Protocol):
     def signals(self, batches: Sequence[Batch]) -> Signals:
         """One signal per micro-batch, computed before the student's schedule or during it."""
         ...
+
+
+@dataclass(frozen=True)
+class SignalsByTeacher:
+    """The signals of a micro-batch by teacher; a `Signal` for a loss with several."""
+
+    tokens: int
+    by_teacher: Mapping[str, Signal]
+
+    def logit_source(self) -> LogitSource | None:
+        """None: each teacher has logits of its own."""
+        return None
+
+    def targets(self, terms: Sequence[TermView]) -> Sequence[IdTarget] | None:
+        """Each teacher has targets of its own.
+
+        Raises:
+            ValueError: always.
+        """
+        names = ", ".join(self.by_teacher)
+        raise ValueError(f"{len(terms)} terms have the teachers {names}; take one of them")
+
+    def token_statistics(self) -> Mapping[str, Tensor]:
+        """Empty: each teacher has statistics of its own."""
+        return {}

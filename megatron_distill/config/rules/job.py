@@ -8,7 +8,6 @@ from typing import Final, get_args
 
 from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.alignment import is_aligned, two_tokenizers_problems
-from megatron_distill.config.rules.fp8 import fp8_problems
 from megatron_distill.config.rules.model import architecture_problems, source_problems
 from megatron_distill.config.rules.teacher_parallel import (
     own_layouts,
@@ -22,7 +21,7 @@ from megatron_distill.config.rules.teacher_ranks import (
     ranks_key,
 )
 from megatron_distill.config.rules.teacher_tokenizers import aligned_role
-from megatron_distill.config.rules.tensor_overlap import tensor_overlap_problems
+from megatron_distill.config.rules.transformer_engine import fp8_problems, tensor_overlap_problems
 from megatron_distill.config.schema import (
     CaptureConfig,
     JobConfig,

@@ -8,10 +8,10 @@ from megatron_distill.config.schema.data import (
 )
 from megatron_distill.config.schema.evaluation import (
     EvaluationConfig,
+    GenerationConfig,
     KeepBestConfig,
     TaskConfig,
 )
-from megatron_distill.config.schema.generation import GenerationConfig
 from megatron_distill.config.schema.model import (
     ArchitectureConfig,
     ModelConfig,

@@ -1,4 +1,4 @@
-"""The section of the evaluation of tasks during a run."""
+"""The sections of text that a model writes, and of the evaluation of tasks during a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from pydantic import Field, field_validator
 
 from megatron_distill.config.schema.section import Section
 
-__all__ = ["EvaluationConfig", "KeepBestConfig", "TaskConfig"]
+__all__ = ["EvaluationConfig", "GenerationConfig", "KeepBestConfig", "TaskConfig"]
+
+
+class GenerationConfig(Section):
+    """Writing and scoring text."""
+
+    cache_gib: float = Field(
+        default=4.0,
+        gt=0,
+        description="GiB of keys and values on each rank; it bounds the rows written at once. "
+        "docs/generation.md",
+    )
 
 
 class TaskConfig(Section):

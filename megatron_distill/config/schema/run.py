@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from megatron_distill.config.schema.data import DataConfig
-from megatron_distill.config.schema.evaluation import EvaluationConfig
-from megatron_distill.config.schema.generation import GenerationConfig
+from megatron_distill.config.schema.evaluation import EvaluationConfig, GenerationConfig
 from megatron_distill.config.schema.model import ModelConfig
 from megatron_distill.config.schema.objective import ObjectiveConfig
 from megatron_distill.config.schema.section import Section

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_distill.align import VocabularyMap
-from megatron_distill.align.vocabulary_map import CommonTokenRule
+from megatron_distill.align.map_file import cached_vocabulary_map, map_bytes, map_from_bytes
+from megatron_distill.align.vocabulary_map import CommonTokenRule, VocabularyMap
 from megatron_distill.config import JobConfig, ModelConfig, RunConfig, aligned_role
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.sources import TeacherReading
@@ -33,11 +34,10 @@ from megatron_distill.ops.aligned.gold import GoldColumns
 from megatron_distill.ops.aligned.projected_rows import ProjectedRows
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import chunk_tokens_for, tile_tokens_for
-from megatron_distill.runtime.collectives import from_first_rank, together
+from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.store import find_stores, tokenizer_folder
 from megatron_distill.train.aligned_loss import AlignedLoss
-from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
 from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
@@ -47,10 +47,42 @@ __all__ = [
     "Live",
     "TeacherTokenizer",
     "open_teacher_tokens",
+    "open_vocabulary_map",
     "own_tokens",
     "read_teacher",
     "read_teacher_tokenizer",
 ]
+
+
+def open_vocabulary_map(
+    student: Tokenizer | None,
+    teacher: Tokenizer | None,
+    *,
+    folder: Path,
+    device: torch.device,
+    special_pairs: Sequence[tuple[str, str]] = (),
+) -> VocabularyMap:
+    """Return the map of two tokenizers on every rank, from the cache in `folder` or built now.
+
+    student, teacher: only the first rank has them and only it reads `folder`, which nodes need not
+    share. Raises on all ranks as `align.cached_vocabulary_map`.
+
+    Collective: world, one all-reduce of 8 bytes every five seconds while the first rank works. Then
+    a broadcast of the map's file, about 50 bytes per student token.
+    """
+
+    def content() -> bytes:
+        assert student is not None, "the first rank has the student's tokenizer"
+        assert teacher is not None, "the first rank has the teacher's tokenizer"
+        return map_bytes(
+            cached_vocabulary_map(student, teacher, folder=folder, special_pairs=special_pairs)
+        )
+
+    shared = [on_first_rank(content, device=device)]
+    dist.broadcast_object_list(shared, src=0)
+    assert shared[0] is not None
+    return map_from_bytes(shared[0], place="the first rank's vocabulary map")
+
 
 # On ranks of its own: its head alone. None: a teacher with records, stored or sent.
 Live = TypeVar("Live", OnlineTeacher | OwnLayout, RemoteHead, None)

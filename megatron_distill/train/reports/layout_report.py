@@ -25,7 +25,7 @@ from megatron_distill.models.flops import (
     head_flops_per_token,
     step_flops_per_token,
 )
-from megatron_distill.models.rank_weights import weights_of_rank
+from megatron_distill.models.parameters import weights_of_rank
 from megatron_distill.runtime.progress import shortened, size
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.train.assemble.shapes import layout_of

@@ -41,8 +41,7 @@ from megatron_distill.train.teachers.attention_heads import (
 from megatron_distill.train.teachers.host_states import HostFeatures, HostStates
 from megatron_distill.train.teachers.layout_ways import StageTensor, Ways
 from megatron_distill.train.teachers.live import ModelOutput
-from megatron_distill.train.teachers.moved_head import move_head
-from megatron_distill.train.teachers.transfer import Movement, transfer
+from megatron_distill.train.teachers.transfer import Movement, move_head, transfer
 from megatron_distill.train.teachers.units import Message, Units, moved_rows
 
 __all__ = ["OwnLayout"]

@@ -22,16 +22,14 @@ from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import OnDemand, Recorded
 from megatron_distill.store import CaptureSettings, SampleTokens, StoreSet, cut_to_rows, unpack
-from megatron_distill.train.teachers.located import (
-    record_rows,
-    require_tokens_at,
-    wanted_records,
-    wanted_rows,
-)
 from megatron_distill.train.teachers.record_signals import (
     blank_record,
+    record_rows,
+    require_tokens_at,
     signal_of_records,
     signal_of_rows,
+    wanted_records,
+    wanted_rows,
 )
 
 __all__ = [

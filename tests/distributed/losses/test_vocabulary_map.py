@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_distill.align.map_file import load_map, map_bytes
 from megatron_distill.errors import DataError
-from megatron_distill.train.assemble.vocabulary_map import open_vocabulary_map
+from megatron_distill.train.assemble.alignment import open_vocabulary_map
 from tests.distributed.pool import Pool
 from tests.support.tokenizer_kinds import byte_level, tiktoken_of_bpe
 

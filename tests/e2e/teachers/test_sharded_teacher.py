@@ -202,7 +202,7 @@ def weights_in_memory(
     """Bytes at most while the model is built, between and during forward passes, and by formula."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.execution import Execution, WeightShards
-        from megatron_distill.models.rank_weights import weights_of_rank
+        from megatron_distill.models.parameters import weights_of_rank
         from megatron_distill.models.sharded_weights import resident_numbers
         from megatron_distill.train.model_source import ModelSource
 

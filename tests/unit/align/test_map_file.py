@@ -22,7 +22,7 @@ from megatron_distill.align import (
     load_map,
     save_map,
 )
-from megatron_distill.align.map_coverage import differing_rows, text_coverage
+from megatron_distill.align.coverage import differing_rows, text_coverage
 from megatron_distill.align.map_file import check_map_tokenizer, map_bytes, map_from_bytes
 from megatron_distill.errors import DataError, StoreError
 from tests.support.tokenizer_kinds import HARD_TEXTS, no_underscores, tokenizer_of

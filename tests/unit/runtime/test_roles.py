@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_distill.commands.same_start import require_same_start
+from megatron_distill.commands.job import require_same_start
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.launch import Launch
 from megatron_distill.runtime.roles import Roles

@@ -27,7 +27,7 @@ from megatron_distill.store import (
     pack,
     unpack,
 )
-from megatron_distill.train.teachers.located import require_tokens_at, wanted_rows
+from megatron_distill.train.teachers.record_signals import require_tokens_at, wanted_rows
 from megatron_distill.train.teachers.stored import HostBatch, read_records, recorded_signal
 from tests.support.store_samples import made_up, settings, tokens_of, top_k_of, write_store
 

@@ -35,9 +35,9 @@ from megatron_distill.train.teachers.attention_heads import (
     sizes_per_position,
 )
 from megatron_distill.train.teachers.live import live_metrics
-from megatron_distill.train.teachers.moved_head import head_messages
 from megatron_distill.train.teachers.sent_topk import sent_settings, top_k_columns
 from megatron_distill.train.teachers.stored import stored_metrics
+from megatron_distill.train.teachers.transfer import head_messages
 from megatron_distill.train.teachers.units import Grid, Message, Units
 
 __all__ = [
