@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,12 @@ from megatron_distill.train.assemble.trained_config import (
     run_and_overrides,
 )
 from tests.distributed.pool import Pool
-from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, TORCHRUN, run_program, run_python
+from tests.e2e.failing import call_alone, call_script
+from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, run_program
 from tests.e2e.runs import CPU, Inputs, records, run
 
 PROMPT = "def __init__(self"
+EVALUATE, GENERATE = (ROOT / "launch" / name for name in ("evaluate.py", "generate.py"))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,12 @@ def _evaluate(rank: int, world: int, folder: str, overrides: list[str]) -> dict[
 
 @pytest.fixture(scope="module")
 def on_one_rank(pool: Pool, trained: Path) -> dict[str, Any]:
-    """The evaluation of the student by one process."""
-    (found,) = pool.run(1, _evaluate, str(trained / "student"), [])
+    """The figures that the command writes of the student, on one rank."""
+    figures = trained / "figures.json"
+    options = ("--teacher-text", "--speculative", 2, "--json", figures)
+    ending = call_alone(pool, EVALUATE, trained / "student", *options)
+    assert ending.status == 0, ending.stderr
+    found: dict[str, Any] = json.loads(figures.read_text())
     return found
 
 
@@ -155,46 +160,35 @@ def test_the_text_is_the_same_on_every_rank_of_every_layout(pool: Pool, trained:
     assert found == [expected] * 4
 
 
-def call(script: str, *arguments: str) -> str:
-    return run_python(str(ROOT / "launch" / script), *arguments, seconds=300)
+def _written(pool: Pool, *words: object, world: int = 1) -> str:
+    """The text that the script prints, on the first rank alone."""
+    given = [str(word) for word in words]
+    first, *others = pool.run(world, call_script, GENERATE, given)
+    assert [one.status for one in (first, *others)] == [0] * world, first.stderr
+    assert not any(one.stdout for one in others)
+    text: str = first.stdout
+    return text
 
 
-@pytest.mark.slow
-def test_the_scripts_write_figures_and_text(trained: Path, tmp_path: Path) -> None:
-    student = str(trained / "student")
-    figures = tmp_path / "figures.json"
-    call("evaluate.py", student, "--json", str(figures))
-    validation: Any = records(trained / "student")[-1]["validation"]
-    found = json.loads(figures.read_text())
-    assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)
-
-    options = ("--run", student, "--prompt", PROMPT, "--tokens", "5", "--seed", "4")
-    text = tmp_path / "sample.txt"
-    call("generate.py", *options, "--text", str(text))
+def test_the_script_writes_text_that_the_seed_fixes(
+    pool: Pool, trained: Path, tmp_path: Path
+) -> None:
+    """The same to a file and to the terminal, on one rank and on two."""
+    student, text = trained / "student", tmp_path / "sample.txt"
+    options = ("--prompt", PROMPT, "--tokens", 5, "--seed", 4)
+    _written(pool, "--run", student, *options, "--text", text)
     assert text.read_text().startswith(PROMPT)
     assert len(text.read_text()) > len(PROMPT)
-    assert call("generate.py", *options) == text.read_text() + "\n", "the seed fixes it"
-
-
-def under(launcher: Sequence[str], script: str, *arguments: str) -> str:
-    """What a script prints under torchrun with two processes, the words as a user types them."""
-    words = [*launcher, "--standalone", "--nproc-per-node", "2", f"launch/{script}", *arguments]
-    return run_program(*words, seconds=300).stdout
-
-
-@pytest.mark.slow
-def test_a_text_under_torchrun_is_that_of_one_process(trained: Path) -> None:
-    run_words = [str(trained / "student"), "parallel.tensor=2"]
-    words = ("--prompt", PROMPT, "--tokens", "5", "--temperature", "0")
-    text = under(TORCHRUN, "generate.py", *run_words, *words)
-    assert text.startswith(PROMPT)
-    assert text == call("generate.py", str(trained / "student"), *words)
+    found = _written(pool, student, "parallel.tensor=2", *options, world=2)
+    assert found == text.read_text() + "\n"
 
 
 @pytest.mark.slow
 def test_an_evaluation_under_the_wrapper_has_the_figures_of_the_run(trained: Path) -> None:
+    """With two processes, the words as a user types them."""
+    words = [*SIGNALLING_TORCHRUN, "--standalone", "--nproc-per-node", "2", "launch/evaluate.py"]
     run_words = ["--run", str(trained / "student"), "parallel.tensor=2"]
-    found = json.loads(under(SIGNALLING_TORCHRUN, "evaluate.py", *run_words))
+    found = json.loads(run_program(*words, *run_words, seconds=300).stdout)
     assert set(found) >= {"ce_loss", "kd_loss", "top1_agreement"}
     validation: Any = records(trained / "student")[-1]["validation"]
     assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)
