@@ -5,12 +5,17 @@ Its scores and texts are compared with the harness's own backend in `tests/e2e/e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from megatron_distill.data.tokenizers.open import load_tokenizer
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Request, Score
 from megatron_distill.evaluation.tasks.encode import TextEncoder
@@ -162,3 +167,87 @@ def test_results_tell_of_the_tokenizer_as_the_harness_does(style: str) -> None:
     add_tokenizer_info(expected, backend)
     assert expected
     assert model(style, positions=8).tokenizer_info() == expected
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A scorer by whole passes of a model of transformers."""
+
+    model: torch.nn.Module
+    positions: int
+
+    @torch.no_grad()
+    def score(
+        self, requests: Sequence[Request], *, advanced: Callable[[int], None] | None = None
+    ) -> list[Score]:
+        del advanced
+        found = []
+        for request in requests:
+            ids = torch.from_numpy(np.concatenate([request.context, request.answer])).long()
+            ids = ids[-self.positions - 1 :]
+            rows = self.model(ids[None, :-1]).logits[0].double().log_softmax(-1)
+            answer, rows = ids[-len(request.answer) :], rows[-len(request.answer) :]
+            greedy = bool((rows.argmax(-1) == answer).all())
+            found.append(Score(rows.gather(1, answer[:, None]).sum().item(), greedy))
+        return found
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["adds BOS", "adds none"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Our class and the harness's backend of one random model, whose tokenizer adds BOS or not."""
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers.processors import TemplateProcessing
+
+    from megatron_distill.evaluation.lm_eval_model import ScorerLM
+
+    folder = tmp_path_factory.mktemp("model")
+    named = copy.deepcopy(chat_tokenizer("gemma").hugging_face)
+    if request.param:
+        bos = (named.bos_token, named.bos_token_id)
+        named._tokenizer.post_processor = TemplateProcessing(f"{bos[0]} $A", None, [bos])
+    named.save_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.adds_bos == request.param
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape = transformers.LlamaConfig(
+        vocab_size=len(named), num_attention_heads=2, max_position_embeddings=64,
+        initializer_range=0.5, **sizes,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    return ScorerLM(Whole(theirs.model, 64), TextEncoder(tokenizer)), theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_bos", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_texts_begin_as_in_the_harness_s_own_backend(both: Any, has_bos: bool, chat: bool) -> None:
+    """One BOS or none, in contexts and in whole texts; behind an empty context, and by itself."""
+    from lm_eval.api.instance import Instance
+
+    ours, theirs = both
+    text = "is it sunny?"
+    if chat:
+        text = ours.apply_chat_template(turns(text))
+    text = text.removeprefix("<bos>")
+    if has_bos:
+        text = f"<bos>{text}"
+    assert ours.tok_encode(text) == theirs.tok_encode(text)
+    expected = has_bos or ours._encoder.tokenizer.adds_bos
+    assert ours.tok_encode(text).count(ours._encoder.tokenizer.bos_id) == expected
+
+    def asked(kind: str, *given: str) -> Instance:
+        return Instance(kind, {}, given, 0, metadata=("task", 0, 1))
+
+    pairs = [(text, " yes"), (f"{text} ", "no"), ("", text), (text * 9, " yes")]
+    found, wanted = (
+        one.loglikelihood([asked("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+        for one in both
+    )
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], abs=1e-4)
+    whole = [asked("loglikelihood_rolling", one) for one in (text, text * 9)]
+    rolled = [one.loglikelihood_rolling(whole, disable_tqdm=True) for one in both]
+    assert rolled[0] == pytest.approx(rolled[1], abs=1e-4)
