@@ -35,6 +35,7 @@ __all__ = [
     "Child",
     "ChildCapture",
     "ChildRun",
+    "Clock",
     "RunStoppedError",
     "announce",
     "ask",
@@ -145,6 +146,27 @@ class ChildCapture(Child):
             "kept_mass": totals.kept_mass / totals.positions,
             "seconds": seconds,
         }
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time of a call that makes some children and what follows from them.
+
+    is_whole: whether none of them had been started by an earlier call.
+    """
+
+    is_whole: bool
+    began: float
+
+    @classmethod
+    def of(cls, children: Sequence[Child]) -> Clock:
+        """Start the clock, before the children."""
+        return cls(not any(one.settings_file.exists() for one in children), time.perf_counter())
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds until now; None where an earlier call did a part of the work."""
+        return time.perf_counter() - self.began if self.is_whole else None
 
 
 def claim(child: Child) -> None:

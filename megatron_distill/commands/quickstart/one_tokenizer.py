@@ -36,6 +36,7 @@ from megatron_distill.errors import DataError
 from megatron_distill.evaluation.child_runs import (
     ChildCapture,
     ChildRun,
+    Clock,
     announce,
     ask,
     check_equal_start,
@@ -225,6 +226,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
 
     Raises RunStoppedError after a signal, and a MegatronDistillError if a run failed.
     """
+    clock = Clock.of(flow.children)
     for number, child in enumerate(flow.children, start=1):
         announce(child, console, f"{number}/{len(flow.children)}", seed=flow.config.seed)
         make(child)
@@ -270,6 +272,7 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
         "margin": vars(brought),
         "tokens_per_verification": {"draft": DRAFT, **drafts},
         TASK: accuracies,
+        "seconds": clock.seconds,
         **({} if flow.capture is None else {"store": flow.capture.summary()}),
     }
 

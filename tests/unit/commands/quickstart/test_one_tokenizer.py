@@ -1,6 +1,7 @@
 """The flow of the quickstart, with stand-ins for its child processes."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -174,6 +175,25 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(
     assert len(children.made) == 18
     assert not stale.exists()
     assert (tmp_path / "mine.txt").read_text() == "kept"
+
+
+def test_the_result_has_the_seconds_of_a_call_that_did_all_of_it(
+    tmp_path: Path, children: Children
+) -> None:
+    result = tmp_path / "result.json"
+
+    def seconds(*arguments: str) -> float | None:
+        assert start(tmp_path / "runs", "--result", str(result), *arguments) == 0
+        (seed,) = json.loads(result.read_text())["seeds"]
+        found: float | None = seed["seconds"]
+        return found
+
+    began = time.perf_counter()
+    first = seconds()
+    assert first is not None
+    assert 0 < first < time.perf_counter() - began
+    assert seconds() is None, "an earlier call had done the work"
+    assert seconds("--fresh") is not None
 
 
 @pytest.mark.slow
