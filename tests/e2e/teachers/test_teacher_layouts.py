@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,11 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.pool import Pool
-from tests.e2e.processes import run_python
 from tests.e2e.runs import (
     CONTEXT,
     PIPELINE,
-    SECONDS,
     SEQUENCE,
     TENSOR,
     VIRTUAL,
@@ -87,10 +86,9 @@ def test_replicas_of_both_need_not_divide_each_other(inputs: Inputs, tmp_path: P
     common = (*STEPS, *VALIDATED, PIPELINE, FEATURES, "train.global_batch_size=12")
     common += ("teacher.architecture.num_layers=3",)
     layouts = {"shared": (), "own": ("teacher.parallel={pipeline: 3}",)}
-    for name, own in layouts.items():
-        given = (*common, *own, f"output={tmp_path / name}")
-        program = ("megatron_distill.cli", "train", str(inputs.folder / "dense.yaml"))
-        run_python("-m", *program, "--processes", "6", *given, seconds=SECONDS)
+    with closing(Pool(6)) as six_ranks:
+        for name, own in layouts.items():
+            run(six_ranks, 6, inputs.folder / "dense.yaml", tmp_path / name, *common, *own)
     shared, found = (records(tmp_path / name) for name in layouts)
     assert shared[0]["features_loss"] > 0.1
     assert_same(found, shared, is_exact=True)

@@ -7,7 +7,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -29,7 +29,6 @@ from megatron_distill.train.reports.planned_run import (
     planned_run,
 )
 from tests.distributed.pool import Pool, meet
-from tests.e2e.processes import run_python
 from tests.e2e.runs import (
     SECONDS,
     VIRTUAL,
@@ -378,11 +377,10 @@ def test_numbers_of_replicas_need_not_divide_each_other(
 ) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "apart"
     common = (*SHORT, "train.global_batch_size=12", *([TOP_K] if SENT in sent else []))
-    given = (f"output={output}", f"teacher.ranks={teachers}", *common, *sent)
-    program = ("-m", "megatron_distill.cli", "train", str(config), "--processes", "5")
-    run_python(*program, *given, seconds=SECONDS)
+    with closing(Pool(students + teachers)) as five_ranks:
+        found = run_apart(five_ranks, students, teachers, config, output, *common, *sent)
     expected = shared(pool, students, config, tmp_path / "shared", *common)
-    assert_same(records(output), expected, **({} if SENT in sent else EXACT))
+    assert_same(found, expected, **({} if SENT in sent else EXACT))
 
 
 # Settings of this run, and of both.

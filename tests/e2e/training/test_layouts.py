@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -277,12 +278,9 @@ def test_losses_between_tokenizers_on_sixteen_ranks_are_those_of_one(
     world, overrides = layout("TP4xPP2xCP2+sequence")
     every = MEANS_TERMS.replace("[", "[{alignment: likelihood}, {alignment: common, top_k: 8}, ", 1)
     given = (weights("aligned"), "train.steps=4", every)
-    sixteen_ranks = Pool(world)
-    try:
-        config = inputs.folder / "aligned.yaml"
+    config = inputs.folder / "aligned.yaml"
+    with closing(Pool(world)) as sixteen_ranks:
         found = run(sixteen_ranks, world, config, tmp_path, *given, *overrides)
-    finally:
-        sixteen_ranks.close()
     expected = train("aligned", 1, *given[1:])
     names = ("likelihood_forward_kl", "common_forward_kl_top8", *MEANS_NAMES)
     assert min(expected[0][name] for name in names) > 0.001
