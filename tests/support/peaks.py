@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-PASSES = 3
+PASSES = 2
 
 
 def least_peak(step: Callable[[], object]) -> int:
-    """Return the peak bytes of tensors above those alive before; the lowest of three passes.
+    """Return the peak bytes of tensors above those alive before; the lower of two passes.
 
     A thread of gloo holds the tensors of a finished collective until it runs again, which on a busy
     machine may be after the next ones exist.
