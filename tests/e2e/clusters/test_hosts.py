@@ -44,7 +44,7 @@ def hosts() -> Iterator[Hosts]:
 def submitted(hosts: Hosts, log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """A job over both hosts; nothing of it is left at the end."""
     command = [sys.executable, "-m", "megatron_distill.cli", "submit", "ssh", *words]
-    command += ["--hosts", hosts.words, "--ranks-per-node", "1"]
+    command += ["--hosts", hosts.words, "--ranks-per-node", "1", "--pause", "1"]
     # A login has none of this process's variables.
     variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", MARK: str(log)}
     command += [f"--variable={name}={value}" for name, value in variables.items()]
@@ -57,11 +57,23 @@ def submitted(hosts: Hosts, log: Path, *words: str) -> Iterator[subprocess.Popen
     try:
         yield job
     finally:
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == str(log):
-                    process.kill()
+        for process, _ in processes_of(log):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         job.wait()
+
+
+def processes_of(log: Path) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    """Each process of a job, with its environment."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found = process.environ()
+            if found.get(MARK) == str(log):
+                yield process, found
+
+
+def has_ranks(log: Path) -> bool:
+    return any("RANK" in environment for _, environment in processes_of(log))
 
 
 def test_both_hosts_end_when_their_cable_is_pulled_and_go_on_when_it_is_back(
@@ -84,9 +96,12 @@ def test_both_hosts_end_when_their_cable_is_pulled_and_go_on_when_it_is_back(
     with submitted(hosts, log, str(config), f"output={output}", *SETTINGS) as job:
         wait_for(lambda: steps() >= 4)
         assert min(hosts.received_bytes()) > 100_000
+        assert has_ranks(log)
         hosts.pull()
-        wait_for(lambda: launches.outcome(launches.all()[0]) is not None)
+        wait_for(lambda: not has_ranks(log))
+        # A minute later `submit ssh` would end torchrun on the host that cannot reach the store.
         hosts.plug()
+        wait_for(lambda: launches.outcome(launches.all()[0]) is not None)
         first = launches.all()[0]
         outcome = launches.outcome(first)
         assert outcome is not None
@@ -97,7 +112,6 @@ def test_both_hosts_end_when_their_cable_is_pulled_and_go_on_when_it_is_back(
             assert "Traceback" not in text
         assert "No answer from rank" in "".join(errors)
         assert "Fatal Python error" not in log.read_text()
-        # torchrun on the host without the store may hang in its shutdown and is ended then.
         assert any((launches.of(first) / "nodes").glob("*.json"))
         assert "goes on from step" in log.read_text()
         wait_for(lambda: len(launches.all()) == 2)
