@@ -11,8 +11,7 @@ from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
-from megatron_distill.planning.parts import Parts
-from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
+from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
 __all__ = ["MemoryNeed", "chunk_bytes", "memory_need", "student_states", "teacher_rank_need"]
 

@@ -1,8 +1,8 @@
-"""A run as the planner sees it, and one choice of layout for it; plain values."""
+"""Plain values of the planner: a run, one choice of layout for it, and sums of named parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +15,23 @@ if TYPE_CHECKING:
     from megatron_distill.planning.device import Precision
     from megatron_distill.runtime.layout import Layout
 
-__all__ = ["Choice", "PlannedRun", "SharedTeacher", "TeacherPlace", "teachers_apart"]
+__all__ = ["Choice", "Parts", "PlannedRun", "SharedTeacher", "TeacherPlace", "teachers_apart"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Numbers of one unit, the fields of a subclass, which add up to the whole."""
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 TeacherPlace = Literal["none", "shared", "own ranks", "store"]
 

@@ -24,8 +24,7 @@ from megatron_distill.planning.operations import (
     measuring_passes,
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
-from megatron_distill.planning.parts import Parts
-from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
+from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.operations import Recomputed, layer_kinds
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
-from megatron_distill.planning.parts import Parts
-from megatron_distill.planning.run import Choice, PlannedRun, teachers_apart
+from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture

@@ -61,8 +61,7 @@ from megatron_distill.train.evaluation.phase import (
     RunEvaluation,
     evaluate_model,
 )
-from megatron_distill.train.evaluation.scoring import ModelScorer
-from megatron_distill.train.evaluation.writing import ModelWriter
+from megatron_distill.train.evaluation.scoring import ModelScorer, ModelWriter
 from megatron_distill.train.model_source import ModelSource, teacher_digest
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.teachers.live import OnlineTeacher

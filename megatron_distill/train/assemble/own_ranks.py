@@ -49,9 +49,13 @@ from megatron_distill.train.assemble.models import (
     tensor_overlap,
 )
 from megatron_distill.train.assemble.routing import members, sample_routing, share_of_units
-from megatron_distill.train.assemble.same_files import publish_files, require_same_files
 from megatron_distill.train.assemble.site import Site, TeacherFit
-from megatron_distill.train.assemble.sources import data_options, open_tokenizer
+from megatron_distill.train.assemble.sources import (
+    data_options,
+    open_tokenizer,
+    publish_files,
+    require_same_files,
+)
 from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.teachers.live import OnlineTeacher

@@ -28,7 +28,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import balanced_stages, forward_flops_per_token
 from megatron_distill.models.hugging_face.description import describe_for_plan
 from megatron_distill.models.pipeline_stages import even_layers
-from megatron_distill.planning.reading import reading_seconds
+from megatron_distill.planning.device import reading_seconds
 from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.layout import Layout

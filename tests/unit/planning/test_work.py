@@ -12,9 +12,8 @@ from statistics import median
 import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
-from megatron_distill.planning.device import DeviceProfile, Link, load_device
+from megatron_distill.planning.device import DeviceProfile, Link, load_device, reading_seconds
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import Search
 from megatron_distill.planning.step_time import StepTime, step_time

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from megatron_distill.config import load_config
-from megatron_distill.planning.device import load_device
+from megatron_distill.planning.device import load_device, reading_seconds
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.reading import reading_seconds
 from megatron_distill.planning.search import Search
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.assemble.answers.plan import answer_plan, sent_records
