@@ -138,27 +138,27 @@ def test_two_interrupted_ranks_leave_the_old_folder(
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_a_killed_conversion_leaves_a_partial_folder_that_the_next_one_replaces(
-    large: Sources, tmp_path: Path, command: str
+    pool: Pool, small: Sources, large: Sources, tmp_path: Path, command: str
 ) -> None:
     output = tmp_path / "folder" / "out"
     output.mkdir(parents=True)
     (output / "notes").write_text("mine")
-    words = [*large[command], str(output), "--overwrite"]
-    with torchrun(tmp_path, words, script=TOOL) as started:
-        started.wait_until(lambda: is_writing(output))
-        started.look()
-        started.end()
-        started.wait_for_all()
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), *large[command], str(output), "--overwrite"],
+        env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    while not is_writing(output):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
     assert sorted(path.name for path in output.parent.iterdir()) == ["out", "out.partial"]
     assert contents(output) == {"notes": b"mine"}
-    finished = subprocess.run(
-        [sys.executable, str(TOOL), *words],
-        env=environment(), check=False, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
+    (ending,) = convert(pool, *small[command], output, "--overwrite", world=1)
+    assert ending.status == 0, ending.stderr
     assert [path.name for path in output.parent.iterdir()] == ["out"]
     assert not (output / "notes").exists()
     if command == "export":
-        expected, found = stored_tensors(Path(large["import"][2])), stored_tensors(output)
+        expected, found = stored_tensors(Path(small["import"][2])), stored_tensors(output)
         assert expected.keys() == found.keys()
         assert all(found[name].equal(value) for name, value in expected.items())
