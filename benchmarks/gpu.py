@@ -299,7 +299,8 @@ def _step(settings: Settings, part: Part) -> None:
     shorter = replace(workload, sequence_length=peer_length)
     runs = [("ours", workload)]
     if installed("nvidia-modelopt") is not None:
-        runs += [("ours", shorter), ("peer", shorter)]
+        runs += [("ours", shorter)] if shorter != workload else []
+        runs += [("peer", shorter)]
     part.lines += [
         "| tokens a step, sequence | subject | tokens/s | TFLOP/s | MFU | teacher | peak (MiB) |",
         "|---|---|---:|---:|---:|---:|---:|",

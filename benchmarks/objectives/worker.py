@@ -89,6 +89,9 @@ def _from_logits(arguments: argparse.Namespace, device: torch.device) -> list[di
     start = width * groups.tensor.rank()
     shard = VocabShard(arguments.vocab, start, start + width)
     group = groups.tensor if arguments.tensor > 1 else None
+    losses = subjects(shard, group)
+    # Half a million objects of the peers' packages, which each collection would walk through.
+    gc.freeze()
     # Drawn on the device: a billion numbers take a host many seconds.
     generator = torch.Generator(device).manual_seed(3)
     shape = (arguments.tokens, arguments.vocab)
@@ -99,7 +102,7 @@ def _from_logits(arguments: argparse.Namespace, device: torch.device) -> list[di
         for _ in range(2)
     )
     found, extra, missing = [], [], []
-    for subject in subjects(shard, group):
+    for subject in losses:
         try:
             extra.append(_extra_bytes(subject, student, teacher))
             found.append(subject)
