@@ -189,18 +189,52 @@ def test_a_resumed_run_reads_the_records_that_follow(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [True, False], ids=["all samples", "one source"])
 def test_a_live_teacher_beside_a_store_has_ranks_of_its_own(
     pool: Pool,
     config: Path,
     train: Callable[..., Course],
     capture: Callable[..., str],
     tmp_path: Path,
-    whole: bool,
 ) -> None:
-    store, one = capture(whole=whole), "train.micro_batch_size=1"
-    found = apart(pool, 2, config, tmp_path / "run", store, one, "teachers.law.ranks=1")
-    assert course(found) == course(train(1, store, one))
+    store = capture(whole=False)
+    found = apart(pool, 2, config, tmp_path / "run", store, "teachers.law.ranks=1")
+    assert course(found) == course(train(1, store))
+
+
+SCORED = (
+    "objective.terms=[{divergence: forward_kl, top_k: 12, teachers: {code: 0.5, law: 0.3, "
+    "math: 0.2}, score: cross_entropy, score_alpha: 2}, {divergence: reverse_kl, weight: 0.3, "
+    "top_k: 5, support: renormalized, teachers: [code, law], mixture: geometric, score: entropy}, "
+    "{divergence: js_divergence, weight: 0.2, temperature: 2.0, teachers: [law, math], "
+    "score: top_probability, score_alpha: 4}]",
+    "teachers.math.architecture={num_layers: 1, hidden_size: 48, ffn_hidden_size: 64, "
+    "num_attention_heads: 4, norm: rmsnorm, activation: swiglu, positions: rope, init_std: 0.2}",
+    "train.steps=2",
+    "schedule.warmup_steps=1",
+)
+
+
+@pytest.mark.slow
+def test_scored_teachers_on_their_own_ranks_and_a_store_resume_the_course_of_shared_ranks(
+    pool: Pool,
+    config: Path,
+    train: Callable[..., Course],
+    capture: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    given = (*SCORED, capture())
+    expected = train(1, *given)
+    for ranks in ("law", "math"):
+        given = (*given, f"teachers.{ranks}.ranks=1")
+    apart(pool, 3, config, tmp_path, SAVE, *given, stop_after=1)
+    found = apart(pool, 3, config, tmp_path, SAVE, *given)
+    assert course(found) == course(expected)
+    for ours, other in zip(found, expected, strict=True):
+        assert ours["teachers"] == other["teachers"]
+        weights = {name: mean["weight_law"] for name, mean in ours["teachers"].items()}
+        assert weights.keys() == {"code+law+math", "code+law", "law+math"}
+        fixed = {"code+law+math": 0.3, "code+law": 0.5, "law+math": 0.5}
+        assert all(abs(weights[name] - share) > 1e-3 for name, share in fixed.items())
 
 
 def refusals(store: Callable[..., str]) -> Sequence[tuple[str, tuple[str, ...]]]:

@@ -144,6 +144,11 @@ UNALIGNED = {
         "objective.terms=[{alignment: uld, teacher: math}, {alignment: uld, teacher: code}]",
         "teachers.code, teachers.math: have tokenizers of their own",
     ),
+    "two of them on their own ranks": (
+        "objective.terms=[{alignment: uld, teacher: math}, {alignment: uld, teacher: code}]",
+        "teachers.math.ranks=1", "teachers.code.ranks=1",
+        "samples are aligned with one of them; give one of them a run of its own, under teacher",
+    ),
     "unaligned term": (
         "objective.terms=[{teacher: code}, {alignment: uld, teacher: code}, {teacher: math}]",
         "objective.terms.0.alignment = null: teacher 'code' has a tokenizer of its own",
