@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatron_distill.errors import counted
+from megatron_distill.planning.answers import answer_seconds, answering_unit
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import (
@@ -357,17 +358,11 @@ def _teacher_lane(
 def _answer(
     choice: Choice, run: PlannedRun, device: DeviceProfile, task: TimedTask, teachers: int
 ) -> TimedTask:
-    """Let a student's last stage wait for its teacher's answer to the micro-batch.
-
-    A replica of the teacher serves several of the student, or a part of one. Its micro-batches are
-    spread evenly over those of the student's replica.
-    """
+    """Let a student's last stage wait for its teacher's answer to the micro-batch."""
     operation = task.operation
-    units, micro_batches = choice.teacher_micro_batches(run), choice.micro_batches(run)
-    unit = -(-(operation.micro_batch + 1) * units // micro_batches) - 1
-    tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
-    delay = device.link(choice.devices).message(tokens * run.answer_bytes)
+    unit = answering_unit(run, choice, operation.micro_batch)
     answer = Operation("teacher", operation.step, unit, -teachers)
+    delay = answer_seconds(run, choice, device)
     return TimedTask(operation, task.seconds, (*task.needs, (answer, delay)))
 
 

@@ -13,6 +13,7 @@ from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING, Final
 
+from megatron_distill.planning.answers import waiting_without_a_step_ahead
 from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.operations import (
     LayerTimes,
@@ -312,9 +313,19 @@ def step_time(
     own = balance + schedule + sum(vars(updates).values())
     waiting = 0.0
     if choice.place == "own ranks":
-        waiting = teacher + teacher_bubble
-        if run.steps_ahead:
-            waiting = max(0.0, waiting - own)
+        waiting = max(0.0, teacher + teacher_bubble - own)
+        if not run.steps_ahead:
+            # Answers are kept where the student runs twice: then only its first pass waits.
+            first = measuring_stages(run, choice, device)
+            chunks = [one.forward_seconds for each in first or stages for one in each.chunks]
+            waiting = waiting_without_a_step_ahead(
+                run,
+                choice,
+                device,
+                teacher=(teacher, teacher_bubble),
+                before=sum(chunks[:-1]),
+                period=max(one.total for one in first or stages),
+            )
         teacher = teacher_bubble = 0.0
     elif choice.place == "store":
         waiting = max(0.0, run.tokens / choice.data / _STORE_TOKENS_PER_SECOND - own)

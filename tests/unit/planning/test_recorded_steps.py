@@ -94,8 +94,12 @@ def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_time
     assert not wrong
 
 
-def recorded_attention() -> list[tuple[int, int, float]]:
-    """Positions, context ranks and MiB of the whole steps in the records of attention."""
+def recorded_attention() -> list[tuple[int, int, bool, float]]:
+    """Positions, context ranks and MiB of the whole steps in the records of attention.
+
+    The third is whether the teacher ran for all micro-batches before the student, as it did when
+    the first record was made.
+    """
     found = []
     for name in ("attention", "attention_cp2"):
         for line in (RESULTS / f"{name}.md").read_text().splitlines():
@@ -103,22 +107,25 @@ def recorded_attention() -> list[tuple[int, int, float]]:
                 cells = [cell.strip().replace(",", "") for cell in line.split("|")[1:-1]]
                 words = cells[0].split()
                 context = int(words[-1][2:]) if words[-1].startswith("CP") else 1
-                found.append((int(words[1]), context, float(cells[5])))
+                found.append((int(words[1]), context, name == "attention", float(cells[5])))
     return found
+
+
+def tiny_case(length: int, context: int) -> Case:
+    """A step of 16,384 tokens with the models of configs/tiny.yaml."""
+    student, teacher = Body(4, 64, 160, 4, 2), Body(4, 96, 256, 4, 2)
+    tiny = Workload("tiny", student, teacher, 1000, length, 1, 16_384 // length)
+    return Case(tiny, Ranks("attention", context, context=context), "fp32")
 
 
 def test_the_recorded_steps_over_long_sequences_need_the_planned_memory() -> None:
     rows = recorded_attention()
     assert {row[:2] for row in rows} == {(512, 1), (2048, 1), (8192, 1), (8192, 2)}
-    for length, context, peak in rows:
-        student, teacher = Body(4, 64, 160, 4, 2), Body(4, 96, 256, 4, 2)  # of configs/tiny.yaml
-        tiny = Workload("tiny", student, teacher, 1000, length, 1, 16_384 // length)
-        case = Case(tiny, Ranks("attention", context, context=context), "fp32")
+    for length, context, kept, peak in rows:
         one_thread = CPU.model_copy(update={"cores": context})
-        planned = max(bytes_of for _, bytes_of in planned_peaks(case, one_thread)) / 2**20
-        # Recorded is a first step, which leaves a few MiB behind: much of the smallest peak.
-        least = 0.75 if length == 512 else 0.9
-        assert least * peak <= planned <= 1.10 * peak, (length, context, planned, peak)
+        stages = planned_peaks(tiny_case(length, context), one_thread, keeps_signals=kept)
+        planned = max(bytes_of for _, bytes_of in stages) / 2**20
+        assert 0.95 * peak <= planned <= 1.10 * peak, (length, context, planned, peak)
 
 
 def recorded_losses() -> list[tuple[str, int, int, float]]:

@@ -67,8 +67,13 @@ def test_steps_with_teachers_elsewhere_take_about_the_predicted_time(device: Dev
         for one in SUBJECTS
     }
     assert len(rows) == 9
-    assert mean(map(abs, errors(rows).values())) <= 0.20
-    assert max(map(abs, errors(rows).values())) <= 0.30
+    found = errors(rows)
+    assert mean(map(abs, found.values())) <= 0.15
+    assert max(map(abs, found.values())) <= 0.26
+    # These are within the bound of the other records.
+    hidden = [error for name, error in found.items() if name.startswith("own ranks, hidden")]
+    assert len(hidden) == 4
+    assert max(map(abs, hidden)) <= 0.15
     assert len(in_order(rows)) == 25
     assert all(in_order(rows))
 
