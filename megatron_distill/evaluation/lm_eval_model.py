@@ -42,7 +42,11 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
     Raises ConfigError for one that does not exist, whose data cannot be read, or whose own code
     needs a package that is missing.
     """
-    manager = TaskManager(include_path=include)
+    # The harness's own tasks are thousands of files to read; one of `include` needs none of them,
+    # unless it is a group.
+    manager = TaskManager(include_path=include, include_defaults=False)
+    if not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=include)
     found: list[Any] = []
     for name in names:
         try:
@@ -86,6 +90,7 @@ def run_harness(
         found: dict[str, Any] | None = lm_eval.simple_evaluate(
             model=model,
             tasks=tasks,
+            task_manager=TaskManager(include_defaults=False),  # they are loaded
             num_fewshot=num_fewshot,
             apply_chat_template=apply_chat_template,
             limit=limit,
