@@ -1,4 +1,7 @@
-"""Operations of a step of one position per row, each of which is a launch on a GPU."""
+"""Operations of a step of one position per row, each of which is a launch on a GPU; their sizes.
+
+Regimes: kinds of layers; rows that end by an id or at their limits; layers with a window.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +95,71 @@ def test_a_layer_has_few_operations_in_each_step(pool: Pool, kind: str) -> None:
     # Embedding, positions, rotation, norm, head, and five for the likeliest ids: CUDA finds their
     # places with one operation, a CPU with five.
     assert few - (many - few) <= 10 + 4
+
+
+class Sizes(TorchDispatchMode):
+    """Records rows of the products with one matrix, keys of the scores, and slots of each layer."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns  # of the matrix
+        self.rows: list[int] = []
+        self.keys: list[int] = []
+        self.slots: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("aten::mm", "aten::linear") and found.shape[1] == self.columns:
+            self.rows.append(found.shape[0])
+        elif name == "aten::baddbmm":
+            self.keys.append(found.shape[2])
+        elif name == "aten::zeros" and found.dim() == 5:  # keys and values of a layer
+            self.slots.append(found.shape[3])
+        return found
+
+
+def _sizes(
+    rank: int, world: int, changes: dict[str, Any], lengths: list[int], limits: list[int]
+) -> tuple[Sizes, list[Any]]:
+    """Write rows that each ninth id ends; return sizes, and the texts."""
+    with megatron_groups() as groups:
+        import torch
+
+        from megatron_distill.models.generation import Sampling, Stops, WriteRow
+        from megatron_distill.models.generation.model import CachedGPT
+
+        shape = small_architecture(max_position_embeddings=64, **changes)
+        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        rows = [
+            WriteRow((7,) * length, row, limit)
+            for row, (length, limit) in enumerate(zip(lengths, limits, strict=True))
+        ]
+        with Sizes(shape.vocab_size) as sizes:
+            written = model.write(
+                rows, sampling=Sampling(temperature=1.0), stops=Stops(ids=tuple(range(0, 200, 9)))
+            )
+        return sizes, written
+
+
+def test_later_steps_leave_ended_rows_out(pool: Pool) -> None:
+    ((sizes, written),) = pool.run(1, _sizes, {}, [3, 9, 5, 4], [2, 20, 20, 12])
+    assert {one.ended for one in written} == {"id", "length"}
+    lengths = [len(one.ids) for one in written]
+    assert len(set(lengths)) >= 3, "rows should end at several steps"
+    assert sizes.rows == [sum(length > step for length in lengths) for step in range(max(lengths))]
+
+
+def test_a_layer_with_a_window_stores_and_reads_no_more_positions(pool: Pool) -> None:
+    changes = {"sliding_window": 6, "sliding_layers": (0, 2)}
+    ((sizes, written),) = pool.run(1, _sizes, changes, [3, 9], [30, 30])
+    whole = sizes.slots[1]
+    assert whole >= 9 + 30
+    assert sizes.slots == [6, whole, 6, whole]
+    steps = max(len(one.ids) for one in written) - 1
+    assert len(sizes.keys) == 4 * steps
+    last = 9 + steps
+    assert last > 2 * 6, "the ring should be written again"
+    assert sizes.keys[-4:] == [6, last, 6, last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,18 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_distill.commands.job import shipped_folder
+from megatron_distill.data.tokenizers.open import train_bpe
 from tests.distributed.pool import Pool
-from tests.e2e.failing import call_alone
+from tests.e2e.failing import call_alone, script
 from tests.e2e.processes import PATIENCE, ROOT, SIGNALLING_TORCHRUN
 from tests.e2e.runs import Inputs, course, environment, quick_and_slow, run, step_records
 from tests.support.chat_fixtures import chat_tokenizer
+from tests.support.terminals import PseudoTerminal
 
 PROGRAM = (sys.executable, "-m", "megatron_distill.cli")
 METRICS = "run2/metrics.jsonl"
@@ -166,6 +171,81 @@ def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
 
 
 GENERATE = ROOT / "launch" / "generate.py"
+
+
+def test_a_checkpoint_with_a_named_tokenizer_writes_the_text_of_its_run(
+    pool: Pool, chatting: Path
+) -> None:
+    words = ("--prompt", "Is it", "--tokens", "12", "--temperature", "0")
+    expected = call_alone(pool, GENERATE, chatting / "run", *words)
+    weights = ("--checkpoint", chatting / "run" / "checkpoints")
+    named = shutil.copytree(chatting / "tokenizer", chatting / "elsewhere")
+    found = call_alone(pool, GENERATE, *weights, "--tokenizer", named, *words)
+    assert found.status == 0, found.stderr
+    assert found.stdout == expected.stdout
+    assert len(set(found.stdout)) > len(set("Is it"))
+    assert f"{weights[1]}: 12 tokens, greedy" in found.stderr
+
+    train_bpe(["a"], vocab_size=260).save(chatting / "other")
+    found = call_alone(pool, GENERATE, *weights, "--tokenizer", chatting / "other", *words)
+    assert found.status == 1
+    assert "was trained with another tokenizer" in found.stderr
+
+
+CYCLE = "a\u00e9b\u6f22\n"  # characters of one, two and three bytes, none of them twice
+
+
+@pytest.fixture(scope="module")
+def writes_a_cycle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder whose model follows each byte of `CYCLE` by the next one."""
+    folder = tmp_path_factory.mktemp("cycle")
+    tokenizer = train_bpe(["a"], vocab_size=260)  # of single bytes
+    tokenizer.save(folder)
+    ids = [int(one) for one in tokenizer.encode_batch([CYCLE])[0]]
+    assert len(set(ids)) == len(CYCLE.encode())
+    size, heads = {"vocab_size": 260, "hidden_size": 260}, {"num_attention_heads": 2}
+    shape = {"model_type": "llama", "num_hidden_layers": 1, "intermediate_size": 8}
+    others = {"max_position_embeddings": 64, "tie_word_embeddings": False}
+    config = size | heads | shape | others
+    (folder / "config.json").write_text(json.dumps(config))
+    head = torch.zeros(260, 260)
+    head[ids[1:] + ids[:1], ids] = 1.0
+    weights = {"lm_head": head, "model.embed_tokens": torch.eye(260), "model.norm": torch.ones(260)}
+    layer = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
+    for part, names in layer.items():  # layers that add nothing
+        for name in names:
+            rows, columns = (260, 260) if part == "self_attn" else (8, 260)
+            zeros = torch.zeros((columns, rows) if name == "down" else (rows, columns))
+            weights[f"model.layers.0.{part}.{name}_proj"] = zeros
+    for name in ("input", "post_attention"):
+        weights[f"model.layers.0.{name}_layernorm"] = torch.ones(260)
+    save_file({f"{k}.weight": v for k, v in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def _shown(rank: int, world: int, words: list[str]) -> tuple[int, list[bytes], str]:
+    """Return the exit status, what a terminal received at each flush, and standard error."""
+    error = io.StringIO()
+    with closing(PseudoTerminal()) as screen, redirect_stderr(error), redirect_stdout(screen):
+        assert screen.isatty()
+        status = script(GENERATE).main(words)
+        return status, screen.shown, error.getvalue()
+
+
+def test_a_terminal_shows_each_character_when_it_is_whole(pool: Pool, writes_a_cycle: Path) -> None:
+    options = ["--prompt", "a", "--tokens", "16", "--temperature", "0"]
+    words = ["--hf", str(writes_a_cycle), *options]
+    ((status, shown, error),) = pool.run(1, _shown, words)
+    assert status == 0, error
+    # Sixteen ids are the eight bytes twice, and the prompt is the first of them.
+    assert [piece.decode() for piece in shown] == [*CYCLE, *CYCLE, "a", "\n"]
+    assert call_alone(pool, GENERATE, *words).stdout == 2 * CYCLE + "a\n"
+
+    # A stop string that may begin is held back, and not shown where it is one.
+    words += ["--stop", "b\u6f22"]
+    ((status, shown, error),) = pool.run(1, _shown, words)
+    assert status == 0, error
+    assert b"".join(shown).decode() == "a\u00e9\n"
 
 
 def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Path) -> None:
