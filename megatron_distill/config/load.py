@@ -14,7 +14,7 @@ from megatron_distill.config.messages import (
     Problem,
     WithoutEffect,
     innermost,
-    locate,
+    key_at,
     raise_problems,
     schema_problems,
 )
@@ -277,7 +277,7 @@ def _repair(tree: Any, place: Sequence[int | str], kind: type[JobConfig]) -> Non
             return
     if isinstance(holder, dict):
         holder.pop(place[-1], None)
-        key = locate(kind, place)
+        key = key_at(kind, place)
         if key is not None and key.required:
             holder[place[-1]] = copy.deepcopy(key.example)
 

@@ -20,13 +20,13 @@ __all__ = [
     "Key",
     "Problem",
     "WithoutEffect",
-    "dotted",
     "divisors",
+    "dotted",
     "dotted_names",
     "field_key",
     "innermost",
+    "key_at",
     "listed",
-    "locate",
     "raise_problems",
     "schema_problems",
     "section_of",
@@ -156,11 +156,11 @@ def section_of(root: type[Section], place: Sequence[object]) -> type[Section] | 
     """Return the section class at a place such as ('data', 'sources', 0); None: no section."""
     if not place:
         return root
-    key = locate(root, place)
+    key = key_at(root, place)
     return None if key is None else key.section
 
 
-def locate(root: type[Section], place: Sequence[object]) -> Key | None:
+def key_at(root: type[Section], place: Sequence[object]) -> Key | None:
     """Return the key at a place such as ('data', 'sources', 0); None: not in the schema."""
     section: type[Section] | None = root
     key: Key | None = None
@@ -275,7 +275,7 @@ def _sentence(detail: ErrorDetails, root: type[Section]) -> str:
     name = dotted(place)
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown_key(place, root)
-    key = locate(root, place)
+    key = key_at(root, place)
     if key is None:
         return f"{name} = {shown(value)}: {detail['msg']}"
     if detail["type"] == "missing":

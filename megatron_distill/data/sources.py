@@ -191,7 +191,7 @@ def _samples_in_epoch(
     return samples
 
 
-def read_held_out(
+def held_out_samples(
     specs: Sequence[SourceSpec], *, tokenizer: StreamTokenizer, options: DataOptions, samples: int
 ) -> SampleList:
     """`samples` samples of the held-out documents, the same for every seed.
@@ -242,7 +242,7 @@ def read_held_out(
 def all_held_out(
     specs: Sequence[SourceSpec], *, tokenizer: StreamTokenizer, options: DataOptions
 ) -> Iterator[Sample]:
-    """All samples of the held-out documents: as many as `read_held_out` gives at most.
+    """All samples of the held-out documents: as many as `held_out_samples` gives at most.
 
     Raises DataError.
     """

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_distill.evaluation.requests import Request, model_input
 
-__all__ = ["RankBatch", "ScoredRow", "Wave", "rows_of", "waves_of"]
+__all__ = ["RankBatch", "ScoredRow", "Wave", "scored_rows", "waves_of"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ScoredRow:
     requests: NDArray[np.int64]
 
 
-def rows_of(requests: Sequence[Request], positions: int) -> list[ScoredRow]:
+def scored_rows(requests: Sequence[Request], positions: int) -> list[ScoredRow]:
     """Return the rows of requests; answers of one token after one context share a row.
 
     The rows come in descending order of their length, equal ones in the order of their tokens. So

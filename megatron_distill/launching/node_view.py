@@ -14,7 +14,7 @@ from typing import Any, Final
 import megatron_distill
 from megatron_distill.errors import counted
 
-__all__ = ["differences", "named_paths", "seen_files", "sources_digest", "versions"]
+__all__ = ["named_paths", "node_differences", "seen_files", "sources_digest", "versions"]
 
 
 def sources_digest() -> str:
@@ -84,7 +84,7 @@ def _seen(text: str) -> str:
     return f"{counted(len(found), 'file')} of {size:,} bytes"
 
 
-def differences(views: Mapping[str, Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
+def node_differences(views: Mapping[str, Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
     """Return, by node, in which points it differs from most nodes, or from the first of a half.
 
     views: of each node, in order, its `versions` and `files`.

@@ -44,13 +44,13 @@ __all__ = [
     "Outcome",
     "Status",
     "bad_nodes",
+    "complete_shards",
     "disk_errors",
     "job_folder",
     "job_folders",
     "local_time",
     "progress_of",
     "read_record",
-    "shards_of",
     "write_record",
 ]
 
@@ -306,7 +306,7 @@ def job_folders(folder: Path) -> list[tuple[Path, int, int]]:
     return sorted(numbered, key=lambda one: (one[2], one[1]))
 
 
-def shards_of(store: Path, *, job: int = 0, jobs: int = 1) -> list[Path]:
+def complete_shards(store: Path, *, job: int = 0, jobs: int = 1) -> list[Path]:
     """Return the complete shards that one of the jobs writes."""
     found = [(path, _SHARD.fullmatch(path.name)) for path in (store / "shards").glob("logits-*")]
     return [path for path, name in found if name and int(name[1]) % jobs == job]
@@ -319,7 +319,7 @@ def progress_of(results: Path, *, job: int = 0, jobs: int = 1) -> int:
         names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
         return max((int(found[1]) for found in names if found), default=0)
     with suppress(FileNotFoundError, NotADirectoryError):
-        return len(shards_of(results, job=job, jobs=jobs))
+        return len(complete_shards(results, job=job, jobs=jobs))
     return 0
 
 

@@ -23,9 +23,9 @@ from megatron_distill.launching.records import (
     Launches,
     LaunchRecord,
     Outcome,
+    complete_shards,
     job_folders,
     progress_of,
-    shards_of,
 )
 from megatron_distill.runtime.folder_lock import is_locked, is_released_here
 from megatron_distill.runtime.progress import duration
@@ -191,7 +191,7 @@ def _capture_status(store: Path) -> RunStatus:
         plan = json.loads((store / "plan.json").read_text(encoding="utf-8"))
         wanted = -(-int(plan["samples"]) // int(plan["samples_per_shard"]))
     since = begun[-1].started if begun else 0.0
-    changed = map(_changed, shards_of(store))
+    changed = map(_changed, complete_shards(store))
     ends = sorted(time for time in changed if time > since)[-_RECENT_STEPS:]
     seconds = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
     done = progress_of(store)
@@ -223,7 +223,7 @@ def _state_of_job(
 ) -> tuple[str, str]:
     """Return the state of one of the jobs of a capture, from its own shards and launches."""
     job, jobs = launches.job, launches.jobs
-    files = shards_of(store, job=job, jobs=jobs)
+    files = complete_shards(store, job=job, jobs=jobs)
     return _state(
         store,
         launches,

@@ -22,7 +22,7 @@ from typing import Final, Protocol
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.node_health import Health
-from megatron_distill.launching.node_view import differences
+from megatron_distill.launching.node_view import node_differences
 from megatron_distill.launching.outcomes import classified, report
 from megatron_distill.launching.program import JobRanks, NoAnswerError, Program
 from megatron_distill.launching.records import (
@@ -327,7 +327,7 @@ def _bad_nodes(
     _LOGGER.info("%s checked in %.0f s", counted(len(launch.nodes), "node"), took)
     files = {node: folder / "health" / f"{node}.json" for node in launch.nodes}
     found = {node: read_record(file, Health) for node, file in files.items()}
-    unlike = differences({node: vars(one) for node, one in found.items() if one is not None})
+    unlike = node_differences({node: vars(one) for node, one in found.items() if one is not None})
     bad = []
     for node, health in found.items():
         if health is None:

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.pipeline_stages import even_layers
-from megatron_distill.models.stage_table import StageLayers, stage_layers
+from megatron_distill.models.stage_table import StageLayers, layer_table
 from megatron_distill.models.user_buffers import TensorOverlap
 from megatron_distill.runtime.layout import Layout
 
@@ -203,7 +203,7 @@ def _stage_layers(
     layers = execution.layers_per_stage or even_layers(architecture.num_layers, layout.stages)
     assert sum(layers) == architecture.num_layers, (layers, architecture.num_layers)
     assert len(layers) == layout.stages, (layers, layout)
-    return stage_layers(layers, layout.pipeline)
+    return layer_table(layers, layout.pipeline)
 
 
 def _expert_fields(architecture: Architecture, *, on_cuda: bool) -> dict[str, object]:

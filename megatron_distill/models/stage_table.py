@@ -11,7 +11,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_distill.models.pipeline_stages import even_layers
 
-__all__ = ["StageLayers", "configured_layers", "stage_layers"]
+__all__ = ["StageLayers", "configured_layers", "layer_table"]
 
 
 class StageLayers(PipelineParallelLayerLayout):
@@ -60,7 +60,7 @@ def _rank(pp_rank: int | None) -> int:
     return parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
 
 
-def stage_layers(layers: Sequence[int], pipeline: int) -> StageLayers | None:
+def layer_table(layers: Sequence[int], pipeline: int) -> StageLayers | None:
     """Return the table of stages, or None if all hold the same number, as upstream assumes.
 
     `layers` of each stage; `pipeline` ranks.

@@ -23,7 +23,7 @@ __all__ = [
     "encode_ids",
     "id_planes",
     "normalise",
-    "spread",
+    "padded_rows",
 ]
 
 Mask: TypeAlias = NDArray[np.bool_]
@@ -67,7 +67,7 @@ class _Float32:
         return [_close_up(log_probs_SK, mask).astype("<f4", copy=False)]
 
     def decode(self, take: Take, shape: tuple[int, int], mask: Mask | None, count: int) -> Floats:
-        return spread(take("<f4", count), shape, mask).astype(np.float32)
+        return padded_rows(take("<f4", count), shape, mask).astype(np.float32)
 
 
 class _Float16:
@@ -80,7 +80,7 @@ class _Float16:
         return [np.maximum(values, np.float32(_LOWEST_HALF)).astype("<f2")]
 
     def decode(self, take: Take, shape: tuple[int, int], mask: Mask | None, count: int) -> Floats:
-        return spread(take("<f2", count), shape, mask).astype(np.float32)
+        return padded_rows(take("<f2", count), shape, mask).astype(np.float32)
 
 
 class _Gap8:
@@ -105,7 +105,7 @@ class _Gap8:
     def decode(self, take: Take, shape: tuple[int, int], mask: Mask | None, count: int) -> Floats:
         top = take("<f2", shape[0]).astype(np.float32)
         step = take("<f2", shape[0]).astype(np.float32) / np.float32(-_LEVELS)
-        values = spread(take("u1", count), shape, mask).astype(np.float32)
+        values = padded_rows(take("u1", count), shape, mask).astype(np.float32)
         values *= step[:, None]
         values += top[:, None]
         return values
@@ -119,7 +119,7 @@ def _close_up(values_SK: Array, mask: Mask | None) -> Array:
     return values_SK.reshape(-1) if mask is None else values_SK[mask]
 
 
-def spread(values: Array, shape: tuple[int, int], mask: Mask | None) -> Array:
+def padded_rows(values: Array, shape: tuple[int, int], mask: Mask | None) -> Array:
     """Concatenated values as rows [S, K], 0 outside of the mask."""
     if mask is None:
         return values.reshape(shape)

@@ -24,7 +24,7 @@ from megatron_distill.ops.topk import gather_ranks
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import accumulation_dtype
 from megatron_distill.signals import Sampled, Support
-from megatron_distill.store.codecs import decode_ids, encode_ids, id_planes, spread
+from megatron_distill.store.codecs import decode_ids, encode_ids, id_planes, padded_rows
 from megatron_distill.store.records import (
     IS_RAGGED,
     ArraySpec,
@@ -239,7 +239,7 @@ class DrawnEntries:
         counts = sections.take(dtype, header.entries).astype(np.int32)
         ids = decode_ids(sections.take, header.entries, header.planes)
         mask, shape = used_mask(distinct, header.k), (header.positions, header.k)
-        return cls(spread(ids, shape, mask), spread(counts, shape, mask))
+        return cls(padded_rows(ids, shape, mask), padded_rows(counts, shape, mask))
 
     @classmethod
     def signal(

@@ -24,7 +24,7 @@ from megatron_distill.store.codecs import (
     encode_ids,
     id_planes,
     normalise,
-    spread,
+    padded_rows,
 )
 from megatron_distill.store.records import (
     HAS_TAIL,
@@ -174,7 +174,7 @@ class TopKEntries:
                     shift = normalise(at_temperature, tails_TS[row])
                     sums_TS[row] += shift
                     tails_TS[row] -= shift
-        ids = spread(decode_ids(sections.take, header.entries, header.planes), shape, mask)
+        ids = padded_rows(decode_ids(sections.take, header.entries, header.planes), shape, mask)
         return cls(ids, values, tail, n_kept, tuple(temperatures), sums_TS, tails_TS)
 
     @classmethod

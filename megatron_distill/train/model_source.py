@@ -33,7 +33,7 @@ from megatron_distill.models.weights import (
 )
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.convert.stream import TensorRows, shares
+from megatron_distill.train.convert.stream import TensorRows, blocks_by_rank
 
 __all__ = [
     "ModelSource",
@@ -152,7 +152,7 @@ def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) 
         return _digest({"architecture": fields, "random": drawn})
     own: dict[str, str] = {}
     with together(group=group):
-        share = shares(list(_blocks(architecture)), group.size())[group.rank()]
+        share = blocks_by_rank(list(_blocks(architecture)), group.size())[group.rank()]
         own = _digests(source, share)
     parts: list[dict[str, str]] = [{} for _ in range(group.size())]
     dist.all_gather_object(parts, own, group=group)

@@ -133,16 +133,10 @@ def _answered(
             ),
         )
         found[f"write {name}"]["lengths"] = [len(text.ids) for text in texts if text is not None]
+    stoppable: Any = {"prefix": PREFIX, "stop_requested": lambda: False}
     asked(
         "write until asked to stop",
-        lambda: write(
-            model,
-            rows,
-            sampling=Sampling(),
-            stops=Stops(),
-            prefix=PREFIX,
-            stop_requested=lambda: False,
-        ),
+        lambda: write(model, rows, sampling=Sampling(), stops=Stops(), **stoppable),
     )
     answers = ((5,), (9, 8, 7), (6, 5))
     asked("score", lambda: score(model, [ScoreRow(ids, answers) for ids in PROMPTS]))

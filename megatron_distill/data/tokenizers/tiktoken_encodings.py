@@ -113,7 +113,7 @@ NAMED_ENCODINGS: Final[Mapping[str, NamedEncoding]] = {
 }
 
 
-def cache_folder() -> Path:
+def download_folder() -> Path:
     """The folder of tiktoken's download cache."""
     for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         if variable in os.environ:
@@ -126,7 +126,7 @@ def fetched_ranks(name: str, encoding: NamedEncoding) -> Ranks:
 
     Raises DataError that names the file if it is missing or has another digest.
     """
-    path = cache_folder() / hashlib.sha1(encoding.address.encode()).hexdigest()
+    path = download_folder() / hashlib.sha1(encoding.address.encode()).hexdigest()
     fix = (
         f"fetch it where there is a network with python -c 'import tiktoken; "
         f'tiktoken.get_encoding("{name}")\' and copy it there, or name its folder in '

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.family import Family
-from megatron_distill.models.hugging_face.model import NamedPiece, pieces_of
+from megatron_distill.models.hugging_face.model import NamedPiece, tensor_pieces
 from megatron_distill.models.hugging_face.rules import TensorPiece
 from megatron_distill.models.hugging_face.safetensors_files import (
     INDEX_FILE,
@@ -76,7 +76,7 @@ def plan_files(
     """
     files = [PlannedFile()]
     for parameter, place in placed(architecture):
-        pieces = pieces_of(family, architecture, parameter, place)
+        pieces = tensor_pieces(family, architecture, parameter, place)
         unit = Unit(parameter, place, dtype_of(parameter.key), pieces)
         if files[-1].units and files[-1].nbytes + unit.nbytes > max_shard_bytes:
             files.append(PlannedFile())

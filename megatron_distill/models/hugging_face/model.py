@@ -35,7 +35,7 @@ class NamedPiece:
     piece: TensorPiece
 
 
-def pieces_of(
+def tensor_pieces(
     family: Family, architecture: Architecture, parameter: Parameter, place: LayerIndex
 ) -> list[NamedPiece]:
     """Return the Hugging Face tensors of one of ours, at a layer and expert.
@@ -67,7 +67,7 @@ class HuggingFaceWeights:
 
     def pieces(self, key: str, place: LayerIndex) -> list[NamedPiece]:
         """Return the Hugging Face tensors of one of ours."""
-        return pieces_of(self.family, self.architecture, self._parameters[key], place)
+        return tensor_pieces(self.family, self.architecture, self._parameters[key], place)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of one of our tensors: the widest of its parts, over all layers."""

@@ -15,8 +15,8 @@ from megatron_distill.data.loader import StepLoader, open_loader
 from megatron_distill.data.samples import SampleSource
 from megatron_distill.data.sources import (
     DataOptions,
+    held_out_samples,
     open_training,
-    read_held_out,
     samples_per_epoch,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer
@@ -110,7 +110,7 @@ class RunSamples:
         own, options = self.data.validation_sources, self.options
         if options.teacher is not None:  # held-out documents have no records
             options = replace(options, teacher=replace(options.teacher, index=None))
-        return read_held_out(
+        return held_out_samples(
             source_specs(own or self.data.sources),
             tokenizer=self._tokenizer(),
             options=replace(options, validation_fraction=1.0) if own else options,

@@ -42,7 +42,7 @@ from megatron_distill.train.checkpoint.shards import (
     Shard,
     ShardPart,
     TensorWindow,
-    exchange,
+    exchange_parts,
     own_parts,
 )
 from megatron_distill.train.checkpoint.writer import METADATA_FILE
@@ -251,7 +251,7 @@ def load_shards(shards: Sequence[Shard], chunks: MappedChunks, groups: Groups) -
     dist.all_gather_object(every, found.partial_registers(), group=groups.world)
     with together():
         found.check(np.concatenate(every))
-    exchange(stored)
+    exchange_parts(stored)
     for group, is_divided in ((groups.tensor, True), (groups.world, groups.pipeline.size() > 1)):
         if is_divided and group.size() > 1:
             fill_copies(shards, group)

@@ -170,7 +170,7 @@ def own_parts(shards: Sequence[Shard]) -> list[ShardPart]:
 
 
 @torch.no_grad()
-def exchange(shards: Sequence[Shard]) -> None:
+def exchange_parts(shards: Sequence[Shard]) -> None:
     """Give every replica the parts that the others have read.
 
     Collective: the groups of replicas, one broadcast per part; each byte is sent once.

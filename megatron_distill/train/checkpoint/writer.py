@@ -225,7 +225,7 @@ class RankWriter(torch_checkpoint.FileSystemWriter):
             return super().write_data(plan, planner)
 
 
-def first_failure(error: CheckpointException) -> str:
+def lowest_failure(error: CheckpointException) -> str:
     """Return a short description of the lowest failing rank's error."""
     rank = min(error.failures)
     return failure_of(error.failures[rank][0], rank)

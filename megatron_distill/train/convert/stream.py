@@ -35,7 +35,7 @@ from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import LayerIndex, Parameter, placed
 from megatron_distill.models.weights import WeightSource, WindowReader, converted_dtype
-from megatron_distill.train.checkpoint.writer import RankWriter, alone, first_failure
+from megatron_distill.train.checkpoint.writer import RankWriter, alone, lowest_failure
 
 _BLOCK_BYTES = 2**28  # of one tensor: the memory of a rank at a time
 
@@ -98,7 +98,7 @@ def _rows(
             yield start, min(start + most, last)
 
 
-def shares(blocks: list[TensorRows], size: int) -> list[list[TensorRows]]:
+def blocks_by_rank(blocks: list[TensorRows], size: int) -> list[list[TensorRows]]:
     """Give each of `size` ranks consecutive blocks of about the same number of bytes."""
     total = sum(block.nbytes for block in blocks)
     share: list[list[TensorRows]] = [[] for _ in range(size)]
@@ -124,7 +124,7 @@ def write_blocks(
 
     Collective: world, torch's checkpoint planning and one exchange of results.
     """
-    own_blocks = shares(blocks, dist.get_world_size())[dist.get_rank()]
+    own_blocks = blocks_by_rank(blocks, dist.get_world_size())[dist.get_rank()]
     try:
         with _no_checksums():
             torch_checkpoint.save(
@@ -134,7 +134,7 @@ def write_blocks(
             )
     except CheckpointException as error:
         _raise_what_is_not_writing(error)
-        return first_failure(error)
+        return lowest_failure(error)
     return None
 
 

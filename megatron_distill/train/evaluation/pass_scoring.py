@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.evaluation.requests import Interrupted, Request, Score
-from megatron_distill.evaluation.score_batches import RankBatch, rows_of, waves_of
+from megatron_distill.evaluation.score_batches import RankBatch, scored_rows, waves_of
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.gpt import HiddenStateGPT, hidden_for_head, run_model
 from megatron_distill.ops import VocabShard
@@ -69,7 +69,7 @@ class PassScorer:
         """
         groups, device = self.groups, self.device
         stages, ranks = groups.pipeline.size(), groups.data_context
-        rows = rows_of(requests, self.positions)
+        rows = scored_rows(requests, self.positions)
         multiple = math.lcm(_LENGTH_MULTIPLE, groups.layout.tensor if groups.layout.sequence else 1)
         found = torch.zeros(len(requests), 2, dtype=torch.float64, device=device)
         waves = waves_of(

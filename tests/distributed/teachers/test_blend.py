@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
-from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.sources import DataOptions, held_out_samples, open_training
 from megatron_distill.runtime.batch import LabelCounts
 from tests.distributed.pool import Pool
 from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
@@ -135,7 +135,7 @@ def test_a_blend_goes_on_in_the_middle_with_other_ranks(
 def test_held_out_samples_are_shared_by_weight_and_know_their_source(
     specs: list[SourceSpec],
 ) -> None:
-    held_out = read_held_out(specs, tokenizer=ByteTokenizer(), options=OPTIONS, samples=20)
+    held_out = held_out_samples(specs, tokenizer=ByteTokenizer(), options=OPTIONS, samples=20)
     owners = Counter(sample.source for sample in held_out.samples)
     for index, weight in enumerate(WEIGHTS):
         assert abs(owners[index] - 20 * weight) < 1

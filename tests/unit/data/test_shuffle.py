@@ -9,7 +9,7 @@ import pytest
 from megatron_distill.data.blending import ShuffledSamples
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample, SampleList
-from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.sources import DataOptions, held_out_samples, open_training
 from megatron_distill.errors import DataError
 from tests.support.data_fixtures import ByteTokenizer, write_files
 
@@ -102,11 +102,11 @@ def test_held_out_samples_come_from_many_documents(tmp_path: Path) -> None:
     folder = write_files(tmp_path / "long", [f"{n:03d} " * 800 for n in range(30)])
     specs = [SourceSpec("text", (f"{folder}/*.txt",))]
     options = DataOptions(sequence_length=64, validation_fraction=1.0)
-    held_out = read_held_out(specs, tokenizer=ByteTokenizer(), options=options, samples=20)
+    held_out = held_out_samples(specs, tokenizer=ByteTokenizer(), options=options, samples=20)
     assert len(held_out.samples) == 20
     assert [sample.sample_id for sample in held_out.samples] == list(range(20))
     assert len(words(list(held_out.samples))) >= 3
-    everything = read_held_out(specs, tokenizer=ByteTokenizer(), options=options, samples=1500)
+    everything = held_out_samples(specs, tokenizer=ByteTokenizer(), options=options, samples=1500)
     assert len(words(list(everything.samples))) == 30
 
 

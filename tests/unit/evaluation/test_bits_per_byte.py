@@ -16,7 +16,7 @@ from megatron_distill.data.sources import (
     DataOptions,
     TeacherReading,
     all_held_out,
-    read_held_out,
+    held_out_samples,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
@@ -66,7 +66,7 @@ def test_the_labels_are_all_tokens_but_the_first_of_each_document(
     # The end of each document is a label without text.
     assert found.labels == sum(len(ids) for ids in encoded)
     assert found.text_bytes == sum(lengths[number] for ids in encoded for number in ids[1:])
-    list_of_all = read_held_out(
+    list_of_all = held_out_samples(
         [spec], tokenizer=own, options=replace(OPTIONS, teacher=reading), samples=found.samples
     )
     assert len(list_of_all.samples) == found.samples

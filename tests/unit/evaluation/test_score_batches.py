@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_distill.evaluation.requests import Request, model_input
-from megatron_distill.evaluation.score_batches import rows_of, waves_of
+from megatron_distill.evaluation.score_batches import scored_rows, waves_of
 
 
 def _request(context: list[int], answer: list[int]) -> Request:
@@ -25,7 +25,7 @@ def test_choices_of_one_token_share_a_row_and_empty_answers_have_none() -> None:
         _request([1, 2], [8, 9]),
         _request([1, 2], []),
     ]
-    long, short = rows_of(requests, 10)
+    long, short = scored_rows(requests, 10)
     assert long.tokens.tolist() == [1, 2, 8]
     assert (long.positions.tolist(), long.ids.tolist()) == ([1, 2], [8, 9])
     assert short.positions.tolist() == [1, 1]
@@ -40,7 +40,7 @@ def test_every_row_is_in_one_wave_and_all_ranks_have_the_same_shapes(
     requests = [
         _request(rng.integers(0, 9, length).tolist(), [1]) for length in rng.integers(1, 30, 23)
     ]
-    rows = rows_of(requests, 64)
+    rows = scored_rows(requests, 64)
     assert [len(row.tokens) for row in rows] == sorted(
         (len(row.tokens) for row in rows), reverse=True
     )

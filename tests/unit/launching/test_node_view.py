@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megatron_distill
-from megatron_distill.launching.node_view import differences, named_paths, seen_files, versions
+from megatron_distill.launching.node_view import named_paths, node_differences, seen_files, versions
 
 
 def test_paths_are_found_in_settings_and_caches_are_not(
@@ -52,7 +52,7 @@ def view(version: str, **files: str) -> dict[str, dict[str, str]]:
 
 def test_a_node_is_compared_with_most_nodes_and_of_two_with_the_first() -> None:
     views = {"n1": view("2.12", a="a folder"), "n2": view("2.13", a="a folder"), "n3": view("2.13")}
-    assert differences(views) == {"n1": ["has torch: 2.12, but n2: 2.13"]}
+    assert node_differences(views) == {"n1": ["has torch: 2.12, but n2: 2.13"]}
     two = {"n1": view("2.13", a="nothing"), "n2": view("2.13", a="a folder")}
-    assert differences(two) == {"n2": ["sees under a: a folder, but n1: nothing"]}
-    assert differences({"n1": view("2.13")}) == differences({}) == {}
+    assert node_differences(two) == {"n2": ["sees under a: a folder, but n1: nothing"]}
+    assert node_differences({"n1": view("2.13")}) == node_differences({}) == {}

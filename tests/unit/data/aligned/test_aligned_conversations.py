@@ -25,8 +25,8 @@ from megatron_distill.data.samples import CE_TRAINED, KD_TRAINED, NO_CHUNK, Samp
 from megatron_distill.data.sources import (
     DataOptions,
     TeacherReading,
+    held_out_samples,
     open_training,
-    read_held_out,
 )
 from megatron_distill.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_distill.data.tokenizers.open import Tokenizer
@@ -338,7 +338,7 @@ def test_it_resumes_exactly_and_prepares_once_for_two_tokenizers(tmp_path: Path)
     with pytest.raises(DataError, match=r"teacher_sequence_length differs .* \(321, was 320\)"):
         longer.load_state_dict(states[3])
     held_out = replace(options, validation_fraction=1.0)
-    (one, *_) = read_held_out([spec], tokenizer=student, options=held_out, samples=2).samples
+    (one, *_) = held_out_samples([spec], tokenizer=student, options=held_out, samples=2).samples
     assert one.teacher is not None
 
 

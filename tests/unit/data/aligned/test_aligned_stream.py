@@ -21,8 +21,8 @@ from megatron_distill.data.samples import NO_CHUNK, Sample
 from megatron_distill.data.sources import (
     DataOptions,
     TeacherReading,
+    held_out_samples,
     open_training,
-    read_held_out,
 )
 from megatron_distill.data.tokenizers.open import END_OF_TEXT, Tokenizer
 from megatron_distill.data.tokenizers.tiktoken_bpe import TiktokenRules, TiktokenTokenizer
@@ -115,7 +115,7 @@ def test_a_stream_resumes_bit_for_bit_also_with_worker_processes(
         conversations = ConversationOptions(tmp_path / "cache")
         given = replace(given, document_cache_gib=1.0, conversations=conversations)
         held_out = replace(given, validation_fraction=0.5, teacher=options(teacher).teacher)
-        read_held_out(specs, tokenizer=student, options=held_out, samples=3)
+        held_out_samples(specs, tokenizer=student, options=held_out, samples=3)
         assert list(tmp_path.glob("cache/documents-*/000000/manifest.json"))
     resumed = open_training(specs, tokenizer=student, options=given, seed=3)
     resumed.load_state_dict(state)
@@ -142,7 +142,7 @@ def test_held_out_samples_and_batches_have_both_sides(
 ) -> None:
     student, teacher = tokenizers
     chosen = options(teacher, validation_fraction=1.0)
-    held_out = read_held_out([spec], tokenizer=student, options=chosen, samples=3)
+    held_out = held_out_samples([spec], tokenizer=student, options=chosen, samples=3)
     loader = StepLoader(
         held_out,
         sequence_length=48,

@@ -28,8 +28,8 @@ from megatron_distill.data.samples import Sample
 from megatron_distill.data.sources import (
     DataOptions,
     TeacherReading,
+    held_out_samples,
     open_training,
-    read_held_out,
     samples_per_epoch,
 )
 from megatron_distill.data.text import documents as text_documents
@@ -142,7 +142,7 @@ def test_further_epochs_and_runs_tokenise_nothing_and_have_the_same_samples(
     caplog.clear()
     assert_same(samples_of(specs, student, given, 3 * epoch), expected)
     held_out = replace(given, validation_fraction=1.0)
-    read_held_out(specs, tokenizer=student, options=held_out, samples=3)
+    held_out_samples(specs, tokenizer=student, options=held_out, samples=3)
     assert not encoded
     assert f"rows.jsonl:{TEXTS.index(UNALIGNED) + 1}: each of its chunks has an" in caplog.text
     # Another shuffling and other lengths read the same documents.

@@ -28,7 +28,7 @@ from megatron_distill.data.chat.source import (
 from megatron_distill.data.collation import count_labels, label_masks, micro_batch, pack_samples
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, PADDING_DOCUMENT, Sample
-from megatron_distill.data.sources import DataOptions, open_training, read_held_out, sample_texts
+from megatron_distill.data.sources import DataOptions, held_out_samples, open_training, sample_texts
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import LabelCounts
 from tests.support.chat_fixtures import (
@@ -218,14 +218,14 @@ def test_it_resumes_exactly_from_every_sample(tmp_path: Path) -> None:
 def test_held_out_conversations_are_no_training_ones_whatever_the_seed(tmp_path: Path) -> None:
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(60)))
     options = replace(options_of(tmp_path, 120), validation_fraction=0.3)
-    held_out = read_held_out([spec], tokenizer=TOKENIZER, options=options, samples=3)
+    held_out = held_out_samples([spec], tokenizer=TOKENIZER, options=options, samples=3)
     kept_out = {json.dumps(one) for sample in held_out.samples for one in documents(sample)}
     for seed in (1, 2):
         source = source_of(spec, options, seed=seed, epochs=1)
         trained = {json.dumps(one) for s in iter(source.next_or_none, None) for one in documents(s)}
         assert not kept_out & trained
         assert len(trained) < 60
-    again = read_held_out([spec], tokenizer=TOKENIZER, options=options, samples=3)
+    again = held_out_samples([spec], tokenizer=TOKENIZER, options=options, samples=3)
     assert [s.tokens_S1.tolist() for s in again.samples] == [
         s.tokens_S1.tolist() for s in held_out.samples
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample
-from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.sources import DataOptions, held_out_samples, open_training
 from megatron_distill.data.text.indexed import IndexedSource
 from megatron_distill.errors import DataError
 from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
@@ -224,7 +224,7 @@ def test_prefixes_and_texts_blend_by_weight_and_too_few_held_out_are_refused(
     ids = [source.next_sample().sample_id for _ in range(80)]
     assert ids == list(range(80))
     assert source.state_dict()["taken"] == [10, 10, 60]
-    held_out = read_held_out(specs, tokenizer=tokenizer, options=options, samples=8)
+    held_out = held_out_samples(specs, tokenizer=tokenizer, options=options, samples=8)
     assert len(held_out.samples) == 8
     with pytest.raises(DataError, match=r"validation\.samples is 999, but .* fill only \d+"):
-        read_held_out(specs, tokenizer=tokenizer, options=options, samples=999)
+        held_out_samples(specs, tokenizer=tokenizer, options=options, samples=999)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample, SampleSource, derived_seed, permutation
-from megatron_distill.data.sources import DataOptions, open_training, read_held_out
+from megatron_distill.data.sources import DataOptions, held_out_samples, open_training
 from megatron_distill.data.text import documents, stream
 from megatron_distill.data.text.documents import content_digest, is_held_out
 from megatron_distill.errors import DataError
@@ -166,7 +166,7 @@ def test_a_long_document_is_held_out_as_a_whole(
     specs = [SourceSpec("text", (f"{folder}/*.txt",))]
     training = stream_tokens(draw(opened(specs, validation_fraction=0.4, shuffle_buffer=1), 400))
     letters = {chr(token - 1) for token in training if token and chr(token - 1).isalpha()}
-    held_out = read_held_out(
+    held_out = held_out_samples(
         specs, tokenizer=ByteTokenizer(), options=options(validation_fraction=0.4), samples=20
     )
     others = {
@@ -194,7 +194,7 @@ def test_held_out_and_training_documents_are_disjoint_and_complete(
     corpora: dict[str, list[SourceSpec]],
 ) -> None:
     fraction = 0.3
-    held_out = read_held_out(
+    held_out = held_out_samples(
         corpora["files"],
         tokenizer=ByteTokenizer(),
         options=options(validation_fraction=fraction),
@@ -227,7 +227,7 @@ def test_a_source_without_documents_is_asked_for_some(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     with pytest.raises(DataError, match=r"fill only 0 samples .* check that the files have docum"):
-        read_held_out(
+        held_out_samples(
             [SourceSpec("jsonl", (str(empty),))],
             tokenizer=ByteTokenizer(),
             options=options(validation_fraction=0.5),
@@ -238,7 +238,7 @@ def test_a_source_without_documents_is_asked_for_some(tmp_path: Path) -> None:
 def test_too_little_to_hold_out_is_an_error(corpora: dict[str, list[SourceSpec]]) -> None:
     for fraction, specs in ((0.05, corpora["files"]), (0.0, corpora["jsonl"])):
         with pytest.raises(DataError, match=r"validation\.samples is 500, but .* fill only \d+"):
-            read_held_out(
+            held_out_samples(
                 specs,
                 tokenizer=ByteTokenizer(),
                 options=options(validation_fraction=fraction),
@@ -248,7 +248,7 @@ def test_too_little_to_hold_out_is_an_error(corpora: dict[str, list[SourceSpec]]
 
 def test_the_tail_of_the_held_out_documents_is_padded_and_not_trained(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", ["abcde", "fg"])  # 6 + 3 tokens
-    held_out = read_held_out(
+    held_out = held_out_samples(
         [SourceSpec("jsonl", (str(path),))],
         tokenizer=ByteTokenizer(),
         options=options(validation_fraction=1.0, sequence_length=6),

@@ -12,12 +12,12 @@ from megatron_distill.config import RunConfig, load_config
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.parameters import parameters, places
 from megatron_distill.planning.device import DeviceProfile, load_device
-from megatron_distill.runtime.launch import Device as RankDevice
+from megatron_distill.runtime.launch import Device
 from megatron_distill.train.reports import start_memory
 from megatron_distill.train.reports.planned_run import open_shapes
 from tests.unit.commands.test_plan import RUN, SEVERAL
 
-CPU = RankDevice("cpu", "gloo", torch.device("cpu"))
+CPU = Device("cpu", "gloo", torch.device("cpu"))
 
 
 def machine(gib: float, kind: str) -> DeviceProfile:
