@@ -106,6 +106,10 @@ class Cluster:
                 if name in (found.get("SLURM_TEST_NODE"), found.get("SLURMD_NODENAME")):
                     process.kill()
 
+    def give_up_node(self, name: str) -> None:
+        """Call a node down now, as Slurm does once it has been silent for SlurmdTimeout."""
+        self.call("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=silent")
+
     def start_node(self, name: str) -> None:
         """Start a node's daemon."""
         slurmd = shutil.which("slurmd", path=_FOLDERS)
@@ -187,14 +191,21 @@ class Job:
         self.cluster.call("scancel", self.number)
         self.wait_for_end()
 
-    def rank(self, rank: int) -> psutil.Process:
-        """Return a running rank of the job."""
+    def ranks(self) -> list[psutil.Process]:
+        """Return the running ranks of the job, by their number."""
+        ranks = {}
         for process in self.cluster.processes():
             with suppress(psutil.Error):
                 found = process.environ()
-                if found.get("SLURM_JOB_ID") == self.number and found.get("RANK") == str(rank):
-                    return process
-        raise AssertionError(f"no rank {rank}\n{self.log}")
+                if found.get("SLURM_JOB_ID") == self.number and "RANK" in found:
+                    ranks.setdefault(int(found["RANK"]), process)
+        return [ranks[rank] for rank in sorted(ranks)]
+
+    def rank(self, rank: int) -> psutil.Process:
+        """Return a running rank of the job."""
+        ranks = self.ranks()
+        assert len(ranks) > rank, f"no rank {rank}\n{self.log}"
+        return ranks[rank]
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from tests.support.slurm_cluster import Cluster, missing_programs, slurm_cluster
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm of three nodes."""
+    """A Slurm of four nodes."""
     missing = missing_programs()
     if missing:
         pytest.skip(f"needs Debian's slurm-wlm and munge: there is no {', '.join(missing)}")
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2", "n3")) as found:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2", "n3", "n4")) as found:
         yield found

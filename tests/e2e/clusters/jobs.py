@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -11,6 +13,7 @@ from tests.support.slurm_cluster import Job
 
 SAVING = ("checkpoint.save=true", "checkpoint.keep=2")
 ENDLESS = ("train.steps=100000", *SAVING)
+NEAR_END = "the end of the job's time is near: saving"
 
 
 def launches_of(output: Path, folder: str = "launches") -> Launches:
@@ -37,6 +40,21 @@ def written_by(process: psutil.Process) -> set[str]:
     """The files that a process has open for writing, and its named sockets."""
     files = {file.path for file in process.open_files() if file.mode != "r"}
     return files | {one.laddr for one in process.net_connections("unix") if one.laddr}
+
+
+@contextmanager
+def held_up(job: Job) -> Iterator[None]:
+    """Stop the running ranks of a job; they take signals and go on at the end."""
+    ranks = job.ranks()
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.suspend()
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.resume()
 
 
 def next_launch_steps(job: Job, output: Path, launches: int, steps: int = 2) -> None:

@@ -1,26 +1,28 @@
 """Further jobs of a real Slurm: other commands, an array, and warnings outside of a step.
 
-Regimes: an evaluation and a text, a script that raises, an array whose tasks go on from one
-another, the warning of the time limit in warm-up, evaluation and capture, a killed batch script.
+Regimes: an evaluation, a script that raises, an array whose tasks go on from one another, the
+warning of the time limit in warm-up, evaluation and capture, a spare node, a full disk.
 """
 
 from __future__ import annotations
 
 import json
-import signal
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_distill.launching.records import Launches, Status
+from megatron_distill.launching.records import Launches, Status, bad_nodes
 from megatron_distill.launching.run_status import read_status
 from tests.distributed.pool import Pool
 from tests.e2e.captures import contents, has_shards, partial_files, run_in, write_capture
 from tests.e2e.clusters.jobs import (
     ENDLESS,
+    NEAR_END,
     SAVING,
+    held_up,
     launches_of,
-    next_launch_steps,
     nodes_of,
     outcomes,
     steps_done,
@@ -42,11 +44,11 @@ time.sleep(600)
 """
 
 
-def test_a_run_is_evaluated_and_continues_a_text_on_the_nodes(
+def test_a_run_is_evaluated_on_the_nodes(
     cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
-    output, figures, text = (tmp_path / name for name in ("run", "figures.json", "text"))
-    run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=2", *SAVING)
+    output, figures = tmp_path / "run", tmp_path / "figures.json"
+    run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=1", *SAVING)
     words = ("--command", "evaluate", str(output), "parallel.tensor=2", "validation.samples=4")
     words = (*words, "--", "--json", str(figures))
     (job,) = cluster.submit_by_command(words, logs=output / "launches_evaluate")
@@ -55,12 +57,6 @@ def test_a_run_is_evaluated_and_continues_a_text_on_the_nodes(
     assert outcomes(output, "launches_evaluate") == [Status.DONE]
     (launch,) = launches_of(output, "launches_evaluate").all()
     assert launch.nodes == ["n1", "n2"]
-
-    words = ("--command", "generate", str(output), "--", "--tokens", "4", "--text", str(text))
-    (job,) = cluster.submit_by_command(words, logs=output / "launches_generate", nodes=1)
-    assert job.wait_for_end() == "COMPLETED 0:0", job.log
-    assert text.read_text()
-    assert "Traceback" not in job.log
 
 
 def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_and_launch(
@@ -87,99 +83,81 @@ def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_a
         assert "RuntimeError: the cause" in (launch / "rank_00001.err").read_text()
 
 
-def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned(
+def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned_in_its_warm_up(
     cluster: Cluster, inputs: Inputs, tmp_path: Path
 ) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
-    words = (str(config), f"output={output}", "train.steps=120", "teacher.ranks=1", *SAVING)
+    words = (str(config), f"output={output}", "train.steps=4", "teacher.ranks=1", *SAVING)
     (array,) = cluster.submit_by_command((*words, "--array", "3"), logs=output / "launches")
     first, second, third = map(array.task, (1, 2, 3))
-    first.wait_for(lambda: bool(launches_of(output).all()))
-    script = first.batch_process()  # found now, so that the warning comes right behind two steps
-    first.wait_for(lambda: steps_done(output) >= 2)
-    script.send_signal(signal.SIGUSR1)
+
+    def has_ranks() -> bool:
+        return any((output / "launches").glob("*/rank_00000.err"))
+
+    first.wait_for(has_ranks)
+    first.warn()
     # Saved, but not finished: the scheduler has the status, the supervisor's record the outcome.
     assert first.wait_for_end() == "FAILED 75:0", first.log
     assert second.wait_for_end() == "COMPLETED 0:0", second.log
     assert third.wait_for_end() == "COMPLETED 0:0", third.log
     assert outcomes(output) == [Status.UNFINISHED, Status.DONE]
+    # At most the first step is done, and then saved.
+    assert launches_of(output).all()[1].progress in (0, 1)
+    assert first.log.count(NEAR_END) == 1
     assert "the next job goes on from step" in first.log
     assert "nothing to do" in third.log
     assert "Traceback" not in first.log + second.log
-    assert [one["step"] for one in step_records(output)] == list(range(1, 121))
+    assert [one["step"] for one in step_records(output)] == list(range(1, 5))
     assert len(nodes_of(output, 1)) == 2
 
 
-def test_a_warning_in_the_warm_up_is_followed_by_the_next_launch(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path
+def test_a_warning_in_an_evaluation_saves_its_step_and_a_disk_that_fills_up_then_ends_the_job(
+    cluster: Cluster, inputs: Inputs, tmp_path: Path, small_disk: Callable[[str], Path]
 ) -> None:
-    output = tmp_path / "run"
-    job = cluster.submit((str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS))
-    folder = output / "launches" / f"{job.number}-0"
-    job.wait_for(lambda: (folder / "rank_00000.err").exists())
-    job.warn()
-    next_launch_steps(job, output, 2)
-    assert outcomes(output)[:1] == [Status.UNFINISHED]
-    # At most the first step is done, and then saved.
-    assert launches_of(output).all()[1].progress in (0, 1)
-    assert job.log.count("the end of the job's time is near: saving") == 1
-    assert "Traceback" not in job.log
-    job.cancel()
-
-
-def test_a_warning_in_an_evaluation_saves_its_step_and_ends_it(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
+    disk = small_disk("16m")
+    output = disk / "run"
     words = (str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS)
-    job = cluster.submit((*words, *scoring_of_minutes(tmp_path, "score")))
-    job.wait_for(lambda: steps_done(output) >= 1)
+    scoring = (*scoring_of_minutes(tmp_path, "score"), "evaluation.interval=3")
+    job = cluster.submit((*words, "checkpoint.interval=2", *scoring))
+    job.wait_for(lambda: steps_done(output) >= 3)
     job.warn()
     job.wait_for(lambda: len(launches_of(output).all()) == 2)
+    (disk / "filling").write_bytes(bytes(shutil.disk_usage(disk).free - 2**18))
     assert outcomes(output)[:1] == [Status.UNFINISHED]
-    assert launches_of(output).all()[1].progress == len(step_records(output)) == 1
+    assert launches_of(output).all()[1].progress == len(step_records(output)) == 3
     assert not any("evaluation" in record for record in records(output))
-    assert "goes on from step 1" in job.log
+    assert "goes on from step 3" in job.log
+
+    assert job.wait_for_end() == "FAILED 78:0", job.log
+    assert job.fields["Restarts"] == "1"
+    assert [one["step"] for one in step_records(output)] == [1, 2, 3, 4]
+    assert "no space left for a checkpoint" in job.log
     assert "Traceback" not in job.log
-    job.cancel()
 
 
-def test_a_warned_capture_goes_on_to_the_same_files(
+def test_a_warned_capture_goes_on_to_the_same_files_without_a_bad_node_where_one_is_spare(
     cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
-    config = write_capture(inputs, "slurm-long-capture", samples=600, per_shard=24)
+    config = write_capture(inputs, "slurm-capture", samples=240, per_shard=24)
     store = tmp_path / "store"
-    job = cluster.submit(("capture", str(config), f"store.path={store}"))
-    found = has_shards(store, 3)
-    job.wait_for(found)
-    job.warn()
+    words = ("--wanted-nodes", "2", "--health-command", 'test "$SLURMD_NODENAME" != n2', "--",
+             "capture", str(config), f"store.path={store}")  # fmt: skip
+    job = cluster.submit(words, nodes=3)
+    job.wait_for(has_shards(store, 2))
+    with held_up(job):
+        job.warn()
     assert job.wait_for_end() == "COMPLETED 0:0", job.log
     launches = Launches(tmp_path / "store.launches", store, "")
     first, second = launches.all()
     assert [launches.outcome(one).status for one in (first, second)] == [  # type: ignore[union-attr]
         Status.UNFINISHED, Status.DONE,
     ]  # fmt: skip
-    assert 3 <= second.progress < 25
+    assert (first.nodes, second.nodes) == (["n1", "n3"], ["n1", "n3"])
+    assert [one.node for one in bad_nodes(launches.folder)] == ["n2"]
+    assert 2 <= second.progress < 10
     assert "Traceback" not in job.log
     assert partial_files(store) == []
     status = read_status(store)
-    assert (status.state, status.step, status.steps) == ("done", 25, 25)
+    assert (status.state, status.step, status.steps) == ("done", 10, 10)
     assert run_in(pool, 1, config, tmp_path / "alone") is True
     assert contents(store) == contents(tmp_path / "alone")
-
-
-def test_the_lock_of_a_killed_batch_script_ends_with_it(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    words = (str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS)
-    first = cluster.submit(words)
-    first.wait_for(lambda: steps_done(output) >= 2)
-    first.batch_process().kill()
-    first.wait_for(lambda: first.fields["JobState"] != "RUNNING")
-    second = cluster.submit(words)
-    next_launch_steps(second, output, 2)
-    assert outcomes(output)[:2] == [None, None]
-    steps = [one["step"] for one in step_records(output)]
-    assert steps == list(range(1, len(steps) + 1))
-    second.cancel()
