@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ Seconds are the CPU time of one thread, which other work on the machine disturbs
 clock; the shortest of the rounds. `whole` is from the files to the accuracies, `scores` the
 log-likelihoods of encoded prompts alone. lm-evaluation-harness passes each question with its
 examples through the model once, for all four choices; here the examples of a subject are passed
-once. MMLU has 246 questions per subject, and the ratio grows with that number.
+once. MMLU has 246 questions per subject, and the ratio grows with that number. `alone`: our scores
+of some subjects, one question per call, so that each passes its examples again.
 """
 
 
@@ -79,8 +81,11 @@ def main() -> int:
         joined_world(device="cpu", backend="gloo", threads=1, timeout_seconds=600.0),
     ):
         torch.set_num_threads(1)
-        line, tokens = _compared(Path(place), subjects, arguments.questions, arguments.rounds)
+        line, tokens, saved = _compared(
+            Path(place), subjects, arguments.questions, arguments.rounds
+        )
     Console().print(line)
+    Console().print(saved)
     environment = describe("benchmarks/evaluate.py", sys.argv[1:])
     text = "\n".join(
         [
@@ -89,6 +94,7 @@ def main() -> int:
             *(f"* {name}: {value}" for name, value in environment.items()),
             f"* lm-eval: {installed('lm-eval')}, transformers: {installed('transformers')}",
             f"* prompts: {tokens:,.0f} tokens on average, of which the question is about a sixth",
+            f"* {saved}",
             "",
             "| questions | ours, whole | lm-eval, whole | ratio | ours, scores | lm-eval, scores "
             "| ratio |",
@@ -102,11 +108,11 @@ def main() -> int:
     return 0
 
 
-def _compared(place: Path, subjects: int, questions: int, rounds: int) -> tuple[str, float]:
-    """Return the row of the table, and the mean length of a prompt."""
+def _compared(place: Path, subjects: int, questions: int, rounds: int) -> tuple[str, float, str]:
+    """Return the row of the table, the mean length of a prompt, and the gain of shared examples."""
     names = _write_files(place, subjects, questions)
     _save_model(place / "model", place)
-    ours, tokens = _ours(place)
+    ours, together_and_alone, tokens = _ours(place)
     ways: dict[str, Callable[[], Measured]] = {"ours": ours, "lm-eval": _peer(place, names)}
     best: dict[str, Measured] = {}
     for _ in range(rounds):
@@ -124,7 +130,9 @@ def _compared(place: Path, subjects: int, questions: int, rounds: int) -> tuple[
         f"{own.whole:.1f} s", f"{other.whole:.1f} s", f"{other.whole / own.whole:.2f}x",
         f"{own.scores:.1f} s", f"{other.scores:.1f} s", f"{other.scores / own.scores:.2f}x",
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |", tokens
+    together, alone = map(min, zip(*(together_and_alone() for _ in range(rounds)), strict=True))
+    saved = f"alone: {alone:.1f} s; together: {together:.1f} s; ratio {alone / together:.2f}x"
+    return "| " + " | ".join(cells) + " |", tokens, saved
 
 
 def _write_files(place: Path, subjects: int, questions: int) -> list[str]:
@@ -175,7 +183,13 @@ def _save_model(folder: Path, place: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _ours(place: Path) -> tuple[Callable[[], Measured], float]:
+def _ours(
+    place: Path,
+) -> tuple[Callable[[], Measured], Callable[[], tuple[float, float]], float]:
+    """Return two measurements, and the mean length of a prompt.
+
+    The second one: seconds of the first subjects' scores together, and of each question alone.
+    """
     from megatron_distill.data.tokenizers.open import load_tokenizer
     from megatron_distill.evaluation.tasks.prepared import prepare_task
     from megatron_distill.evaluation.tasks.record import load_task
@@ -212,7 +226,21 @@ def _ours(place: Path) -> tuple[Callable[[], Measured], float]:
 
     task = prepare_task(load_task("mmlu", files), tokenizer, positions=scorer.positions)
     lengths = [len(request.context) for request in task.requests]
-    return measure, sum(lengths) / len(lengths)
+    questions = [
+        list(same) for _, same in groupby(task.requests, key=lambda one: one.context.tobytes())
+    ]
+    subjects = len(list((place / "test").iterdir()))
+    some = questions[: len(questions) * min(QUICK_SUBJECTS, subjects) // subjects]
+
+    def together_and_alone() -> tuple[float, float]:
+        began = time.process_time()
+        scorer.score([request for question in some for request in question])
+        between = time.process_time()
+        for question in some:
+            scorer.score(question)
+        return between - began, time.process_time() - between
+
+    return measure, together_and_alone, sum(lengths) / len(lengths)
 
 
 def _peer(place: Path, names: Sequence[str]) -> Callable[[], Measured]:
