@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_distill.align.chunks import Bools, Ints
 from megatron_distill.errors import DataError
 
 __all__ = ["ByteTokenizer", "CharacterSpans", "continued_spans", "token_spans"]
@@ -27,9 +28,6 @@ _SPACE: Final = b" "
 _PROBES: Final = ("a", "e", "1", ".", "-")
 _TABLES: Final = 8
 _AROUND: Final = 20  # bytes of a text before and behind a difference, in messages
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class CharacterSpans(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_distill.align.build_map import MappedTokenizer
-from megatron_distill.align.chunks import Chunks, chunk_numbers
+from megatron_distill.align.chunks import Chunks, Ints, chunk_numbers
 from megatron_distill.align.vocabulary_map import PAIRED, WITHOUT_ROW, VocabularyMap
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "text_coverage",
 ]
 
-Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 

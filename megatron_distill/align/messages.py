@@ -13,15 +13,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_distill.align.chunks import Chunks, checked_spans, chunks_of_ends
+from megatron_distill.align.chunks import Chunks, Ints, checked_spans, chunks_of_ends
 
 __all__ = ["ENDS_TEXT", "ENDS_TURN", "NO_ROLE", "RenderedTokens", "align_messages", "closing_roles"]
 
 NO_ROLE: Final = 0
 ENDS_TURN: Final = 1
 ENDS_TEXT: Final = 2
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

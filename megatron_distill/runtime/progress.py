@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 __all__ = [
-    "Clock",
+    "SecondsClock",
     "Pace",
     "ProgressFigure",
     "ProgressReporter",
@@ -27,7 +27,7 @@ __all__ = [
     "size",
 ]
 
-Clock = Callable[[], float]
+SecondsClock = Callable[[], float]
 _WINDOW: Final = 50
 _REDRAW_SECONDS: Final = 0.1
 _LINE_SECONDS: Final = 30.0
@@ -99,7 +99,7 @@ class ProgressReporter:
         every: int | None = None,
         write_line: Callable[[str], None] | None = None,
         shows_bar: bool = True,
-        clock: Clock = time.monotonic,
+        clock: SecondsClock = time.monotonic,
     ) -> None:
         self.stream = stream
         self.total = total

@@ -16,9 +16,9 @@ from megatron_distill import log
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.progress import (
-    Clock,
     ProgressFigure,
     ProgressReporter,
+    SecondsClock,
     duration,
     gigabytes,
     short_count,
@@ -52,7 +52,7 @@ class TrainingProgress:
         start_step: int,
         interval: int = 1,
         ce_weight: float = 1.0,
-        clock: Clock = time.monotonic,
+        clock: SecondsClock = time.monotonic,
     ) -> None:
         self._ce_weight = ce_weight
         self._clock = clock
@@ -319,7 +319,7 @@ class CaptureProgress:
         work: Work,
         *,
         samples_per_shard: int,
-        clock: Clock = time.monotonic,
+        clock: SecondsClock = time.monotonic,
     ) -> None:
         self._work = work
         self._samples_per_shard = samples_per_shard

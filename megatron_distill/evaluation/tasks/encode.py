@@ -21,7 +21,7 @@ from megatron_distill.evaluation.tasks.prompts import Prompt
 
 __all__ = ["TextEncoder", "rolling_requests"]
 
-Ids = NDArray[np.int32]
+IdArray = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TextEncoder:
                 "description, which is the system message"
             ) from error
 
-    def texts(self, texts: Sequence[str]) -> list[Ids]:
+    def texts(self, texts: Sequence[str]) -> list[IdArray]:
         """Return the ids of whole texts, with one begin-of-text token where the model has one.
 
         A text that spells this token out has no second one. Raises DataError for two of them, and
@@ -80,7 +80,7 @@ class TextEncoder:
         spelled = None if bos_id is None else self._spelled(bos_id)
         begins = [bool(spelled) and text.startswith(str(spelled)) for text in texts]
         reads = [text for text, begun in zip(texts, begins, strict=True) if not begun]
-        plain: Iterator[Ids] = iter(self._plain(reads))
+        plain: Iterator[IdArray] = iter(self._plain(reads))
         special = iter(
             encode_rendered(
                 self.tokenizer, [text for text, begun in zip(texts, begins, strict=True) if begun]
@@ -99,7 +99,7 @@ class TextEncoder:
             found.append(ids)
         return found
 
-    def _plain(self, texts: Sequence[str]) -> list[Ids]:
+    def _plain(self, texts: Sequence[str]) -> list[IdArray]:
         if self.template is not None:
             return [one.ids_n for one in encode_rendered(self.tokenizer, texts)]
         return self.tokenizer.encode_batch(texts)
@@ -144,7 +144,7 @@ class TextEncoder:
         return found
 
 
-def rolling_requests(ids: Ids, *, prefix_id: int, positions: int) -> list[Request]:
+def rolling_requests(ids: IdArray, *, prefix_id: int, positions: int) -> list[Request]:
     """Return requests that score each token of a text once.
 
     The first window is conditioned on the prefix token. Each later one is a whole input whose first

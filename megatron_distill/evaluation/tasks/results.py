@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_distill.evaluation.requests import Score, WrittenText
 from megatron_distill.evaluation.tasks.graders import grader_versions
 from megatron_distill.evaluation.tasks.grading import Graded
-from megatron_distill.evaluation.tasks.paired import ItemValues, TaskItems
+from megatron_distill.evaluation.tasks.paired import Floats, ItemValues, TaskItems
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 
 __all__ = ["scored_items", "stderr_of", "task_result", "written_items", "written_result"]
 
-Floats = NDArray[np.float64]
 
 # Below this mean probability of all letters together, accuracy is about the format.
 _LEAST_MASS: Final = 0.5

@@ -26,10 +26,10 @@ from megatron_distill.runtime.segments import copied
 from megatron_distill.train.calibration import Figures, equal_mass_errors, token_figures
 from megatron_distill.train.comparison import SUM_NAMES, block_sums, summary_of, token_sums
 from megatron_distill.train.evaluation.reader import Reader
+from megatron_distill.train.evaluation.scoring import Ids
 
 __all__ = ["Text", "compare_texts", "held_out_prompts"]
 
-Ids = tuple[int, ...]
 
 _POSITIONS = 2**13  # of one pass
 
