@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,6 +19,9 @@ from tests.distributed.megatron_world import SMALL
 from tests.fake_cuda.host_side import as_first_rank, fake
 from tests.fake_cuda.opened import CUDA, Opened, open_world
 from tests.fake_cuda.watching_mode import Seen, WatchingMode
+
+if TYPE_CHECKING:
+    from megatron_distill.train.evaluation.pass_scoring import PassScorer
 
 TOKENS = 190
 PREFIX = (4, 9, 16)
@@ -102,8 +105,6 @@ def _answered(
 ) -> dict[str, dict[str, Any]]:
     from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
     from megatron_distill.models.generation.model import CachedGPT
-    from megatron_distill.models.gpt import vocab_shard
-    from megatron_distill.train.evaluation.pass_scoring import PassScorer
 
     model = CachedGPT(
         chunks, architecture, groups, CUDA.torch_device, vocab_size=TOKENS, decode=_letters
@@ -143,11 +144,19 @@ def _answered(
     asked("score after", lambda: score(model, [ScoreRow((2,), answers)], prefix=PREFIX))
     # Upstream's exchange of tokens is as long as counts that no fake tensor has.
     if len(chunks) == 1 and groups.layout.expert == 1:
-        requests = [
-            Request(np.array(ids, np.int32), np.array(answers[1], np.int32)) for ids in PROMPTS
-        ]
-        shard = vocab_shard(architecture, groups, tokens=TOKENS)
-        scorer = PassScorer(chunks[0], architecture, shard, groups, CUDA.torch_device, 32, 64)
+        scorer, requests = _pass_scorer(architecture, chunks[0], groups), _requests(answers[1])
         with patch.object(Batch, "untrained", _untrained_on_host(mode)):
             asked("score by passes", lambda: scorer.score(requests))
     return found
+
+
+def _pass_scorer(architecture: Any, chunk: Any, groups: Any) -> PassScorer:
+    from megatron_distill.models.gpt import vocab_shard
+    from megatron_distill.train.evaluation.pass_scoring import PassScorer
+
+    shard = vocab_shard(architecture, groups, tokens=TOKENS)
+    return PassScorer(chunk, architecture, shard, groups, CUDA.torch_device, 32, 64)
+
+
+def _requests(answer: Sequence[int]) -> list[Request]:
+    return [Request(np.array(ids, np.int32), np.array(answer, np.int32)) for ids in PROMPTS]

@@ -14,10 +14,6 @@ from megatron_distill.config import (
     RunConfig,
     RuntimeConfig,
     TrainConfig,
-    run_heading,
-    run_rows,
-    sources_in_words,
-    step_sizes,
     with_steps,
 )
 from megatron_distill.data.prefetch import PrefetchedSteps, StepSource, exchange_group
@@ -28,7 +24,6 @@ from megatron_distill.runtime.collectives import from_first_rank, on_first_rank,
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.imports import permanent_objects
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.runtime.progress import size
 from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.train.assemble.distillation import (
     OpenRun,
@@ -57,7 +52,7 @@ from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import PhaseTimers
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.progress import TrainingProgress
-from megatron_distill.train.reports.banner import memory_of_run, run_banner, steps_row
+from megatron_distill.train.reports.opened_run import opened_run_banner
 from megatron_distill.train.reports.start_memory import warn_of_memory
 from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
 from megatron_distill.train.run_state import RunState
@@ -65,8 +60,6 @@ from megatron_distill.train.start_clock import StartClock
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.several import on_own_ranks
 from megatron_distill.train.throughput import PeakMemory
-
-__all__ = ["opened_run_banner"]
 
 _LOGGER = get_logger(__name__)
 
@@ -309,35 +302,4 @@ def loop_plan(config: RunConfig) -> LoopPlan:
         clip_grad_norm=config.optimizer.clip_grad_norm,
         max_bad_steps=config.train.max_bad_steps,
         best=best_rule(config.checkpoint.keep_best) if config.checkpoint.keep_best else None,
-    )
-
-
-def opened_run_banner(config: RunConfig, opened: OpenRun, state: RunState) -> str:
-    """Return the banner of a run whose models are built."""
-    teacher, site = opened.teacher, opened.site
-    shapes = {"student": state.architecture, **teacher.shapes}
-    layers = {role: shape.num_layers for role, shape in shapes.items()}
-    memory = memory_of_run(
-        state,
-        [model.model for model in teacher.models.values()],
-        site.execution,
-        chunk_tokens=config.objective.chunk_tokens,
-        micro_batch_size=config.train.micro_batch_size,
-        is_distributed=config.optimizer.distributed,
-        head_copy=teacher.held_values,
-    )
-    rows = run_rows(
-        config,
-        world_size=site.groups.world.size(),
-        feature_pairs=len(state.features.pairs) if state.features else 0,
-        moved=None if teacher.moved_bytes is None else size(teacher.moved_bytes),
-        own_ranks={role: remote.ranks for role, remote in teacher.remotes.items()},
-    )
-    return run_banner(
-        run_heading(config),
-        shapes,
-        sources_in_words(config.models, layers, teacher.stored_samples),
-        [*rows, steps_row(**step_sizes(config), start_step=state.step)],
-        memory,
-        stages=config.parallel.pipeline,
     )
