@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, lcm
+from math import ceil
 from typing import Final
 
 from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
 from megatron_distill.planning.device import DeviceProfile
-from megatron_distill.planning.parameters import RankNumbers, stage_numbers
+from megatron_distill.planning.parameters import RankNumbers, fullest_shard, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
 __all__ = ["MemoryNeed", "chunk_bytes", "memory_need", "student_states", "teacher_rank_need"]
 
 _FP32: Final = 4
-# Numbers, and ranks that share them, at whose multiples Megatron's buckets end.
-_BUCKET_END: Final = 128
 # Bytes that Transformer Engine keeps of each weight of a student's layer in FP8: a copy for the
 # forward pass, and its transpose, which GPUs before Blackwell need for the backward pass.
 _FP8_COPIES: Final = 2
@@ -75,13 +73,12 @@ def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tup
         return numbers.total * width, numbers.total * _FP32, numbers.total * state
     replicas = choice.ranks // (layout.tensor * layout.pipeline)
     experts = choice.ranks // (layout.expert * layout.pipeline)
-    ends = lcm(replicas, _BUCKET_END), lcm(experts, _BUCKET_END)
     held = sum(
-        -(-count // end) * end
-        for bucket in numbers.buckets
-        for count, end in zip(bucket, ends, strict=True)
+        bucket.held(count)
+        for both in numbers.buckets
+        for bucket, count in zip(both, (replicas, experts), strict=True)
     )
-    share = -(-numbers.dense // replicas) - (-numbers.experts // experts)
+    share = fullest_shard(numbers, layout, ranks=choice.ranks)
     return held * width, held * _FP32, state * share
 
 

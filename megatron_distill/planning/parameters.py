@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from itertools import chain
+from math import lcm, prod
 from typing import Final
 
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import EXPERT_BIAS, Parameter, parameters
 from megatron_distill.runtime.layout import Layout
 
-__all__ = ["RankNumbers", "stage_numbers"]
+__all__ = ["Bucket", "RankNumbers", "fullest_shard", "stage_numbers"]
 
 # Numbers at whose multiples the distributed optimizer begins each tensor in its buffers.
 _TENSOR_START: Final = 64
+# Numbers, and ranks that share them, at whose multiples Megatron's buckets end.
+_BUCKET_END: Final = 128
 # Tensors that the tensor-parallel ranks share; every other one is whole on each.
 _CUT: Final = (
     "linear_qkv.weight",
@@ -27,18 +30,73 @@ _CUT: Final = (
 )
 
 
+# Tensors of a layer by a part of their keys, in the order of the modules that a layer makes.
+_MADE: Final = (
+    "linear_qkv.layer_norm_",
+    "linear_proj.",
+    "linear_qkv.",
+    "q_layernorm.",
+    "k_layernorm.",
+    "self_attention.post_norm.",
+    "linear_fc1.layer_norm_",
+    "mlp.router.",
+    "mlp.experts.",
+    "shared_experts.gate_weight",
+    "shared_experts.",
+    "mlp.linear_fc",
+    "mlp.post_norm.",
+)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that lie in a row in one of Megatron's buffers, with gaps between them.
+
+    sizes: of the tensors, in the order of the model; the buffer has the reverse. spaced: their sum
+    with the gaps, without that at the end.
+    """
+
+    sizes: tuple[int, ...] = ()
+    spaced: int = 0
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Bucket:
+        """Return the bucket of these tensors."""
+        return cls(tuple(sizes), sum(map(_aligned, sizes)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Bucket]) -> Bucket:
+        """Return one bucket of all parts in their order."""
+        sizes = tuple(chain.from_iterable(part.sizes for part in parts))
+        return cls(sizes, sum(part.spaced for part in parts))
+
+    @property
+    def total(self) -> int:
+        """The parameters, without gaps."""
+        return sum(self.sizes)
+
+    def held(self, ranks: int) -> int:
+        """Return the numbers of the bucket where so many ranks share it, with all gaps."""
+        end = lcm(ranks, _BUCKET_END)
+        return -(-self.spaced // end) * end
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there are gaps between the tensors."""
+        return self.spaced != self.total
+
+
 @dataclass(frozen=True)
 class RankNumbers:
     """Parameters on one rank; `experts` are those that an expert group divides.
 
-    buckets: both, with the gaps between tensors in Megatron's buffers, of each chunk, and of a tied
-    embedding in stages, which has a bucket of its own.
+    buckets: of both, for each chunk, and for a tied embedding in stages, which has one of its own.
     """
 
     dense: int
     experts: int
     largest_layer: int = 0
-    buckets: tuple[tuple[int, int], ...] = ()
+    buckets: tuple[tuple[Bucket, Bucket], ...] = ()
 
     @property
     def total(self) -> int:
@@ -59,32 +117,66 @@ def stage_numbers(
     first = _ends(shape, layout, everything, prefix="embedding.")
     last = _ends(shape, layout, everything, prefix="decoder.final_layernorm.")
     last += _ends(shape, layout, everything, prefix="output_layer.")
-    tied = 0
+    tied: list[int] = []
     if shape.tied_embeddings and layout.pipeline > 1:
         # The last stage has a copy of the word embeddings, without the positions'.
-        tied = _rows(shape, layout) * shape.hidden_size
-        last.append(tied)
+        tied, first = first[:1], first[1:]
     found = []
     for rank in range(layout.pipeline):
         is_first, is_last = rank == 0, rank == layout.pipeline - 1
-        ends = [*(first if is_first else ()), *(last if is_last else ())]
-        dense, experts, largest = sum(ends), 0, 0
-        buckets = []
+        buckets, largest = [], 0
         for stage in range(rank, len(layers), layout.pipeline):
             begin = sum(layers[:stage])
-            aligned = [0, 0]
-            for of_dense, of_experts, *with_gaps in per_layer[begin : begin + layers[stage]]:
-                dense, experts = dense + of_dense, experts + of_experts
-                largest = max(largest, of_dense + of_experts)
-                aligned = [total + more for total, more in zip(aligned, with_gaps, strict=True)]
+            own = per_layer[begin : begin + layers[stage]]
+            largest = max([largest, *(dense.total + experts.total for dense, experts in own)])
+            dense = [one for one, _ in own]
             if is_first and stage == rank:
-                aligned[0] += sum(map(_aligned, first)) - _aligned(tied)
+                dense.insert(0, Bucket.of(first))
             if is_last and stage == len(layers) - 1:
-                aligned[0] += sum(map(_aligned, last)) - _aligned(tied)
-            buckets.append((aligned[0], aligned[1]))
+                dense.append(Bucket.of(last))
+            buckets.append((Bucket.joined(dense), Bucket.joined([one for _, one in own])))
         if tied and (is_first or is_last):
-            buckets.append((tied, 0))
-        found.append(RankNumbers(dense, experts, largest, tuple(buckets)))
+            buckets.append((Bucket.of(tied), Bucket()))
+        dense_numbers, expert_numbers = (
+            sum(both[kind].total for both in buckets) for kind in (0, 1)
+        )
+        found.append(RankNumbers(dense_numbers, expert_numbers, largest, tuple(buckets)))
+    return tuple(found)
+
+
+def fullest_shard(numbers: RankNumbers, layout: Layout, *, ranks: int) -> int:
+    """Return the most parameters whose state the distributed optimizer keeps on one rank.
+
+    Each bucket is cut into equal parts, gaps included, for the ranks with the same weights. ranks:
+    of the student.
+    """
+    stage = ranks // layout.pipeline
+    kinds = (stage // layout.tensor, layout.tensor), (stage // layout.expert, layout.expert)
+    parts = [
+        (bucket, count, width)
+        for both in numbers.buckets
+        for bucket, (count, width) in zip(both, kinds, strict=True)
+        if bucket.sizes
+    ]
+    if not any(bucket.has_gaps for bucket, *_ in parts):
+        # The gap at the end is in the last shards.
+        return sum(min(one.total, one.held(count) // count) for one, count, _ in parts)
+    shards = [(_shards(bucket, count), width) for bucket, count, width in parts]
+    return max(sum(one[rank // width] for one, width in shards) for rank in range(stage))
+
+
+@lru_cache(maxsize=256)
+def _shards(bucket: Bucket, count: int) -> tuple[int, ...]:
+    """Return the parameters in each of `count` equal parts of a bucket."""
+    size, at = bucket.held(count) // count, 0
+    found = [0] * count
+    for numbers in reversed(bucket.sizes):
+        at, left = _aligned(at), numbers
+        while left:
+            shard = at // size
+            part = min(left, (shard + 1) * size - at)
+            found[shard] += part
+            at, left = at + part, left - part
     return tuple(found)
 
 
@@ -94,12 +186,11 @@ def _aligned(count: int) -> int:
 
 def _layers(
     shape: Architecture, layout: Layout, everything: Sequence[Parameter]
-) -> list[tuple[int, int, int, int]]:
-    """Return the numbers of every layer, dense and of divided experts, and both with gaps."""
-    sizes = [[0, 0, 0, 0] for _ in range(shape.num_layers)]
-    for parameter in everything:
-        if not parameter.per_layer or parameter.key.endswith(EXPERT_BIAS):
-            continue
+) -> list[tuple[Bucket, Bucket]]:
+    """Return the tensors of every layer, dense ones and those of divided experts."""
+    sizes: list[tuple[list[int], list[int]]] = [([], []) for _ in range(shape.num_layers)]
+    made = [one for one in everything if one.per_layer and not one.key.endswith(EXPERT_BIAS)]
+    for parameter in sorted(made, key=_place):
         count = prod(parameter.shape)
         divided = parameter.per_expert and layout.expert > 1
         if parameter.key.endswith(_CUT) and not divided:
@@ -110,9 +201,12 @@ def _layers(
             tensors = shape.moe.num_experts // layout.expert
         for layer in range(shape.num_layers):
             if parameter.is_in(layer):
-                sizes[layer][divided] += tensors * count
-                sizes[layer][2 + divided] += tensors * _aligned(count)
-    return [(one[0], one[1], one[2], one[3]) for one in sizes]
+                sizes[layer][divided].extend([count] * tensors)
+    return [(Bucket.of(dense), Bucket.of(experts)) for dense, experts in sizes]
+
+
+def _place(parameter: Parameter) -> int:
+    return next(place for place, part in enumerate(_MADE) if part in parameter.key)
 
 
 def _rows(shape: Architecture, layout: Layout) -> int:

@@ -25,8 +25,8 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 OF_EXPERTS: dict[str, Any] = {"expert": 2, "pipeline": 2}
 Bytes = tuple[int, int, int]
-# Built and planned, tensors with a state, and numbers of gaps in the buffers.
-Counted = tuple[Bytes, Bytes, int, int]
+# Built and planned, tensors with a state, numbers of gaps in the buffers, and the stage.
+Counted = tuple[Bytes, Bytes, int, int, int]
 
 
 def counted(
@@ -74,22 +74,23 @@ def counted(
                 student_states(run, choice, numbers),
                 tensors,
                 built.gradient_buffers // 4 - numbers.total,
+                groups.pipeline.rank(),
             )
         return found
 
 
 def check(ranks: list[dict[str, Counted]], *, distributed: bool) -> None:
-    assert any(gaps for rank in ranks for *_, gaps in rank.values()) == distributed
+    assert any(gaps for rank in ranks for *_, gaps, _ in rank.values()) == distributed
     for name in ranks[0]:
-        for built, planned, tensors, gaps in (rank[name] for rank in ranks):
+        for built, planned, tensors, *_ in (rank[name] for rank in ranks):
             assert built[:2] == planned[:2], name
-            # Adam counts the steps of each tensor in four bytes. Where a shard has no gap, another
-            # one has less.
-            beyond = built[2] - planned[2] - 4 * tensors
-            assert beyond <= 8 * gaps if distributed else beyond == 0, (name, beyond)
-        # The plan is of the rank that has most.
-        most = [max(rank[name][side][2] for rank in ranks) for side in (0, 1)]
-        assert most[0] >= most[1], name
+            # Adam counts the steps of each tensor in four bytes.
+            assert distributed or built[2] == planned[2] + 4 * tensors, name
+            assert built[2] <= planned[2] + 4 * tensors, name
+        # The plan is of the shard that has most, in each stage.
+        for stage in {rank[name][4] for rank in ranks}:
+            there = [rank[name] for rank in ranks if rank[name][4] == stage]
+            assert max(built[2] - 4 * tensors for built, _, tensors, *_ in there) == there[0][1][2]
 
 
 @pytest.mark.parametrize("distributed", [pytest.param(False, marks=pytest.mark.slow), True])
