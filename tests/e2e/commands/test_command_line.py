@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from megatron_distill.commands.job import shipped_folder
 from megatron_distill.data.tokenizers.open import train_bpe
 from tests.distributed.pool import Pool
+from tests.e2e.converting import convert
 from tests.e2e.failing import call_alone, script
-from tests.e2e.processes import PATIENCE, ROOT, SIGNALLING_TORCHRUN
+from tests.e2e.processes import PATIENCE, ROOT
 from tests.e2e.runs import Inputs, course, environment, quick_and_slow, run, step_records
 from tests.support.chat_fixtures import chat_tokenizer
 from tests.support.terminals import PseudoTerminal
@@ -50,16 +51,13 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_its_own_ranks_have_the_losses_of_torchruns(tmp_path: Path) -> None:
+def test_its_own_ranks_have_the_losses_of_torchruns(pool: Pool, tmp_path: Path) -> None:
     trained = program(tmp_path, "train", "tiny.yaml", *SHORT, "--processes", "2")
     assert trained.returncode == 0, trained.stderr
     assert f"configuration: {shipped_folder()}/tiny.yaml, shipped with" in trained.stderr
-    config = str(ROOT / "configs" / "tiny.yaml")
-    script = str(ROOT / "launch" / "pretrain_distill.py")
-    under = [*SIGNALLING_TORCHRUN, "--standalone", "--nproc-per-node=2", script]
-    expected = call([*under, "--config", config, *SHORT, "output=runs/expected"], tmp_path)
-    assert expected.returncode == 0, expected.stderr
-    found, wanted = (step_records(tmp_path / "runs" / name) for name in ("tiny", "expected"))
+    # As torchrun starts the script: tests/e2e/training.
+    wanted = run(pool, 2, ROOT / "configs" / "tiny.yaml", tmp_path / "expected", *SHORT)
+    found = step_records(tmp_path / "runs" / "tiny")
     assert [record["step"] for record in found] == [1, 2]
     assert course(found) == course(wanted)
 
@@ -100,7 +98,8 @@ def test_an_interruption_ends_every_rank(
     pool: Pool, inputs: Inputs, tmp_path: Path, command: str
 ) -> None:
     config = inputs.folder / "dense.yaml"
-    run(pool, 1, config, tmp_path / "run", *SHORT, "checkpoint.save=true")
+    if command == "generate":
+        run(pool, 1, config, tmp_path / "run", *SHORT, "checkpoint.save=true")
     words = {
         "train": (str(config), "output=run2", "train.steps=100000", "checkpoint.save=true"),
         "generate": ("run", "--tokens", "1000000"),
@@ -152,25 +151,26 @@ def chatting(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+GENERATE = ROOT / "launch" / "generate.py"
+
+
 @pytest.mark.slow
-def test_a_chat_is_the_one_that_transformers_holds(chatting: Path) -> None:
+def test_a_chat_is_the_one_that_transformers_holds(pool: Pool, chatting: Path) -> None:
     chat = ("--chat", "--prompt", "Is it sunny?", "--system", "Be brief.", "--temperature", "0")
     words = (*chat, "--tokens", "12")
     ours = program(chatting, "generate", "run", *words, "parallel.tensor=2", "--processes", "2")
     assert ours.returncode == 0, ours.stderr
-    exported = program(chatting, "convert", "export", "--checkpoint", "run", "--hf", "out")
-    assert exported.returncode == 0, exported.stderr
+    out = chatting / "out"
+    (exported,) = convert(pool, "export", "--checkpoint", chatting / "run", "--hf", out, world=1)
+    assert exported.status == 0, exported.stderr
     for by in ([], ["--transformers"]):
-        other = program(chatting, "generate", "--hf", "out", *by, *words)
-        assert other.returncode == 0, other.stderr
+        other = call_alone(pool, GENERATE, "--hf", out, *by, *words)
+        assert other.status == 0, other.stderr
         assert ours.stdout == other.stdout
     assert len(set(ours.stdout)) > 6, ours.stdout
     assert "Is it sunny?" not in ours.stdout
     assert "evaluate run\n" in ours.stderr
     assert "convert export --checkpoint run --hf DIR\n" in ours.stderr
-
-
-GENERATE = ROOT / "launch" / "generate.py"
 
 
 def test_a_checkpoint_with_a_named_tokenizer_writes_the_text_of_its_run(
@@ -305,24 +305,18 @@ def test_the_wheel_trains_a_shipped_configuration_outside_of_the_repository(
     installed: Path, tmp_path: Path
 ) -> None:
     shipped = installed / "megatron_distill" / "configs"
-    names = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
-    assert sorted(path.name for path in shipped.iterdir()) == names
-    for name in names:
-        is_capture = "\nstore:" in (ROOT / "configs" / name).read_text(encoding="utf-8")
-        command = "capture" if is_capture else "train"
-        words = [*PROGRAM, command, f"configs/{name}", "--print-config"]
-        printed = call(words, tmp_path, PYTHONPATH=str(installed))
-        assert printed.returncode == 0, printed.stderr
-        assert f"configuration: {shipped / name}, shipped with" in printed.stderr
-    courses = []
-    for processes in ("1", "2"):
-        output = tmp_path / f"run{processes}"
-        words = [*PROGRAM, "train", "tiny.yaml", *SHORT, f"output={output}"]
-        done = call([*words, "--processes", processes], tmp_path, PYTHONPATH=str(installed))
-        assert done.returncode == 0, done.stderr
-        courses.append([record["ce_loss"] for record in step_records(output)])
-    assert len(courses[0]) == 2
-    assert courses[1] == pytest.approx(courses[0], rel=1e-6)
+    files = {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.yaml")}
+    assert {path.name: path.read_bytes() for path in shipped.iterdir()} == files
+    capture = next(name for name, text in sorted(files.items()) if b"\nstore:" in text)
+    words = [*PROGRAM, "capture", f"configs/{capture}", "--print-config"]
+    printed = call(words, tmp_path, PYTHONPATH=str(installed))
+    assert printed.returncode == 0, printed.stderr
+    assert f"configuration: {shipped / capture}, shipped with" in printed.stderr
+    words = [*PROGRAM, "train", "tiny.yaml", *SHORT, f"output={tmp_path}", "--processes", "2"]
+    done = call(words, tmp_path, PYTHONPATH=str(installed))
+    assert done.returncode == 0, done.stderr
+    assert f"configuration: {shipped / 'tiny.yaml'}, shipped with" in done.stderr
+    assert [record["step"] for record in step_records(tmp_path)] == [1, 2]
     script = call(
         [str(installed / "bin" / "megatron-distill"), "--version"],
         tmp_path,
