@@ -16,7 +16,11 @@ from typing import Protocol, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
 
@@ -162,6 +166,18 @@ def sharded_tensors(chunks: Sequence[torch.nn.Module], groups: Groups) -> Iterat
     """Yield the sharding description of every part of every tensor of the model on this rank."""
     for _, parts in sharded_parameters(chunks, groups):
         yield from parts
+
+
+def own_parts(
+    chunks: Sequence[torch.nn.Module], groups: Groups
+) -> Iterator[tuple[str, LayerIndex, ShardedTensor]]:
+    """Yield the parts of tensors whose first replica this rank has: name, place and part.
+
+    Over all ranks every number of the model is in one of them.
+    """
+    for part in sharded_tensors(chunks, groups):
+        if is_main_replica(part.replica_id):
+            yield *_named_place(part), part
 
 
 @torch.no_grad()

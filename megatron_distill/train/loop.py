@@ -23,7 +23,7 @@ from megatron_distill.runtime.termination import TerminationRequest
 from megatron_distill.signals import Signals, Teacher
 from megatron_distill.train.balancing import Balancing, ClampWatch
 from megatron_distill.train.checkpoint.best import BestRule
-from megatron_distill.train.evaluation.phase import RunEvaluation, named_measures
+from megatron_distill.train.evaluation.phase import Evaluated, RunEvaluation, named_measures
 from megatron_distill.train.metrics import LabelTotals, MetricsLog, part_of, public_names
 from megatron_distill.train.objective import TokenObjective
 from megatron_distill.train.phase_report import PhaseReports
@@ -198,19 +198,19 @@ def _evaluated_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
 
     A step whose evaluation is made up may be the best: it is saved again, as the best.
     """
-    state, results = parts.state, {}
+    state, found = parts.state, Evaluated()
     if parts.evaluation is not None:
         is_last = state.step == plan.steps
         try:
             with parts.memory.left_out():
-                results = parts.evaluation.before_training(state.step, is_last=is_last)
+                found = parts.evaluation.before_training(state.step, is_last=is_last)
         except Interrupted:
             return True
-    if state.step and state.note_best(plan.best, named_measures(results)) and plan.save:
+    if state.step and state.note_best(plan.best, named_measures(found.results)) and plan.save:
         state.save(parts.loader)
-    if results:
+    if found.results:
         # Logged last: a start that is killed before evaluates again.
-        log.write({"step": state.step, "evaluation": results})
+        log.write(found.record(state.step))
     elif state.step >= plan.steps:
         done = f"{counted(state.step, 'step')} {'is' if state.step == 1 else 'are'} done"
         _LOGGER.info("nothing to do: %s, train.steps is %d", done, plan.steps)
@@ -240,11 +240,11 @@ def _measures(
     if evaluation.is_due(step, is_last=is_end):
         try:
             with parts.memory.left_out():
-                results = evaluation.after_step()
+                evaluated = evaluation.after_step()
         except Interrupted:
             return found, True
-        log.write({"step": step, "evaluation": results})
-        found |= named_measures(results)
+        log.write(evaluated.record(step))
+        found |= named_measures(evaluated.results)
     return found, False
 
 

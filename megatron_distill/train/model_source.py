@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
 
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture, model_fields
@@ -22,13 +24,14 @@ from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
 from megatron_distill.models.hugging_face.description import ModelDescription
 from megatron_distill.models.hugging_face.families import family_named
 from megatron_distill.models.hugging_face.model import describe_checked
-from megatron_distill.models.parameters import placed
+from megatron_distill.models.parameters import LayerIndex, placed
 from megatron_distill.models.sharded_weights import build_sharded, shard_ranks
 from megatron_distill.models.weights import (
     WeightSource,
     WindowReader,
     fill,
     initialise_part,
+    own_parts,
     read_part,
 )
 from megatron_distill.runtime.collectives import from_first_rank, together
@@ -38,6 +41,7 @@ from megatron_distill.train.convert.stream import TensorRows, blocks_by_rank
 __all__ = [
     "ModelSource",
     "describe_on_first_rank",
+    "live_digest",
     "teacher_digest",
 ]
 
@@ -139,12 +143,7 @@ def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) 
     Collective: `group`, two all-gathers of short objects (32 bytes per 2^24 numbers).
     """
     architecture = source.architecture
-    fields = model_fields(architecture)
-    for name, default in _LATER_FIELDS.items():
-        if fields.get(name, default) == default:
-            fields.pop(name, None)
-    # A rotary model is the same for any length; learned positions are weights and have a shape.
-    fields.pop("max_position_embeddings")
+    fields = _fields(architecture)
     if source.open_weights is None:
         drawn = {"seed": seed, "init_std": architecture.init_std}
         if architecture.positions == "learned":
@@ -154,6 +153,69 @@ def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) 
     with together(group=group):
         share = blocks_by_rank(list(_blocks(architecture)), group.size())[group.rank()]
         own = _digests(source, share)
+    return _digest_of_all(fields, own, group)
+
+
+@torch.no_grad()
+def live_digest(
+    chunks: Sequence[HiddenStateGPT], architecture: Architecture, *, groups: Groups
+) -> str:
+    """Return the digest of weights as the ranks hold them: that of `teacher_digest` once saved.
+
+    The same in every layout, for models whose chunks are whole (without `shard_weights`). One block
+    of 2^24 numbers at a time is laid together, and digested by one rank.
+
+    Collective: world, per block a reduction to one rank (4 bytes per number), one all-gather of
+    short objects.
+    """
+    world = groups.world
+    parts: dict[tuple[str, LayerIndex], list[ShardedTensor]] = {}
+    for key, place, part in own_parts(chunks, groups):
+        parts.setdefault((key, place), []).append(part)
+    blocks = list(_blocks(architecture))
+    by_rank = blocks_by_rank(blocks, world.size())
+    owners = [rank for rank, share in enumerate(by_rank) for _ in share]
+    device = next(chunks[0].parameters()).device
+    own: dict[str, str] = {}
+    for block, owner in zip(blocks, owners, strict=True):
+        # As whole numbers, whose sum with zeros keeps every bit.
+        bits = torch.zeros(block.shape, dtype=torch.int32, device=device)
+        for part in parts.get((block.parameter.key, block.place), ()):
+            _lay(part, block, bits)
+        if world.size() > 1:
+            dist.reduce(bits, group=world, group_dst=owner)
+        if world.rank() == owner:
+            own[_name(block)] = _sha256(bits)
+    return _digest_of_all(_fields(architecture), own, world)
+
+
+def _lay(part: ShardedTensor, block: TensorRows, bits: Tensor) -> None:
+    """Copy the numbers of a part that are in a block to their places, as bits of fp32."""
+    assert part.data is not None
+    assert part.flattened_range is None
+    row, *columns = part.global_offset[part.prepend_axis_num :]
+    first, last = max(row, block.start), min(row + part.data.shape[0], block.start + block.rows)
+    if first >= last:
+        return
+    wide = zip(columns, part.data.shape[1:], strict=True)
+    window = (slice(first - block.start, last - block.start), *(slice(a, a + n) for a, n in wide))
+    values = part.data[first - row : last - row].float().contiguous()
+    bits[window].copy_(values.view(torch.int32))
+
+
+def _fields(architecture: Architecture) -> dict[str, object]:
+    """Return what of an architecture is in a digest."""
+    fields = model_fields(architecture)
+    for name, default in _LATER_FIELDS.items():
+        if fields.get(name, default) == default:
+            fields.pop(name, None)
+    # A rotary model is the same for any length; learned positions are weights and have a shape.
+    fields.pop("max_position_embeddings")
+    return fields
+
+
+def _digest_of_all(fields: dict[str, object], own: dict[str, str], group: dist.ProcessGroup) -> str:
+    """Return the digest of a model from those of all ranks' blocks."""
     parts: list[dict[str, str]] = [{} for _ in range(group.size())]
     dist.all_gather_object(parts, own, group=group)
     weights = {name: digest for part in parts for name, digest in part.items()}
@@ -185,7 +247,14 @@ def _digests(source: ModelSource, blocks: list[TensorRows]) -> dict[str, str]:
             source_place = (source.keep_layers[place[0]], *place[1:])
         start = (block.start, *(0 for _ in block.shape[1:]))
         window = windows.read(key, source_place, start, block.shape, block.dtype)
-        content = window.contiguous().view(-1).view(torch.uint8).numpy()
-        name = f"{key} {list(place)} {block.start} {list(block.shape)}"
-        found[name] = hashlib.sha256(content.data).hexdigest()
+        found[_name(block)] = _sha256(window)
     return found
+
+
+def _name(block: TensorRows) -> str:
+    return f"{block.parameter.key} {list(block.place)} {block.start} {list(block.shape)}"
+
+
+def _sha256(values: Tensor) -> str:
+    content = values.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content.data).hexdigest()

@@ -62,7 +62,7 @@ from megatron_distill.train.evaluation.phase import (
     evaluate_model,
 )
 from megatron_distill.train.evaluation.scoring import ModelScorer, ModelWriter
-from megatron_distill.train.model_source import ModelSource, teacher_digest
+from megatron_distill.train.model_source import ModelSource, live_digest, teacher_digest
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
@@ -112,8 +112,9 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         in_use=partial(evaluating, student),
     )
     teachers = list(_teachers(config, opened)) if section.teacher else []
+    digest = partial(live_digest, student.chunks, state.architecture, groups=groups)
     return RunEvaluation(
-        found,
+        replace(found, digest=digest),
         teachers,
         interval=section.interval,
         at_start=section.at_start,

@@ -33,6 +33,7 @@ from megatron_distill.runtime.termination import is_requested
 from megatron_distill.train.evaluation.baselines import Baselines, Origin
 
 __all__ = [
+    "Evaluated",
     "EvaluatedModel",
     "RunEvaluation",
     "evaluate_model",
@@ -54,6 +55,7 @@ class EvaluatedModel:
         role: `student`, `teacher` or `teachers.NAME`.
         writer: of generated texts; None where no task needs one.
         origin: of a teacher in a run.
+        digest: returns that of the weights as they are now, in use; of a student in a run.
         in_use: block in which the model is in evaluation mode and its weights are on the device.
     """
 
@@ -63,6 +65,7 @@ class EvaluatedModel:
     in_use: Callable[[], AbstractContextManager[object]] = nullcontext
     writer: Writer | None = None
     origin: Origin | None = None
+    digest: Callable[[], str] | None = None
 
 
 def evaluate_model(model: EvaluatedModel, *, items: dict[str, TaskItems] | None = None) -> Results:
@@ -149,6 +152,18 @@ class _Noted:
         )
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """The results by role, and the digest of the weights that they are of."""
+
+    results: dict[str, Results] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+
+    def record(self, step: int) -> dict[str, object]:
+        """Return the entry of the metrics log."""
+        return {"step": step, "evaluation": self.results, "weights": self.weights}
+
+
 @contextmanager
 def kept_random_states() -> Iterator[None]:
     """Restore every random state of this process after the block."""
@@ -184,8 +199,8 @@ class RunEvaluation:
         """Whether the student is evaluated after a step."""
         return is_last or (self.interval > 0 and step % self.interval == 0)
 
-    def before_training(self, step: int, *, is_last: bool) -> dict[str, Results]:
-        """Return the results by role that the log lacks at a start at this step; often none.
+    def before_training(self, step: int, *, is_last: bool) -> Evaluated:
+        """Return the results that the log lacks at a start at this step; often none.
 
         Raises Interrupted as `evaluate_model`.
         """
@@ -199,24 +214,34 @@ class RunEvaluation:
         is_due = self.at_start if step == 0 else self.is_due(step, is_last=is_last)
         if is_due and (is_anew or ("student", step) not in self.logged):
             models.append(self.student)
-        return self._results(models)
+        return self._evaluated(models)
 
-    def after_step(self) -> dict[str, Results]:
-        """Return the student's results by role; raises Interrupted as `evaluate_model`."""
-        return self._results([self.student])
+    def after_step(self) -> Evaluated:
+        """Return the student's results; raises Interrupted as `evaluate_model`."""
+        return self._evaluated([self.student])
 
-    def _results(self, models: Sequence[EvaluatedModel]) -> dict[str, Results]:
-        found: dict[str, Results] = {}
+    def _evaluated(self, models: Sequence[EvaluatedModel]) -> Evaluated:
+        found = Evaluated()
         with kept_random_states():
             for model in models:
                 items: dict[str, TaskItems] = {}
-                results = found[model.role] = evaluate_model(model, items=items)
+                results = found.results[model.role] = evaluate_model(model, items=items)
+                found.weights[model.role] = _digest(model)
                 if model is not self.student:
                     self.baselines.keep(model.role, items)
                     continue
                 for task, minus in self.baselines.compared(items).items():
                     results[task]["minus"] = minus
         return found
+
+
+def _digest(model: EvaluatedModel) -> str:
+    """Return the digest of a model's weights: a teacher's is known, a student's changes."""
+    if model.origin is not None:
+        return model.origin.weights
+    assert model.digest is not None, "a student in a run has one"
+    with model.in_use():
+        return model.digest()
 
 
 def named_measures(results: Mapping[str, Results]) -> dict[str, float]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.hugging_face_models import save_model
-from tests.distributed.megatron_world import small_architecture
+from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
+from tests.e2e.runs import quick_and_slow
+
+if TYPE_CHECKING:
+    from megatron_distill.train.model_source import ModelSource
 
 FAMILIES = ("llama3.1", "qwen2", "gemma3", "gpt2", "mixtral")
 
@@ -27,21 +33,39 @@ def imported(rank: int, world: int, source: Path, output: Path) -> None:
 def digest(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
     """The digest of the model in a folder of either kind."""
     small_architecture()
+    from megatron_distill.train.model_source import teacher_digest
+
+    assert dist.group.WORLD is not None
+    return teacher_digest(source_of(folder, changes), seed=1, group=dist.group.WORLD)
+
+
+def source_of(folder: Path, changes: dict[str, Any]) -> ModelSource:
+    """The model in a folder of either kind."""
     from megatron_distill.models.hugging_face.description import describe
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights
     from megatron_distill.train.checkpoint.description import Description, saved_architecture
     from megatron_distill.train.checkpoint.reader import CheckpointWeights
-    from megatron_distill.train.model_source import ModelSource, teacher_digest
+    from megatron_distill.train.model_source import ModelSource
 
     if (folder / "config.json").is_file():
         described = describe(folder)
         architecture = replace(described.architecture, **changes)
-        found = ModelSource(architecture, lambda: HuggingFaceWeights(folder, described))
-    else:
-        saved = saved_architecture(Description.read(folder), folder)
-        found = ModelSource(replace(saved, **changes), lambda: CheckpointWeights(folder, saved))
-    assert dist.group.WORLD is not None
-    return teacher_digest(found, seed=1, group=dist.group.WORLD)
+        return ModelSource(architecture, lambda: HuggingFaceWeights(folder, described))
+    saved = saved_architecture(Description.read(folder), folder)
+    return ModelSource(replace(saved, **changes), lambda: CheckpointWeights(folder, saved))
+
+
+def live(rank: int, world: int, folder: Path, layout: dict[str, Any], narrow: bool) -> str:
+    """The digest of the model in a folder as the ranks of a layout hold it."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.execution import Execution
+        from megatron_distill.train.model_source import live_digest
+
+        source = source_of(folder, {})
+        dtype = torch.bfloat16 if narrow else torch.float32
+        execution = Execution(dtype, torch.device("cpu"))
+        chunks = source.build(execution, groups=groups, seed=1)
+        return live_digest(chunks, source.architecture, groups=groups)
 
 
 def one_digest(pool: Pool, folder: Path, world: int = 1, **changes: Any) -> str:
@@ -63,6 +87,45 @@ def test_a_folder_and_its_import_are_one_teacher_on_any_number_of_ranks(
     for world in (1, 2, 4):
         assert one_digest(pool, tmp_path / "checkpoint", world) == found
         assert one_digest(pool, folder, world) == found
+
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "TP2xPP2, one embedding": ("qwen2", 4, {"tensor": 2, "pipeline": 2}),
+    "learned positions, DP2": ("gpt2", 2, {}),
+    "TP2xEP2": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}),
+    "layers of other tensors, EP2xPP2": ("glm4_moe", 4, {"expert": 2, "pipeline": 2}),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(LAYOUTS, list(LAYOUTS)[:3]))
+def test_weights_that_ranks_hold_have_the_digest_of_their_file(
+    pool: Pool, tmp_path: Path, case: str
+) -> None:
+    """Cut into blocks of a few rows, as large tensors are."""
+    family, world, layout = LAYOUTS[case]
+    folder = save_model(tmp_path, family)
+    (expected,) = set(pool.run(1, in_small_blocks, digest, folder, {}))
+    assert set(pool.run(world, in_small_blocks, live, folder, layout, False)) == {expected}
+
+
+def in_small_blocks(rank: int, world: int, function: Callable[..., str], *given: Any) -> str:
+    small_architecture()
+    from megatron_distill.train import model_source
+
+    with patch.object(model_source, "_BLOCK_NUMBERS", 500):
+        return function(rank, world, *given)
+
+
+def test_weights_in_bf16_have_the_digest_of_their_values(pool: Pool, tmp_path: Path) -> None:
+    wide, narrow = (save_model(tmp_path / name, "llama2") for name in ("wide", "narrow"))
+    from safetensors.torch import load_file, save_file
+
+    file = narrow / "model.safetensors"
+    values = {name: one.bfloat16().float() for name, one in load_file(file).items()}
+    save_file(values, file, metadata={"format": "pt"})
+    found = pool.run(2, live, wide, {"tensor": 2}, True)
+    assert set(found) == {one_digest(pool, narrow)}
+    assert one_digest(pool, wide) not in found
 
 
 def test_weights_of_another_dtype_are_the_same_values(pool: Pool, tmp_path: Path) -> None:

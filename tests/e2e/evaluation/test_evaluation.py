@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_distill.evaluation.tasks.record import load_task
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.pool import Pool
-from tests.e2e.conversion.test_hugging_face import export
-from tests.e2e.failing import Ending, call_alone, call_script
-from tests.e2e.processes import ROOT
 from tests.e2e.runs import (
     CONTEXT,
     CPU,
@@ -59,6 +56,11 @@ def quiz(folder: Path) -> tuple[str, ...]:
     prose = f"{{task: text, name: prose, folder: {folder}, files: [text.jsonl]}}"
     tasks = f"[{folder / 'quiz.yaml'}, {prose}, {folder / 'write.yaml'}]"
     return (f"evaluation.tasks={tasks}", "evaluation.interval=2")
+
+
+def weights(output: Path) -> list[dict[str, str]]:
+    """The digests of the evaluated models' weights, by evaluation and role."""
+    return [record["weights"] for record in records(output) if "evaluation" in record]
 
 
 def evaluations(output: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -112,6 +114,7 @@ def test_training_is_bit_identical_with_and_without(
         assert results["write"]["n"] == 5
         assert results["write"]["exact"] == 0.0
         assert results["write"]["cut"] > 0, "a model of random weights goes on"
+        assert set(results["write"]["graders"]) == {"exact", "gsm8k_strict"}
     for found in (first, *(found for _, found in later)):
         student, teacher = found["student"], first["teacher"]
         for task, name in (("quiz", "acc_norm"), ("write", "exact"), ("prose", "bits_per_byte")):
@@ -123,6 +126,9 @@ def test_training_is_bit_identical_with_and_without(
             assert one["low"] <= one["difference"] <= one["high"]
             assert one["n"] == student[task]["n"]
     assert first["student"] != later[-1][1]["student"], "training changes the student"
+    digests = weights(tmp_path / "evaluated")
+    assert [set(one) for one in digests] == [{"teacher", "student"}, {"student"}, {"student"}]
+    assert len({one["student"] for one in digests}) == 3
 
 
 @contextmanager
@@ -196,13 +202,22 @@ def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
 
 @pytest.mark.slow
 def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    """Bits per byte rise with a rate that is far too high: an early step is the best."""
+    """Bits per byte rise with a rate that is far too high: an early step is the best.
+
+    The tasks have fewer items, and shorter prompts than the model's positions allow.
+    """
     config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
     best = ("checkpoint.keep_best={metric: prose.bits_per_byte, mode: min}", "checkpoint.keep=1")
     wild = ("optimizer.learning_rate=0.9", "schedule.warmup_steps=2", "evaluation.interval=1")
     output = tmp_path / "run"
-    arguments = (*COMMON, *tasks, *best, *wild, "evaluation.at_start=false")
-    run(pool, 2, config, output, *arguments)
+    less = ("evaluation.at_start=false", "evaluation.limit=4", "evaluation.max_length=14")
+    run(pool, 2, config, output, *COMMON, *tasks, *best, *wild, *less)
+    for _, found in evaluations(output):
+        for results in found.values():
+            assert {task: one["n"] for task, one in results.items()} == {
+                "quiz": 4, "prose": 3, "write": 5,
+            }, "a task's own limit counts"  # fmt: skip
+            assert results["quiz"]["shots_dropped"] == 4, "two questions fit into 32 positions"
     values = {
         step: found["student"]["prose"]["bits_per_byte"]
         for step, found in evaluations(output)
@@ -224,7 +239,6 @@ def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -
 def _results(
     rank: int, world: int, folder: str, overrides: list[str], tasks: list[str], teacher: bool
 ) -> dict[str, Any]:
-    from megatron_distill.evaluation.tasks.record import load_task
     from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 
     plain = [] if teacher else STUDENT_ALONE
@@ -307,83 +321,3 @@ def test_a_wrong_task_is_named_before_any_model_is_built(
     for name, text in expected.items():
         assert text in one[name], (name, one[name])
     assert not (tmp_path / "run").exists()
-
-
-def _called_without_models(
-    rank: int, world: int, script: str, calls: list[list[str]]
-) -> list[Ending]:
-    """Call a script where no model can be built."""
-    prepare_megatron_core(on_cuda=False)
-    from megatron_distill.train.model_source import ModelSource
-
-    with patch.object(ModelSource, "build", side_effect=AssertionError("a model was built")):
-        return [call_script(rank, world, ROOT / "launch" / script, words) for words in calls]
-
-
-@pytest.mark.slow
-def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_run(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
-    tasks, output, exported = quiz(tmp_path), tmp_path / "run", tmp_path / "exported"
-    run(pool, 1, inputs.folder / "dense.yaml", output, *COMMON, *tasks)
-    *_, (_, last) = evaluations(output)
-    pool.run(1, export, output, exported)
-    quiz_file, script = tmp_path / "quiz.yaml", ROOT / "launch" / "evaluate.py"
-    digests = []
-    for words in (("--hf", exported), ("--checkpoint", output)):
-        ending = call_alone(pool, script, *words, "--tasks", quiz_file)
-        assert ending.status == 0, ending.stderr
-        whole = json.loads(ending.stdout)
-        digests.append(whole["weights"]["student"])
-        measured = whole["results"]["student"]["quiz"]
-        for name in ("acc", "acc_norm", "prompt_hash"):
-            assert measured[name] == last["student"]["quiz"][name], (words, name)
-    assert digests[0] == digests[1], "the weights of one model in two formats"
-    assert re.fullmatch("sha256:[0-9a-f]{64}", digests[0])
-
-    named, other = [str(output), "--tasks", str(quiz_file)], str(tmp_path / "other.yaml")
-    Path(other).write_text(f"base: quiz.yaml\nname: quiz\nfolder: {tmp_path}\n")
-    missing = tmp_path / "none.yaml"
-    missing.write_text("base: quiz.yaml\nfiles: [none.jsonl]\n")
-    calls = {
-        "there is no such task; give the path": [str(output), "--tasks", "mmluu"],
-        "task none: files: there is no file": [str(output), "--teacher", "--tasks", str(missing)],
-        "two tasks have the name 'quiz'": [*named, other],
-        "items.json: cannot be read": [*named, "--against", str(tmp_path / "items.json")],
-        "not a file of `evaluate --items`": [*named, "--against", str(tmp_path / "quiz.jsonl")],
-    }
-    (endings,) = pool.run(1, _called_without_models, "evaluate.py", list(calls.values()))
-    for text, ending in zip(calls, endings, strict=True):
-        assert (ending.status, text in ending.stderr) == (1, True), ending.stderr
-    texts = {
-        "no chat template": [str(output), "--chat"],
-        "--prompt has": [str(output), "--prompt", "def f " * 60],
-        "positions: none is left": [str(output), "--prompt", "def " * 32],
-    }
-    (endings,) = pool.run(1, _called_without_models, "generate.py", list(texts.values()))
-    for text, ending in zip(texts, endings, strict=True):
-        assert (ending.status, text in ending.stderr) == (1, True), ending.stderr
-
-
-def _without_harness(rank: int, world: int, folder: str) -> str:
-    from megatron_distill.errors import ConfigError
-    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
-
-    config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
-    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
-    from megatron_distill.train.assemble import harness
-
-    with patch.object(harness, "find_spec", lambda _: None):
-        try:
-            harness.evaluate_by_harness(config, CPU, ["quiz"], include=None, limit=None)
-        except ConfigError as error:
-            return str(error)
-    return "accepted"
-
-
-def test_a_harness_that_is_not_installed_is_named(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
-    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=1")
-    (text,) = pool.run(1, _without_harness, str(tmp_path / "run"))
-    assert "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`" in text
