@@ -131,6 +131,51 @@ def test_training_is_bit_identical_with_and_without(
     assert len({one["student"] for one in digests}) == 3
 
 
+SIZE = 200_000_000
+
+
+def _peaks(rank: int, world: int, config: Path, overrides: list[str]) -> list[int]:
+    """Train with evaluations that need so much more memory, and return this process's peaks."""
+    import torch
+
+    import megatron_distill.train.evaluation.phase as phase
+    from megatron_distill.train.throughput import peak_memory_bytes
+
+    evaluate, found = phase.evaluate_model, list[int]()
+
+    def large(*given: Any, **named: Any) -> Any:
+        block = torch.ones(SIZE, dtype=torch.uint8)
+        results = evaluate(*given, **named)
+        found.append(peak_memory_bytes(CPU.torch_device))
+        del block
+        return results
+
+    Path("/proc/self/clear_refs").write_text("5")  # without the peak of earlier tests
+    with patch.object(phase, "evaluate_model", large):
+        train_here(rank, world, config, overrides)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a peak is Linux's to lower")
+def test_the_peak_memory_of_a_run_leaves_its_evaluations_out(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    quiz(tmp_path)
+    text = f"evaluation.tasks=[{{task: text, folder: {tmp_path}, files: [text.jsonl]}}]"
+    arguments = [
+        f"output={tmp_path / 'run'}",
+        f"train.steps={STEPS}",
+        text,
+        "evaluation.interval=2",
+    ]
+    (found,) = pool.run(1, _peaks, inputs.folder / "dense.yaml", arguments)
+    assert len(found) == 4, "two models before the first step, and the student twice"
+    steps = [one for one in records(tmp_path / "run") if "peak_memory_bytes" in one]
+    assert len(steps) == STEPS
+    for one in steps:
+        assert min(found) - one["peak_memory_bytes"] > SIZE / 2
+
+
 @contextmanager
 def asked_after(calls: int) -> Iterator[None]:
     """A signal that an evaluation sees at its n-th look."""
