@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[list[BufferShape], str]] = {
     "a third shape": (
         [BufferShape(64, width, 2, is_fp8=False) for width in (16, 32, 48)],
         "room for 2 shapes of buffers, and the models' positions x hidden sizes are "
-        "64 x 16, 64 x 32, 64 x 48; set runtime.tp_comm_overlap=false",
+        "64 x 16, 64 x 32, 64 x 48. Set runtime.tp_comm_overlap=false",
     ),
     "a second size": (
         [BufferShape(64, 16, ranks, is_fp8=False) for ranks in (2, 4)],
