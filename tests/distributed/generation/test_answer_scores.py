@@ -84,7 +84,7 @@ def _scored(
     by_passes: bool = False,
     count: int | None = None,
 ) -> tuple[list[tuple[float, bool]], list[int]]:
-    """The scores of a layout, and the numbers of requests that were told to be done."""
+    """The scores of a layout, and the numbers of requests that were reported as done."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.evaluation.requests import Scorer
         from megatron_distill.models.generation.model import CachedGPT
@@ -108,12 +108,12 @@ def _scored(
             scorer = ModelScorer(model, POSITIONS, batch_tokens)
         asked = requests()[:count]
         shuffled = np.random.default_rng(order).permutation(len(asked))
-        told: list[int] = []
-        scores = scorer.score([asked[place] for place in shuffled], advanced=told.append)
+        done: list[int] = []
+        scores = scorer.score([asked[place] for place in shuffled], advanced=done.append)
         found: list[Score] = [Score(0.0, False)] * len(asked)
         for place, score in zip(shuffled, scores, strict=True):
             found[place] = score
-        return [tuple(score) for score in found], told
+        return [tuple(score) for score in found], done
 
 
 CAPPED = {"logit_softcap": 3.0, "logit_scale": 0.7}
@@ -165,12 +165,12 @@ def test_scores_equal_a_dense_log_softmax(
         layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1),
         layout.get("expert", 1),
     )
-    for found, told in pool.run(world, _scored, layout, changes, batch_tokens, 3, by_passes):
+    for found, done in pool.run(world, _scored, layout, changes, batch_tokens, 3, by_passes):
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
         for (log_prob, _), (own, _) in zip(found, expected, strict=True):
             assert log_prob == pytest.approx(own, abs=1e-5 * max(1.0, abs(own)))
-        assert told == sorted(told)
-        assert told[-1] == len(expected)
+        assert done == sorted(done)
+        assert done[-1] == len(expected)
 
 
 def test_scores_do_not_depend_on_ranks_order_or_batches(pool: Pool) -> None:
@@ -192,12 +192,12 @@ def test_ranks_without_rows_take_part(
     """One question, of four answers, for four data ranks; with experts all ranks run the layers."""
     layout, changes = case
     expected = dense(changes)[:4]
-    for found, told in pool.run(4, _scored, layout, changes, 200, 3, by_passes, 4):
+    for found, done in pool.run(4, _scored, layout, changes, 200, 3, by_passes, 4):
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
         np.testing.assert_allclose(
             [one for one, _ in found], [one for one, _ in expected], rtol=1e-5
         )
-        assert told[-1] == 4
+        assert done[-1] == 4
 
 
 SUBJECTS, QUESTIONS = 3, 6

@@ -348,8 +348,8 @@ def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(
     device: FakeDevice, case: str
 ) -> None:
     rank, world, layout, changes, samplings = WRITERS[case]
-    told = (json.dumps(layout), json.dumps(changes), *samplings)
-    seen = seen_of(device, "generate", rank, world, *told)
+    words = (json.dumps(layout), json.dumps(changes), *samplings)
+    seen = seen_of(device, "generate", rank, world, *words)
     groups = layout.get("pipeline", 1)
     for name, found in seen["requests"].items():
         assert found["from_host"] == found["copies"] == found["unpinned"] == {}, name
@@ -373,8 +373,8 @@ def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(
 
 
 def test_experts_of_two_ranks_wait_for_their_rows_in_each_layer(device: FakeDevice) -> None:
-    told = (json.dumps({"expert": 2}), json.dumps(EXPERTS), "greedy", "cut")
-    seen = seen_of(device, "generate", 0, 2, *told)
+    words = (json.dumps({"expert": 2}), json.dumps(EXPERTS), "greedy", "cut")
+    seen = seen_of(device, "generate", 0, 2, *words)
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
     of_experts, looks = "experts.py:_routed", {"flight.py:finish_look", "collectives.py:highest"}
     for name in ("greedy", "cut"):
@@ -410,8 +410,8 @@ def test_a_worker_of_the_benchmark_runs_on_a_device(
     case, result = tmp_path / "case.json", tmp_path / "result.json"
     small = Case(gpu.SMALL.workload, Ranks("TP1", 1), "bf16", chunk_tokens=32)
     case.write_text(json.dumps(small.as_dict()))
-    told = [f"{word}={case}" if word == "--case" else word for word in words]
-    seen = seen_of(device, "benchmark", 0, 1, worker, *told, f"--result={result}")
+    given = [f"{word}={case}" if word == "--case" else word for word in words]
+    seen = seen_of(device, "benchmark", 0, 1, worker, *given, f"--result={result}")
     assert seen["waits"].keys() == waits
     assert seen["from_host"] == seen["refused"] == seen["unpinned"] == {}
     assert seen["kernels"]["measure_rows"] > 0

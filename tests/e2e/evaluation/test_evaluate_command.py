@@ -24,7 +24,7 @@ from tests.e2e.processes import ROOT
 from tests.e2e.runs import CPU, Inputs, configure, run
 from tests.unit.evaluation.tasks import published
 
-# Python reads it as a process starts, such as a grader's: what is asked of a network is told.
+# Python reads it as a process starts, such as a grader's: what is asked of a network is noted.
 WITHOUT_NETWORK = """
 import pathlib, socket
 
@@ -128,9 +128,9 @@ def _cut(
     from megatron_distill.evaluation.tasks.results import written_result
     from megatron_distill.train.assemble.tasks import open_tasks
 
-    told: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("megatron_distill")
     logger.addHandler(handler)
     try:
@@ -143,7 +143,7 @@ def _cut(
     assert all(len(one.context) <= room for one in found.requests)
     count = len(found.requests)
     grades = {name: Graded((False,) * count, 0, 0) for name in task.measures}
-    return written_result(found, [WrittenText("", False)] * count, grades), told
+    return written_result(found, [WrittenText("", False)] * count, grades), logged
 
 
 def test_prompts_that_lose_tokens_are_counted_and_told_of(
@@ -156,12 +156,12 @@ def test_prompts_that_lose_tokens_are_counted_and_told_of(
     count = len(published.GSM8K)
     for room, dropped, truncated in ((2000, 0, 0), (200, count, 0), (9, count, count)):
         given = (task, inputs.tokenizer, room + task.max_new_tokens)
-        (found, told), (same, silent) = pool.run(2, _cut, *given)
+        (found, logged), (same, silent) = pool.run(2, _cut, *given)
         assert (found["shots_dropped"], found["truncated"]) == (dropped, truncated)
         assert found.get("not_comparable") == (["truncated"] if truncated else None)
         assert (same, silent) == (found, [])
-        assert bool(told) == bool(truncated)
-        for line in told:
+        assert bool(logged) == bool(truncated)
+        for line in logged:
             assert f"task gsm8k: longer than the model's {given[2]} positions, and cut" in line
             assert f"{count} of {count} prompts; lower its shots, or raise evaluation" in line
 

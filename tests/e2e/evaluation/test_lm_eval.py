@@ -215,8 +215,8 @@ def _same_form(pool: Pool, output: Path, folder: Path, theirs: dict[str, Any]) -
     words += ("--limit", 3, "--num-fewshot", 1)
     ending = call_alone(pool, script, output, "--lm-eval", *TASKS, *words)
     assert ending.status == 0, ending.stderr
-    told = "--lm-eval own_lengths: longer than the model's 32 positions, and cut on the left"
-    assert f"{told}: 3 of 3 requests" in ending.stderr
+    logged = "--lm-eval own_lengths: longer than the model's 32 positions, and cut on the left"
+    assert f"{logged}: 3 of 3 requests" in ending.stderr
     found = json.loads(written.read_text(), parse_constant=pytest.fail)
     assert set(found) - set(theirs["form"]) == {"model", "truncated"}
     assert set(theirs["form"]) - set(found) == {"samples"}

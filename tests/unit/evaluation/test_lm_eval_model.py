@@ -152,9 +152,9 @@ def test_requests_that_lose_tokens_are_counted_by_task(caplog: pytest.LogCapture
     with caplog.at_level("WARNING", logger="megatron_distill"):
         found.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
     assert dict(found.truncated) == {"long": 1}
-    (told,) = caplog.messages
-    assert "--lm-eval long: longer than the model's 8 positions, and cut" in told
-    assert "1 of 2 requests" in told
+    (logged,) = caplog.messages
+    assert "--lm-eval long: longer than the model's 8 positions, and cut" in logged
+    assert "1 of 2 requests" in logged
 
 
 @pytest.mark.parametrize("style", ["plain", "llama3", "gemma"])
