@@ -60,9 +60,7 @@ quickstart-tokenizers: $(STAMP)
 test: $(STAMP)
 	$(PYTEST)
 
-# One process more than for the others: the long tests wait for timers, signals and schedulers.
 # Status 5 of pytest says that no test is marked slow, which is no failure.
-slow: TEST_PROCESSES = 3
 slow: $(STAMP)
 	$(PYTEST) -m 'slow and not gpu' || [ $$? -eq 5 ]
 

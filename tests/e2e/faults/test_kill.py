@@ -245,15 +245,17 @@ def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "overrides"),
+    ("name", "steps", "overrides"),
     [
-        ("dense", ["checkpoint.asynchronous=true"]),
-        ("several_tokenizers", ["data.workers=2", "parallel.tensor=2"]),
+        ("dense", STEPS, ["checkpoint.asynchronous=true"]),
+        ("several_tokenizers", 24, ["data.workers=2", "parallel.tensor=2"]),
     ],
+    ids=["dense", "several tokenizers"],
 )
 def test_killed_again_and_again_it_arrives(
-    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, overrides: list[str]
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, steps: int, overrides: list[str]
 ) -> None:
+    overrides = [*overrides, f"train.steps={steps}"]
     if name == "several_tokenizers":
         write_config(inputs)
     undisturbed = undisturbed_course(pool, inputs, name, *overrides)
@@ -271,4 +273,4 @@ def test_killed_again_and_again_it_arrives(
     with torchrun(tmp_path, given) as started:
         assert started.wait() == 0, started.log.read_text()
     assert course(step_records(output)) == undisturbed
-    assert checkpoints(output) == [f"step_{STEPS - 3:07d}", f"step_{STEPS:07d}"]
+    assert checkpoints(output) == [f"step_{steps - 3:07d}", f"step_{steps:07d}"]
