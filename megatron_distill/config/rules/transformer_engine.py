@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from megatron_distill.config.messages import Problem, without_effect
 from megatron_distill.config.rules.teacher_parallel import parallel_key, teacher_parallel
 from megatron_distill.config.rules.teacher_ranks import has_own_ranks
-from megatron_distill.config.schema import CaptureConfig, JobConfig, ParallelConfig, RunConfig
+from megatron_distill.config.schema import (
+    CaptureConfig,
+    CapturePassConfig,
+    JobConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 __all__ = ["fp8_problems", "tensor_overlap_problems"]
 
@@ -40,26 +47,9 @@ def fp8_problems(job: JobConfig) -> Iterator[Problem]:
 
 
 def _computed(job: JobConfig, key: str, value: str) -> Iterator[Problem]:
-    section = "capture" if isinstance(job, CaptureConfig) else "train"
-    passes = job.capture if isinstance(job, CaptureConfig) else getattr(job, section)
+    section, passes = _passes(job)
     setting = f"{key} = {value!r}"
-    if passes.precision != "bf16":
-        yield Problem(
-            (key, f"{section}.precision"),
-            f"{setting}: needs {section}.precision = 'bf16', not {passes.precision!r}; set "
-            f"{section}.precision=bf16 or {key}=null",
-        )
-    if job.runtime.transformer_engine == "off":
-        yield Problem(
-            (key, "runtime.transformer_engine"),
-            f"{setting}: needs Transformer Engine, and runtime.transformer_engine = 'off'; set it "
-            f"to auto or {key}=null",
-        )
-    if job.runtime.device == "cpu":
-        yield Problem(
-            (key, "runtime.device"),
-            f"{setting}: needs a GPU, and runtime.device = 'cpu'; set {key}=null",
-        )
+    yield from _without_engine(job, key, setting, "a GPU", remedy=f"{key}=null")
     role, size = key.removesuffix(".fp8"), passes.micro_batch_size
     parallel = teacher_parallel(job, role) if role in job.models else job.parallel
     ranks = parallel.context * (parallel.tensor if parallel.sequence else 1)
@@ -97,24 +87,38 @@ def tensor_overlap_problems(job: JobConfig) -> Iterator[Problem]:
                 f"{_SETTING}: needs sequence parallelism; set {key}.sequence=true or {_KEY}=false",
             )
     yield from _one_size(job, layouts)
-    section = "capture" if isinstance(job, CaptureConfig) else "train"
-    passes = job.capture if isinstance(job, CaptureConfig) else getattr(job, section)
+    yield from _without_engine(job, _KEY, _SETTING, "GPUs", remedy=f"{_KEY}=false")
+
+
+def _passes(job: JobConfig) -> tuple[str, CapturePassConfig | TrainConfig]:
+    """Return the section of a job's passes: its name and its settings."""
+    if isinstance(job, CaptureConfig):
+        return "capture", job.capture
+    assert isinstance(job, RunConfig), "no other job has a model that runs"
+    return "train", job.train
+
+
+def _without_engine(
+    job: JobConfig, key: str, setting: str, devices: str, *, remedy: str
+) -> Iterator[Problem]:
+    """Find what keeps a job's passes from Transformer Engine, which `setting` needs."""
+    section, passes = _passes(job)
     if passes.precision != "bf16":
         yield Problem(
-            (_KEY, f"{section}.precision"),
-            f"{_SETTING}: needs {section}.precision = 'bf16', not {passes.precision!r}; set "
-            f"{section}.precision=bf16 or {_KEY}=false",
+            (key, f"{section}.precision"),
+            f"{setting}: needs {section}.precision = 'bf16', not {passes.precision!r}; set "
+            f"{section}.precision=bf16 or {remedy}",
         )
     if job.runtime.transformer_engine == "off":
         yield Problem(
-            (_KEY, "runtime.transformer_engine"),
-            f"{_SETTING}: needs Transformer Engine, and runtime.transformer_engine = 'off'; set it "
-            f"to auto or {_KEY}=false",
+            (key, "runtime.transformer_engine"),
+            f"{setting}: needs Transformer Engine, and runtime.transformer_engine = 'off'; set it "
+            f"to auto or {remedy}",
         )
     if job.runtime.device == "cpu":
         yield Problem(
-            (_KEY, "runtime.device"),
-            f"{_SETTING}: needs GPUs, and runtime.device = 'cpu'; set {_KEY}=false",
+            (key, "runtime.device"),
+            f"{setting}: needs {devices}, and runtime.device = 'cpu'; set {remedy}",
         )
 
 
