@@ -363,8 +363,8 @@ class Wire:
 
         Collective: the group, two broadcasts: a header of 24 bytes and 40 per source, then the
         payload. The payload is 8 bytes per token, or 12 per token of both models with a teacher's
-        own tokenizer. Add less than 1 kB per source. After an error it is the error's text. Places
-        add 8 bytes per token of the teacher.
+        own tokenizer, plus less than 1 kB per source. Places add 8 bytes per token of the teacher.
+        After an error it is the error's text.
         """
         if self._is_alone:
             assert outcome is not None

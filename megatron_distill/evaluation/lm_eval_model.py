@@ -82,7 +82,7 @@ def run_harness(
     under `truncated`, by task.
 
     Raises ConfigError where the code of a task needs a package that is missing, or a template names
-    a column that is missing. So do settings of generation that the writer does not have.
+    a column that is missing. Also for settings of generation that the writer does not have.
 
     Collective: those of the model's scorer and writer.
     """

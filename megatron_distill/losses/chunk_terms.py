@@ -134,8 +134,8 @@ class ChunkTerm:
         if self.top_k is None:
             raise ValueError(
                 f"{self.divergence} with alignment 'common' needs top_k: it orders the classes, "
-                "and the rest is split over the ranks otherwise. The number of common tokens is "
-                "allowed"
+                "and the rest is split over the ranks otherwise. Set top_k, at most to the number "
+                "of common tokens"
             )
 
     @property

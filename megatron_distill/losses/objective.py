@@ -55,8 +55,8 @@ def fused_linear_objective(
     value where ``ce_weights`` is zero); both weights ``[N]`` contain mask and normalisation. CE is
     at temperature one, each D at its term's temperature. Returns the total, an fp32 scalar
     differentiable in hidden, weight and bias. Also returns a report of detached fp32 scalars:
-    ``ce`` and, with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``). ``kd`` (the terms'
-    share of the total), one entry per term under its name (without the term's weight).
+    ``ce`` and, with a teacher, ``teacher_ce`` (both weighted by ``ce_weights``); ``kd`` (the terms'
+    share of the total); one entry per term under its name (without the term's weight);
     ``student_entropy``, ``teacher_entropy`` and ``top1_agreement`` (weighted by ``kd_weights``).
     With a ``partition`` each entry is ``[1 + parts]``: over all tokens, then per part.
 

@@ -1,8 +1,8 @@
 """Answers of mathematics as text: boxes, two published normal forms, and exact values.
 
-A normal form is that of lm-evaluation-harness 0.4.13, so that scores are comparable. They are of
-`hendrycks_math` (Hendrycks et al., arXiv 2103.03874) and of `minerva_math` (Lewkowycz et al., arXiv
-2206.14858, appendix D).
+A normal form is that of lm-evaluation-harness 0.4.13, so that scores are comparable. One is of
+`hendrycks_math` (Hendrycks et al., arXiv 2103.03874), one of `minerva_math` (Lewkowycz et al.,
+arXiv 2206.14858, appendix D).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ dropout, no recomputation. Transformer Engine's modules have the same weights; o
 Each operation costs such a step a launch. So sums and rotations are in place, and values that do
 not depend on the step are prepared with the layer.
 
-Shapes: N positions, H hidden size, g key-value heads of this rank, r query heads for each. d head
+Shapes: N positions, H hidden size, g key-value heads of this rank, r query heads for each, d head
 size, V rows of the head on this rank.
 """
 

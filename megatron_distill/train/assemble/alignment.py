@@ -129,7 +129,7 @@ class TeacherTokenizer:
         on all ranks, where a record lacks the mass of common tokens.
 
         Collective: tensor group, one all-gather of 16 bytes for each model, and one all-to-all of
-        the teacher's head. For one elsewhere it follows when this has arrived.
+        the teacher's head; where the teacher is elsewhere, once its head has arrived.
         """
         group, rank = _sharing(groups), groups.tensor.rank()
         shard, tokens_map = vocab_shard(student, groups, tokens=vocabulary.size), self.tokens_map
