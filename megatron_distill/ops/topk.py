@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.ops.kernels import kernels_run
 from megatron_distill.ops.row_math import LOG2_E, descending, keys_of, packed, places_of
+from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import Scratch, accumulation_dtype, load_logits, row_blocks
 from megatron_distill.signals import LogitRule, TopK
@@ -33,6 +35,10 @@ __all__ = [
 
 
 _UNDERFLOW = 1e-20
+# Elements whose copy is in memory at one time on a GPU: enough rows for all its multiprocessors.
+_COPIED = 2**27
+# Above the kernels' number for -inf.
+_NOTHING = -1e29
 
 
 def vocab_parallel_topk(
@@ -191,6 +197,14 @@ class Outside:
         masses = tuple(torch.zeros_like(peak) for _ in temperatures)
         if width == 0 or count == 0:
             return cls(peak, masses)
+        if raw.stride(1) == 1 and kernels_run(raw.device, raw.dtype) and rule.softcap is None:
+            step = max(1, _COPIED // width)
+            for first in range(0, count, step):
+                part = slice(first, first + step)
+                left = _Left(columns[part], None if owned is None else owned[part])
+                masses_n = [mass[part] for mass in masses]
+                _measure_by_kernel(raw[part], rule, left, temperatures, peak[part], masses_n)
+            return cls(peak, masses)
         scratch = Scratch(count, width, dtype, raw.device)
         for rows in row_blocks(count, width, raw.device):
             left = _Left(columns[rows], None if owned is None else owned[rows])
@@ -270,8 +284,31 @@ def _measure_closely(
         mass.copy_((outside / temperature).exp_().sum(1))
 
 
+def _measure_by_kernel(
+    raw: Tensor,
+    rule: LogitRule,
+    left: _Left,
+    temperatures: Sequence[float],
+    peak: Tensor,
+    masses: Sequence[Tensor],
+) -> None:
+    """Fill peak and masses ``[n]`` like `_measure_closely`, from a copy in the dtype of ``raw``."""
+    # Imported only where Triton is installed.
+    from megatron_distill.ops.kernels.measure import measure
+
+    spec = StatisticsSpec(("student",), (), False, True, student_temperatures=tuple(temperatures))
+    local = LocalStatistics.empty(spec, raw.shape[0], peak.dtype, raw.device)
+    measure(local, {"student": left.without(raw)}, {"student": rule})
+    peak.copy_(local.rows["student_peak"])
+    for temperature, mass in zip(temperatures, masses, strict=True):
+        found = local.rows[f"student_mass@{temperature}"]
+        # Without a column that is not left out, the kernel counts all of them.
+        mass.copy_(torch.where(peak > _NOTHING, found, 0.0))
+
+
 # Columns per segment of the first maximum; fewest segments and most candidates, as multiples of k.
 _SEGMENT = 64
+_GPU_SEGMENT = 32
 _SEGMENTS_OF_K = 3
 _MOST_LEFT = 4
 
@@ -284,15 +321,44 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     count, width = logits.shape
     if k == 0:  # a shard that is all padding
         return logits.new_empty(count, 0), logits.new_empty(count, 0, dtype=torch.int64)
-    has_keys = logits.device.type == "cpu" and logits.dtype != torch.float64
-    if not has_keys or width < _SEGMENTS_OF_K * k * _SEGMENT:
+    if logits.dtype == torch.float64 or width < _SEGMENTS_OF_K * k * _SEGMENT:
         return _largest_of_all(logits, k)
+    if logits.device.type != "cpu":
+        return _largest_of_segments(logits, k)
     values, columns = logits.new_empty(count, k), logits.new_empty(count, k, dtype=torch.int64)
     # After the maxima only a few segments are read again, so blocks may be large.
     for block in row_blocks(count, _SEGMENT * k, logits.device):
         few = _largest_of_few(logits[block], k)
         values[block], columns[block] = few or _largest_of_all(logits[block], k)
     return values, columns
+
+
+def _largest_of_segments(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`largest` among the k segments with the largest maxima, without a wait for a GPU.
+
+    In order of (maximum, lowest segment): an id outside of these has k ids before it.
+    """
+    count, width = logits.shape
+    segments = width // _GPU_SEGMENT
+    inside = segments * _GPU_SEGMENT
+    maxima = logits[:, :inside].view(count, segments, _GPU_SEGMENT).amax(2)
+    within = torch.arange(_GPU_SEGMENT, device=logits.device)
+    columns = (_first_places(maxima, None, k).unsqueeze(2) * _GPU_SEGMENT + within).flatten(1)
+    rest = torch.arange(inside, width, device=logits.device).expand(count, -1)
+    columns = torch.cat([columns, rest], 1)
+    columns = _first_places(logits.gather(1, columns), columns, k)
+    return logits.gather(1, columns), columns
+
+
+def _first_places(values: Tensor, places: Tensor | None, k: int) -> Tensor:
+    """The places ``[N, k]`` of the k largest of ``[N, C]``, by (value, lowest place).
+
+    Places are int64 ``[N, C]``; None: the columns. NaN comes first.
+    """
+    if places is None:
+        places = torch.arange(values.shape[1], device=values.device)
+    keys = keys_of(values).masked_fill_(values.isnan(), torch.iinfo(torch.int32).max)
+    return places_of(packed(keys.bitwise_not_(), places).topk(k, 1, largest=False).values)
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:

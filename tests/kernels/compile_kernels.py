@@ -16,7 +16,8 @@ from triton.compiler import ASTSource
 
 from megatron_distill.ops.kernels.elementwise import FORMS
 from megatron_distill.ops.kernels.gradient import push_rows
-from megatron_distill.ops.kernels.launch import GRADIENT_TILING, STATISTICS_TILING
+from megatron_distill.ops.kernels.launch import GRADIENT_TILING
+from megatron_distill.ops.kernels.measure import STATISTICS_TILING
 from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
 
 _INTEGERS = ("top", "scatter_columns")

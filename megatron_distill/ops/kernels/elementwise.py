@@ -1,7 +1,7 @@
 """Elementwise Triton functions of the row kernels: loads, log ratios, slopes and values.
 
-Division and logarithm are rounded as IEEE requires, and no product is fused with a sum (see the
-launch options): equal models give exactly zero.
+No product is fused with a sum (see the launch options): equal models give exactly zero. A quotient
+may be off by two units in the last place.
 """
 
 import triton
@@ -19,11 +19,13 @@ __all__ = [
     "through_cap",
 ]
 
-# Replaces -inf; differences of two are finite, at temperatures down to 1/2.
-LOWEST: tl.constexpr = tl.constexpr(-8.507059e37)
+# Replaces -inf: sums over a row of differences of two are finite.
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
 _TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 # See `gap_beyond_top`.
 _FAR: tl.constexpr = tl.constexpr(1e20)
+# Log ratio beyond which the smaller probability is zero in fp32.
+_APART: tl.constexpr = tl.constexpr(200.0)
 _LOG_HALF: tl.constexpr = tl.constexpr(-0.6931471805599453)
 # Log ratios up to which the part beyond first order comes from a series, accurate to 1e-7.
 _NEAR: tl.constexpr = tl.constexpr(0.5)
@@ -42,11 +44,28 @@ FORMS = {
 
 
 @triton.jit
+def _atanh_series(square):
+    """The series in ``log(1 + x) = 2 r + r^3 (2/3 + 2/5 r^2 + ...)``, r = x / (2 + x), of r^2.
+
+    For r from -1/3 to 1/5: x from -1/2 to 1/2.
+    """
+    series = 0.28236619805320796 + square * 0.2685149802278186
+    return 0.6666664033669923 + square * (0.4000756064491075 + square * series)
+
+
+@triton.jit
+def _log1p_near(x):
+    """log(1 + x) for x from -1/2 to 1/2."""
+    ratio = x / (2.0 + x)
+    square = ratio * ratio
+    return ratio * (2.0 + square * _atanh_series(square))
+
+
+@triton.jit
 def _log1p(x):
-    # Kahan: the error of log(1 + x) comes from rounding 1 + x; the factor x / (u - 1) corrects it.
-    u = 1.0 + x
-    exact = u == 1.0
-    return tl.where(exact, x, tl.log(u) * tl.div_rn(x, tl.where(exact, 1.0, u - 1.0)))
+    """log(1 + x) for x from -1/2."""
+    near = tl.minimum(x, _NEAR)
+    return tl.where(near != x, tl.log(1.0 + x), _log1p_near(near))
 
 
 @triton.jit
@@ -62,21 +81,26 @@ def _tanh(x):
         )
     )
     decay = tl.exp(-2.0 * size)
-    large = tl.div_rn(1.0 - decay, 1.0 + decay)
+    large = (1.0 - decay) / (1.0 + decay)
     return tl.where(size < _SMALL, small, tl.where(x < 0, -large, large))
 
 
 @triton.jit
-def load_logits(pointer, mask, SCALE: tl.constexpr, CAP: tl.constexpr):
+def load_logits(pointer, mask, SCALE: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr):
     """Raw outputs as fp32 logits; a cap of zero means none.
 
-    -inf and masked entries become LOWEST.
+    -inf becomes LOWEST, and so do the entries outside the mask where there is one: a mask keeps
+    loads from being wide.
     """
-    logits = tl.load(pointer, mask=mask, other=-float("inf")).to(tl.float32) * SCALE
+    if MASKED:
+        logits = tl.load(pointer, mask=mask, other=-float("inf")).to(tl.float32) * SCALE
+    else:
+        logits = tl.load(pointer).to(tl.float32) * SCALE
     if CAP > 0:
-        logits = CAP * _tanh(tl.div_rn(logits, tl.full([], CAP, tl.float32)))
-    # Not tl.maximum, which would hide NaN.
-    return tl.where(mask & (logits != -float("inf")), logits, LOWEST)
+        logits = CAP * _tanh(logits / CAP)
+        if MASKED:
+            logits = tl.where(mask, logits, LOWEST)
+    return tl.maximum(logits, LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -89,7 +113,7 @@ def scaled(weight, values):
 def through_cap(gradient, logits, SCALE: tl.constexpr, CAP: tl.constexpr):
     """The gradient on raw outputs from the gradient on logits."""
     if CAP > 0:
-        inside = tl.div_rn(logits, tl.full([], CAP, tl.float32))
+        inside = logits / CAP
         gradient = gradient - scaled(gradient, inside * inside)
     return gradient * SCALE
 
@@ -125,34 +149,55 @@ def log_ratio(z_t, z_s, shift, rounded_off, inverse):
 
 
 @triton.jit
-def compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near):
+def compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near, NEAR: tl.constexpr):
     """Log ratio d, e^d - 1 - d where the series is accurate, and p - q.
 
-    For tokens near their teacher p - q is computed from d, else by subtraction.
+    For tokens near their teacher p - q is computed from d, else by subtraction. Without NEAR no
+    token is near, and zeros stand for the series.
     """
     d = log_ratio(z_t, z_s, shift, rounded_off, inverse)
-    excess = exp_excess(d)
-    exact = tl.where(is_near > 0.0, tl.abs(d), 1.0) <= _NEAR
-    return d, excess, tl.where(exact, q * (d + excess), p - q)
+    gap = p - q
+    excess = tl.zeros_like(gap)
+    if NEAR:
+        excess = exp_excess(d)
+        exact = tl.where(is_near > 0.0, tl.abs(d), 1.0) <= _NEAR
+        gap = tl.where(exact, q * (d + excess), gap)
+    return d, excess, gap
 
 
 @triton.jit
 def _log_mixture_ratio(p, q, gap, share, rest):
     """log(m/q) in m = share p + rest q; the gap is p - q. See the torch function of this name."""
     mixture = _mixture(p, q, share, rest)
-    size = _log1p(share * tl.div_rn(tl.abs(gap), tl.where(gap < 0, mixture, q)))
+    size = _log1p(share * (tl.abs(gap) / tl.where(gap < 0, mixture, q)))
     return tl.where(gap < 0, -size, size)
+
+
+@triton.jit
+def _log_mixture_ratios(p, q, d, share, rest):
+    """log(m/p) and log(m/q) in m = share p + rest q, of tokens that are not near.
+
+    From one logarithm: the smaller ratio is ``log(m / max(p, q))``, the other one is |d| larger.
+    """
+    larger = tl.maximum(p, q)
+    of_teacher = p > q
+    of_smaller = tl.where(of_teacher, rest, share)
+    ratio = tl.minimum(p, q) / larger
+    missing = of_smaller * (1.0 - ratio)
+    log = tl.log(tl.where(of_teacher, share, rest) + of_smaller * ratio)
+    log = tl.where(missing > _NEAR, log, _log1p_near(-tl.minimum(missing, _NEAR)))
+    # Beyond it a probability is zero.
+    further = log + tl.minimum(tl.abs(d), _APART)
+    return tl.where(of_teacher, log, further), tl.where(of_teacher, further, log)
 
 
 @triton.jit
 def _log_excess(x, log1p):
     """x - log(1 + x), given the logarithm: with s = x/(2 + x) it is x s - 2 s^3 (1/3 + ...)."""
     near = tl.minimum(tl.maximum(x, -_NEAR), _NEAR)
-    ratio = tl.div_rn(near, 2.0 + near)
+    ratio = near / (2.0 + near)
     square = ratio * ratio
-    series = 0.28236619805320796 + square * 0.2685149802278186
-    series = 0.6666664033669923 + square * (0.4000756064491075 + square * series)
-    return tl.where(near != x, x - log1p, ratio * (near - square * series))
+    return tl.where(near != x, x - log1p, ratio * (near - square * _atanh_series(square)))
 
 
 @triton.jit
@@ -160,7 +205,7 @@ def _shifted_log_ratio(log_mixture_ratio, of_teacher, share, rest, near_equal):
     """See the torch function of this name."""
     excess = tl.log(rest) - _LOG_HALF
     beyond = tl.maximum(log_mixture_ratio - excess, 0.0)
-    exact = beyond - _log1p(tl.maximum(of_teacher * -share, -0.5))
+    exact = beyond - _log1p_near(tl.maximum(of_teacher * -share, -0.5))
     return tl.where(near_equal > 0.0, log_mixture_ratio, exact)
 
 
@@ -168,24 +213,24 @@ def _shifted_log_ratio(log_mixture_ratio, of_teacher, share, rest, near_equal):
 def _log1p_beyond(log1p, share):
     """See `_log1p_beyond` of the mixtures."""
     near = tl.minimum(tl.maximum(share, -1.0), 0.5)
-    ratio = tl.div_rn(near, 2.0 - near)
+    ratio = near / (2.0 - near)
     square = ratio * ratio
-    series = 0.28236619805320796 + square * 0.2685149802278186
-    series = 0.6666664033669923 + square * (0.4000756064491075 + square * series)
-    return tl.where(near != share, log1p - share, ratio * (near + square * series))
+    series = ratio * (near + square * _atanh_series(square))
+    return tl.where(near != share, log1p - share, series)
 
 
 @triton.jit
 def _share(p, gap, mixture, rest, near_equal):
     """See `_share` of the mixtures."""
-    of_teacher = tl.div_rn(p, mixture)
-    return tl.where(near_equal > 0.0, rest * tl.div_rn(gap, mixture), of_teacher)
+    of_teacher = p / mixture
+    return tl.where(near_equal > 0.0, rest * (gap / mixture), of_teacher)
 
 
 # fmt: off
 @triton.jit
 def slope_and_value(
-    p, q, d, excess, gap, is_near, log_ratio, top_ratio, parameter, rest, FORM: tl.constexpr
+    p, q, d, excess, gap, is_near, log_ratio, top_ratio, parameter, rest,
+    FORM: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: on
     """Slope (up to a constant) and summand of the value, as in the table of divergences.
 
@@ -205,32 +250,39 @@ def slope_and_value(
         bounded = tl.where(log_ratio > _FAR, _FAR, log_ratio)
         slope = -tl.where(bounded < -_FAR, -_FAR, bounded)
         value = (slope - top_ratio) * q
-        value = tl.where(near, tl.where(has_series, excess * q, gap - d * q), value)
-        # Log ratios are exact for tokens near their teacher, and so is a difference from a small
-        # one.
-        is_small = tl.where(near, tl.abs(top_ratio), 1.0) <= _NEAR
-        slope = tl.where(is_small, top_ratio - d, slope)
+        if NEAR:
+            value = tl.where(near, tl.where(has_series, excess * q, gap - d * q), value)
+            # Log ratios are exact for tokens near their teacher, and so is a difference from a
+            # small one.
+            is_small = tl.where(near, tl.abs(top_ratio), 1.0) <= _NEAR
+            slope = tl.where(is_small, top_ratio - d, slope)
     elif FORM == 2:
-        log_mixture_ratio = _log_mixture_ratio(p, q, gap, parameter, rest)
-        of_teacher = _log_mixture_ratio(q, p, -gap, rest, parameter)
+        if NEAR:
+            log_mixture_ratio = _log_mixture_ratio(p, q, gap, parameter, rest)
+            of_teacher = _log_mixture_ratio(q, p, -gap, rest, parameter)
+        else:
+            of_teacher, log_mixture_ratio = _log_mixture_ratios(p, q, d, parameter, rest)
         value = -(parameter * (of_teacher * p) + rest * (log_mixture_ratio * q))
-        beyond = parameter * (_log_excess(rest * tl.div_rn(-gap, p), of_teacher) * p)
-        beyond += rest * (_log_excess(parameter * tl.div_rn(gap, q), log_mixture_ratio) * q)
-        value = tl.where(has_series, beyond, value)
-        share = tl.div_rn(p, _mixture(p, q, parameter, rest))
+        if NEAR:
+            beyond = parameter * (_log_excess(rest * (-gap / p), of_teacher) * p)
+            beyond += rest * (_log_excess(parameter * (gap / q), log_mixture_ratio) * q)
+            value = tl.where(has_series, beyond, value)
+        share = p / _mixture(p, q, parameter, rest)
         slope = -rest * _shifted_log_ratio(log_mixture_ratio, share, parameter, rest, near_equal)
     elif FORM == 3:
         mixture = _mixture(p, q, parameter, rest)
         of_teacher = _log_mixture_ratio(q, p, -gap, rest, parameter)
-        beyond = _log_excess(rest * tl.div_rn(-gap, p), of_teacher) * p
-        value = tl.where(near, beyond, -(of_teacher * p) - rest * gap)
+        value = -(of_teacher * p) - rest * gap
+        if NEAR:
+            value = tl.where(near, _log_excess(rest * (-gap / p), of_teacher) * p, value)
         slope = -rest * _share(p, gap, mixture, rest, near_equal)
     elif FORM == 4:
         mixture = _mixture(p, q, rest, parameter)
         log_mixture_ratio = _log_mixture_ratio(p, q, gap, rest, parameter)
-        beyond = _log_excess(rest * tl.div_rn(gap, q), log_mixture_ratio) * q
-        value = tl.where(near, beyond, rest * gap - log_mixture_ratio * q)
-        share = rest * tl.div_rn(tl.where(near_equal > 0.0, gap, p), mixture)
+        value = rest * gap - log_mixture_ratio * q
+        if NEAR:
+            value = tl.where(near, _log_excess(rest * (gap / q), log_mixture_ratio) * q, value)
+        share = rest * (tl.where(near_equal > 0.0, gap, p) / mixture)
         log_mixture_ratio -= tl.where(near_equal > 0.0, 0.0, tl.log(parameter))
         slope = -_log1p_beyond(log_mixture_ratio, share) - near_equal * (rest * share)
     elif FORM == 5:
@@ -240,11 +292,11 @@ def slope_and_value(
         tl.static_assert(FORM == 6, "no such divergence")
         root = tl.sqrt_rn(q)
         of_teacher = tl.sqrt_rn(p)
-        half = 0.5 * d
-        rise = half + exp_excess(half)
         value = 0.5 * (of_teacher - root) * (of_teacher - root)
-        value = tl.where(has_series, 0.5 * (rise * rise * q), value)
-        far = tl.div_rn(of_teacher, root) - near_equal
-        rise = tl.where(has_series, rise + (1.0 - near_equal), far)
-        slope = -0.5 * rise
+        ratio = of_teacher / root - near_equal
+        if NEAR:
+            rise = 0.5 * d + exp_excess(0.5 * d)
+            value = tl.where(has_series, 0.5 * (rise * rise * q), value)
+            ratio = tl.where(has_series, rise + (1.0 - near_equal), ratio)
+        slope = -0.5 * ratio
     return slope, value

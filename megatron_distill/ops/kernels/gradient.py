@@ -23,7 +23,7 @@ _KNOWN: tl.constexpr = tl.constexpr(KNOWN)
 def _gradient(
     z_s, z_t, row, rows, in_top_k, peak_s, peak_t, known, slopes, constants,
     TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_TAIL: tl.constexpr,
-    NONLINEAR: tl.constexpr, FORMS: tl.constexpr,
+    NONLINEAR: tl.constexpr, FORMS: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: on
     """Gradient of all softmaxes of a token on logits ``z_s`` of any shape."""
     total = tl.zeros_like(z_s)
@@ -37,7 +37,7 @@ def _gradient(
             weight_t = tl.load(at + 9 * rows)
             shift, rounded_off = tl.load(at + 5 * rows), tl.load(at + 6 * rows)
             is_near = tl.load(at + 7 * rows)
-            d, excess, gap = compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near)
+            d, excess, gap = compared(p, q, z_t, z_s, shift, rounded_off, inverse, is_near, NEAR)
             # For equal models the gap is exactly zero.
             total += scaled(rest_s, q) - scaled(weight_t, gap)
             for c in tl.static_range(NONLINEAR):
@@ -50,7 +50,7 @@ def _gradient(
                     rest = tl.load(constants + TEMPERATURES + 2 * c + 1)
                     slope, _ = slope_and_value(
                         p, q, d, excess, gap, is_near, log_ratio, top_ratio, parameter, rest,
-                        (FORMS >> (8 * c)) % 16,
+                        (FORMS >> (8 * c)) % 16, NEAR,
                     )  # fmt: skip
                     weight = tl.load(slopes + 2 * c * rows + row)
                     reference = tl.load(slopes + (2 * c + 1) * rows + row)
@@ -60,6 +60,59 @@ def _gradient(
         if HAS_TAIL:
             total += tl.where(in_top_k, 0.0, scaled(tl.load(at + 10 * rows), q))
     return total
+
+
+# fmt: off
+@triton.jit
+def _push_tile(
+    columns, width, out_row, student_row, teacher_row, row, rows, peak_s, peak_t,
+    known, slopes, constants,
+    STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_TAIL: tl.constexpr,
+    NONLINEAR: tl.constexpr, FORMS: tl.constexpr, NEAR: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: on
+    """Write the gradient on the raw outputs of a tile."""
+    mask = columns < width
+    z_s = load_logits(student_row + columns, mask, STUDENT_SCALE, STUDENT_CAP, MASKED)
+    z_t = z_s
+    if HAS_TEACHER:
+        z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP, MASKED)
+    total = _gradient(
+        z_s, z_t, row, rows, columns < 0, peak_s, peak_t, known, slopes, constants,
+        TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS, NEAR,
+    )  # fmt: skip
+    total = through_cap(total, z_s, STUDENT_SCALE, STUDENT_CAP).to(out_row.dtype.element_ty)
+    if MASKED:
+        tl.store(out_row + columns, total, mask=mask)
+    else:
+        tl.store(out_row + columns, total)
+
+
+# fmt: off
+@triton.jit
+def _push_tiles(
+    width, out_row, student_row, teacher_row, row, rows, peak_s, peak_t, known, slopes, constants,
+    STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    TEMPERATURES: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_TAIL: tl.constexpr,
+    NONLINEAR: tl.constexpr, FORMS: tl.constexpr, NEAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: on
+    """Write the gradient on the raw outputs of a row, without the scattered values."""
+    lanes = tl.arange(0, BLOCK)
+    whole = width // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        _push_tile(
+            first + lanes, width, out_row, student_row, teacher_row, row, rows, peak_s, peak_t,
+            known, slopes, constants, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP,
+            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS, NEAR, MASKED=False,
+        )  # fmt: skip
+    if whole < width:
+        _push_tile(
+            whole + lanes, width, out_row, student_row, teacher_row, row, rows, peak_s, peak_t,
+            known, slopes, constants, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP,
+            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS, NEAR, MASKED=True,
+        )  # fmt: skip
 
 
 # fmt: off
@@ -98,28 +151,36 @@ def push_rows(
             if HAS_TAIL:
                 masked = tl.load(scatter_topk_mask + first_entry + number).to(tl.int32)
                 is_top_k = tl.maximum(is_top_k, tl.where(same, masked, 0))
-        entry_s = load_logits(student_row + at_columns, is_entry, STUDENT_SCALE, STUDENT_CAP)
+        entry_s = load_logits(
+            student_row + at_columns, is_entry, STUDENT_SCALE, STUDENT_CAP, True
+        )
         entry_t = entry_s
         if HAS_TEACHER:
-            entry_t = load_logits(teacher_row + at_columns, is_entry, TEACHER_SCALE, TEACHER_CAP)
+            entry_t = load_logits(
+                teacher_row + at_columns, is_entry, TEACHER_SCALE, TEACHER_CAP, True
+            )
         of_columns = added + _gradient(
             entry_s, entry_t, row, rows, is_top_k > 0, peak_s, peak_t, known, slopes, constants,
-            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS,
+            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS, NEAR=HAS_TEACHER,
         )  # fmt: skip
         of_columns = through_cap(of_columns, entry_s, STUDENT_SCALE, STUDENT_CAP)
-    for first in range(0, width, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        mask = columns < width
-        z_s = load_logits(student_row + columns, mask, STUDENT_SCALE, STUDENT_CAP)
-        z_t = z_s
-        if HAS_TEACHER:
-            z_t = load_logits(teacher_row + columns, mask, TEACHER_SCALE, TEACHER_CAP)
-        total = _gradient(
-            z_s, z_t, row, rows, columns < 0, peak_s, peak_t, known, slopes, constants,
-            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS,
+    is_near = 0.0
+    if HAS_TEACHER:
+        # Most tokens are not near their teacher, and what these need doubles the arithmetic.
+        for t in tl.static_range(TEMPERATURES):
+            is_near += tl.load(known + (t * _KNOWN + 7) * rows + row)
+    if is_near > 0.0:
+        _push_tiles(
+            width, out_row, student_row, teacher_row, row, rows, peak_s, peak_t,
+            known, slopes, constants, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP,
+            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS, HAS_TEACHER, BLOCK,
         )  # fmt: skip
-        total = through_cap(total, z_s, STUDENT_SCALE, STUDENT_CAP)
-        tl.store(out_row + columns, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        _push_tiles(
+            width, out_row, student_row, teacher_row, row, rows, peak_s, peak_t,
+            known, slopes, constants, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP,
+            TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS, False, BLOCK,
+        )  # fmt: skip
     if HAS_SCATTER:
         # Wait until all threads have written the row.
         tl.debug_barrier()

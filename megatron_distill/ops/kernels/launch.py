@@ -1,9 +1,8 @@
-"""Launches of the row kernels on the tensors of a chunk."""
+"""The row kernels on the tensors of a chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,34 +13,18 @@ from torch import Tensor
 from megatron_distill.ops.divergences import Model, WeightedDivergence
 from megatron_distill.ops.kernels.elementwise import FORMS
 from megatron_distill.ops.kernels.gradient import push_rows
-from megatron_distill.ops.kernels.statistics import measure_rows, sum_slopes
+from megatron_distill.ops.kernels.measure import Tiling, launch, measure, power_of_two
+from megatron_distill.ops.kernels.statistics import sum_slopes
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.softmax_gradient import SoftmaxWeights
-from megatron_distill.ops.statistics import NEAR_KL, LocalStatistics
+from megatron_distill.ops.statistics import LocalStatistics
 from megatron_distill.ops.torch_rows import TorchRows
 from megatron_distill.signals import LogitRule
 
-__all__ = ["GRADIENT_TILING", "STATISTICS_TILING", "Tiling", "TritonRows"]
+__all__ = ["GRADIENT_TILING", "TritonRows"]
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Columns per tile of a row, and warps of its program."""
-
-    block: int
-    warps: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of the compiler."""
-        # Without fp fusion: a fused product is not rounded, and equal models would differ.
-        return {"num_warps": self.warps, "enable_fp_fusion": False}
-
-
-# Few registers per row allow many rows in flight. Compiled for sm_90, statistics of forward KL take
-# 126 registers a thread, slopes of JSD 80 and its gradient 76: 16 to 24 warps of a multiprocessor.
-# Statistics are summed over the warps in every tile, which takes longer the more there are.
-STATISTICS_TILING = Tiling(2048, 4)
+# See `STATISTICS_TILING`: the gradient of forward KL takes 48 registers a thread.
 GRADIENT_TILING = Tiling(1024, 8)
 _MOST_TEMPERATURES = 16
 
@@ -70,43 +53,7 @@ class TritonRows:
 
     def measure(self, local: LocalStatistics) -> None:
         """See `RowExecutor`: one pass per temperature."""
-        spec, names = local.spec, local.spec.names
-        student, teacher = self._student, self._teacher
-        top = local.top
-        for number, temperature in enumerate(dict.fromkeys(value for _, value in spec.softmaxes)):
-            wanted = {
-                "STUDENT_PEAK": "student_peak",
-                "STUDENT_MASS": f"student_mass@{temperature}",
-                "TEACHER_PEAK": "teacher_peak",
-                "TEACHER_MASS": f"teacher_mass@{temperature}",
-                "RATIO": f"ratio@{temperature}",
-            }
-            if temperature == 1.0:
-                wanted |= {"STUDENT_LOG": "student_log", "TEACHER_LOG": "teacher_log"}
-            if number == 0:
-                wanted |= {"AT_TOP": "teacher_at_top"}
-            at = dict.fromkeys(("STUDENT_LOG", "TEACHER_LOG", "AT_TOP"), -1)
-            at |= {key: names.index(name) if name in names else -1 for key, name in wanted.items()}
-            if at["TEACHER_MASS"] < 0:
-                at["TEACHER_PEAK"] = -1
-            if top is None:
-                top = student.new_empty(len(student) if at["AT_TOP"] >= 0 else 0, dtype=torch.int64)
-            self._launch(
-                measure_rows,
-                STATISTICS_TILING,
-                student,
-                teacher,
-                student.stride(0),
-                teacher.stride(0),
-                student.shape[1],
-                local.values,
-                local.values.stride(0),
-                top,
-                1 / temperature,
-                **at,
-                HAS_TOP=number == 0 and top.numel() > 0,
-                NEAR_KL=NEAR_KL,
-            )
+        measure(local, self.raw, self.rules)
 
     def sum_slopes(self, local: LocalStatistics, normalizers: Normalizers) -> Tensor:
         """See `RowExecutor`."""
@@ -130,7 +77,6 @@ class TritonRows:
         sums = torch.empty_like(local.values[:1]).expand(3, -1).clone()
         self._launch(
             sum_slopes,
-            GRADIENT_TILING,
             student,
             teacher,
             student.stride(0),
@@ -171,7 +117,6 @@ class TritonRows:
         ]
         self._launch(
             push_rows,
-            GRADIENT_TILING,
             out,
             out.stride(0),
             student,
@@ -194,15 +139,11 @@ class TritonRows:
             NONLINEAR=len(slopes.parameters) // 2,
             FORMS=slopes.forms,
             HAS_SCATTER=scatter.columns.shape[1] > 0,
-            SCATTER_BLOCK=_power_of_two(max(scatter.columns.shape[1], 1)),
+            SCATTER_BLOCK=power_of_two(max(scatter.columns.shape[1], 1)),
         )
 
-    def _launch(self, kernel: Any, tiling: Tiling, *arguments: Any, **constants: Any) -> None:
-        """One program per token, on the device of the logits, also if another device is current."""
-        on_cuda = self._student.device.type == "cuda"
-        constants["BLOCK"] = min(tiling.block, _power_of_two(self._student.shape[1]))
-        with torch.cuda.device(self._student.device) if on_cuda else nullcontext():
-            kernel[(len(self._student),)](*arguments, **self._rules, **constants, **tiling.options)
+    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, GRADIENT_TILING, self.raw, self.rules, *arguments, **constants)
 
     @property
     def _student(self) -> Tensor:
@@ -211,17 +152,6 @@ class TritonRows:
     @property
     def _teacher(self) -> Tensor:
         return self.raw.get("teacher", self.raw["student"])
-
-    @property
-    def _rules(self) -> dict[str, float]:
-        student = self.rules["student"]
-        teacher = self.rules.get("teacher", student)
-        return {
-            "STUDENT_SCALE": float(student.scale),
-            "STUDENT_CAP": float(student.softcap or 0.0),
-            "TEACHER_SCALE": float(teacher.scale),
-            "TEACHER_CAP": float(teacher.softcap or 0.0),
-        }
 
 
 class _TemperatureRow(NamedTuple):
@@ -333,7 +263,3 @@ class _Scatter:
 def _constants(values: Sequence[float], local: LocalStatistics) -> Tensor:
     """A vector of these numbers, filled on the device: a copy from the host might synchronise."""
     return torch.cat([local.values.new_full((1,), one, dtype=torch.float32) for one in values])
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
