@@ -92,7 +92,7 @@ def run_to_end(
     before = signal.signal(signal.SIGTERM, _leave)
     child = subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": _paths(), **environment},
         cwd=ROOT,
         stdout=output,
         stderr=errors,
@@ -108,6 +108,11 @@ def run_to_end(
         child.wait()
         _wait_for_group(child.pid)
         signal.signal(signal.SIGTERM, before)
+
+
+def _paths() -> str:
+    """The tree before the user's own paths."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _wait_for_group(group: int) -> None:

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_distill.losses import Term, fused_linear_objective
+from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.launch import PRECISIONS
 from megatron_distill.signals import HiddenState
 
 Run = Callable[[], object]
-CHUNK_TOKENS = 1024
+_LIGER_CHUNK = 1024  # its default
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _ours(inputs: Inputs, term: Term, ce_coefficient: float, *, into_buffer: boo
             ce_weights=inputs.weights,
             kd_weights=inputs.weights,
             terms=[term],
-            chunk_tokens=CHUNK_TOKENS,
+            chunk_tokens=chunk_tokens_for(len(inputs.weight), inputs.weight.device),
             ce_coefficient=ce_coefficient,
             weight_gradient_sum=buffer,
         )
@@ -128,7 +129,7 @@ def _liger(inputs: Inputs) -> Run | None:
         weight_hard_loss=0.0,
         weight_soft_loss=1.0,
         compiled=inputs.hidden.device.type == "cuda",
-        chunk_size=CHUNK_TOKENS,
+        chunk_size=_LIGER_CHUNK,
     )
 
     def run() -> None:

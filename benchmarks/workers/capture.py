@@ -42,6 +42,7 @@ def _measure(case: Case, repeats: int, device: torch.device) -> dict[str, float]
     from benchmarks.steps.own_step import build_teacher
     from benchmarks.steps.subject import random_batches
     from megatron_distill.models.gpt import vocab_shard
+    from megatron_distill.ops.frozen_head import output_chunks
     from megatron_distill.runtime.groups import Layout, create_groups, seed_everything
     from megatron_distill.signals import HiddenState
     from megatron_distill.store import CaptureSettings
@@ -63,6 +64,20 @@ def _measure(case: Case, repeats: int, device: torch.device) -> dict[str, float]
         for _ in teacher.signals(batches):
             pass
 
+    def logits() -> None:
+        for batch, signal in zip(batches, teacher.signals(batches), strict=True):
+            assert signal is not None, "one stage"
+            state = signal.logit_source()
+            assert isinstance(state, HiddenState)
+            assert batch.trained_rows_n is not None
+            for _ in output_chunks(
+                state,
+                batch.trained_rows_n,
+                chunk_tokens=case.chunk_tokens,
+                columns=positions.shard.real_width,
+            ):
+                pass
+
     def capture() -> None:
         for batch, signal in zip(batches, teacher.signals(batches), strict=True):
             assert signal is not None, "one stage"
@@ -73,6 +88,7 @@ def _measure(case: Case, repeats: int, device: torch.device) -> dict[str, float]
     return {
         "tokens": float(case.tokens_per_step),
         "forward": _seconds(forward, repeats, device),
+        "logits": _seconds(logits, repeats, device),
         "capture": _seconds(capture, repeats, device),
     }
 

@@ -231,8 +231,13 @@ def allocate_moments(optimizer: ChainedOptimizer) -> None:
 
 
 def allocate_adam(adam: torch.optim.Adam) -> None:
-    """Allocate the state that the first step of one Adam would create."""
+    """Allocate the state that the first step of one Adam would create; on a GPU it is fused.
+
+    One kernel reads gradient, moments and weight once; torch's default there has one per operation.
+    """
     for group in adam.param_groups:
+        on_cuda = bool(group["params"]) and all(one.is_cuda for one in group["params"])
+        group["fused"] = on_cuda or group["fused"]
         on_device = group["capturable"] or group["fused"]
         for parameter in group["params"]:
             adam.state[parameter] = {
