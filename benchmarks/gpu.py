@@ -397,7 +397,7 @@ def _capture(settings: Settings, part: Part) -> None:
         f"| its logits, chunk by chunk | {rate['logits']:,.0f} |",
         f"| with top-64, log-sum-exp, entropy on the host | {rate['capture']:,.0f} |",
         "",
-        f"The capture is {found['capture'] / found['logits'] - 1:.1%} slower than the logits alone.",
+        f"The capture is {found['capture'] / found['logits'] - 1:.1%} slower than the logits.",
     ]
 
 
