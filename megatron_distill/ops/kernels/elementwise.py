@@ -226,6 +226,20 @@ def _share(p, gap, mixture, rest, near_equal):
     return tl.where(near_equal > 0.0, rest * (gap / mixture), of_teacher)
 
 
+@triton.jit
+def _hellinger(p, q, d, has_series, near_equal, NEAR: tl.constexpr):
+    """Slope and summand of the squared Hellinger distance; see `slope_and_value`."""
+    root = tl.sqrt_rn(q)
+    of_teacher = tl.sqrt_rn(p)
+    value = 0.5 * (of_teacher - root) * (of_teacher - root)
+    ratio = of_teacher / root - near_equal
+    if NEAR:
+        rise = 0.5 * d + exp_excess(0.5 * d)
+        value = tl.where(has_series, 0.5 * (rise * rise * q), value)
+        ratio = tl.where(has_series, rise + (1.0 - near_equal), ratio)
+    return -0.5 * ratio, value
+
+
 # fmt: off
 @triton.jit
 def slope_and_value(
@@ -290,13 +304,5 @@ def slope_and_value(
         slope = tl.where(gap < 0, 0.5, tl.where(gap > 0, -0.5, 0.0))
     else:
         tl.static_assert(FORM == 6, "no such divergence")
-        root = tl.sqrt_rn(q)
-        of_teacher = tl.sqrt_rn(p)
-        value = 0.5 * (of_teacher - root) * (of_teacher - root)
-        ratio = of_teacher / root - near_equal
-        if NEAR:
-            rise = 0.5 * d + exp_excess(0.5 * d)
-            value = tl.where(has_series, 0.5 * (rise * rise * q), value)
-            ratio = tl.where(has_series, rise + (1.0 - near_equal), ratio)
-        slope = -0.5 * ratio
+        slope, value = _hellinger(p, q, d, has_series, near_equal, NEAR)
     return slope, value

@@ -62,6 +62,15 @@ def _gradient(
     return total
 
 
+@triton.jit
+def _is_near(known, row, rows, TEMPERATURES: tl.constexpr):
+    """Whether a token is near its teacher at one of the temperatures."""
+    near = 0.0
+    for t in tl.static_range(TEMPERATURES):
+        near += tl.load(known + (t * _KNOWN + 7) * rows + row)
+    return near > 0.0
+
+
 # fmt: off
 @triton.jit
 def _push_tile(
@@ -164,12 +173,8 @@ def push_rows(
             TEMPERATURES, HAS_TEACHER, HAS_TAIL, NONLINEAR, FORMS, NEAR=HAS_TEACHER,
         )  # fmt: skip
         of_columns = through_cap(of_columns, entry_s, STUDENT_SCALE, STUDENT_CAP)
-    is_near = 0.0
-    if HAS_TEACHER:
-        # Most tokens are not near their teacher, and what these need doubles the arithmetic.
-        for t in tl.static_range(TEMPERATURES):
-            is_near += tl.load(known + (t * _KNOWN + 7) * rows + row)
-    if is_near > 0.0:
+    # Most tokens are not near their teacher, and what these need doubles the arithmetic.
+    if HAS_TEACHER and _is_near(known, row, rows, TEMPERATURES):
         _push_tiles(
             width, out_row, student_row, teacher_row, row, rows, peak_s, peak_t,
             known, slopes, constants, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP,

@@ -115,6 +115,31 @@ def _near_tile(
 
 # fmt: off
 @triton.jit
+def _near_sums(
+    width, student_row, teacher_row, inverse_temperature, shift, peak_t,
+    STUDENT_SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: on
+    """The sums of `_near_tile` over a row, in fp64."""
+    lanes = tl.arange(0, BLOCK)
+    gap = tl.zeros([BLOCK], tl.float32)
+    second = tl.zeros([BLOCK], tl.float32)
+    whole = width // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        gap, second = _near_tile(
+            first, lanes, width, student_row, teacher_row, inverse_temperature, shift, peak_t,
+            gap, second, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP, MASKED=False,
+        )  # fmt: skip
+    if whole < width:
+        gap, second = _near_tile(
+            whole, lanes, width, student_row, teacher_row, inverse_temperature, shift, peak_t,
+            gap, second, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP, MASKED=True,
+        )  # fmt: skip
+    return tl.sum(gap.to(tl.float64), 0), tl.sum(second.to(tl.float64), 0)
+
+
+# fmt: off
+@triton.jit
 def measure_rows(
     student, teacher, student_stride, teacher_stride, width, local, local_stride, top,
     inverse_temperature,
@@ -136,8 +161,7 @@ def measure_rows(
     student_row = student + row.to(tl.int64) * student_stride
     teacher_row = teacher + row.to(tl.int64) * teacher_stride
     rate = inverse_temperature * _LOG2_E
-    lanes = tl.arange(0, BLOCK)
-    column = tl.zeros([BLOCK], tl.int32)
+    lanes, column = tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int32)
     zeros = tl.zeros([BLOCK], tl.float32)
     of_student = (zeros + LOWEST, zeros, zeros)
     of_teacher = (zeros + LOWEST, zeros, zeros)
@@ -164,22 +188,12 @@ def measure_rows(
         odds = tl.log(mass_t / mass_s)
         if (ratio / mass_t - apart) * inverse - odds < NEAR_KL:
             shift = odds.to(tl.float32) / inverse_temperature + apart
-            gap, second = zeros, zeros
-            for first in range(0, whole, BLOCK):
-                gap, second = _near_tile(
-                    first, lanes, width, student_row, teacher_row, inverse_temperature, shift,
-                    peak_t, gap, second, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP,
-                    MASKED=False,
-                )  # fmt: skip
-            if whole < width:
-                gap, second = _near_tile(
-                    whole, lanes, width, student_row, teacher_row, inverse_temperature, shift,
-                    peak_t, gap, second, STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP,
-                    MASKED=True,
-                )  # fmt: skip
-            near_gap = tl.sum(gap.to(tl.float64), 0)
+            near_gap, second = _near_sums(
+                width, student_row, teacher_row, inverse_temperature, shift, peak_t,
+                STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP, BLOCK,
+            )  # fmt: skip
             mass_s = (mass_t + near_gap) * tl.exp((apart.to(tl.float64) - shift) * inverse)
-            ratio = (tl.sum(second.to(tl.float64), 0) - near_gap) / inverse + shift * mass_t
+            ratio = (second - near_gap) / inverse + shift * mass_t
         _store(local + row, local_stride, RATIO, ratio)
     _store(local + row, local_stride, STUDENT_PEAK, peak_s)
     _store(local + row, local_stride, STUDENT_MASS, mass_s)
