@@ -30,6 +30,7 @@ from benchmarks.harness.children import ChildFailed, run_child, run_to_end
 from benchmarks.harness.environment import ROOT, describe, installed
 from benchmarks.harness.summary import Row, compare, summarise
 from benchmarks.steps.cases import Body, Case, Ranks, Workload
+from benchmarks.workers.row_kernels import KERNELS
 from megatron_distill.runtime.torchrun import available_cores
 
 MIB = 2**20
@@ -225,6 +226,26 @@ def _outcomes(lines: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _kernels(settings: Settings, part: Part) -> None:
+    """The row kernels of losses from given logits, and a copy of ten bytes per logit."""
+    tokens, vocab, _ = settings.losses
+    words = [f"--tokens={tokens}", f"--vocab={vocab}", f"--precision={settings.precision}"]
+    words.append(f"--repeats={settings.repeats}")
+    found = part.measure(
+        "kernels",
+        lambda seconds: run_child(
+            "workers/row_kernels.py", words, processes=1, name="kernels", seconds=seconds
+        ),
+    )
+    if found is None:
+        return
+    columns = [*KERNELS, "all"]
+    part.lines += [f"| work, ms | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    for name, seconds in found.items():
+        cells = [f"{seconds[one] * 1e3:.2f}" if one in seconds else "" for one in columns]
+        part.lines.append(f"| {name} | {' | '.join(cells)} |")
+
+
 def _losses(settings: Settings, part: Part) -> None:
     """Each loss beside its peers' and beside a copy of the bytes that it must move.
 
@@ -413,6 +434,7 @@ PARTS: dict[str, Kind] = {
     "step": Kind(_step, 7),
     "capture": Kind(_capture, 2),
     "attention": Kind(_attention, 2),
+    "kernels": Kind(_kernels, 1),
     "losses": Kind(_losses, 4),
     "tests": Kind(_tests, 4),
 }

@@ -22,7 +22,7 @@ from benchmarks.harness.op_profile import LOSS_RANGE, markdown
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import environment
 
-PARTS = ("attention", "step", "capture", "losses")
+PARTS = ("attention", "step", "capture", "kernels", "losses")
 SECONDS = 400
 
 
@@ -56,6 +56,7 @@ def test_every_part_is_measured_and_written(tmp_path: Path) -> None:
     assert all(raw.values())
     assert "tokens/s" in text
     assert "slower" in text
+    assert raw["kernels"]["kernels"]["js_divergence, near its teacher"]["all"] > 0
     assert "aten::" in (tmp_path / "gpu_profile.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     losses = {(row[1], row[2]) for row in cells if len(row) == 7}

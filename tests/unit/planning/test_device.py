@@ -27,6 +27,7 @@ NAMES = {
     "a100-40gb": "NVIDIA A100-SXM4-40GB",
     "b200": "NVIDIA B200",
     "h100-80gb": "NVIDIA H100 80GB HBM3",
+    "h100-80gb-torch": "NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
     "l40s": "NVIDIA L40S",
 }
