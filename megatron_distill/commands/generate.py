@@ -149,12 +149,25 @@ def configuration(arguments: argparse.Namespace, world_size: int) -> RunConfig:
             )
         own = ["train.precision=fp32"]
         if arguments.tokenizer is not None:
+            _require_tokenizer(arguments.tokenizer)
             own.append(f"data.tokenizer.path={arguments.tokenizer}")
         words = [*([arguments.run] if arguments.run else []), *arguments.words]
         return load_weights({kind: str(folder)}, words, world_size=world_size, own=own)
     run, overrides = run_and_overrides(arguments)
     assert run is not None, "the check asks for one"
     return load_trained_run(run, overrides, world_size=world_size, own=STUDENT_ALONE)
+
+
+def _require_tokenizer(path: Path) -> None:
+    """Raise ConfigError where no tokenizer is: the configuration would name a key of its own."""
+    from megatron_distill.data.tokenizers.open import holds_tokenizer
+
+    path = path.expanduser()
+    if not path.is_file() and not holds_tokenizer(path):
+        raise ConfigError(
+            f"--tokenizer {path}: no tokenizer is there; give a folder with a tokenizer.json, or a "
+            ".model or .tiktoken file"
+        )
 
 
 def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, str]:

@@ -43,9 +43,10 @@ def test_the_teachers_of_a_run_are_left_out(
         (["--tasks", "quiz.yaml", "--num-fewshot", "2"], "are of --lm-eval; a task of --tasks has"),
         (["--tasks", "quiz.yaml", "--apply-chat-template"], "are of --lm-eval; a task of --tasks"),
         (["--lm-eval", "quiz", "--num-fewshot", "-1"], "--num-fewshot -1: give 0 examples or more"),
+        (["--speculative", "2", "0"], "--speculative takes lengths of drafts, 1 or more tokens"),
     ],
 )
-def test_options_of_the_harness_are_its_own(
+def test_options_out_of_place_or_range_are_errors(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):

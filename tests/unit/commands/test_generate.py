@@ -1,9 +1,12 @@
-"""Text on a terminal while it is written."""
+"""Text on a terminal while it is written, and a tokenizer that is not there."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_distill.cli import main
 from megatron_distill.commands.generate import _Terminal
 from megatron_distill.data.tokenizers.open import train_bpe
 
@@ -40,3 +43,15 @@ def test_an_interruption_ends_the_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert capsys.readouterr().out.endswith("\n")
+
+
+@pytest.mark.parametrize("kind", ["--checkpoint", "--hf"])
+def test_a_tokenizer_that_is_not_there_is_named_by_its_option(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    other = tmp_path / "other"
+    status = main(["generate", kind, str(tmp_path), "--tokenizer", str(other), "--prompt", "a"])
+    assert status == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"--tokenizer {other}: no tokenizer is there; give a folder with" in message
