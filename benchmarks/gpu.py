@@ -291,26 +291,28 @@ def _loss_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _attention(settings: Settings, part: Part) -> None:
-    """Attention over documents beside the masked form."""
+    """Attention over documents beside the masked form, all in one process."""
     part.lines += ["| case | subject | tokens/s | peak (MiB) |", "|---|---|---:|---:|"]
-    for subject in ("ours", "masked"):
-        for length, documents in settings.attention:
-            words = ["--part", "attention", "--length", str(length), "--documents", documents]
-            words += ["--subject", subject, "--device", "auto"]
-            words += ["--precision", settings.precision]
-            case = f"{length:,} {documents}, {subject}"
-
-            def run(seconds: float, words: Sequence[str] = words, case: str = case) -> Any:
-                return run_child(
-                    "workers/attention.py", words, processes=1, name=case, seconds=seconds
-                )
-
-            found = part.measure(case, run)
-            if found is not None:
-                part.lines.append(
-                    f"| {length:,} {documents} | {subject} | {found['tokens_per_second']:,.0f} | "
-                    f"{found['peak'] / MIB:,.0f} |"
-                )
+    cases = [
+        (length, documents, subject)
+        for length, documents in settings.attention
+        for subject in ("ours", "masked")
+    ]
+    words = ["--part=attention", f"--cases={json.dumps(cases)}", "--device=auto"]
+    words.append(f"--precision={settings.precision}")
+    found = part.measure(
+        "attention",
+        lambda seconds: run_child(
+            "workers/attention.py", words, processes=1, name="attention", seconds=seconds
+        ),
+    )
+    for case in (found or {}).values():
+        figures = case["figures"]
+        cells = ["out of memory", ""]
+        if figures is not None:
+            cells = [f"{figures['tokens_per_second']:,.0f}", f"{figures['peak'] / MIB:,.0f}"]
+        name = f"{case['length']:,} {case['documents']} | {case['subject']}"
+        part.lines.append(f"| {name} | {' | '.join(cells)} |")
 
 
 def _step(settings: Settings, part: Part) -> None:

@@ -40,15 +40,19 @@ def main() -> None:
     """Measure the case given by the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", required=True)
-    parser.add_argument("--length", required=True, type=int)
+    parser.add_argument("--cases", type=json.loads, help="length, documents, subject: layers alone")
+    parser.add_argument("--length", type=int)
     parser.add_argument("--documents", default="whole")
     parser.add_argument("--window", type=int)
-    parser.add_argument("--subject", required=True)
+    parser.add_argument("--subject")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--device", default="cpu", help="of one layer's attention: cpu or auto")
     parser.add_argument("--precision", default="fp32", help="of one layer's attention")
     parser.add_argument("--result", required=True, type=Path)
     arguments = parser.parse_args()
+    if arguments.cases is not None:
+        _attention_of_each(arguments)
+        return
     parts = {"attention": _attention, "step": _step, "communication": _communication}
     if arguments.part == "attention":
         found, is_first = _attention(arguments), True
@@ -132,6 +136,19 @@ def _device_seconds(round_: Callable[[], object]) -> float:
     round_()
     torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def _attention_of_each(arguments: argparse.Namespace) -> None:
+    """Measure layers alone in one process; what has ended is written if a later one fails."""
+    found: dict[str, dict[str, Any]] = {}
+    for length, documents, subject in arguments.cases:
+        own = {"length": length, "documents": documents, "subject": subject}
+        case = argparse.Namespace(**{**vars(arguments), **own})
+        try:
+            found[f"{length:,} {documents}, {subject}"] = own | {"figures": _attention(case)}
+        except torch.OutOfMemoryError:
+            found[f"{length:,} {documents}, {subject}"] = own | {"figures": None}
+        arguments.result.write_text(json.dumps(found), encoding="utf-8")
 
 
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:

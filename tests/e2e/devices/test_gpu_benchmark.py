@@ -87,7 +87,9 @@ def test_an_unknown_part_is_refused(
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
         gpu.main()
-    assert "the parts are step, capture, attention, losses, tests" in capsys.readouterr().err
+    assert (
+        "the parts are step, capture, attention, kernels, losses, tests" in capsys.readouterr().err
+    )
 
 
 def test_a_case_that_fails_costs_no_other(tmp_path: Path) -> None:
