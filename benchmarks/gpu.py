@@ -328,27 +328,24 @@ def _step(settings: Settings, part: Part) -> None:
         "| tokens a step, sequence | subject | tokens/s | TFLOP/s | MFU | teacher | peak (MiB) |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
+    cases = [Case(work, _ONE, settings.precision, chunk_tokens=_CHUNK) for _, work in runs]
+    words = ["--subject", *(subject for subject, _ in runs)]
+    words += ["--warmup", "2", "--steps", str(settings.steps)]
+    if settings.profile is not None:
+        words += ["--profile", str(settings.profile)]
+    found = part.measure(
+        "steps",
+        lambda seconds: _run_cases("steps/worker.py", cases, words, name="steps", seconds=seconds),
+    )
+    found = found if isinstance(found, list) or found is None else [found]
     rows: dict[tuple[str, int], Row] = {}
-    for subject, work in runs:
-        case = Case(work, _ONE, settings.precision, chunk_tokens=_CHUNK)
-        profile = None if part.raw else settings.profile
-
-        def run(
-            seconds: float,
-            case: Case = case,
-            subject: str = subject,
-            profile: Path | None = profile,
-        ) -> Any:
-            return _child_step(case, subject, settings, seconds=seconds, profile=profile)
-
-        found = part.measure(f"{subject} {work.sequence_length}", run)
-        if found is None:
-            continue
-        row = rows[subject, work.sequence_length] = summarise(case, subject, [found])
+    for case, measured in zip(cases, found or [], strict=False):  # fewer if the time was over
+        subject, length = measured["subject"], case.workload.sequence_length
+        row = rows[subject, length] = summarise(case, subject, [measured])
         flops, share = _utilisation(case, row.tokens_per_second)
         teacher = "" if row.teacher_share is None else f"{row.teacher_share:.0%}"
         part.lines.append(
-            f"| {case.tokens_per_step:,}, {work.sequence_length:,} | {subject} | "
+            f"| {case.tokens_per_step:,}, {length:,} | {subject} | "
             f"{row.tokens_per_second:,.0f} | {flops / 1e12:.0f} | {share} | {teacher} | "
             f"{row.step_peak_mib:,.0f} |"
         )
@@ -360,21 +357,15 @@ def _step(settings: Settings, part: Part) -> None:
         part.raw["ratio"] = asdict(ratio)
 
 
-def _child_step(
-    case: Case, subject: str, settings: Settings, *, seconds: float, profile: Path | None
+def _run_cases(
+    worker: str, cases: Sequence[Case], words: Sequence[str], *, name: str, seconds: float
 ) -> Any:
-    words = ["--subject", subject, "--warmup", "2", "--steps", str(settings.steps)]
-    if profile is not None:
-        words += ["--profile", str(profile)]
-    return _run_case("steps/worker.py", case, words, name=f"step {subject}", seconds=seconds)
-
-
-def _run_case(worker: str, case: Case, words: Sequence[str], *, name: str, seconds: float) -> Any:
-    """Run a worker on a case, which it reads from a file."""
+    """Run a worker on cases, which it reads from files."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "case.json"
-        path.write_text(json.dumps(case.as_dict()), encoding="utf-8")
-        told = ["--case", str(path), *words]
+        paths = [Path(folder) / f"case_{number}.json" for number in range(len(cases))]
+        for path, case in zip(paths, cases, strict=True):
+            path.write_text(json.dumps(case.as_dict()), encoding="utf-8")
+        told = ["--case", *map(str, paths), *words]
         return run_child(worker, told, processes=1, name=name, seconds=seconds)
 
 
@@ -406,8 +397,8 @@ def _capture(settings: Settings, part: Part) -> None:
     words = ["--repeats", str(settings.repeats)]
     found = part.measure(
         "capture",
-        lambda seconds: _run_case(
-            "workers/capture.py", case, words, name="capture", seconds=seconds
+        lambda seconds: _run_cases(
+            "workers/capture.py", [case], words, name="capture", seconds=seconds
         ),
     )
     if found is None:

@@ -1,13 +1,14 @@
-"""One measurement in separate processes, started by `benchmarks/step.py`.
+"""One measurement in separate processes, started by `benchmarks/step.py`, or several in turn.
 
 Reads a case, builds one subject, warms it up, times steps, then takes two more for memory, and
-writes one JSON object from rank 0. A profile of a further step comes last: without it the figures
-are there.
+writes one JSON object from rank 0; of several cases a list of them. A profile of a further step of
+the first one is written after its figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -33,39 +34,62 @@ _TIMEOUT_SECONDS = 600
 def main() -> None:
     """Measure the case given by the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", required=True, type=Path)
-    parser.add_argument("--subject", required=True)
+    parser.add_argument("--case", required=True, type=Path, nargs="+", help="all on equal ranks")
+    parser.add_argument("--subject", required=True, nargs="+", help="of each case")
     parser.add_argument("--result", required=True, type=Path)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", type=Path)
     arguments = parser.parse_args()
-    case = Case.from_dict(json.loads(arguments.case.read_text(encoding="utf-8")))
+    cases = [Case.from_dict(json.loads(one.read_text(encoding="utf-8"))) for one in arguments.case]
     with joined_world(
         device="auto",
         backend="auto",
-        threads=threads_per_process(case.ranks.processes),
+        threads=threads_per_process(cases[0].ranks.processes),
         timeout_seconds=_TIMEOUT_SECONDS,
     ) as device:
-        result, step = _measure(case, arguments, device.torch_device)
-        if dist.get_rank() == 0:
-            arguments.result.write_text(json.dumps(result), encoding="utf-8")
-        if arguments.profile is not None:
-            from benchmarks.harness.op_profile import write_profile
+        groups = _groups(cases[0])
+        results: list[dict[str, Any]] = []
+        for case, subject in zip(cases, arguments.subject, strict=True):
+            _measure_and_write(case, subject, results, arguments, groups, device.torch_device)
+            gc.collect()  # models refer to themselves
+            if device.kind == "cuda":
+                torch.cuda.empty_cache()
 
-            write_profile(step, arguments.profile, device.torch_device)
+
+def _measure_and_write(
+    case: Case,
+    subject: Subject,
+    results: list[dict[str, Any]],
+    arguments: argparse.Namespace,
+    groups: Groups,
+    device: torch.device,
+) -> None:
+    """Add a case's figures to the results, and write these."""
+    result, step = _measure(case, subject, arguments, groups, device)
+    results.append(result)
+    if dist.get_rank() == 0:
+        written = result if len(arguments.case) == 1 else results
+        arguments.result.write_text(json.dumps(written), encoding="utf-8")
+    if arguments.profile is not None and len(results) == 1:
+        from benchmarks.harness.op_profile import write_profile
+
+        write_profile(step, arguments.profile, device)
 
 
 def _measure(
-    case: Case, arguments: argparse.Namespace, device: torch.device
+    case: Case,
+    name: Subject,
+    arguments: argparse.Namespace,
+    groups: Groups,
+    device: torch.device,
 ) -> tuple[dict[str, Any], Callable[[], object]]:
     """Return the figures, and what takes one more step."""
     # Imported late: these import Megatron-Core, which must be prepared first.
     from benchmarks.harness.peak import persistent_bytes, step_peak
     from benchmarks.steps.subject import random_batches
 
-    groups = _groups(case)
-    subject = _build(arguments.subject, case, groups=groups, device=device)
+    subject = _build(name, case, groups=groups, device=device)
     count = arguments.warmup + arguments.steps
     batches = [random_batches(case, step, groups=groups, device=device) for step in range(count)]
     figures, seconds, cpu_seconds, machine_seconds = [], [], [], []
@@ -93,7 +117,8 @@ def _measure(
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     result = {
-        "subject": arguments.subject,
+        "subject": name,
+        "sequence_length": case.workload.sequence_length,
         "seconds": seconds[arguments.warmup :],
         "machine_seconds": machine_seconds[arguments.warmup :],
         "losses": [{"ce": figure.ce, "kd": figure.kd} for figure in figures],

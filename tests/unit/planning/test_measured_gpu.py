@@ -23,7 +23,7 @@ STUDENT, TEACHER = (16, 2048, 8192), (32, 4096, 14_336)
 def steps() -> dict[int, dict[str, Any]]:
     """The figures by sequence length."""
     (found,) = (run["parts"]["step"] for run in MEASURED["runs"] if "step" in run["parts"])
-    return {int(name.removeprefix("ours ")): step for name, step in found.items()}
+    return {step["sequence_length"]: step for step in found["steps"] if step["subject"] == "ours"}
 
 
 def shape(layers: int, hidden: int, ffn: int, positions: int) -> dict[str, Any]:
