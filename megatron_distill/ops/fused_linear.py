@@ -59,7 +59,7 @@ def fused_linear(student: HiddenState, work: FusedLinear) -> tuple[Tensor, Tenso
     (then also ``V H`` in that dtype in backward). A product accumulated in a wider dtype takes up
     to 2^21 on a CPU, nothing on a GPU. Per row block (`row_blocks`) ``1 + 2 T`` fp32 buffers for T
     temperatures. One more for each model whose logits are narrower, capped or scaled; at most seven
-    for each term with slopes.
+    for each term with slopes. A top-k term with a tail copies up to 256 MiB of logits on a GPU.
 
     Collective: over ``group`` per chunk one all-gather of 8 bytes per name of the spec and token
     (10 names with a teacher and forward KL at temperature one). Also the further ones of

@@ -35,10 +35,8 @@ __all__ = [
 
 
 _UNDERFLOW = 1e-20
-# Elements whose copy is in memory at one time on a GPU: enough rows for all its multiprocessors.
-_COPIED = 2**27
-# Above the kernels' number for -inf.
-_NOTHING = -1e29
+# Bytes of the copy that is in memory at one time on a GPU: enough rows for all its multiprocessors.
+_COPIED = 2**28
 
 
 def vocab_parallel_topk(
@@ -171,7 +169,7 @@ class Outside:
     """Partial softmax statistics of the columns outside of given ones.
 
     Attributes:
-        peak: ``[N]`` their largest logit, or a quarter of the lowest finite number.
+        peak: ``[N]`` their largest logit, or a number far below all logits.
         masses: per temperature, ``[N]`` sum of ``e^((z - peak) / T)`` over them.
     """
 
@@ -198,7 +196,7 @@ class Outside:
         if width == 0 or count == 0:
             return cls(peak, masses)
         if raw.stride(1) == 1 and kernels_run(raw.device, raw.dtype) and rule.softcap is None:
-            step = max(1, _COPIED // width)
+            step = max(1, _COPIED // (width * raw.itemsize))
             for first in range(0, count, step):
                 part = slice(first, first + step)
                 left = _Left(columns[part], None if owned is None else owned[part])
@@ -301,9 +299,7 @@ def _measure_by_kernel(
     measure(local, {"student": left.without(raw)}, {"student": rule})
     peak.copy_(local.rows["student_peak"])
     for temperature, mass in zip(temperatures, masses, strict=True):
-        found = local.rows[f"student_mass@{temperature}"]
-        # Without a column that is not left out, the kernel counts all of them.
-        mass.copy_(torch.where(peak > _NOTHING, found, 0.0))
+        mass.copy_(local.rows[f"student_mass@{temperature}"])
 
 
 # Columns per segment of the first maximum; fewest segments and most candidates, as multiples of k.

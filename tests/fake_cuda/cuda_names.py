@@ -120,14 +120,16 @@ def look_at_attention() -> Counter[str]:
 
 def look_at_kernels() -> Counter[str]:
     """Let launches of the row kernels check where their tensors are; returns who was launched."""
-    from megatron_distill.ops.kernels.launch import TritonRows
+    from megatron_distill.ops.kernels import launch as of_gradients
+    from megatron_distill.ops.kernels import measure as of_statistics
 
     launched: Counter[str] = Counter()
 
-    def launch(self: TritonRows, kernel: Any, _tiling: Any, *arguments: Any, **_: Any) -> None:
+    def launch(kernel: Any, *arguments: Any, **_: Any) -> None:
         for argument in arguments:
             assert not isinstance(argument, Tensor) or argument.device.type == "cuda", kernel
         launched[kernel.__name__] += 1
 
-    patch.object(TritonRows, "_launch", launch).start()
+    for module in (of_statistics, of_gradients):
+        patch.object(module, "launch", launch).start()
     return launched

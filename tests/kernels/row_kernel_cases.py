@@ -96,6 +96,40 @@ def test_a_student_near_its_teacher_in_some_tokens(
     assert row_error(gradient, oracle[1]) < 1e-6
 
 
+@pytest.mark.parametrize("apart", [31.7, -301.7])
+@pytest.mark.parametrize("name", ["forward_kl", "js_divergence"])
+def test_a_constant_between_the_models_costs_no_digits(
+    name: str, apart: float, device: torch.device
+) -> None:
+    student, teacher = on(device, *neighbours(4, 5000, 0.01))
+    student += apart
+    upstream = torch.ones(4, device=device)
+    given = {"divergence": name, "support": "dense"}
+    value, gradient = solved(student, DenseLogits(teacher), upstream, **given)
+    oracle = expected(student, DenseLogits(teacher), upstream, **given)
+    assert float(((value.double() - oracle[0]).abs() / oracle[0]).max()) < 1e-6
+    assert row_error(gradient, oracle[1]) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_without_an_allowed_id_has_no_finite_loss(name: str, device: torch.device) -> None:
+    student, teacher = on(device, *logit_pair(4, 300))
+    student[1] = -torch.inf
+    value, _ = solved(student, DenseLogits(teacher), UPSTREAM.to(device), divergence=name)
+    assert value.isfinite().tolist() == [True, False, True, True]
+
+
+def test_nan_outside_of_the_top_k_is_never_hidden(device: torch.device) -> None:
+    student, teacher = on(device, *logit_pair(4, 300))
+    kept = teacher[0].topk(3).indices
+    outside = torch.ones(300, dtype=torch.bool, device=device)
+    outside[kept] = False
+    student[0, outside] = torch.nan
+    given = {"divergence": "forward_kl", "support": "tail", "top_k": 3}
+    value, _ = solved(student, DenseLogits(teacher), UPSTREAM.to(device), **given)
+    assert value.isnan().tolist() == [True, False, False, False]
+
+
 @pytest.mark.parametrize("width", [1, 15, 4096, 4097, 9001])
 @pytest.mark.parametrize("name", ["forward_kl", "js_divergence"])
 def test_tiles_of_a_row_are_one_row(name: str, width: int, device: torch.device) -> None:

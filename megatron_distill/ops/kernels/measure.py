@@ -42,7 +42,7 @@ def measure(
 ) -> None:
     """Fill the local statistics of raw outputs ``[N, V]``, except the label logits.
 
-    One pass per temperature.
+    One pass per temperature, and a second one over the tokens near their teacher.
     """
     spec, names = local.spec, local.spec.names
     student = raw["student"]

@@ -51,6 +51,8 @@ def _merge_lanes(peak, mass, log, inverse_temperature):
     """Peak, mass and sum of logarithms of all lanes, in fp64, and each lane's decay."""
     highest = tl.max(peak, 0)
     decay = tl.exp((peak - highest) * inverse_temperature).to(tl.float64)
+    # A row of -inf has no mass; that of a row of NaN stays NaN.
+    decay = tl.where(highest > LOWEST, decay, 0.0)
     log = tl.sum((log + mass * (peak - highest)) * decay, 0)
     return highest, tl.sum(mass * decay, 0), log, decay
 
@@ -184,15 +186,17 @@ def measure_rows(
     if RATIO >= 0:
         ratio = tl.sum(gaps * decay, 0)
         inverse = tl.full([], 1.0, tl.float64) * inverse_temperature
-        apart = peak_t - peak_s
+        # In fp64: of models that differ by a constant, fp32 would round it.
+        apart = peak_t.to(tl.float64) - peak_s
         odds = tl.log(mass_t / mass_s)
-        if (ratio / mass_t - apart) * inverse - odds < NEAR_KL:
-            shift = odds.to(tl.float32) / inverse_temperature + apart
+        kl = (ratio / mass_t - apart) * inverse - odds
+        if (kl < NEAR_KL) & (mass_s > 0.0):
+            shift = (odds / inverse + apart).to(tl.float32)
             near_gap, second = _near_sums(
                 width, student_row, teacher_row, inverse_temperature, shift, peak_t,
                 STUDENT_SCALE, STUDENT_CAP, TEACHER_SCALE, TEACHER_CAP, BLOCK,
             )  # fmt: skip
-            mass_s = (mass_t + near_gap) * tl.exp((apart.to(tl.float64) - shift) * inverse)
+            mass_s = (mass_t + near_gap) * tl.exp((apart - shift) * inverse)
             ratio = (second - near_gap) / inverse + shift * mass_t
         _store(local + row, local_stride, RATIO, ratio)
     _store(local + row, local_stride, STUDENT_PEAK, peak_s)
