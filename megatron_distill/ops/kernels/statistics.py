@@ -166,8 +166,7 @@ def measure_rows(
     lanes, column = tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int32)
     zeros = tl.zeros([BLOCK], tl.float32)
     of_student = (zeros + LOWEST, zeros, zeros)
-    of_teacher = (zeros + LOWEST, zeros, zeros)
-    gaps = zeros
+    of_teacher, gaps = of_student, zeros
     whole = width // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):
         of_student, of_teacher, column, gaps = _measure_tile(
@@ -189,8 +188,7 @@ def measure_rows(
         # In fp64: of models that differ by a constant, fp32 would round it.
         apart = peak_t.to(tl.float64) - peak_s
         odds = tl.log(mass_t / mass_s)
-        kl = (ratio / mass_t - apart) * inverse - odds
-        if (kl < NEAR_KL) & (mass_s > 0.0):
+        if ((ratio / mass_t - apart) * inverse - odds < NEAR_KL) & (mass_s > 0.0):
             shift = (odds / inverse + apart).to(tl.float32)
             near_gap, second = _near_sums(
                 width, student_row, teacher_row, inverse_temperature, shift, peak_t,
