@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # Replaces -inf: sums over a row of differences of two are finite.
-LOWEST: tl.constexpr = tl.constexpr(-1e30)
+LOWEST: tl.constexpr = tl.constexpr(-1e34)
 _TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 # See `gap_beyond_top`.
 _FAR: tl.constexpr = tl.constexpr(1e20)
