@@ -21,7 +21,7 @@ from megatron_distill.signals import DenseLogits
 _DIVERGENCES = ("forward_kl", "reverse_kl", "js_divergence")
 KERNELS = ("measure_rows", "sum_slopes", "push_rows")
 _SPREAD = 2.0
-# Added to every seventh logit: a KL of 1e-4 nats.
+# Added to every seventh logit: a KL below 1e-4 nats.
 _NEAR = 0.03
 _COPIES = 5
 
