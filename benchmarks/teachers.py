@@ -1,9 +1,10 @@
 """Step time with a teacher on shared ranks, in its own layout, on its own ranks, and serially.
 
-    python benchmarks/teachers.py            # under six minutes on two idle cores
+    python benchmarks/teachers.py            # nine minutes on two idle cores
     python benchmarks/teachers.py --quick    # few tokens: does the harness work?
 
-Subjects take turns, round by round. All but the serial one are runs of launch/pretrain_distill.py.
+The machine is calibrated first, and each step predicted for it. Then subjects take turns, round by
+round. All but the serial one are runs of launch/pretrain_distill.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from rich.console import Console
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.steps.cases import Body, Case, Ranks, Workload
+from megatron_distill.commands.calibration_steps import measured_machine
+from megatron_distill.config import load_config, teacher_ranks
+from megatron_distill.planning.device import DeviceProfile
+from megatron_distill.planning.search import planned
 from megatron_distill.runtime.torchrun import torchrun_command
+from megatron_distill.train.reports.planned_run import (
+    configured_choice,
+    open_shapes,
+    planned_run,
+)
 
 _CHILD_SECONDS = 300
 _WARMUP = 3
@@ -86,7 +96,8 @@ process. Student: {student.num_layers} layers of width {student.hidden_size}; te
 {teacher.num_layers} of width {teacher.hidden_size}. A rank with the whole batch has two
 micro-batches. `step` is the median over all timed steps of all rounds; the first three and the last
 two of a run are not timed. `teacher` is the time that a step waits for the teacher, or computes it
-on shared ranks. All phases are those of the student's first rank.
+on shared ranks. All phases are those of the student's first rank. `planned` is what the planner
+says of a step on this machine, as `megatron-distill calibrate` measured it before the first run.
 
 `of the slower side` is the step over the slower of the two sides, each measured in the same worker
 with answers at hand: alone, and while the other side works too, without messages (memory and caches
@@ -135,6 +146,7 @@ def main() -> int:
     environment = describe("benchmarks/teachers.py", sys.argv[1:])
     rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     length = _QUICK_LENGTH if arguments.quick else _LENGTH
+    device = None if arguments.quick else measured_machine("cpu")
     measured = Measured()
     for number in range(rounds):
         for subject in SUBJECTS if number % 2 == 0 else SUBJECTS[::-1]:
@@ -144,7 +156,8 @@ def main() -> int:
             )
         measured.worker.append(_work(length, steps))
     difference = _difference(measured.first_losses)
-    table = [*_table(measured), "", *_sides(measured), "", *_verdict(measured, difference)]
+    plans = {} if device is None else planned_steps(device, length=length)
+    table = [*_table(measured, plans), "", *_sides(measured), "", *_verdict(measured, difference)]
     console.print("\n".join(table), markup=False)
     note = _NOTE.format(
         tokens=length * _BATCH, vocabulary=_VOCABULARY, student=_STUDENT, teacher=_TEACHER
@@ -154,6 +167,8 @@ def main() -> int:
     text = "\n".join(["# Teachers on other ranks", "", *facts, "", note, *table, ""])
     (arguments.output / "teachers.md").write_text(text, encoding="utf-8")
     record = {"environment": environment, **vars(measured)}
+    if device is not None:
+        record["device"] = device.model_dump(mode="json")
     (arguments.output / "teachers.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     return 1 if difference > _TOLERANCE else 0
 
@@ -180,6 +195,20 @@ def settings(subject: Subject, *, length: int, steps: int) -> list[str]:
     if "teacher=null" not in subject.overrides:
         given.append(f"teacher.architecture={_shape(_TEACHER)}")
     return [*given, *subject.overrides]
+
+
+def planned_steps(device: DeviceProfile, *, length: int = _LENGTH) -> dict[str, float]:
+    """Return the planner's seconds of each subject's step; each process has one thread."""
+    found = {}
+    for subject in SUBJECTS:
+        given = settings(subject, length=length, steps=_WARMUP + _LAST)
+        config = load_config(ROOT / "configs" / "tiny.yaml", given)
+        run = planned_run(config, open_shapes(config))
+        own = sum(count for _, count in teacher_ranks(config, ranks_per_node=2))
+        choice = configured_choice(config, run, ranks=subject.processes, teachers=own)
+        # A lone process has one thread too.
+        found[subject.name] = planned(run, choice, device.shared_by(2)).time.total
+    return found
 
 
 def _run(subject: Subject, measured: Measured, *, length: int, steps: int) -> None:
@@ -244,14 +273,22 @@ def _difference(losses: Mapping[str, Mapping[str, float]]) -> float:
     )
 
 
-def _table(measured: Measured) -> list[str]:
-    heading = ["subject", "step (s)", "of the slower side, alone", "of it beside the other"]
+def _table(measured: Measured, plans: Mapping[str, float]) -> list[str]:
+    heading = [
+        "subject",
+        "step (s)",
+        "planned (s)",
+        "error",
+        "of the slower side, alone",
+        "of it beside the other",
+    ]
     heading += [f"{phase} (s)" for phase in _PHASES]
     lines = [f"| {' | '.join(heading)} |", "|---|" + "---:|" * (len(heading) - 1)]
     for subject in SUBJECTS:
         steps = measured.steps[subject.name]
         phases = [median(step["timers"][phase] for step in steps) / 1000 for phase in _PHASES]
-        lines.append(_row(measured, subject.name, subject.sides, phases))
+        plan = plans.get(subject.name)
+        lines.append(_row(measured, subject.name, subject.sides, phases, plan=plan))
     serial = [step for found in measured.worker for step in found["serial"]]
     taken = {name: median(step[name] for step in serial) for name in serial[0]}
     measured.steps[_SERIAL] = [{"step_seconds": step["step"]} for step in serial]
@@ -263,13 +300,23 @@ def _table(measured: Measured) -> list[str]:
     return lines
 
 
-def _row(measured: Measured, name: str, sides: str | None, phases: Sequence[float]) -> str:
+def _row(
+    measured: Measured,
+    name: str,
+    sides: str | None,
+    phases: Sequence[float],
+    *,
+    plan: float | None = None,
+) -> str:
     seconds = measured.seconds(name)
+    planned_and_error = ["", ""]
+    if plan is not None:
+        planned_and_error = [f"{plan:.3f}", f"{100 * (plan / seconds - 1):+.1f} %"]
     ratios = ["", ""]
     if sides is not None:
         ratios = [f"{seconds / measured.slower(kind, sides):.2f}x" for kind in ("alone", "beside")]
     shown = [f"{value:.3f}" for value in phases] + [""] * (len(_PHASES) - len(phases))
-    return f"| {name} | {' | '.join([f'{seconds:.3f}', *ratios, *shown])} |"
+    return f"| {name} | {' | '.join([f'{seconds:.3f}', *planned_and_error, *ratios, *shown])} |"
 
 
 def _sides(measured: Measured) -> list[str]:

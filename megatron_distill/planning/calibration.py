@@ -1,8 +1,8 @@
 """The rates of the machine at hand, measured in less than half a minute.
 
 Measured are products of four sizes, a fused attention, a layer's element-wise work, and messages
-between two processes. On a CPU the losses' work per logit and the optimizer's per parameter are
-added. Operands of products are not in the caches, as they are not in a step.
+between two processes. On a CPU the losses' work per logit, that of a choice of top-k ids, and the
+optimizer's per parameter are added. Operands of products are not in the caches, as they are not in a step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from megatron_distill.log import get_logger
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.attention_kernels.tiles import attend
+from megatron_distill.ops import LogitRule, VocabShard
+from megatron_distill.ops.frozen_head import row_statistics
+from megatron_distill.ops.topk import select
 from megatron_distill.planning.calibration_links import measure_links
 from megatron_distill.planning.device import (
     ALIASED_COLUMNS,
@@ -54,6 +57,7 @@ _SECONDS: Final = 0.3  # of one measurement
 _FEWEST: Final = 2  # calls of one that takes longer, after one that is not counted
 _CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
 _COLUMNS: Final = 33_024  # of logits, as many as aliased ones and no multiple of their number
+_TOP_K: Final = 64
 _HEAD_WIDTHS: Final = (32, 128)  # of which a CPU's attention is measured
 # Of products in layers: [tokens, hidden size, a multiple of it].
 _GAIN_SHAPES: Final = ((512, 256, 1408), (2048, 768, 2048))
@@ -86,10 +90,10 @@ def measure_machine(
         attention, softmax = _attention(device, peaks)
         rate, memory = _elements(device)
         kernel = _kernel(device)
-        logits, aliased, update = {}, {}, 0.0
+        logits, aliased, choices, update = {}, {}, {}, 0.0
         if kind == "cpu":
             logits, aliased = (_logits(peaks, count) for count in (_COLUMNS, ALIASED_COLUMNS))
-            update = _update()
+            choices, update = _choices(), _update()
         gain: Curve = ((1.0, 1.0),)
         if cores is not None and cores > 1:
             gain = _gain(cores)
@@ -111,6 +115,7 @@ def measure_machine(
         kernel_us=kernel * 1e6,
         logit_ns=logits,
         aliased_logit_ns=aliased,
+        choice_ns=choices,
         update_ns=update * 1e9,
         cores=cores,
         thread_efficiency=gain,
@@ -370,6 +375,22 @@ def _logit(dtype: torch.dtype, peak: float, columns: int) -> float:
 
     products = 4 * 2 * rows * hidden * columns / (peak * 1e12)
     return (_seconds(work, torch.device("cpu")) - products) / (2 * rows * columns)
+
+
+def _choices() -> dict[Precision, float]:
+    """Return the nanoseconds of one logit of a teacher whose top-k ids are recorded."""
+    rows = 512
+    shard, labels = VocabShard(_COLUMNS, 0, _COLUMNS), torch.randint(_COLUMNS, (rows,))
+    found: dict[Precision, float] = {}
+    for precision, dtype in _DTYPES.items():
+        raw = torch.randn(rows, _COLUMNS).to(dtype)
+
+        def work(raw: Tensor = raw) -> None:
+            row_statistics(raw, LogitRule(), shard, None, labels=labels)
+            select(raw, LogitRule(), shard, None, k=_TOP_K, temperatures=[1.0])
+
+        found[precision] = 1e9 * _seconds(work, torch.device("cpu")) / raw.numel()
+    return found
 
 
 def _update() -> float:

@@ -101,6 +101,8 @@ class DeviceProfile(_ProfileTable):
         logit_ns: of one logit of one model in the losses and their gradient, by precision, where it
             was measured; else memory limits it. aliased_logit_ns: the same where rows of logits are
             a multiple of `ALIASED_COLUMNS` apart, of which a cache keeps few at a time.
+        choice_ns: of one logit where the most probable ids and their statistics are chosen, as a
+            capture does, by precision, where it was measured; else memory limits it.
         update_ns: of one parameter in the optimizer, where it was measured; 0: memory limits it.
         cores: of a CPU, which its ranks share; None: ranks share nothing.
         threads: of one rank of a CPU. core_share: of a core that a rank has, where it has no whole
@@ -130,6 +132,7 @@ class DeviceProfile(_ProfileTable):
     kernel_us: float = Field(ge=0)
     logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
     aliased_logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
+    choice_ns: dict[Precision, Positive] = Field(default_factory=dict)
     update_ns: float = Field(default=0.0, ge=0)
     cores: int | None = None
     threads: int = 1
@@ -175,6 +178,7 @@ class DeviceProfile(_ProfileTable):
                 "aliased_logit_ns": {
                     key: value / factor for key, value in self.aliased_logit_ns.items()
                 },
+                "choice_ns": {key: value / factor for key, value in self.choice_ns.items()},
                 "update_ns": self.update_ns / factor,
                 "kernel_us": self.kernel_us / min(1.0, threads),
                 "memory_gib": self.memory_gib / ranks,
@@ -195,8 +199,15 @@ class DeviceProfile(_ProfileTable):
         of_steps = self.step_factors.get(self.sharing, {}).get(precision, {})
         return self.factors.get(phase, 1.0) * of_steps.get(phase, 1.0)
 
-    def logit_seconds(self, precision: Precision, columns: float) -> float | None:
-        """Return the time of a logit where rows have `columns`; None: it was not measured."""
+    def logit_seconds(
+        self, precision: Precision, columns: float, *, chooses: bool = False
+    ) -> float | None:
+        """Return the time of a logit where rows have `columns`; None: it was not measured.
+
+        chooses: in a choice of the most probable ids, not in a loss.
+        """
+        if chooses and precision in self.choice_ns:
+            return self.choice_ns[precision] * 1e-9
         found = self.logit_ns.get(precision)
         if columns % ALIASED_COLUMNS == 0:
             found = self.aliased_logit_ns.get(precision, found)

@@ -401,12 +401,18 @@ def embedding_passes(shape: Architecture, rank: Rank) -> Passes:
 
 
 def head_passes(
-    student: Architecture | None, teacher: Architecture | None, rank: Rank, *, chunks: int
+    student: Architecture | None,
+    teacher: Architecture | None,
+    rank: Rank,
+    *,
+    chunks: int,
+    chooses: bool = False,
 ) -> Passes:
     """Return the time of the heads and the losses of a micro-batch on the last stage.
 
     teacher: its head runs here too; None: there is none, or its answers are ready. student None:
-    a capture. chunks: of the logits, each with one exchange of statistics.
+    the teacher's head alone. chunks: of the logits, each with one exchange of statistics. chooses:
+    the most probable ids are chosen, for a store or a message; there is no loss.
     """
     forward = backward = 0.0
     split = rank.layout.tensor
@@ -418,7 +424,7 @@ def head_passes(
         forward += rank.product(rows, shape.hidden_size, columns, count=chunks)
         if shape is student:
             backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
-        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks)
+        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chooses=chooses)
     statistics, edge, back = _head_messages(student, rank, chunks=chunks)
     return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
 
@@ -457,10 +463,15 @@ def measuring_passes(
     return Passes(forward, 0.0, messages, 0.0, messages)
 
 
-def _logit_seconds(rank: Rank, columns: float, *, passes: int, chunks: int) -> float:
-    """Return the time of a micro-batch's logits of one model in the losses, without products."""
+def _logit_seconds(
+    rank: Rank, columns: float, *, passes: int, chunks: int, chooses: bool = False
+) -> float:
+    """Return the time of a micro-batch's logits of one model, without products.
+
+    In the losses, or in a choice of the most probable ids.
+    """
     logits = rank.tokens * columns
-    measured = rank.device.logit_seconds(rank.precision, columns)
+    measured = rank.device.logit_seconds(rank.precision, columns, chooses=chooses)
     if measured is not None:
         return logits * measured
     return rank.passes(logits * rank.width * passes, kernels=chunks)

@@ -97,7 +97,11 @@ def test_an_unknown_device_is_an_error_with_the_known_ones() -> None:
 
 def test_ranks_of_a_cpu_share_its_cores() -> None:
     fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 8}
-    rates = {"thread_efficiency": [[0.5, 0.75], [50.0, 0.95]], "logit_ns": {"fp32": 3.0}}
+    rates = {
+        "thread_efficiency": [[0.5, 0.75], [50.0, 0.95]],
+        "logit_ns": {"fp32": 3.0},
+        "choice_ns": {"fp32": 6.0},
+    }
     machine = DeviceProfile.model_validate(
         fields | rates | {"product_efficiency": [[0.5, 0.5], [50, 1]]}
     )
@@ -107,6 +111,7 @@ def test_ranks_of_a_cpu_share_its_cores() -> None:
     assert four.product_efficiency == ((0.5, 0.5 * 0.75), (50.0, 0.95))
     assert four.memory_gb_per_s == pytest.approx(machine.memory_gb_per_s * 2 * 0.75)
     assert four.logit_ns["fp32"] == pytest.approx(3.0 / (2 * 0.75))
+    assert four.choice_ns["fp32"] == pytest.approx(6.0 / (2 * 0.75))
     assert sixteen.peak_tflops["bf16"] == pytest.approx(peak / 2)
     assert sixteen.product_efficiency == machine.product_efficiency
     assert sixteen.memory_gib == machine.memory_gib / 16

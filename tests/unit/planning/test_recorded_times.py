@@ -39,15 +39,6 @@ def device() -> DeviceProfile:
     return DeviceProfile.model_validate(record("planning")["device"])
 
 
-def predicted(subject: Subject, device: DeviceProfile) -> float:
-    """Seconds of a step of a subject; every process has one thread, the lone one too."""
-    config = load_config(ROOT / "configs" / "tiny.yaml", settings(subject, length=256, steps=10))
-    run = planned_run(config, open_shapes(config))
-    own = sum(count for _, count in teacher_ranks(config, ranks_per_node=2))
-    choice = configured_choice(config, run, ranks=subject.processes, teachers=own)
-    return planned(run, choice, device.shared_by(2)).time.total
-
-
 def errors(rows: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Of the predictions, by case, from measured and predicted seconds."""
     return {name: there / measured - 1 for name, (measured, there) in rows.items()}
