@@ -1,10 +1,10 @@
 """Step time with a teacher on shared ranks, in its own layout, on its own ranks, and serially.
 
-    python benchmarks/teachers.py            # nine minutes on two idle cores
+    python benchmarks/teachers.py            # twelve minutes on two idle cores
     python benchmarks/teachers.py --quick    # few tokens: does the harness work?
 
-The machine is calibrated first, and each step predicted for it. Then subjects take turns, round by
-round. All but the serial one are runs of launch/pretrain_distill.py.
+Subjects take turns, round by round. All but the serial one are runs of launch/pretrain_distill.py.
+The machine is calibrated before each round and at the end, and each step predicted for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -97,7 +97,8 @@ process. Student: {student.num_layers} layers of width {student.hidden_size}; te
 micro-batches. `step` is the median over all timed steps of all rounds; the first three and the last
 two of a run are not timed. `teacher` is the time that a step waits for the teacher, or computes it
 on shared ranks. All phases are those of the student's first rank. `planned` is what the planner
-says of a step on this machine, as `megatron-distill calibrate` measured it before the first run.
+says of a step on this machine, as `megatron-distill calibrate` measured it before each round and at
+the end: the mean of these plans, whose extremes are in parentheses.
 
 `of the slower side` is the step over the slower of the two sides, each measured in the same worker
 with answers at hand: alone, and while the other side works too, without messages (memory and caches
@@ -146,9 +147,10 @@ def main() -> int:
     environment = describe("benchmarks/teachers.py", sys.argv[1:])
     rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     length = _QUICK_LENGTH if arguments.quick else _LENGTH
-    device = None if arguments.quick else measured_machine("cpu")
     measured = Measured()
+    devices: list[DeviceProfile] = []
     for number in range(rounds):
+        devices += [] if arguments.quick else [measured_machine("cpu")]
         for subject in SUBJECTS if number % 2 == 0 else SUBJECTS[::-1]:
             _run(subject, measured, length=length, steps=steps)
             console.print(
@@ -156,7 +158,8 @@ def main() -> int:
             )
         measured.worker.append(_work(length, steps))
     difference = _difference(measured.first_losses)
-    plans = {} if device is None else planned_steps(device, length=length)
+    devices += [] if arguments.quick else [measured_machine("cpu")]
+    plans = planned_steps(devices)
     table = [*_table(measured, plans), "", *_sides(measured), "", *_verdict(measured, difference)]
     console.print("\n".join(table), markup=False)
     note = _NOTE.format(
@@ -167,8 +170,7 @@ def main() -> int:
     text = "\n".join(["# Teachers on other ranks", "", *facts, "", note, *table, ""])
     (arguments.output / "teachers.md").write_text(text, encoding="utf-8")
     record = {"environment": environment, **vars(measured)}
-    if device is not None:
-        record["device"] = device.model_dump(mode="json")
+    record["devices"] = [device.model_dump(mode="json") for device in devices]
     (arguments.output / "teachers.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     return 1 if difference > _TOLERANCE else 0
 
@@ -197,17 +199,22 @@ def settings(subject: Subject, *, length: int, steps: int) -> list[str]:
     return [*given, *subject.overrides]
 
 
-def planned_steps(device: DeviceProfile, *, length: int = _LENGTH) -> dict[str, float]:
-    """Return the planner's seconds of each subject's step; each process has one thread."""
-    found = {}
+def planned_steps(devices: Sequence[DeviceProfile]) -> dict[str, list[float]]:
+    """Return the planner's seconds of each subject's step, for each device; one thread a process.
+
+    Without devices nothing is planned.
+    """
+    found: dict[str, list[float]] = {}
     for subject in SUBJECTS:
-        given = settings(subject, length=length, steps=_WARMUP + _LAST)
+        given = settings(subject, length=_LENGTH, steps=_WARMUP + _LAST)
         config = load_config(ROOT / "configs" / "tiny.yaml", given)
         run = planned_run(config, open_shapes(config))
         own = sum(count for _, count in teacher_ranks(config, ranks_per_node=2))
         choice = configured_choice(config, run, ranks=subject.processes, teachers=own)
         # A lone process has one thread too.
-        found[subject.name] = planned(run, choice, device.shared_by(2)).time.total
+        found[subject.name] = [
+            planned(run, choice, device.shared_by(2)).time.total for device in devices
+        ]
     return found
 
 
@@ -273,7 +280,7 @@ def _difference(losses: Mapping[str, Mapping[str, float]]) -> float:
     )
 
 
-def _table(measured: Measured, plans: Mapping[str, float]) -> list[str]:
+def _table(measured: Measured, plans: Mapping[str, Sequence[float]]) -> list[str]:
     heading = [
         "subject",
         "step (s)",
@@ -287,8 +294,7 @@ def _table(measured: Measured, plans: Mapping[str, float]) -> list[str]:
     for subject in SUBJECTS:
         steps = measured.steps[subject.name]
         phases = [median(step["timers"][phase] for step in steps) / 1000 for phase in _PHASES]
-        plan = plans.get(subject.name)
-        lines.append(_row(measured, subject.name, subject.sides, phases, plan=plan))
+        lines.append(_row(measured, subject.name, subject.sides, phases, plans=plans[subject.name]))
     serial = [step for found in measured.worker for step in found["serial"]]
     taken = {name: median(step[name] for step in serial) for name in serial[0]}
     measured.steps[_SERIAL] = [{"step_seconds": step["step"]} for step in serial]
@@ -306,12 +312,16 @@ def _row(
     sides: str | None,
     phases: Sequence[float],
     *,
-    plan: float | None = None,
+    plans: Sequence[float] = (),
 ) -> str:
     seconds = measured.seconds(name)
     planned_and_error = ["", ""]
-    if plan is not None:
-        planned_and_error = [f"{plan:.3f}", f"{100 * (plan / seconds - 1):+.1f} %"]
+    if plans:
+        plan = mean(plans)
+        planned_and_error = [
+            f"{plan:.3f} ({min(plans):.3f} to {max(plans):.3f})",
+            f"{100 * (plan / seconds - 1):+.1f} %",
+        ]
     ratios = ["", ""]
     if sides is not None:
         ratios = [f"{seconds / measured.slower(kind, sides):.2f}x" for kind in ("alone", "beside")]

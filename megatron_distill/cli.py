@@ -66,6 +66,7 @@ COMMANDS: Final[Mapping[str, Entry | Group]] = {
     "capture": Entry("run a teacher once and store its outputs", "capture"),
     "evaluate": Entry("held-out losses of a trained student, or results of tasks", "evaluate"),
     "generate": Entry("text from a trained student or a Hugging Face folder", "generate"),
+    "rollout": Entry("texts of a model for a file of prompts, as data to train on", "rollout"),
     "convert": Entry("Hugging Face weights to checkpoints, and back", "convert"),
     "store": Entry("inspect, verify, repair or convert a teacher store", "store"),
     "data": DATA,

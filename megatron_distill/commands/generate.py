@@ -37,7 +37,11 @@ if TYPE_CHECKING:
     from megatron_distill.runtime.launch import Launch
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+__all__ = ["COMMAND", "add_writer_arguments", "configuration", "sampling_of", "writer_objection"]
+
+
+def add_writer_arguments(parser: argparse.ArgumentParser, *, tokens: int, top_p: float) -> None:
+    """Add the options of a model that writes, and of its draws, with these defaults."""
     add_run_arguments(parser, example="e.g. parallel.tensor=2")
     parser.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder, not a run")
     parser.add_argument(
@@ -46,18 +50,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="of --checkpoint; left out: its own copy"
     )
-    parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="the prompt is a user message in the tokenizer's chat template; write the response",
+        "--tokens", type=int, default=tokens, help="most tokens to write (default: %(default)s)"
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message before it, with --chat")
-    parser.add_argument("--tokens", type=int, default=200, help="most tokens to write")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy")
+    cuts = 0.7 if top_p < 1 else 1.0
+    parser.add_argument(
+        "--temperature", type=float, default=cuts, help="0: greedy (default: %(default)s)"
+    )
     parser.add_argument("--top-k", type=int, help="draw from that many likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument(
+        "--top-p", type=float, default=top_p,
+        help="draw from the likeliest tokens of this probability (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="draw from tokens with this share of the largest"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--stop",
@@ -66,28 +73,46 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help=r"end before it, as it is: a newline is $'\n' in bash; may be repeated",
     )
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_writer_arguments(parser, tokens=200, top_p=0.95)
+    parser.add_argument("--prompt", default="def ", help="text to continue")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user message in the tokenizer's chat template; write the response",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message before it, with --chat")
     parser.add_argument("--text", type=Path, help="write the text to this file, not out")
     parser.add_argument(
         "--transformers", action="store_true", help="with --hf: let `transformers` write the text"
     )
 
 
-def _objection(arguments: argparse.Namespace) -> str | None:
+def writer_objection(arguments: argparse.Namespace) -> str | None:
+    """Return the error of the options of `add_writer_arguments`, before torch is loaded."""
     models = [name for name in ("hf", "checkpoint") if getattr(arguments, name) is not None]
     words = [*([arguments.run] if arguments.run else []), *arguments.words]
     if not models and not words:
         return f"{NO_RUN}, or --hf DIR"
     if len(models) > 1 or (models and any("=" not in word for word in words)):
         return "give one model: a run, --hf DIR or --checkpoint CKPT"
+    if arguments.tokenizer is not None and not models:
+        return "--tokenizer goes with --checkpoint or --hf"
+    if "" in arguments.stop:
+        return "a --stop text is empty; leave it out"
+    return _wrong_number(arguments)
+
+
+def _objection(arguments: argparse.Namespace) -> str | None:
     if arguments.system is not None and not arguments.chat:
         return "--system is a message of a chat; add --chat"
     if arguments.transformers and arguments.hf is None:
         return "--transformers reads a Hugging Face folder; add --hf DIR"
-    if arguments.tokenizer is not None and (not models or arguments.transformers):
+    if arguments.tokenizer is not None and arguments.transformers:
         return "--tokenizer goes with --checkpoint, or with --hf without --transformers"
-    if "" in arguments.stop:
-        return "a --stop text is empty; leave it out"
-    return _wrong_number(arguments) or no_file(arguments.text)
+    return writer_objection(arguments) or no_file(arguments.text)
 
 
 def _wrong_number(arguments: argparse.Namespace) -> str | None:
@@ -199,7 +224,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
                     f"{counted(found.positions, 'position')}: none is left; "
                     "shorten --prompt or --system"
                 )
-            sampling = _sampling(arguments)
+            sampling = sampling_of(arguments)
             stops = Stops(ids=prompt.stop_ids, strings=tuple(arguments.stop))
             model = found.build()
             streams = launch.rank == 0 and arguments.text is None and sys.stdout.isatty()
@@ -286,7 +311,7 @@ def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> tup
     text = write_text(
         arguments.hf,
         arguments.prompt,
-        _sampling(arguments),
+        sampling_of(arguments),
         tokens=arguments.tokens,
         chat=arguments.chat,
         system=arguments.system,
@@ -295,7 +320,8 @@ def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> tup
     return text, counted(len(text), "character")
 
 
-def _sampling(arguments: argparse.Namespace) -> Sampling:
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """Return the draws that the options of `add_writer_arguments` describe."""
     from megatron_distill.models.generation import Sampling
 
     return Sampling(

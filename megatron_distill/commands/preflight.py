@@ -1,7 +1,7 @@
 """The settings of a command and its layout, before any rank: megatron_distill.commands.preflight.
 
 It runs on the first node of a job, without torch and Megatron-Core. What it writes of `train` and
-`capture` is what their --print-config does; `evaluate` and `generate` show nothing.
+`capture` is what their --print-config does; commands that read a model show nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from megatron_distill.commands import capture, evaluate, generate, train
+from megatron_distill.commands import capture, evaluate, generate, rollout, train
 from megatron_distill.commands.command import PROGRAM, Command
 from megatron_distill.commands.job import file_and_overrides
 from megatron_distill.errors import MegatronDistillError, TrainingError
@@ -27,6 +27,7 @@ _JOBS: Final = {"train": train.COMMAND, "capture": capture.COMMAND}
 _READERS: Final[dict[str, tuple[Command, Callable[[argparse.Namespace, int], object]]]] = {
     "evaluate": (evaluate.COMMAND, evaluate.configuration),
     "generate": (generate.COMMAND, generate.configuration),
+    "rollout": (rollout.COMMAND, generate.configuration),
 }
 
 

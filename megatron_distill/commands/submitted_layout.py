@@ -16,7 +16,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     """Add the command of a submission, its words, and the folder of its records."""
     parser.add_argument(
         "--command", default="train",
-        help="train, capture, evaluate, generate, convert, or a script such as prune.py "
+        help="train, capture, rollout, evaluate, generate, convert, or a script such as prune.py "
         "(default: %(default)s)",
     )  # fmt: skip
     add_folder(parser)

@@ -23,11 +23,13 @@ _CLI: Final = ("-m", "megatron_distill.cli")
 _JOBS: Final = ("train", "capture")
 # Commands that read the folder of a run or of a model, and the options that name one.
 _READERS: Final = ("evaluate", "generate", "evaluate.py", "generate.py")
+# A command that reads such a folder, and goes on in one of its own.
+_WRITER: Final = "rollout"
 _READ: Final = ("--run", "--hf", "--checkpoint")
 # Commands in ranks without a folder that their words name alike.
 _OTHERS: Final = ("convert",)
 # Commands whose layout is compared with the ranks before these start; scripts do that in the ranks.
-_LAID_OUT: Final = (*_JOBS, "evaluate", "generate")
+_LAID_OUT: Final = (*_JOBS, "evaluate", "generate", _WRITER)
 _PREFLIGHT: Final = ("-m", "megatron_distill.commands.preflight")
 _SECONDS: Final = 300.0  # an import from a slow shared disk
 _ERROR: Final = "error: "
@@ -109,13 +111,13 @@ class Program:
         NoAnswerError: the program cannot start.
         """
         name = Path(self.command).name
-        if name in _READERS:
+        if name in (*_READERS, _WRITER):
             found = self._reading(name.removesuffix(".py"), sees_results=sees_results)
             if ranks is not None and name in _LAID_OUT:
                 self._printed([*run, *self._preflight(ranks)])
             return found
         if name not in (*_JOBS, *_OTHERS) and not name.endswith(".py"):
-            known = ", ".join((*_JOBS, *_READERS[:2], *_OTHERS))
+            known = ", ".join((*_JOBS, _WRITER, *_READERS[:2], *_OTHERS))
             raise ConfigError(f"{name}: not a command for a cluster; {known} are, and scripts")
         if name.endswith(".py") and sees_results and not Path(self.command).is_file():
             raise ConfigError(f"{self.command}: there is no such script in {Path.cwd()}")
@@ -134,9 +136,26 @@ class Program:
                 f"{name} {results}: there is no such folder; give the folder of a run, or of "
                 "weights with --hf or --checkpoint"
             )
+        if name == _WRITER:
+            return self._written(results)
         folder = results if self.folder is None else Path(self.folder)
         beside = folder / f"{LAUNCHES}_{name}"
         return Launches(beside, results, f"{name} {results}", paths=(str(results),))
+
+    def _written(self, read: Path) -> Launches:
+        """Return the folder of the launches of a command that goes on in its --output."""
+        if self.folder is not None:
+            raise ConfigError(
+                f"--folder {self.folder}: {self.command} keeps its records in its --output; leave "
+                "the option out"
+            )
+        folder = Path(_value_of(("--output",), self.words) or "")
+        if not folder.name:
+            raise ConfigError(f"{self.command}: give --output, a folder for the texts")
+        named = _value_of(("--prompts",), self.words)
+        digest = hashlib.sha256("\0".join(self.words).encode()).hexdigest()
+        paths = tuple(dict.fromkeys([str(read), str(folder), *([named] if named else [])]))
+        return Launches(folder / LAUNCHES, folder, f"--output {folder}", digest, paths)
 
     def _settled(self, run: Sequence[str], ranks: JobRanks | None) -> Launches:
         """Return the folder of the launches of a program that shows its settings."""
@@ -216,10 +235,18 @@ class Program:
 
 def _read_folder(name: str, words: Sequence[str]) -> str:
     """Return the folder that a reading command names; raises ConfigError where it names none."""
-    for place, word in enumerate(words):
-        option, equals, value = word.partition("=")
-        if option in _READ and (equals or place + 1 < len(words)):
-            return value or words[place + 1]
+    found = _value_of(_READ, words)
+    if found is not None:
+        return found
     if words and not words[0].startswith("-"):
         return words[0]
     raise ConfigError(f"{name}: give the folder of a run first, e.g. runs/first, or --hf DIR")
+
+
+def _value_of(options: Sequence[str], words: Sequence[str]) -> str | None:
+    """Return the value of the first of these options; None: none is given."""
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in options and (equals or place + 1 < len(words)):
+            return value or words[place + 1]
+    return None

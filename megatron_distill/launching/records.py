@@ -178,13 +178,14 @@ class Launches:
 
     @property
     def progress(self) -> int:
-        """The step of the newest checkpoint of a run, or the number of this job's shards."""
+        """The step of the newest checkpoint of a run, or the shards or parts that are written."""
         return progress_of(self.results, job=self.job, jobs=self.jobs)
 
     @property
     def unit(self) -> str:
-        """The unit of the progress: a step, or a shard of a store."""
-        return "shard" if self.named.startswith("store.path") else "step"
+        """The unit of the progress: a step, a shard of a store, or a part of rollouts."""
+        units = {"store.path": "shard", "--output": "part"}
+        return next((unit for start, unit in units.items() if self.named.startswith(start)), "step")
 
     def of(self, launch: LaunchRecord) -> Path:
         """Return the folder of one launch."""
@@ -313,13 +314,14 @@ def complete_shards(store: Path, *, job: int = 0, jobs: int = 1) -> list[Path]:
 
 
 def progress_of(results: Path, *, job: int = 0, jobs: int = 1) -> int:
-    """Return the step of the newest checkpoint of a run, or the number of shards of a store."""
+    """Return the step of a run's newest checkpoint, a store's shards, or the parts of rollouts."""
     with suppress(FileNotFoundError, NotADirectoryError):
         folders = list((results / "checkpoints").iterdir())
         names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
         return max((int(found[1]) for found in names if found), default=0)
     with suppress(FileNotFoundError, NotADirectoryError):
-        return len(complete_shards(results, job=job, jobs=jobs))
+        shards = complete_shards(results, job=job, jobs=jobs)
+        return len(shards) or len(list(results.glob("part-*.jsonl")))
     return 0
 
 

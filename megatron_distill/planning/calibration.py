@@ -2,7 +2,8 @@
 
 Measured are products of four sizes, a fused attention, a layer's element-wise work, and messages
 between two processes. On a CPU the losses' work per logit, that of a choice of top-k ids, and the
-optimizer's per parameter are added. Operands of products are not in the caches, as they are not in a step.
+optimizer's per parameter are added. Operands of products are not in the caches, as they are not in
+a step.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ FLOORS = {
     "data": 5,
     "evaluation": 6,
     "planning": 6,
+    "rollouts": 6,
     "train": 7,
     "commands": 8,
     "cli": 9,

@@ -5,7 +5,7 @@ A prompt is one user message in the tokenizer's chat template, without an answer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -342,6 +342,26 @@ def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -
     ids = encode_rendered(tokenizer, [rendered])[0].ids_n.tolist()
     ends = {tokenizer.eos_id, *_ends_of_turn(template, tokenizer, messages)}
     return EncodedPrompt(tuple(ids), tuple(sorted(ends)))
+
+
+def response_prompts(
+    tokenizer: Tokenizer,
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]],
+    *,
+    fault: Callable[[int, str], Exception],
+) -> list[tuple[int, ...]]:
+    """Return the ids of conversations, messages with tools, each up to its next response.
+
+    The tokenizer has a chat template. Raises what `fault` makes of a conversation's place and the
+    reason, where the template refuses it.
+    """
+    template, texts = chat_template(ConversationSpec(), tokenizer), []
+    for place, (messages, tools) in enumerate(conversations):
+        try:
+            texts.append(template.render(messages, tools, add_generation_prompt=True))
+        except BadConversationError as error:
+            raise fault(place, str(error)) from None
+    return [tuple(one.ids_n.tolist()) for one in encode_rendered(tokenizer, texts)]
 
 
 def _ends_of_turn(

@@ -27,7 +27,7 @@ _REFUSED: dict[tuple[str, ...], str] = {
     (*_TEXT, "--top-p", "2"): "--top-p 2.0: give a number above 0, at most 1",
     (*_TEXT, "--min-p", "nan"): "--min-p nan: give a number from 0 to 1",
     (*_TEXT, "--stop", "a", "--stop", ""): "a --stop text is empty; leave it out",
-    (*_TEXT, "--tokenizer", "a"): "--tokenizer goes with --checkpoint, or with --hf without",
+    (*_TEXT, "--tokenizer", "a"): "--tokenizer goes with --checkpoint or --hf",
 }
 
 

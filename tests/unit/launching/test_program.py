@@ -27,6 +27,7 @@ HERE = {"plan", "calibrate", "store", "data", "submit", "status"}
         ("evaluate", ("--tasks", "mmlu", "--hf", "a"), "a/launches_evaluate", "a"),
         ("evaluate.py", ("--run=a",), "a/launches_evaluate", "a"),
         ("generate", ("--checkpoint", "a", "--prompt", "x"), "a/launches_generate", "a"),
+        ("rollout", ("--hf", "a", "--output=b/c", "--prompts", "d"), "b/c/launches", "b/c"),
         ("convert", ("export", "--checkpoint", "a", "--hf", "b"), "records/launches", "records"),
         ("prune.py", ("a",), "records/launches", "records"),
         ("evaluate", ("a",), "records/launches_evaluate", "a"),
@@ -72,6 +73,7 @@ def test_each_of_several_jobs_that_write_a_store_has_a_folder_and_a_lock_of_its_
         ("evaluate", ("typo",), None, "evaluate typo: there is no such folder; give the folder"),
         ("evaluate", ("--tasks", "mmlu"), None, "evaluate: give the folder of a run first"),
         ("generate", (), None, "generate: give the folder of a run first"),
+        ("rollout", ("--prompts", "a", "--output", "b"), None, "rollout: give the folder of a run"),
         ("convert", ("import",), None, "convert: give --folder, a folder for the records"),
         ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records next to its results"),
         ("trian", ("tiny.yaml",), None, "trian: not a command for a cluster; train, capture"),
@@ -131,6 +133,11 @@ def test_a_python_without_the_packages_is_named_in_one_line() -> None:
         ("capture", ("{configs}/cache.yaml", "parallel.tensor=4"), "parallel.context = 4 * 1 * 1"),
         ("evaluate", ("{run}", "parallel.pipeline=4"), "parallel.context = 1 * 4 * 1: "),
         ("generate", ("{run}", "parallel.tensor=4"), "parallel.context = 4 * 1 * 1: "),
+        (
+            "rollout",
+            ("{run}", "parallel.tensor=4", "--prompts", "a.jsonl", "--output", "{run}/b"),
+            "parallel.context = 4 * 1 * 1: ",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_error_without_any_rank(

@@ -15,15 +15,8 @@ import pytest
 
 from benchmarks.steps.cases import layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case
-from benchmarks.teachers import SUBJECTS, Subject, settings
-from megatron_distill.config import load_config, teacher_ranks
+from benchmarks.teachers import planned_steps
 from megatron_distill.planning.device import DeviceProfile
-from megatron_distill.planning.search import planned
-from megatron_distill.train.reports.planned_run import (
-    configured_choice,
-    open_shapes,
-    planned_run,
-)
 from tests.guards.source_tree import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -51,11 +44,13 @@ def in_order(rows: dict[str, tuple[float, float]]) -> list[bool]:
             if here[1] > (1 + DISTINCT) * here[0]]  # fmt: skip
 
 
-def test_steps_with_teachers_elsewhere_take_about_the_predicted_time(device: DeviceProfile) -> None:
-    steps = record("teachers")["steps"]
+def test_steps_with_teachers_elsewhere_take_about_the_predicted_time() -> None:
+    recorded = record("teachers")
+    steps = recorded["steps"]
+    devices = [DeviceProfile.model_validate(one) for one in recorded["devices"]]
     rows = {
-        one.name: (median(step["step_seconds"] for step in steps[one.name]), predicted(one, device))
-        for one in SUBJECTS
+        name: (median(step["step_seconds"] for step in steps[name]), mean(seconds))
+        for name, seconds in planned_steps(devices).items()
     }
     assert len(rows) == 9
     found = errors(rows)

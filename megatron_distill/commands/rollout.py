@@ -1,0 +1,204 @@
+"""Write texts for the prompts of a file, as data to train on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_distill.commands.command import Command, note, with_launch
+from megatron_distill.commands.generate import (
+    add_writer_arguments,
+    configuration,
+    sampling_of,
+    writer_objection,
+)
+from megatron_distill.errors import counted
+from megatron_distill.runtime.termination import TerminationRequest
+
+if TYPE_CHECKING:
+    from megatron_distill.config import RunConfig
+    from megatron_distill.rollouts.folder import Totals
+    from megatron_distill.rollouts.write import FirstRank
+    from megatron_distill.runtime.launch import Device, Launch
+
+__all__ = ["COMMAND"]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_writer_arguments(parser, tokens=512, top_p=1.0)
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE",
+        help="JSON Lines, Parquet or Arrow: rows with `messages`, or with a text at --key",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder for the texts"
+    )
+    parser.add_argument(
+        "--key", default="prompt", help="of the text in a row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="the text is a user message, and not a beginning"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system message, where a conversation has none"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, help="texts of each prompt (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=int, metavar="ROWS", help="only the first rows")
+    parser.add_argument(
+        "--part-rows", type=int, default=256, metavar="ROWS",
+        help="prompts of a part, which is saved whole (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drop-truncated", action="store_true", help="leave out texts that end at --tokens"
+    )
+
+
+def _objection(arguments: argparse.Namespace) -> str | None:
+    for option in ("samples", "limit", "part_rows"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            return f"--{option.replace('_', '-')} {value}: give 1 or more"
+    if arguments.tokens < 1:
+        return f"--tokens {arguments.tokens}: give 1 or more"
+    if arguments.samples > 1 and arguments.temperature == 0:
+        return "--samples: greedy texts of one prompt are all the same; set --temperature"
+    if arguments.output.exists() and not arguments.output.is_dir():
+        return f"--output {arguments.output}: it is a file; name a folder"
+    return writer_objection(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # From here on a signal takes effect after some tokens.
+    with TerminationRequest(note="stopping; the next start writes this part anew") as termination:
+        termination.expect_from_torchrun()
+        return with_launch(lambda launch: _write(arguments, launch, termination))
+
+
+def _write(arguments: argparse.Namespace, launch: Launch, termination: TerminationRequest) -> None:
+    from megatron_distill.runtime.launch import joined_world
+    from megatron_distill.runtime.lone_failure import tell_unfinished
+
+    with launch.together("configuration"):
+        config = configuration(arguments, launch.size)
+    with joined_world(
+        **config.runtime.of_world(),
+        splits_layers=config.parallel.splits_layers,
+        launch=launch,
+    ) as device:
+        totals = _rollouts(arguments, config, device, termination)
+    if totals is None:
+        tell_unfinished()
+        note(launch, f"{arguments.output}: stopped; the same command goes on")
+    else:
+        note(launch, *_summary(arguments, totals))
+
+
+def _rollouts(
+    arguments: argparse.Namespace,
+    config: RunConfig,
+    device: Device,
+    termination: TerminationRequest,
+) -> Totals | None:
+    """Write the missing parts; return the sums of all, None after a request to stop.
+
+    Every rank must call this.
+    """
+    import torch.distributed as dist
+
+    from megatron_distill.rollouts.folder import RolloutFolder
+    from megatron_distill.rollouts.prompts import PromptFile, PromptTokens
+    from megatron_distill.rollouts.write import FirstRank, RolloutWork, write_parts
+    from megatron_distill.runtime.collectives import from_first_rank, together
+    from megatron_distill.train.assemble.trained_run import text_writer
+    from megatron_distill.train.model_source import live_digest
+
+    def look() -> tuple[RolloutWork, str]:
+        prompts = PromptFile(arguments.prompts, arguments.key, arguments.chat, arguments.system)
+        work = RolloutWork(
+            prompts=prompts,
+            rows=prompts.count(arguments.limit),
+            samples=arguments.samples,
+            limit=arguments.tokens,
+            sampling=sampling_of(arguments),
+            strings=tuple(arguments.stop),
+            part_rows=arguments.part_rows,
+            keeps_truncated=not arguments.drop_truncated,
+        )
+        return work, prompts.digest()
+
+    is_first = dist.get_rank() == 0
+    first: FirstRank | None = None
+    with text_writer(config, device, tokenizer_everywhere=True) as found:
+        work, digest = from_first_rank(look)
+        with together():
+            tokens = None
+            if is_first:
+                assert found.tokenizer is not None
+                tokens = PromptTokens.of(
+                    found.tokenizer, work.prompts.first(), add_bos=config.data.add_bos
+                )
+        model = found.build()
+        weights = live_digest(model.chunks, model.architecture, groups=model.groups)
+        with together():
+            if tokens is not None:
+                settings = {"prompts": digest, "weights": weights, **_settings(arguments, config)}
+                folder = RolloutFolder(arguments.output, settings)
+                first = FirstRank(work, tokens, folder, positions=found.positions)
+        is_whole = write_parts(
+            work, model=model, first=first, stop_requested=lambda: termination.received
+        )
+        return from_first_rank(partial(_finished, first)) if is_whole else None
+
+
+def _finished(first: FirstRank | None) -> Totals:
+    assert first is not None
+    return first.finish()
+
+
+def _settings(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    """Return what determines the texts, besides the prompts and the weights."""
+    named = ["key", "chat", "system", "samples", "limit", "tokens", "temperature", "top_k"]
+    named += ["top_p", "min_p", "seed", "stop", "part_rows", "drop_truncated"]
+    found = {name: getattr(arguments, name) for name in named}
+    return {**found, "precision": config.train.precision}
+
+
+def _summary(arguments: argparse.Namespace, totals: Totals) -> Sequence[str]:
+    lines = [
+        f"{arguments.output}: {counted(totals.texts, 'text')}, {counted(totals.tokens, 'token')}"
+    ]
+    if totals.tokens:
+        lines[0] += f", {-totals.log_prob / totals.tokens:.3f} nats per token"
+    if totals.left_out:
+        lines.append(f"{counted(totals.left_out, 'prompt')} left out: too long for the model")
+    if totals.truncated:
+        what = "left out" if arguments.drop_truncated else "kept; --drop-truncated leaves them out"
+        lines.append(
+            f"{counted(totals.truncated, 'text')} reached --tokens {arguments.tokens} before "
+            f"an end: {what}"
+        )
+    files = f"{arguments.output}/part-*.jsonl"
+    lines.append(f"to train on them: data.sources=[{{format: jsonl, paths: {files}}}]")
+    return lines
+
+
+COMMAND = Command(
+    description="""Texts of a student, a checkpoint or a Hugging Face folder for a file of prompts.
+
+    megatron-distill rollout --hf models/teacher --prompts prompts.jsonl --output rollouts/teacher
+    megatron-distill rollout runs/first --prompts questions.parquet --key question --chat \\
+        --output rollouts/first --samples 4 --temperature 0.8
+    megatron-distill rollout runs/first parallel.tensor=2 --processes 2 --prompts ... --output ...
+
+The folder gets JSON Lines that `train` reads. An interrupted command goes on with the same words,
+in any layout. See docs/generation.md.""",
+    add_arguments=_add_arguments,
+    run=_run,
+    check=_objection,
+    in_ranks=True,
+)

@@ -1,0 +1,130 @@
+"""The folder of rollouts: its settings, and parts of rows that are written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.atomic_files import replace_file, write_errors
+from megatron_distill.runtime.folder_lock import take_lock
+
+__all__ = ["RolloutFolder", "Totals"]
+
+_RECORD: Final = "rollouts.json"
+_LOCK: Final = ".lock"
+_SUMS: Final = "sums"
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over saved texts.
+
+    truncated: texts that ended at their length, saved or not. left_out: prompts as long as the
+    model's positions, which have no text. log_prob: of all tokens, in nats.
+    """
+
+    texts: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    left_out: int = 0
+    log_prob: float = 0.0
+
+    def __add__(self, other: Totals) -> Totals:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Totals(*(mine + theirs for mine, theirs in pairs))
+
+
+class RolloutFolder:
+    """Parts of the rollouts of one file, model and sampling; finished ones are not written again.
+
+    Holds a lock that ends with the process. Raises ConfigError: another process writes there, the
+    folder has other settings, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._settings = {"version": _VERSION, **settings}
+        with write_errors(path, ConfigError):
+            (path / _SUMS).mkdir(parents=True, exist_ok=True)
+            self._lock: int | None = take_lock(path / _LOCK, named=f"--output {path}")
+        try:
+            with write_errors(path, ConfigError):
+                self._compare()
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _compare(self) -> None:
+        """Write the settings, or compare them with those that are there."""
+        file = self.path / _RECORD
+        if not file.is_file():
+            if any(self.path.glob("part-*.jsonl")):
+                raise ConfigError(
+                    f"--output {self.path}: it has parts but no {_RECORD}; name another folder"
+                )
+            self._write_record({})
+            return
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))["settings"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{file} is damaged; name another --output") from None
+        for key in {**found, **self._settings}:
+            if found.get(key) != self._settings.get(key):
+                raise ConfigError(
+                    f"--output {self.path}: its rollouts have {key} = {found.get(key)}, not "
+                    f"{self._settings.get(key)}; name another folder, or start with the same"
+                )
+
+    def _write_record(self, more: Mapping[str, Any]) -> None:
+        text = json.dumps({"settings": self._settings, **more}, indent=1)
+        replace_file(self.path / _RECORD, text.encode())
+
+    def part(self, number: int) -> Path:
+        """Return the file of a part."""
+        return self.path / f"part-{number:05d}.jsonl"
+
+    def missing(self, count: int) -> list[int]:
+        """Return the numbers of the parts that are not written."""
+        return [number for number in range(count) if not self.part(number).is_file()]
+
+    def write(self, number: int, rows: Sequence[Mapping[str, Any]], totals: Totals) -> None:
+        """Write a part, whole or not at all. Raises ConfigError."""
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        content = "".join(f"{line}\n" for line in lines).encode()
+        sums = json.dumps(vars(totals))
+        with write_errors(self.path, ConfigError):
+            # The sums first: a part with a name counts as written.
+            replace_file(self._sums(number), sums.encode())
+            replace_file(self.part(number), content)
+
+    def finish(self, count: int) -> Totals:
+        """Record the sums of all parts next to the settings, and return them."""
+        totals = sum((self.totals(number) for number in range(count)), start=Totals())
+        with write_errors(self.path, ConfigError):
+            self._write_record({"totals": vars(totals)})
+        return totals
+
+    def totals(self, number: int) -> Totals:
+        """Return the sums of a written part. Raises ConfigError: their file is damaged."""
+        file = self._sums(number)
+        try:
+            return Totals(**json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            raise ConfigError(
+                f"{file} is missing or damaged; remove {self.part(number)} to write it again"
+            ) from None
+
+    def _sums(self, number: int) -> Path:
+        return self.path / _SUMS / f"part-{number:05d}.json"

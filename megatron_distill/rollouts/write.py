@@ -1,0 +1,227 @@
+"""Rollouts in parts: read on the first rank, written by all ranks, saved by the first."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Final
+
+from megatron_distill.errors import counted
+from megatron_distill.log import get_logger
+from megatron_distill.models.generation import Ending, Sampling, Stops, WriteRow, Written
+from megatron_distill.models.generation.model import CachedGPT
+from megatron_distill.rollouts.folder import RolloutFolder, Totals
+from megatron_distill.rollouts.prompts import Prompt, PromptFile, PromptTokens
+from megatron_distill.runtime.collectives import any_rank, from_first_rank, together
+from megatron_distill.runtime.progress import ProgressFigure, ProgressReporter, short_count
+
+__all__ = ["FirstRank", "RolloutWork", "write_parts"]
+
+_LOGGER = get_logger(__name__)
+_ENDINGS: Final[dict[Ending, str]] = {"id": "stop_token", "string": "stop_text", "length": "length"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutWork:
+    """The texts to write.
+
+    Attributes:
+        prompts: the file.
+        rows: of the file that are used, the first ones.
+        samples: texts of each prompt, which differ by their draws.
+        limit: the most tokens of a text.
+        strings: that end a text.
+        part_rows: prompts of a part.
+        keeps_truncated: whether texts that end at their length are saved.
+    """
+
+    prompts: PromptFile
+    rows: int
+    samples: int
+    limit: int
+    sampling: Sampling
+    strings: tuple[str, ...] = ()
+    part_rows: int = 256
+    keeps_truncated: bool = True
+
+    @property
+    def parts(self) -> int:
+        """The number of parts."""
+        return math.ceil(self.rows / self.part_rows)
+
+
+@dataclass(frozen=True)
+class _Beginnings:
+    """The encoded prompts of a part, by their rows."""
+
+    rows: tuple[int, ...]
+    ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class FirstRank:
+    """The work of the first rank alone: it reads prompts, and saves parts.
+
+    positions: of the model.
+    """
+
+    work: RolloutWork
+    tokens: PromptTokens
+    folder: RolloutFolder
+    positions: int
+    _rows: Iterator[Prompt] = field(init=False)
+    _next: int = 0
+    _prompts: dict[int, Prompt] = field(init=False, default_factory=dict)
+    _progress: ProgressReporter = field(init=False)
+    _written: Totals = Totals()  # of this start
+
+    def __post_init__(self) -> None:
+        work = self.work
+        self._rows = islice(iter(work.prompts), work.rows)
+        missing = [
+            min(work.part_rows, work.rows - number * work.part_rows)
+            for number in self.folder.missing(work.parts)
+        ]
+        done = work.rows - sum(missing)
+        self._progress = ProgressReporter(sys.stderr, label="prompt", total=work.rows, done=done)
+
+    def read(self, number: int) -> _Beginnings:
+        """Return the prompts of a part, in ascending order of parts; the rest is passed over.
+
+        Prompts that leave the model no position are left out, with a warning.
+        """
+        size = self.work.part_rows
+        passed, self._next = (number - self._next) * size, number + 1
+        prompts = list(islice(self._rows, passed, passed + size))
+        self._prompts = {prompt.row: prompt for prompt in prompts}
+        ids = dict(zip(self._prompts, self.tokens(prompts, self.work.prompts.path), strict=True))
+        left_out = [row for row, found in ids.items() if len(found) >= self.positions]
+        if left_out:
+            _LOGGER.warning(
+                "%s: %s left out, the first of them in row %d: as long as the model's %s",
+                self.work.prompts.path,
+                counted(len(left_out), "prompt"),
+                left_out[0],
+                counted(self.positions, "position"),
+            )
+        for row in left_out:
+            del ids[row]
+        return _Beginnings(tuple(ids), tuple(ids.values()))
+
+    def save(self, number: int, rows: Sequence[WriteRow], written: Sequence[Written]) -> None:
+        """Write a part's file. Raises ConfigError."""
+        samples = self.work.samples
+        answers, truncated, log_prob = [], 0, 0.0
+        for begun, text in zip(rows, written, strict=True):
+            row, sample = begun.sample // samples + 1, begun.sample % samples
+            is_cut = text.ended == "length"
+            truncated += is_cut
+            if is_cut and not self.work.keeps_truncated:
+                continue
+            assert text.text is not None, "all ranks have the tokenizer"
+            log_prob += (own := math.fsum(text.log_probs))
+            answers.append(
+                {
+                    **self._prompts[row].answered(text.text),
+                    "row": row,
+                    "sample": sample,
+                    "ended": _ENDINGS[text.ended],
+                    "tokens": len(text.ids),
+                    "log_prob": round(own, 4),
+                }
+            )
+        totals = Totals(
+            texts=len(answers),
+            tokens=sum(answer["tokens"] for answer in answers),
+            truncated=truncated,
+            left_out=len(self._prompts) - len(rows) // samples,
+            log_prob=log_prob,
+        )
+        self.folder.write(number, answers, totals)
+        self._written += totals
+        self._progress.update(self._progress.done + len(self._prompts), self._figures)
+
+    def _figures(self) -> list[ProgressFigure]:
+        tokens = self._written.tokens
+        rate = tokens / max(self._progress.elapsed, 1e-9)
+        return [
+            ProgressFigure(f"{counted(tokens, 'token')}"),
+            ProgressFigure(f"{short_count(rate)} tok/s"),
+        ]
+
+    def finish(self) -> Totals:
+        """Return the sums of all parts, and record them. Raises ConfigError."""
+        return self.folder.finish(self.work.parts)
+
+    def close(self) -> None:
+        """Remove the progress bar, and let another process have the folder."""
+        self._progress.close()
+        self.folder.close()
+
+
+def write_parts(
+    work: RolloutWork,
+    *,
+    model: CachedGPT,
+    first: FirstRank | None,
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Write the missing parts; return whether all are written, False after a request to stop.
+
+    The part that a stop interrupts is left to the next start. Its texts will be the same, because
+    draws depend on the seed, the row and the sample alone. first: on the first rank.
+
+    Raises a MegatronDistillError on all ranks together.
+
+    Collective: world, per part the prompts from the first rank and a vote, and those of
+    `CachedGPT.write`.
+    """
+    missing, stop_ids = from_first_rank(partial(_missing, first))
+    stops = Stops(ids=stop_ids, strings=work.strings)
+    with nullcontext() if first is None else closing(first):
+        return all(
+            _write_part(
+                number, work, stops, model=model, first=first, stop_requested=stop_requested
+            )
+            for number in missing
+        )
+
+
+def _write_part(
+    number: int,
+    work: RolloutWork,
+    stops: Stops,
+    *,
+    model: CachedGPT,
+    first: FirstRank | None,
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Write a part; return whether it is written, False after a request to stop."""
+    part = from_first_rank(partial(_read, first, number))
+    rows = [
+        WriteRow(ids, (row - 1) * work.samples + sample, work.limit)
+        for row, ids in zip(part.rows, part.ids, strict=True)
+        for sample in range(work.samples)
+    ]
+    written = model.write(rows, sampling=work.sampling, stops=stops, stop_requested=stop_requested)
+    if any_rank(stop_requested(), device=model.device):
+        return False
+    with together():
+        if first is not None:
+            first.save(number, rows, written)
+    return True
+
+
+def _missing(first: FirstRank | None) -> tuple[list[int], tuple[int, ...]]:
+    assert first is not None
+    return first.folder.missing(first.work.parts), first.tokens.stop_ids
+
+
+def _read(first: FirstRank | None, number: int) -> _Beginnings:
+    assert first is not None
+    return first.read(number)

@@ -1,0 +1,149 @@
+"""Rows of a file as prompts, and the rows of training data that come of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_distill.data.tokenizers.open import train_bpe
+from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.rollouts.prompts import Prompt, PromptFile, PromptTokens
+from tests.support.chat_fixtures import chat_tokenizer
+
+USER = {"role": "user", "content": "Is it sunny?"}
+ANSWER = {"role": "assistant", "content": "yes"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def written(folder: Path, rows: Sequence[Mapping[str, Any]], suffix: str = ".jsonl") -> Path:
+    """Write rows to a file of this kind."""
+    path = folder / f"prompts{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return path
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([dict(row) for row in rows])
+    if suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+def test_texts_and_conversations_are_read_from_every_format(tmp_path: Path, suffix: str) -> None:
+    texts = PromptFile(written(tmp_path, [{"q": "def a"}, {"q": "def b"}], suffix), key="q")
+    assert list(texts) == [Prompt(1, "def a"), Prompt(2, "def b")]
+    assert texts.count(None) == 2
+    assert texts.count(1) == 1
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [SYSTEM, USER]}]
+    chats = PromptFile(written(tmp_path, rows, suffix))
+    assert [one.messages for one in chats] == [(USER,), (SYSTEM, USER)]
+
+
+def test_a_conversation_is_answered_anew_after_its_last_question(tmp_path: Path) -> None:
+    """Its last responses are left out; what came before, and its tools, stay."""
+    row = {"messages": [SYSTEM, USER, ANSWER, USER, ANSWER, ANSWER], "tools": [TOOL]}
+    (prompt,) = PromptFile(written(tmp_path, [row]), system="Another.")
+    assert prompt.messages == (SYSTEM, USER, ANSWER, USER)
+    new = {"role": "assistant", "content": "no"}
+    assert prompt.answered("no") == {
+        "messages": [SYSTEM, USER, ANSWER, USER, new],
+        "tools": [TOOL],
+    }
+
+
+def test_a_text_is_a_document_or_a_question(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"prompt": "Is it sunny?"}])
+    (begun,) = PromptFile(path)
+    assert begun.answered(" No.") == {"text": "Is it sunny? No."}
+    (asked,) = PromptFile(path, is_chat=True, system="Be brief.")
+    assert asked.messages == (SYSTEM, USER)
+    (left,) = PromptFile(written(tmp_path, [{"messages": [USER]}]), system="Be brief.")
+    assert left.messages == (SYSTEM, USER)
+
+
+@pytest.mark.parametrize("style", ["qwen25", "llama31", "gemma"])
+def test_ids_are_those_of_transformers_up_to_the_response(style: str, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(style)
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, USER]}]
+    prompts = list(PromptFile(written(tmp_path, rows)))
+    tokens = PromptTokens.of(tokenizer, prompts[0])
+    expected = [
+        tuple(
+            tokenizer.hugging_face.apply_chat_template(
+                list(one.messages), add_generation_prompt=True, return_dict=False
+            )
+        )
+        for one in prompts
+    ]
+    assert tokens(prompts, tmp_path) == expected
+    assert tokenizer.eos_id in tokens.stop_ids
+
+
+def test_a_document_begins_with_the_begin_of_text_token_where_training_has_it() -> None:
+    tokenizer = chat_tokenizer("llama31")
+    prompt = Prompt(1, "hello")
+    (plain,) = PromptTokens.of(tokenizer, prompt, add_bos=False)([prompt], Path("a"))
+    (begun,) = PromptTokens.of(tokenizer, prompt, add_bos=True)([prompt], Path("a"))
+    assert begun == (tokenizer.bos_id, *plain)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"text": "a"}],
+            r"row 1: has no 'messages' and no 'prompt' \(its keys: text\); set --key",
+        ),
+        ([{"prompt": 3}], "row 1: 'prompt' is a number, not text; correct it"),
+        ([{"prompt": "a"}, {"messages": [USER]}], "row 2: is a conversation, and the first row a "),
+        ([{"messages": [USER]}, {"prompt": "a"}], "row 2: is a text, and the first row a conv"),
+        ([{"messages": [USER]}, {"messages": "a"}], "row 2: its messages are not a list"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_named(
+    rows: list[dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, rows)
+    with pytest.raises(DataError, match=f"--prompts {path}: {message}"):
+        PromptFile(path).count(None)
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{broken\n')
+    with pytest.raises(DataError, match="row 3: not a JSON object"):
+        PromptFile(path).count(None)
+
+
+def test_a_file_that_is_missing_empty_or_of_another_kind_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.jsonl: there is no such file; correct the path"):
+        PromptFile(tmp_path / "none.jsonl")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ConfigError, match=r"a.txt: not one of .jsonl, .parquet, .arrow; convert"):
+        PromptFile(tmp_path / "a.txt")
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(ConfigError, match="it has no row; name another file"):
+        PromptFile(tmp_path / "a.jsonl").first()
+
+
+def test_prompts_that_cannot_be_encoded_are_named_by_their_row(tmp_path: Path) -> None:
+    plain = train_bpe(["a b c"], vocab_size=260)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        PromptTokens.of(plain, Prompt(1, messages=(USER,)))
+    empty = Prompt(7, "")
+    with pytest.raises(DataError, match="row 7: has no token; remove it"):
+        PromptTokens.of(plain, empty)([Prompt(6, "a"), empty], tmp_path)
+    gemma = chat_tokenizer("gemma")
+    refused = Prompt(3, messages=(SYSTEM, USER))
+    with pytest.raises(DataError, match="row 3: "):
+        PromptTokens.of(gemma, Prompt(1, messages=(USER,)))([refused], tmp_path)
