@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -98,7 +98,7 @@ micro-batches. `step` is the median over all timed steps of all rounds; the firs
 two of a run are not timed. `teacher` is the time that a step waits for the teacher, or computes it
 on shared ranks. All phases are those of the student's first rank. `planned` is what the planner
 says of a step on this machine, as `megatron-distill calibrate` measured it before each round and at
-the end: the mean of these plans, whose extremes are in parentheses.
+the end: the median of these plans, whose extremes are in parentheses.
 
 `of the slower side` is the step over the slower of the two sides, each measured in the same worker
 with answers at hand: alone, and while the other side works too, without messages (memory and caches
@@ -317,7 +317,7 @@ def _row(
     seconds = measured.seconds(name)
     planned_and_error = ["", ""]
     if plans:
-        plan = mean(plans)
+        plan = median(plans)
         planned_and_error = [
             f"{plan:.3f} ({min(plans):.3f} to {max(plans):.3f})",
             f"{100 * (plan / seconds - 1):+.1f} %",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megatron_distill.commands.command import Command, note, with_launch
 from megatron_distill.commands.generate import (
@@ -20,11 +21,22 @@ from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
+    from megatron_distill.data.tokenizers.open import Tokenizer
     from megatron_distill.rollouts.folder import Totals
-    from megatron_distill.rollouts.write import FirstRank
+    from megatron_distill.rollouts.prompts import PromptTokens
+    from megatron_distill.rollouts.write import RolloutWork
     from megatron_distill.runtime.launch import Device, Launch
 
 __all__ = ["COMMAND"]
+
+T = TypeVar("T")
+# What another kind of folder has.
+_OTHERS: Final = {
+    "config.yaml": "a run",
+    "config.json": "a Hugging Face model",
+    "description.json": "a checkpoint",
+    "plan.json": "a store",
+}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +79,17 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return f"--tokens {arguments.tokens}: give 1 or more"
     if arguments.samples > 1 and arguments.temperature == 0:
         return "--samples: greedy texts of one prompt are all the same; set --temperature"
-    if arguments.output.exists() and not arguments.output.is_dir():
-        return f"--output {arguments.output}: it is a file; name a folder"
-    return writer_objection(arguments)
+    return _no_folder(arguments.output) or writer_objection(arguments)
+
+
+def _no_folder(output: Path) -> str | None:
+    """Return the error of a folder that is not for rollouts; None: none."""
+    if output.exists() and not output.is_dir():
+        return f"--output {output}: it is a file; name a folder"
+    for name, what in _OTHERS.items():
+        if (output / name).exists():
+            return f"--output {output}: it is the folder of {what} ({name}); name another"
+    return None
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -111,79 +131,83 @@ def _rollouts(
     import torch.distributed as dist
 
     from megatron_distill.rollouts.folder import RolloutFolder
-    from megatron_distill.rollouts.prompts import PromptFile, PromptTokens
-    from megatron_distill.rollouts.write import FirstRank, RolloutWork, write_parts
-    from megatron_distill.runtime.collectives import from_first_rank, together
+    from megatron_distill.rollouts.write import FirstRank, write_parts
+    from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
     from megatron_distill.train.assemble.trained_run import text_writer
-    from megatron_distill.train.model_source import live_digest
 
-    def look() -> tuple[RolloutWork, str]:
-        prompts = PromptFile(arguments.prompts, arguments.key, arguments.chat, arguments.system)
-        work = RolloutWork(
-            prompts=prompts,
-            rows=prompts.count(arguments.limit),
-            samples=arguments.samples,
-            limit=arguments.tokens,
-            sampling=sampling_of(arguments),
-            strings=tuple(arguments.stop),
-            part_rows=arguments.part_rows,
-            keeps_truncated=not arguments.drop_truncated,
+    with text_writer(config, device, tokenizer_everywhere=True) as found, ExitStack() as held:
+        # It reads the whole file.
+        looked = on_first_rank(
+            partial(_look, arguments, config, found.tokenizer), device=device.torch_device
         )
-        return work, prompts.digest()
-
-    is_first = dist.get_rank() == 0
-    first: FirstRank | None = None
-    with text_writer(config, device, tokenizer_everywhere=True) as found:
-        work, digest = from_first_rank(look)
+        work = from_first_rank(lambda: _known(looked)[0])
+        weights = found.digest()
+        first: FirstRank | None = None
         with together():
-            tokens = None
-            if is_first:
-                assert found.tokenizer is not None
-                tokens = PromptTokens.of(
-                    found.tokenizer, work.prompts.first(), add_bos=config.data.add_bos
-                )
-        model = found.build()
-        weights = live_digest(model.chunks, model.architecture, groups=model.groups)
-        with together():
-            if tokens is not None:
-                settings = {"prompts": digest, "weights": weights, **_settings(arguments, config)}
-                folder = RolloutFolder(arguments.output, settings)
+            if dist.get_rank() == 0:
+                _, tokens, digest = _known(looked)
+                settings = {"prompts": digest, "rows": work.rows, "weights": weights}
+                settings |= {**tokens.identity, "positions": found.positions}
+                settings |= _settings(arguments, config)
+                folder = held.enter_context(closing(RolloutFolder(arguments.output, settings)))
                 first = FirstRank(work, tokens, folder, positions=found.positions)
         is_whole = write_parts(
-            work, model=model, first=first, stop_requested=lambda: termination.received
+            work, model=found.build(), first=first, stop_requested=lambda: termination.received
         )
-        return from_first_rank(partial(_finished, first)) if is_whole else None
+        return from_first_rank(lambda: _known(first).finish()) if is_whole else None
 
 
-def _finished(first: FirstRank | None) -> Totals:
-    assert first is not None
-    return first.finish()
+def _look(
+    arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer | None
+) -> tuple[RolloutWork, PromptTokens, str]:
+    """Return the work, the encoding of its prompts and their digest; raises as `PromptFile`."""
+    from megatron_distill.rollouts.prompts import PromptFile, PromptTokens
+    from megatron_distill.rollouts.write import RolloutWork
+
+    prompts = PromptFile(arguments.prompts, arguments.key, arguments.chat, arguments.system)
+    tokens = PromptTokens.of(_known(tokenizer), prompts.first(), add_bos=config.data.add_bos)
+    work = RolloutWork(
+        prompts=prompts,
+        rows=prompts.count(arguments.limit),
+        samples=arguments.samples,
+        limit=arguments.tokens,
+        sampling=sampling_of(arguments),
+        strings=tuple(arguments.stop),
+        part_rows=arguments.part_rows,
+        keeps_truncated=not arguments.drop_truncated,
+    )
+    return work, tokens, prompts.digest()
+
+
+def _known(found: T | None) -> T:
+    assert found is not None, "the first rank has it"
+    return found
 
 
 def _settings(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """Return what determines the texts, besides the prompts and the weights."""
-    named = ["key", "chat", "system", "samples", "limit", "tokens", "temperature", "top_k"]
+    named = ["key", "chat", "system", "samples", "tokens", "temperature", "top_k"]
     named += ["top_p", "min_p", "seed", "stop", "part_rows", "drop_truncated"]
     found = {name: getattr(arguments, name) for name in named}
     return {**found, "precision": config.train.precision}
 
 
 def _summary(arguments: argparse.Namespace, totals: Totals) -> Sequence[str]:
-    lines = [
-        f"{arguments.output}: {counted(totals.texts, 'text')}, {counted(totals.tokens, 'token')}"
-    ]
+    folder = arguments.output
+    texts, tokens = counted(totals.texts, "text"), counted(totals.tokens, "token")
+    lines = [f"{folder}: {texts}, {tokens}"]
     if totals.tokens:
         lines[0] += f", {-totals.log_prob / totals.tokens:.3f} nats per token"
     if totals.left_out:
-        lines.append(f"{counted(totals.left_out, 'prompt')} left out: too long for the model")
+        lines.append(f"{counted(totals.left_out, 'prompt')} left out, see the warnings")
     if totals.truncated:
         what = "left out" if arguments.drop_truncated else "kept; --drop-truncated leaves them out"
-        lines.append(
-            f"{counted(totals.truncated, 'text')} reached --tokens {arguments.tokens} before "
-            f"an end: {what}"
-        )
-    files = f"{arguments.output}/part-*.jsonl"
-    lines.append(f"to train on them: data.sources=[{{format: jsonl, paths: {files}}}]")
+        cut = counted(totals.truncated, "text")
+        lines.append(f"{cut} reached --tokens or the model's last position without an end: {what}")
+    files = f"{{format: jsonl, paths: {folder}/part-*.jsonl}}"
+    lines.append(
+        f"to train on them: 'data.sources=[{files}]', for conversations with `conversation: {{}}`"
+    )
     return lines
 
 

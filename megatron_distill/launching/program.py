@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ import yaml
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.node_view import named_paths
-from megatron_distill.launching.records import LAUNCHES, Launches, job_folder
+from megatron_distill.launching.records import LAUNCHES, Launches, job_folder, progress_of
 
 __all__ = ["JobRanks", "NoAnswerError", "Program", "add_folder"]
 
@@ -25,6 +26,7 @@ _JOBS: Final = ("train", "capture")
 _READERS: Final = ("evaluate", "generate", "evaluate.py", "generate.py")
 # A command that reads such a folder, and goes on in one of its own.
 _WRITER: Final = "rollout"
+_WRITERS: Final = (_WRITER, "rollout.py")
 _READ: Final = ("--run", "--hf", "--checkpoint")
 # Commands in ranks without a folder that their words name alike.
 _OTHERS: Final = ("convert",)
@@ -111,7 +113,7 @@ class Program:
         NoAnswerError: the program cannot start.
         """
         name = Path(self.command).name
-        if name in (*_READERS, _WRITER):
+        if name in (*_READERS, *_WRITERS):
             found = self._reading(name.removesuffix(".py"), sees_results=sees_results)
             if ranks is not None and name in _LAID_OUT:
                 self._printed([*run, *self._preflight(ranks)])
@@ -136,7 +138,7 @@ class Program:
                 f"{name} {results}: there is no such folder; give the folder of a run, or of "
                 "weights with --hf or --checkpoint"
             )
-        if name == _WRITER:
+        if name == _WRITER:  # without .py
             return self._written(results)
         folder = results if self.folder is None else Path(self.folder)
         beside = folder / f"{LAUNCHES}_{name}"
@@ -153,7 +155,12 @@ class Program:
         if not folder.name:
             raise ConfigError(f"{self.command}: give --output, a folder for the texts")
         named = _value_of(("--prompts",), self.words)
-        digest = hashlib.sha256("\0".join(self.words).encode()).hexdigest()
+        # Of the model and the prompts as this machine sees them.
+        state = [*self.words, str(progress_of(read))]
+        with suppress(OSError):
+            found = Path(named or "").stat()
+            state += [str(found.st_size), str(found.st_mtime_ns)]
+        digest = hashlib.sha256("\0".join(state).encode()).hexdigest()
         paths = tuple(dict.fromkeys([str(read), str(folder), *([named] if named else [])]))
         return Launches(folder / LAUNCHES, folder, f"--output {folder}", digest, paths)
 

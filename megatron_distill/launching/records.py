@@ -37,6 +37,7 @@ __all__ = [
     "LAUNCHES",
     "LOST_PEER",
     "LOST_RENDEZVOUS",
+    "ROLLOUTS",
     "BadNode",
     "LaunchRecord",
     "Launches",
@@ -44,6 +45,7 @@ __all__ = [
     "Outcome",
     "Status",
     "bad_nodes",
+    "complete_parts",
     "complete_shards",
     "disk_errors",
     "job_folder",
@@ -55,6 +57,7 @@ __all__ = [
 ]
 
 LAUNCHES: Final = "launches"
+ROLLOUTS: Final = "rollouts.json"  # in a folder of rollouts, their settings and sums
 LOST_PEER: Final = 10
 LOST_RENDEZVOUS: Final = 20  # order of a node whose ranks outlived the first node's torchrun
 _SHARD: Final = re.compile(r"logits-(\d+)\.array_record")  # beside its description
@@ -179,6 +182,8 @@ class Launches:
     @property
     def progress(self) -> int:
         """The step of the newest checkpoint of a run, or the shards or parts that are written."""
+        if self.unit == "part":
+            return len(complete_parts(self.results))
         return progress_of(self.results, job=self.job, jobs=self.jobs)
 
     @property
@@ -313,15 +318,19 @@ def complete_shards(store: Path, *, job: int = 0, jobs: int = 1) -> list[Path]:
     return [path for path, name in found if name and int(name[1]) % jobs == job]
 
 
+def complete_parts(rollouts: Path) -> list[Path]:
+    """Return the complete parts of rollouts."""
+    return sorted(rollouts.glob("part-*.jsonl"))
+
+
 def progress_of(results: Path, *, job: int = 0, jobs: int = 1) -> int:
-    """Return the step of a run's newest checkpoint, a store's shards, or the parts of rollouts."""
+    """Return the step of the newest checkpoint of a run, or the number of shards of a store."""
     with suppress(FileNotFoundError, NotADirectoryError):
         folders = list((results / "checkpoints").iterdir())
         names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
         return max((int(found[1]) for found in names if found), default=0)
     with suppress(FileNotFoundError, NotADirectoryError):
-        shards = complete_shards(results, job=job, jobs=jobs)
-        return len(shards) or len(list(results.glob("part-*.jsonl")))
+        return len(complete_shards(results, job=job, jobs=jobs))
     return 0
 
 

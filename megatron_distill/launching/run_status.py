@@ -1,4 +1,4 @@
-"""The state of a run or a capture from its folder's files: no process is asked.
+"""The state of a run, a capture or rollouts from its folder's files: no process is asked.
 
 Any machine that sees the folder may read it.
 """
@@ -20,9 +20,11 @@ from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import is_step, newest_records, save_seconds
 from megatron_distill.launching.records import (
     LAUNCHES,
+    ROLLOUTS,
     Launches,
     LaunchRecord,
     Outcome,
+    complete_parts,
     complete_shards,
     job_folders,
     progress_of,
@@ -42,19 +44,19 @@ _ERROR: Final = "error: "  # in the log of a job that does not begin
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run or a capture; times in seconds, None: not known from the files.
+    """The state of a run, a capture or rollouts; times in seconds, None: not known from the files.
 
     Attributes:
         state: `running`, `starting`, `waiting`, `done`, `stopped` or `failed`.
         detail: about the state, in words.
-        step, steps: done, and of the whole run; of a capture its shards.
-        step_seconds: median of the newest steps, or mean of the newest shards. tokens_per_second:
-            mean of the steps.
+        step, steps: done, and of the whole run; of a capture its shards, of rollouts their parts.
+        step_seconds: median of the newest steps, or mean of the newest shards or parts.
+            tokens_per_second: mean of the steps.
         seconds_left: until the last step.
         checkpoint: the newest one's name; its age, and the time that its save took.
         launches: number; restarts: of the newest job.
         slowest_ranks: with the phases in which they are slow, see `logging.straggler_interval`.
-        unit: `step`, or `shard` of a capture.
+        unit: `step`, `shard` of a capture, or `part` of rollouts.
     """
 
     run: str
@@ -107,11 +109,13 @@ class RunStatus:
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the state of a run or a capture.
+    """Return the state of a run, a capture or rollouts.
 
-    Raises ConfigError: the folder is neither, or this user may not read it.
+    Raises ConfigError: the folder is none of these, or this user may not read it.
     """
     try:
+        if (run / ROLLOUTS).is_file():
+            return _rollout_status(run)
         if (run / "shards").is_dir() or _beside(run).is_dir():
             return _capture_status(run)
         return _run_status(run)
@@ -129,7 +133,7 @@ def _run_status(run: Path) -> RunStatus:
     if settings is None and not begun and not launches.script_file.exists():
         raise ConfigError(
             f"{run}: no run has started here (no config.yaml, no {LAUNCHES}); name the folder "
-            "`output` of a run, or `store.path` of a capture"
+            "`output` of a run, `store.path` of a capture, or --output of rollouts"
         )
     records = newest_records(run)
     steps = [one for one in records if is_step(one)]
@@ -190,17 +194,66 @@ def _capture_status(store: Path) -> RunStatus:
     with suppress(OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         plan = json.loads((store / "plan.json").read_text(encoding="utf-8"))
         wanted = -(-int(plan["samples"]) // int(plan["samples_per_shard"]))
-    since = begun[-1].started if begun else 0.0
-    changed = map(_changed, complete_shards(store))
-    ends = sorted(time for time in changed if time > since)[-_RECENT_STEPS:]
-    seconds = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
     done = progress_of(store)
+    seconds = _seconds_between(complete_shards(store), begun)
     states = [_state_of_job(store, job, wanted=wanted, shard_seconds=seconds) for job in jobs]
     state, detail = states[0]
     if jobs[0].jobs > 1:
         state, detail = _together(jobs, states, is_whole=wanted is not None and done >= wanted)
+    return _of_files(
+        store, state, detail, done=done, wanted=wanted, seconds=seconds, begun=begun, unit="shard"
+    )
+
+
+def _rollout_status(folder: Path) -> RunStatus:
+    launches, wanted = Launches(folder / LAUNCHES, folder, f"--output {folder}"), None
+    begun, files = launches.all(), complete_parts(folder)
+    with suppress(OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
+        settings = json.loads((folder / ROLLOUTS).read_text(encoding="utf-8"))["settings"]
+        wanted = -(-int(settings["rows"]) // int(settings["part_rows"]))
+    seconds = _seconds_between(files, begun)
+    state, detail = _state(
+        folder,
+        launches,
+        begun,
+        log=max(files, key=_changed, default=folder / ROLLOUTS),
+        step=len(files),
+        steps=wanted,
+        step_seconds=seconds,
+    )
+    return _of_files(
+        folder,
+        state,
+        detail,
+        done=len(files),
+        wanted=wanted,
+        seconds=seconds,
+        begun=begun,
+        unit="part",
+    )
+
+
+def _seconds_between(files: Sequence[Path], begun: Sequence[LaunchRecord]) -> float | None:
+    """Return the mean time between the newest files of the newest launch; None: too few."""
+    since = begun[-1].started if begun else 0.0
+    ends = sorted(time for time in map(_changed, files) if time > since)[-_RECENT_STEPS:]
+    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
+
+
+def _of_files(
+    folder: Path,
+    state: str,
+    detail: str,
+    *,
+    done: int,
+    wanted: int | None,
+    seconds: float | None,
+    begun: Sequence[LaunchRecord],
+    unit: str,
+) -> RunStatus:
+    """Return the state of a job whose progress is a number of files."""
     return RunStatus(
-        run=str(store),
+        run=str(folder),
         state=state,
         detail=detail,
         step=done,
@@ -214,7 +267,7 @@ def _capture_status(store: Path) -> RunStatus:
         launches=len(begun),
         restarts=begun[-1].restart if begun else 0,
         slowest_ranks=None,
-        unit="shard",
+        unit=unit,
     )
 
 
@@ -284,7 +337,7 @@ def _state(
         return ("running" if log.is_file() else "starting"), place
     if place:
         return "failed", f"{place} has given no sign for {duration(silence)}"
-    return "stopped", f"at {'step' if log.name == 'metrics.jsonl' else 'shard'} {step}"
+    return "stopped", f"at {launches.unit} {step}"
 
 
 def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:

@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.launching.records import ROLLOUTS, complete_parts
 from megatron_distill.runtime.atomic_files import replace_file, write_errors
 from megatron_distill.runtime.folder_lock import take_lock
 
 __all__ = ["RolloutFolder", "Totals"]
 
-_RECORD: Final = "rollouts.json"
 _LOCK: Final = ".lock"
 _SUMS: Final = "sums"
 _VERSION: Final = 1
+# Of settings that no option is named after.
+_CAUSES: Final = {"rows": " (rows of --prompts, at most --limit)", "weights": " (of the model)"}
 
 
 @dataclass(frozen=True)
 class Totals:
     """Sums over saved texts.
 
-    truncated: texts that ended at their length, saved or not. left_out: prompts as long as the
-    model's positions, which have no text. log_prob: of all tokens, in nats.
+    truncated: texts that ended at their length, saved or not. left_out: prompts without a text,
+    which could not be encoded or were too long. log_prob: of all tokens, in nats.
     """
 
     texts: int = 0
@@ -68,11 +70,11 @@ class RolloutFolder:
 
     def _compare(self) -> None:
         """Write the settings, or compare them with those that are there."""
-        file = self.path / _RECORD
+        file = self.path / ROLLOUTS
         if not file.is_file():
-            if any(self.path.glob("part-*.jsonl")):
+            if complete_parts(self.path):
                 raise ConfigError(
-                    f"--output {self.path}: it has parts but no {_RECORD}; name another folder"
+                    f"--output {self.path}: it has parts but no {ROLLOUTS}; name another folder"
                 )
             self._write_record({})
             return
@@ -84,12 +86,13 @@ class RolloutFolder:
             if found.get(key) != self._settings.get(key):
                 raise ConfigError(
                     f"--output {self.path}: its rollouts have {key} = {found.get(key)}, not "
-                    f"{self._settings.get(key)}; name another folder, or start with the same"
+                    f"{self._settings.get(key)}{_CAUSES.get(key, '')}; name another folder, or "
+                    "start with the same"
                 )
 
     def _write_record(self, more: Mapping[str, Any]) -> None:
         text = json.dumps({"settings": self._settings, **more}, indent=1)
-        replace_file(self.path / _RECORD, text.encode())
+        replace_file(self.path / ROLLOUTS, text.encode())
 
     def part(self, number: int) -> Path:
         """Return the file of a part."""

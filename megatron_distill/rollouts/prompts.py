@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_distill.data.chat.conversations import (
     ASSISTANT,
+    SYSTEM_ROLES,
     BadConversationError,
     ConversationSpec,
+    Row,
     conversation_of,
     rows_of,
 )
@@ -21,7 +23,7 @@ from megatron_distill.data.chat.encode import chat_prompt, response_prompts
 from megatron_distill.data.formats import FORMATS
 from megatron_distill.data.text.files import kind_of
 from megatron_distill.data.tokenizers.open import Tokenizer
-from megatron_distill.data.tokenizers.protocol import begin_token
+from megatron_distill.data.tokenizers.protocol import begin_token, encoded_or_refused
 from megatron_distill.errors import ConfigError, DataError
 
 __all__ = ["MESSAGES", "Prompt", "PromptFile", "PromptTokens"]
@@ -60,8 +62,8 @@ class PromptFile:
     at `key` begins a document or, with `is_chat`, is a user message, after `system` if there is
     one. All rows are of the first row's kind.
 
-    Raises ConfigError where the file is missing or of no such format; the iteration raises
-    DataError, with the row, where a prompt cannot be read.
+    Raises ConfigError where the file is missing or of no such format; reading raises DataError,
+    with the row, where it is no prompt.
     """
 
     path: Path
@@ -71,7 +73,9 @@ class PromptFile:
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            raise ConfigError(f"--prompts {self.path}: there is no such file; correct the path")
+            raise ConfigError(
+                f"--prompts {self.path}: there is no such file; name one of {', '.join(_FORMATS)}"
+            )
         if self.path.suffix not in _FORMATS:
             raise ConfigError(
                 f"--prompts {self.path}: not one of {', '.join(_FORMATS)}; convert it to one"
@@ -84,23 +88,15 @@ class PromptFile:
 
     def __iter__(self) -> Iterator[Prompt]:
         """Yield the prompts in their order."""
+        return map(self.prompt, self.rows())
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows in their order, as they are."""
         columns = (self.key, MESSAGES, _TOOLS)
         read = FORMATS[_FORMATS[self.path.suffix]].rows
         assert read is not None, "these formats have rows"
-        is_conversation: bool | None = None
         for block in read(0, self.path, (), columns):
-            for number, content in rows_of(block):
-                if isinstance(content, str):
-                    raise self._bad(number, content)
-                found = self._prompt(number, content)
-                if is_conversation is None:
-                    is_conversation = found.text is None
-                if is_conversation != (found.text is None):
-                    first, other = "a conversation", "a text"
-                    if not is_conversation:
-                        first, other = other, first
-                    raise self._bad(number, f"is {other}, and the first row {first}; divide them")
-                yield found
+            yield from rows_of(block)
 
     def first(self) -> Prompt:
         """Return the first prompt. Raises ConfigError where there is none; DataError."""
@@ -110,35 +106,65 @@ class PromptFile:
         return found
 
     def count(self, limit: int | None) -> int:
-        """Return the number of prompts, at most `limit`; reads them all. Raises DataError."""
-        return sum(1 for _ in islice(iter(self), limit))
+        """Return the number of rows, at most `limit`. Raises DataError for one that is no prompt.
 
-    def _prompt(self, row: int, content: Mapping[str, Any]) -> Prompt:
+        Reads all of them.
+        """
+        count, is_conversation = 0, self.first().text is None
+        for found in islice(iter(self), limit):
+            count += 1
+            if is_conversation != (found.text is None):
+                kinds = ("a text", "a conversation")
+                raise self._bad(
+                    found.row,
+                    f"is {kinds[not is_conversation]}, and the first row {kinds[is_conversation]}; "
+                    "divide them over two files",
+                )
+        return count
+
+    def prompt(self, row: Row) -> Prompt:
+        """Return what a row asks for. Raises DataError with the row."""
+        number, content = row
+        if isinstance(content, str):
+            raise self._bad(number, content)
         if content.get(MESSAGES) is not None:
-            return self._conversation(row, content)
+            return self._conversation(number, content)
         text = content.get(self.key)
         if text is None:
-            keys = ", ".join(sorted(content)[:10]) or "none"
+            keys = ", ".join(sorted(content)[:10]) or "none of these"
             raise self._bad(
-                row, f"has no {MESSAGES!r} and no {self.key!r} (its keys: {keys}); set --key"
+                number,
+                f"has no {MESSAGES!r} and no {self.key!r} (it has: {keys}); name the column of the "
+                f"text by --key, or rename that of the messages to {MESSAGES!r}",
             )
         if not isinstance(text, str):
-            raise self._bad(row, f"{self.key!r} is {kind_of(text)}, not text; correct it")
-        if not self.is_chat:
-            return Prompt(row, text)
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return Prompt(row, messages=(*system, {"role": "user", "content": text}))
+            raise self._bad(number, f"{self.key!r} is {kind_of(text)}, not text; correct it")
+        if self.is_chat:
+            return Prompt(number, messages=(*self._system(), {"role": "user", "content": text}))
+        if self.system is not None:
+            raise self._bad(number, "is a text, and --system a message of a chat; add --chat")
+        return Prompt(number, text)
+
+    def _system(self) -> list[dict[str, Any]]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _conversation(self, row: int, content: Mapping[str, Any]) -> Prompt:
+        # What stands before the first prompt stays: nothing is trained here.
+        spec = ConversationSpec(leading_assistant="keep")
         try:
-            found = conversation_of(content, ConversationSpec())
+            found = conversation_of(content, spec)
+            json.dumps([found.messages, found.tools], ensure_ascii=False).encode()
         except BadConversationError as error:
             raise self._bad(row, str(error)) from None
+        except (TypeError, UnicodeEncodeError) as error:
+            raise self._bad(row, f"its messages are not JSON ({error}); correct them") from None
         messages = list(found.messages)
         while messages and messages[-1]["role"] == ASSISTANT:
             messages.pop()
-        if self.system is not None and messages and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system})
+        if all(one["role"] in (ASSISTANT, *SYSTEM_ROLES) for one in messages):
+            raise self._bad(row, "asks nothing: it has no message of a user or a tool; add one")
+        if messages[0]["role"] not in SYSTEM_ROLES:
+            messages = [*self._system(), *messages]
         return Prompt(row, messages=tuple(messages), tools=tuple(found.tools or ()))
 
     def _bad(self, row: int, reason: str) -> DataError:
@@ -149,7 +175,7 @@ class PromptFile:
 class PromptTokens:
     """Turns prompts of one kind into token ids to continue.
 
-    stop_ids: that end a response or a document.
+    stop_ids: that end a response or a document. begin: the id before a document, None: none.
     """
 
     tokenizer: Tokenizer
@@ -165,26 +191,38 @@ class PromptTokens:
 
         Raises ConfigError: the tokenizer has no chat template; DataError: as `begin_token`.
         """
-        if first.text is None:
-            return cls(tokenizer, chat_prompt(tokenizer, "a").stop_ids, True, None)
-        return cls(tokenizer, (tokenizer.eos_id,), False, begin_token(tokenizer, add_bos))
-
-    def __call__(self, prompts: Sequence[Prompt], named: Path) -> list[tuple[int, ...]]:
-        """Return the ids of each prompt. Raises DataError with the row of one without any."""
-        if self.is_conversation:
-            conversations = [(one.messages, one.tools or None) for one in prompts]
-            found = response_prompts(
-                self.tokenizer, conversations, fault=partial(_refused, prompts, named)
+        if first.text is not None:
+            return cls(tokenizer, (tokenizer.eos_id,), False, begin_token(tokenizer, add_bos))
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"--prompts has conversations, and the tokenizer {tokenizer.name} has no chat "
+                "template; add a chat_template.jinja to its folder, or give rows with a text"
             )
-        else:
-            begin = () if self.begin is None else (self.begin,)
-            texts = self.tokenizer.encode_batch([one.text or "" for one in prompts])
-            found = [(*begin, *ids.tolist()) for ids in texts]
-        for number, ids in enumerate(found):
-            if not ids:
-                raise _refused(prompts, named, number, "has no token; remove it")
+        return cls(tokenizer, chat_prompt(tokenizer, "a").stop_ids, True, None)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What determines the ids of a prompt and the end of its text."""
+        template = self.tokenizer.chat_template if self.is_conversation else None
+        digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()
+        stops = list(self.stop_ids)
+        tokenizer = self.tokenizer.identity
+        return {
+            "tokenizer": tokenizer, "chat_template": digest, "begin": self.begin, "stop_ids": stops,
+        }  # fmt: skip
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | str]:
+        """Return the ids of each prompt, or why it has none."""
+        if self.is_conversation:
+            conversations = [([*map(dict, one.messages)], list(one.tools)) for one in prompts]
+            return response_prompts(
+                self.tokenizer, [(messages, tools or None) for messages, tools in conversations]
+            )
+        begin = () if self.begin is None else (self.begin,)
+        found: list[tuple[int, ...] | str] = []
+        for ids in encoded_or_refused(self.tokenizer, [one.text or "" for one in prompts]):
+            if isinstance(ids, DataError):
+                found.append(str(ids))
+            else:
+                found.append((*begin, *ids.tolist()) or "it has no token")
         return found
-
-
-def _refused(prompts: Sequence[Prompt], named: Path, number: int, reason: str) -> DataError:
-    return DataError(f"--prompts {named}: row {prompts[number].row}: {reason}")

@@ -11,13 +11,19 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+from megatron_distill.data.chat.conversations import Row
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.models.generation import Ending, Sampling, Stops, WriteRow, Written
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.rollouts.folder import RolloutFolder, Totals
 from megatron_distill.rollouts.prompts import Prompt, PromptFile, PromptTokens
-from megatron_distill.runtime.collectives import any_rank, from_first_rank, together
+from megatron_distill.runtime.collectives import (
+    any_rank,
+    from_first_rank,
+    on_first_rank,
+    together,
+)
 from megatron_distill.runtime.progress import ProgressFigure, ProgressReporter, short_count
 
 __all__ = ["FirstRank", "RolloutWork", "write_parts"]
@@ -74,7 +80,7 @@ class FirstRank:
     tokens: PromptTokens
     folder: RolloutFolder
     positions: int
-    _rows: Iterator[Prompt] = field(init=False)
+    _rows: Iterator[Row] = field(init=False)
     _next: int = 0
     _prompts: dict[int, Prompt] = field(init=False, default_factory=dict)
     _progress: ProgressReporter = field(init=False)
@@ -82,7 +88,7 @@ class FirstRank:
 
     def __post_init__(self) -> None:
         work = self.work
-        self._rows = islice(iter(work.prompts), work.rows)
+        self._rows = islice(work.prompts.rows(), work.rows)
         missing = [
             min(work.part_rows, work.rows - number * work.part_rows)
             for number in self.folder.missing(work.parts)
@@ -93,25 +99,27 @@ class FirstRank:
     def read(self, number: int) -> _Beginnings:
         """Return the prompts of a part, in ascending order of parts; the rest is passed over.
 
-        Prompts that leave the model no position are left out, with a warning.
+        Prompts that cannot be encoded, or leave the model no position, are left out with a warning.
         """
-        size = self.work.part_rows
+        file, size = self.work.prompts, self.work.part_rows
         passed, self._next = (number - self._next) * size, number + 1
-        prompts = list(islice(self._rows, passed, passed + size))
+        prompts = [file.prompt(row) for row in islice(self._rows, passed, passed + size)]
         self._prompts = {prompt.row: prompt for prompt in prompts}
-        ids = dict(zip(self._prompts, self.tokens(prompts, self.work.prompts.path), strict=True))
-        left_out = [row for row, found in ids.items() if len(found) >= self.positions]
-        if left_out:
-            _LOGGER.warning(
-                "%s: %s left out, the first of them in row %d: as long as the model's %s",
-                self.work.prompts.path,
-                counted(len(left_out), "prompt"),
-                left_out[0],
-                counted(self.positions, "position"),
-            )
-        for row in left_out:
-            del ids[row]
-        return _Beginnings(tuple(ids), tuple(ids.values()))
+        kept: dict[int, tuple[int, ...]] = {}
+        refused: dict[int, str] = {}
+        for prompt, ids in zip(prompts, self.tokens(prompts), strict=True):
+            if isinstance(ids, str):
+                refused[prompt.row] = ids
+            elif len(ids) >= self.positions:
+                positions = counted(self.positions, "position")
+                refused[prompt.row] = f"{counted(len(ids), 'token')}; the model has {positions}"
+            else:
+                kept[prompt.row] = ids
+        if refused:
+            row, reason = next(iter(refused.items()))
+            count = counted(len(refused), "prompt")
+            _LOGGER.warning("%s: %s left out, first row %d: %s", file.path, count, row, reason)
+        return _Beginnings(tuple(kept), tuple(kept.values()))
 
     def save(self, number: int, rows: Sequence[WriteRow], written: Sequence[Written]) -> None:
         """Write a part's file. Raises ConfigError."""
@@ -159,9 +167,8 @@ class FirstRank:
         return self.folder.finish(self.work.parts)
 
     def close(self) -> None:
-        """Remove the progress bar, and let another process have the folder."""
+        """Remove the progress bar."""
         self._progress.close()
-        self.folder.close()
 
 
 def write_parts(
@@ -173,13 +180,13 @@ def write_parts(
 ) -> bool:
     """Write the missing parts; return whether all are written, False after a request to stop.
 
-    The part that a stop interrupts is left to the next start. Its texts will be the same, because
-    draws depend on the seed, the row and the sample alone. first: on the first rank.
+    The part that a stop interrupts is left to the next start, with the same draws: they depend on
+    the seed, the row, the sample and the position alone. first: on the first rank.
 
     Raises a MegatronDistillError on all ranks together.
 
-    Collective: world, per part the prompts from the first rank and a vote, and those of
-    `CachedGPT.write`.
+    Collective: world, per part those of `on_first_rank`, the prompts from the first rank and a
+    vote, and those of `CachedGPT.write`.
     """
     missing, stop_ids = from_first_rank(partial(_missing, first))
     stops = Stops(ids=stop_ids, strings=work.strings)
@@ -202,7 +209,9 @@ def _write_part(
     stop_requested: Callable[[], bool],
 ) -> bool:
     """Write a part; return whether it is written, False after a request to stop."""
-    part = from_first_rank(partial(_read, first, number))
+    # It passes over all rows before the part.
+    read = on_first_rank(partial(_read, first, number), device=model.device)
+    part = from_first_rank(lambda: _known(read))
     rows = [
         WriteRow(ids, (row - 1) * work.samples + sample, work.limit)
         for row, ids in zip(part.rows, part.ids, strict=True)
@@ -225,3 +234,8 @@ def _missing(first: FirstRank | None) -> tuple[list[int], tuple[int, ...]]:
 def _read(first: FirstRank | None, number: int) -> _Beginnings:
     assert first is not None
     return first.read(number)
+
+
+def _known(read: _Beginnings | None) -> _Beginnings:
+    assert read is not None, "the first rank has read it"
+    return read

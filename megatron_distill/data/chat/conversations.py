@@ -37,7 +37,7 @@ ROLES: Final[Mapping[str, str]] = {
     "ipython": "ipython",
 }
 _PROMPT_SEPARATOR: Final = "\n\n"
-_SYSTEM_ROLES: Final = ("system", "developer")
+SYSTEM_ROLES: Final = ("system", "developer")
 LEADING_ASSISTANT: Final = ("drop", "keep", "refuse")
 
 
@@ -133,7 +133,7 @@ def _leading(messages: Sequence[Mapping[str, Any]], policy: str) -> tuple[int, i
     """The responses before the first prompt that are to be dropped, as a slice."""
     assert policy in LEADING_ASSISTANT, policy
     roles = [message["role"] for message in messages]
-    start = next((at for at, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
+    start = next((at for at, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
     stop = next((at for at in range(start, len(roles)) if roles[at] != ASSISTANT), len(roles))
     if start == stop or policy == "keep":
         return start, start

@@ -5,7 +5,7 @@ A prompt is one user message in the tokenizer's chat template, without an answer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,13 @@ from megatron_distill.data.chat.conversations import (
     rows_of,
 )
 from megatron_distill.data.chat.spans import Rendered, ResponseFinder
-from megatron_distill.data.chat.template import ChatTemplate, chat_template, encode_rendered
+from megatron_distill.data.chat.template import (
+    ChatTemplate,
+    chat_template,
+    encode_rendered,
+    message_forms,
+    writes_null,
+)
 from megatron_distill.data.samples import (
     CE_TRAINED,
     FULLY_TRAINED,
@@ -34,7 +40,7 @@ from megatron_distill.data.samples import (
 from megatron_distill.data.text.documents import RowFilter
 from megatron_distill.data.tokenizers.open import Encoding, Tokenizer
 from megatron_distill.data.tokenizers.protocol import begin_token
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, DataError
 
 INDEX_TYPE: Final = np.dtype(
     [
@@ -345,23 +351,41 @@ def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -
 
 
 def response_prompts(
-    tokenizer: Tokenizer,
-    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]],
-    *,
-    fault: Callable[[int, str], Exception],
-) -> list[tuple[int, ...]]:
-    """Return the ids of conversations, messages with tools, each up to its next response.
+    tokenizer: Tokenizer, conversations: Sequence[tuple[list[dict[str, Any]], list[Any] | None]]
+) -> list[tuple[int, ...] | str]:
+    """Return the ids of each conversation up to a response, or why there are none.
 
-    The tokenizer has a chat template. Raises what `fault` makes of a conversation's place and the
-    reason, where the template refuses it.
+    A conversation is its messages and its tools. The tokenizer has a chat template.
     """
-    template, texts = chat_template(ConversationSpec(), tokenizer), []
-    for place, (messages, tools) in enumerate(conversations):
+    template = chat_template(ConversationSpec(), tokenizer)
+    found: list[tuple[int, ...] | str] = []
+    for messages, tools in conversations:
         try:
-            texts.append(template.render(messages, tools, add_generation_prompt=True))
+            text = _up_to_response(template, messages, tools)
+            found.append(tuple(encode_rendered(tokenizer, [text])[0].ids_n.tolist()))
+        except (BadConversationError, DataError) as error:
+            found.append(str(error))
+    return found
+
+
+def _up_to_response(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None
+) -> str:
+    """Return the text of messages up to a response, in the first form that the template writes.
+
+    Raises BadConversationError: it writes none.
+    """
+    refusal: BadConversationError | None = None
+    for form in message_forms(messages):
+        try:
+            text = template.render(form, tools, add_generation_prompt=True)
         except BadConversationError as error:
-            raise fault(place, str(error)) from None
-    return [tuple(one.ids_n.tolist()) for one in encode_rendered(tokenizer, texts)]
+            refusal = refusal or error
+            continue
+        if not writes_null(template, form, tools, text):
+            return text
+    assert refusal is not None, "a null that is written can be left out"
+    raise refusal
 
 
 def _ends_of_turn(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_distill.config import RunConfig
@@ -25,6 +26,7 @@ from megatron_distill.train.comparison import compare_held_out
 from megatron_distill.train.evaluation.speculative import RULES, block_figures, speculate
 from megatron_distill.train.evaluation.teacher_text import Text, compare_texts, held_out_prompts
 from megatron_distill.train.metrics import LabelTotals, public_names
+from megatron_distill.train.model_source import teacher_digest
 from megatron_distill.train.optimizer import wrap_data_parallel
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.live import OnlineTeacher
@@ -170,11 +172,13 @@ class TextWriter:
     Attributes:
         tokenizer: on the first rank, or on all that asked for it.
         positions: the most tokens of a text.
-        build: reads the weights. Raises a MegatronDistillError on all ranks together.
+        digest: returns that of the weights, see `teacher_digest`.
+        build: reads the weights. Both raise a MegatronDistillError on all ranks together.
     """
 
     tokenizer: Tokenizer | None
     positions: int
+    digest: Callable[[], str]
     build: Callable[[], CachedGPT]
 
 
@@ -212,4 +216,5 @@ def text_writer(
                 decode=None if tokenizer is None else tokenizer.decode,
             )
 
-        yield TextWriter(tokenizer, source.architecture.max_position_embeddings, build)
+        digest = partial(teacher_digest, source, seed=config.seed, group=groups.world)
+        yield TextWriter(tokenizer, source.architecture.max_position_embeddings, digest, build)

@@ -1,7 +1,7 @@
 """Further jobs of a real Slurm: other commands, an array, and warnings outside of a step.
 
-Regimes: an evaluation, a script that raises, an array whose tasks go on from one another, the
-warning of the time limit in warm-up, evaluation and capture, a spare node, a full disk.
+Regimes: an evaluation, rollouts, a script that raises, an array whose tasks go on from one another,
+the warning of the time limit in warm-up, evaluation and capture, a spare node, a full disk.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from tests.e2e.clusters.jobs import (
     outcomes,
     steps_done,
 )
+from tests.e2e.failing import call_script
 from tests.e2e.faults.test_kill import scoring_of_minutes
-from tests.e2e.runs import Inputs, records, run, step_records
+from tests.e2e.processes import ROOT
+from tests.e2e.runs import SECONDS, Inputs, records, run, step_records
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -57,6 +59,41 @@ def test_a_run_is_evaluated_on_the_nodes(
     assert outcomes(output, "launches_evaluate") == [Status.DONE]
     (launch,) = launches_of(output, "launches_evaluate").all()
     assert launch.nodes == ["n1", "n2"]
+
+
+def test_rollouts_that_were_warned_go_on_to_the_same_texts_and_are_then_done(
+    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    trained, output, alone = tmp_path / "run", tmp_path / "rollouts", tmp_path / "alone"
+    run(pool, 1, inputs.folder / "dense.yaml", trained, "train.steps=1", *SAVING)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "def f{number}("}}\n' for number in range(24)))
+    model = (str(trained), "parallel.tensor=2")
+    options = ("--prompts", str(prompts), "--samples", "8", "--tokens", "24", "--part-rows", "1")
+    words = ("--command", "rollout", *model, "--", *options, "--output", str(output))
+    (job,) = cluster.submit_by_command(words, logs=output / "launches")
+    job.wait_for((output / "part-00001.jsonl").is_file)
+    with held_up(job):
+        job.warn()
+    assert job.wait_for_end() == "COMPLETED 0:0", job.log
+    assert outcomes(output) == [Status.UNFINISHED, Status.DONE]
+    assert 2 <= launches_of(output).all()[1].progress < 24
+    assert "goes on from part" in job.log
+    assert "Traceback" not in job.log
+    status = read_status(output)
+    assert (status.state, status.step, status.steps) == ("done", 24, 24)
+    (again,) = cluster.submit_by_command(words, logs=output / "launches")
+    assert again.wait_for_end() == "COMPLETED 0:0", again.log
+    assert "nothing to do" in again.log
+    ranks = [*model, *options, "--output", str(alone)]
+    pool.run(2, call_script, ROOT / "launch" / "rollout.py", ranks, timeout=SECONDS)
+    assert texts(output) == texts(alone)
+
+
+def texts(rollouts: Path) -> list[str]:
+    """The texts of all parts."""
+    files = sorted(rollouts.glob("part-*.jsonl"))
+    return [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
 
 
 def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_and_launch(

@@ -130,6 +130,9 @@ def test_missing_parts_are_written_and_no_others(
     assert second.read_bytes() == expected == (alone / second.name).read_bytes()
     other = rollout(pool, *words, "--seed", 3)
     assert "its rollouts have seed = 0, not 3; name another folder" in message(other)
+    assert "its rollouts have rows = 6, not 5 (rows of --prompts, at most --limit)" in message(
+        rollout(pool, *words, "--limit", 5)
+    )
     prompts_of_another = tmp_path / "b.jsonl"
     prompts_of_another.write_text('{"prompt": "hello"}\n')
     changed = (*words[:3], prompts_of_another, *words[4:])
@@ -144,11 +147,12 @@ def test_texts_that_end_at_their_length_and_prompts_that_are_too_long_are_counte
     words = ("--hf", model, "--prompts", path, "--key", "q", "--output", output, "--tokens", 1)
     (ending,) = rollout(pool, *words, "--drop-truncated")
     assert ending.status == 0, ending.stderr
-    assert "1 prompt left out, the first of them in row 1: as long as the model's 160" in (
+    assert "1 prompt left out, first row 1: " in ending.stderr
+    assert "the model has 160 positions" in ending.stderr
+    assert f"{output}: 0 texts" in ending.stderr
+    assert "1 text reached --tokens or the model's last position without an end: left out" in (
         ending.stderr
     )
-    assert f"{output}: 0 texts" in ending.stderr
-    assert "1 text reached --tokens 1 before an end: left out" in ending.stderr
     assert parts(output) == [[]]
 
 

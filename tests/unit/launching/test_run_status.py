@@ -268,6 +268,27 @@ def test_a_capture_has_its_shards_speed_and_state(tmp_path: Path) -> None:
     assert read_status(store).state == "done"
 
 
+def test_rollouts_have_their_parts_speed_and_state(tmp_path: Path) -> None:
+    folder, now = tmp_path / "rollouts", time.time()
+    folder.mkdir()
+    (folder / "rollouts.json").write_text('{"settings": {"rows": 45, "part_rows": 10}}')
+    for part in range(3):
+        file = folder / f"part-{part:05d}.jsonl"
+        file.touch()
+        os.utime(file, (now - 60 + 20 * part,) * 2)
+    (folder / "part-00003.jsonl.partial").touch()
+    status = read_status(folder)
+    assert (status.state, status.step, status.steps, status.unit) == ("running", 3, 5, "part")
+    assert (status.step_seconds, status.seconds_left) == (20, 40)
+    assert "part        3 of 5 (60.0 %)" in status.lines()
+    for part in range(3):
+        os.utime(folder / f"part-{part:05d}.jsonl", (LONG_AGO, LONG_AGO))
+    assert (read_status(folder).state, read_status(folder).detail) == ("stopped", "at part 3")
+    for part in (3, 4):
+        (folder / f"part-{part:05d}.jsonl").touch()
+    assert read_status(folder).state == "done"
+
+
 def test_jobs_that_write_a_store_side_by_side_are_shown_together(tmp_path: Path) -> None:
     store, now = tmp_path / "store", time.time()
     (store / "shards").mkdir(parents=True)

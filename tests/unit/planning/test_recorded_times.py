@@ -1,14 +1,14 @@
-"""Times of the steps that other benchmarks recorded, for the device of the planner's own record.
+"""Times of the steps that other benchmarks recorded, for calibrated devices.
 
-All are of the same machine at other hours. Processes of one thread share its caches and its memory
-in another way than calibrated, so that the bounds of teachers elsewhere are wider.
+All are of the same machine at other hours, which differ. So the record of teachers elsewhere has
+devices that were calibrated between its rounds. Its steps are compared with the median of theirs.
 """
 
 from __future__ import annotations
 
 import json
 from itertools import combinations
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import pytest
@@ -49,19 +49,17 @@ def test_steps_with_teachers_elsewhere_take_about_the_predicted_time() -> None:
     steps = recorded["steps"]
     devices = [DeviceProfile.model_validate(one) for one in recorded["devices"]]
     rows = {
-        name: (median(step["step_seconds"] for step in steps[name]), mean(seconds))
+        name: (median(step["step_seconds"] for step in steps[name]), median(seconds))
         for name, seconds in planned_steps(devices).items()
     }
     assert len(rows) == 9
-    found = errors(rows)
-    assert mean(map(abs, found.values())) <= 0.15
-    assert max(map(abs, found.values())) <= 0.26
-    # These are within the bound of the other records.
-    hidden = [error for name, error in found.items() if name.startswith("own ranks, hidden")]
-    assert len(hidden) == 4
-    assert max(map(abs, hidden)) <= 0.15
-    assert len(in_order(rows)) == 25
+    assert len(in_order(rows)) == 27
     assert all(in_order(rows))
+    found = errors(rows)
+    # A plan counts on work on the other core, which a process alone leaves idle.
+    alone = found.pop("student without teacher, one rank")
+    assert 0 < alone <= 0.25
+    assert max(map(abs, found.values())) <= 0.15
 
 
 def test_the_steps_beside_peers_take_about_the_predicted_time(device: DeviceProfile) -> None:

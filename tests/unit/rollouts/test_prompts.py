@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +86,17 @@ def test_ids_are_those_of_transformers_up_to_the_response(style: str, tmp_path: 
         )
         for one in prompts
     ]
-    assert tokens(prompts, tmp_path) == expected
+    assert tokens(prompts) == expected
     assert tokenizer.eos_id in tokens.stop_ids
 
 
 def test_a_document_begins_with_the_begin_of_text_token_where_training_has_it() -> None:
     tokenizer = chat_tokenizer("llama31")
     prompt = Prompt(1, "hello")
-    (plain,) = PromptTokens.of(tokenizer, prompt, add_bos=False)([prompt], Path("a"))
-    (begun,) = PromptTokens.of(tokenizer, prompt, add_bos=True)([prompt], Path("a"))
+    without, with_begin = (PromptTokens.of(tokenizer, prompt, add_bos=one) for one in (False, True))
+    (plain,), (begun,) = without([prompt]), with_begin([prompt])
     assert begun == (tokenizer.bos_id, *plain)
+    assert without.identity != with_begin.identity
 
 
 @pytest.mark.parametrize(
@@ -102,12 +104,18 @@ def test_a_document_begins_with_the_begin_of_text_token_where_training_has_it() 
     [
         (
             [{"text": "a"}],
-            r"row 1: has no 'messages' and no 'prompt' \(its keys: text\); set --key",
+            r"row 1: has no 'messages' and no 'prompt' \(it has: text\); name the col",
         ),
         ([{"prompt": 3}], "row 1: 'prompt' is a number, not text; correct it"),
-        ([{"prompt": "a"}, {"messages": [USER]}], "row 2: is a conversation, and the first row a "),
-        ([{"messages": [USER]}, {"prompt": "a"}], "row 2: is a text, and the first row a conv"),
+        (
+            [{"prompt": "a"}, {"messages": [USER]}],
+            "row 2: is a conversation, and the first row a t",
+        ),
+        ([{"messages": [USER]}, {"prompt": "a"}], "row 2: is a text, and the first row a conversa"),
         ([{"messages": [USER]}, {"messages": "a"}], "row 2: its messages are not a list"),
+        ([{"messages": [SYSTEM]}], "row 1: asks nothing: it has no message of a user or a tool; a"),
+        ([{"messages": [ANSWER]}], "row 1: asks nothing"),
+        ([{"messages": [{**USER, "name": "\ud800"}]}], "row 1: its messages are not JSON"),
     ],
 )
 def test_a_row_that_is_no_prompt_is_named(
@@ -118,6 +126,19 @@ def test_a_row_that_is_no_prompt_is_named(
         PromptFile(path).count(None)
 
 
+def test_a_message_of_a_table_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    rows = [{"messages": [{**USER, "sent": datetime(2026, 1, 1, tzinfo=UTC)}]}]
+    path = written(tmp_path, rows, ".parquet")
+    with pytest.raises(DataError, match="row 1: its messages are not JSON .*datetime"):
+        PromptFile(path).count(None)
+
+
+def test_a_system_message_needs_a_chat(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"prompt": "a"}])
+    with pytest.raises(DataError, match="row 1: is a text, and --system a message of a chat; add"):
+        PromptFile(path, system="Be brief.").count(None)
+
+
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a"}\n\n{broken\n')
@@ -126,7 +147,7 @@ def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_empty_or_of_another_kind_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.jsonl: there is no such file; correct the path"):
+    with pytest.raises(ConfigError, match=r"none.jsonl: there is no such file; name one of .jsonl"):
         PromptFile(tmp_path / "none.jsonl")
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError, match=r"a.txt: not one of .jsonl, .parquet, .arrow; convert"):
@@ -136,14 +157,32 @@ def test_a_file_that_is_missing_empty_or_of_another_kind_is_named(tmp_path: Path
         PromptFile(tmp_path / "a.jsonl").first()
 
 
-def test_prompts_that_cannot_be_encoded_are_named_by_their_row(tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_encoded_have_a_reason_and_the_rest_their_ids() -> None:
     plain = train_bpe(["a b c"], vocab_size=260)
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError, match=r"--prompts has conversations, and .* no chat template"):
         PromptTokens.of(plain, Prompt(1, messages=(USER,)))
-    empty = Prompt(7, "")
-    with pytest.raises(DataError, match="row 7: has no token; remove it"):
-        PromptTokens.of(plain, empty)([Prompt(6, "a"), empty], tmp_path)
-    gemma = chat_tokenizer("gemma")
-    refused = Prompt(3, messages=(SYSTEM, USER))
-    with pytest.raises(DataError, match="row 3: "):
-        PromptTokens.of(gemma, Prompt(1, messages=(USER,)))([refused], tmp_path)
+    prompts = [Prompt(1, "a"), Prompt(2, ""), Prompt(3, "\ud800"), Prompt(4, "b")]
+    first, empty, broken, last = PromptTokens.of(plain, prompts[0])(prompts)
+    assert empty == "it has no token"
+    assert "unpaired surrogate" in broken
+    assert isinstance(first, tuple)
+    assert isinstance(last, tuple)
+    asked = [Prompt(1, messages=(SYSTEM, USER)), Prompt(2, messages=(USER,))]
+    refused, kept = PromptTokens.of(chat_tokenizer("gemma"), asked[1])(asked)
+    assert isinstance(refused, str)
+    assert isinstance(kept, tuple)
+
+
+def test_a_call_of_a_tool_is_written_in_the_form_that_the_template_takes() -> None:
+    """As in training: no null is written for the content beside the call."""
+    tokenizer = chat_tokenizer("qwen25")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    asks = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = (USER, asks, {"role": "tool", "content": "sunny"})
+    prompt = Prompt(1, messages=messages, tools=(TOOL,))
+    (ids,) = PromptTokens.of(tokenizer, prompt)([prompt])
+    assert not isinstance(ids, str), ids
+    text = tokenizer.decode(ids)
+    assert "None" not in text
+    assert "null" not in text
+    assert "Paris" in text
