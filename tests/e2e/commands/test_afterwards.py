@@ -29,6 +29,7 @@ def modules_left(rank: int, world: int, config: Path, overrides: list[str]) -> i
     return len(modules() - before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -193,6 +193,7 @@ def test_features_of_two_sizes_are_projected_and_balanced(
         assert record["balance"]["feature_scale"] > 0
 
 
+@pytest.mark.slow
 def test_a_qwen_teaches_a_llama_that_leaves_with_its_own_tokenizer(
     pool: Pool, inputs: Inputs, llamas: Path, other_qwen: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def import_folder(rank: int, world: int, folder: Path, output: Path) -> None:
     import_checkpoint(folder, output, dtype=None, overwrite=False)
 
 
+@pytest.mark.slow
 def test_an_imported_checkpoint_serves_as_the_folder_does(
     pool: Pool, inputs: Inputs, source: Path, tmp_path: Path
 ) -> None:

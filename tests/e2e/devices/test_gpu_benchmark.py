@@ -133,6 +133,7 @@ def test_fails() -> None:
 """
 
 
+@pytest.mark.slow
 def test_the_part_of_the_tests_counts_and_names_those_that_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
     assert checkpoints(output)[-1] == f"step_{newest:07d}"
 
 
+@pytest.mark.slow
 def test_corrupt_lines_are_skipped_counted_and_reported(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def everything(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_there_is_as_it_was(
     pool: Pool, inputs: Inputs, config: Path, models: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., Course]:
     return partial(runs, config.stem, 1)
 
 
+@pytest.mark.slow
 def test_two_steps_with_each_teacher_on_a_rank_are_those_of_shared_ranks(
     pool: Pool, config: Path, shared: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_padding_is_never_written_by_transformers(
     assert max(seen) < 301
 
 
+@pytest.mark.slow
 def test_a_store_serves_a_student_of_another_padding(
     pool: Pool, inputs: Inputs, models: Path, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ OF_CHUNKS = """objective.terms=[
      temperature_schedule: {to: 2, steps: 4, start_step: 1}}]"""
 
 
+@pytest.mark.slow
 def test_losses_between_tokenizers_have_schedules_and_a_balance(train: KnownRuns) -> None:
     found = train("aligned", 1, *MAGNITUDE, OF_CHUNKS)
     weights, temperatures = [0, 1 / 3, 2 / 3, 1, 1, 1], [4, 4, 3.5, 3, 2.5, 2]

@@ -48,6 +48,7 @@ def begun(pool: Pool, inputs: Inputs, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_changes_are_reported_once_and_each_start_is_saved(
     pool: Pool, inputs: Inputs, begun: Path
 ) -> None:

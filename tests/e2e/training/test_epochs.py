@@ -53,6 +53,7 @@ def samples(corpus: Path, tokenizer: Tokenizer) -> int:
     return math.ceil((tokens - 1) / LENGTH)
 
 
+@pytest.mark.slow
 def test_epochs_are_the_steps_of_that_many_passes(
     pool: Pool, inputs: Inputs, tmp_path: Path, corpus: Path, samples: int
 ) -> None:

@@ -115,6 +115,7 @@ TWO_BAD = (
 )
 
 
+@pytest.mark.slow
 def test_a_step_that_was_not_applied_does_not_advance_the_rate(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:

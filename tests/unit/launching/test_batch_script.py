@@ -220,8 +220,9 @@ def test_a_dry_run_shows_the_script_and_writes_nothing(
     assert main([*words, "--dry-run", "train.stops=7"]) == 1
     assert "train.stops" in capsys.readouterr().err
     assert main([*words, "--command", "data"]) == 1
-    assert "data: not a command for a cluster; train, capture, evaluate, generate, convert are" in (
-        capsys.readouterr().err
+    assert (
+        "data: not a command for a cluster; train, capture, rollout, evaluate, generate, convert"
+        in (capsys.readouterr().err)
     )
     for wrong, message in WRONG.items():
         with pytest.raises(SystemExit):

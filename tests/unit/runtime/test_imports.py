@@ -23,6 +23,7 @@ print(gc.isenabled(), had == (find_spec("wandb") is not None), gc.get_freeze_cou
 """
 
 
+@pytest.mark.slow
 def test_a_rank_on_a_cpu_loads_neither_a_tracker_nor_the_compiler() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

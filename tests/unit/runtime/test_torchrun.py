@@ -114,6 +114,7 @@ def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) ->
     assert_gone(ranks)
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
     parent = start(tmp_path, "ignoring")
     ranks = rank_processes(tmp_path)

@@ -177,6 +177,7 @@ def test_fresh_makes_everything_again_and_deletes_nothing_else(
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_the_result_has_the_seconds_of_a_call_that_did_all_of_it(
     tmp_path: Path, children: Children
 ) -> None:
