@@ -1,4 +1,4 @@
-"""Arguments of `evaluate` and `generate` that are refused before any work."""
+"""Arguments of `evaluate`, `generate` and `rollout` that are refused before any work."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_distill.errors import ConfigError
 _TASKS = ("evaluate", "runs/first", "--tasks", "quiz.yaml")
 _HARNESS = ("evaluate", "runs/first", "--lm-eval", "quiz")
 _TEXT = ("generate", "runs/first")
+_ROLLOUT = ("rollout", "runs/first", "--prompts", "a.jsonl", "--output")
 _REFUSED: dict[tuple[str, ...], str] = {
     (*_TASKS, "--json", "{folder}"): "{folder} is a folder; name a file in it",
     (*_TASKS, "--items", "{folder}/none/x.json"): "the folder {folder}/none is not there; make it",
@@ -28,6 +29,10 @@ _REFUSED: dict[tuple[str, ...], str] = {
     (*_TEXT, "--min-p", "nan"): "--min-p nan: give a number from 0 to 1",
     (*_TEXT, "--stop", "a", "--stop", ""): "a --stop text is empty; leave it out",
     (*_TEXT, "--tokenizer", "a"): "--tokenizer goes with --checkpoint or --hf",
+    (*_ROLLOUT, "a", "--part-rows", "0"): "--part-rows 0: give 1 or more",
+    (*_ROLLOUT, "a", "--samples", "2", "--temperature", "0"): "--samples: greedy texts of one prom",
+    (*_ROLLOUT, "{folder}/file"): "--output {folder}/file: it is a file; name a folder",
+    (*_ROLLOUT, "{folder}"): "--output {folder}: it is the folder of a run (config.yaml); name ano",
 }
 
 
@@ -35,6 +40,8 @@ _REFUSED: dict[tuple[str, ...], str] = {
 def test_a_file_that_cannot_be_written_or_a_number_out_of_range_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "config.yaml").touch()
     with pytest.raises(SystemExit) as ended:
         main([word.format(folder=tmp_path) for word in words])
     assert ended.value.code == 2
