@@ -96,9 +96,9 @@ process. Student: {student.num_layers} layers of width {student.hidden_size}; te
 {teacher.num_layers} of width {teacher.hidden_size}. A rank with the whole batch has two
 micro-batches. `step` is the median over all timed steps of all rounds; the first three and the last
 two of a run are not timed. `teacher` is the time that a step waits for the teacher, or computes it
-on shared ranks. All phases are those of the student's first rank. `planned` is what the planner
-says of a step on this machine, as `megatron-distill calibrate` measured it before each round and at
-the end: the median of these plans, whose extremes are in parentheses.
+on shared ranks. All phases are those of the student's first rank. `planned` is the planner's time
+of a step on this machine, which was calibrated before each round and at the end: the median of
+these plans, with the extremes in parentheses.
 
 `of the slower side` is the step over the slower of the two sides, each measured in the same worker
 with answers at hand: alone, and while the other side works too, without messages (memory and caches

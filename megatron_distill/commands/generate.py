@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND", "add_writer_arguments", "configuration", "sampling_of", "writer_objection"]
 
 
-def add_writer_arguments(parser: argparse.ArgumentParser, *, tokens: int, top_p: float) -> None:
+def add_writer_arguments(
+    parser: argparse.ArgumentParser, *, tokens: int, temperature: float, top_p: float
+) -> None:
     """Add the options of a model that writes, and of its draws, with these defaults."""
     add_run_arguments(parser, example="e.g. parallel.tensor=2")
     parser.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder, not a run")
@@ -53,9 +55,8 @@ def add_writer_arguments(parser: argparse.ArgumentParser, *, tokens: int, top_p:
     parser.add_argument(
         "--tokens", type=int, default=tokens, help="most tokens to write (default: %(default)s)"
     )
-    cuts = 0.7 if top_p < 1 else 1.0
     parser.add_argument(
-        "--temperature", type=float, default=cuts, help="0: greedy (default: %(default)s)"
+        "--temperature", type=float, default=temperature, help="0: greedy (default: %(default)s)"
     )
     parser.add_argument("--top-k", type=int, help="draw from that many likeliest tokens")
     parser.add_argument(
@@ -76,7 +77,7 @@ def add_writer_arguments(parser: argparse.ArgumentParser, *, tokens: int, top_p:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_writer_arguments(parser, tokens=200, top_p=0.95)
+    add_writer_arguments(parser, tokens=200, temperature=0.7, top_p=0.95)
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument(
         "--chat",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_distill.commands.command import Command, note, with_launch
 from megatron_distill.commands.generate import (
@@ -17,6 +17,7 @@ from megatron_distill.commands.generate import (
     writer_objection,
 )
 from megatron_distill.errors import counted
+from megatron_distill.launching.records import other_content
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
@@ -30,17 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND"]
 
 T = TypeVar("T")
-# What another kind of folder has.
-_OTHERS: Final = {
-    "config.yaml": "a run",
-    "config.json": "a Hugging Face model",
-    "description.json": "a checkpoint",
-    "plan.json": "a store",
-}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_writer_arguments(parser, tokens=512, top_p=1.0)
+    add_writer_arguments(parser, tokens=512, temperature=1.0, top_p=1.0)
     parser.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE",
         help="JSON Lines, Parquet or Arrow: rows with `messages`, or with a text at --key",
@@ -79,17 +73,7 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return f"--tokens {arguments.tokens}: give 1 or more"
     if arguments.samples > 1 and arguments.temperature == 0:
         return "--samples: greedy texts of one prompt are all the same; set --temperature"
-    return _no_folder(arguments.output) or writer_objection(arguments)
-
-
-def _no_folder(output: Path) -> str | None:
-    """Return the error of a folder that is not for rollouts; None: none."""
-    if output.exists() and not output.is_dir():
-        return f"--output {output}: it is a file; name a folder"
-    for name, what in _OTHERS.items():
-        if (output / name).exists():
-            return f"--output {output}: it is the folder of {what} ({name}); name another"
-    return None
+    return other_content(arguments.output) or writer_objection(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -141,18 +125,20 @@ def _rollouts(
             partial(_look, arguments, config, found.tokenizer), device=device.torch_device
         )
         work = from_first_rank(lambda: _known(looked)[0])
-        weights = found.digest()
         first: FirstRank | None = None
         with together():
             if dist.get_rank() == 0:
                 _, tokens, digest = _known(looked)
-                settings = {"prompts": digest, "rows": work.rows, "weights": weights}
-                settings |= {**tokens.identity, "positions": found.positions}
-                settings |= _settings(arguments, config)
+                settings = {"prompts": digest, "rows": work.rows, "positions": found.positions}
+                settings |= {**tokens.identity, **_settings(arguments, config)}
                 folder = held.enter_context(closing(RolloutFolder(arguments.output, settings)))
                 first = FirstRank(work, tokens, folder, positions=found.positions)
+        weights = found.digest()
+        with together():
+            if first is not None:
+                first.folder.require(weights=weights)
         is_whole = write_parts(
-            work, model=found.build(), first=first, stop_requested=lambda: termination.received
+            work, build=found.build, first=first, stop_requested=lambda: termination.received
         )
         return from_first_rank(lambda: _known(first).finish()) if is_whole else None
 
@@ -170,7 +156,7 @@ def _look(
         prompts=prompts,
         rows=prompts.count(arguments.limit),
         samples=arguments.samples,
-        limit=arguments.tokens,
+        most_tokens=arguments.tokens,
         sampling=sampling_of(arguments),
         strings=tuple(arguments.stop),
         part_rows=arguments.part_rows,

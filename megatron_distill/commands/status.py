@@ -14,7 +14,7 @@ from megatron_distill.errors import ConfigError
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder `output` of a run, or a store"
+        "runs", nargs="+", metavar="RUN", help="folder `output` of a run, a store, or rollouts"
     )
     parser.add_argument("--json", action="store_true", help="one object per run and line")
 
@@ -43,7 +43,7 @@ COMMAND = Command(
 
     megatron-distill status runs/a
     megatron-distill status runs/* --json
-    megatron-distill status stores/a
+    megatron-distill status stores/a rollouts/a
 
 Reads the files of the run's folder alone, on any machine.""",
     add_arguments=_add_arguments,

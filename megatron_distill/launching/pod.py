@@ -94,8 +94,8 @@ def _begin(
     progress = launches.progress
     if given.attempt and starts >= given.max_starts and index == 0:
         raise ConfigError(
-            f"{counted(starts, 'launch', 'launches')} since {launches.unit} {progress} brought no "
-            f"new checkpoint; see the logs in {launches.folder}"
+            f"{counted(starts, 'launch', 'launches')} since {launches.unit} {progress} brought "
+            f"{launches.without_progress}; see the logs in {launches.folder}"
         )
     pods = given.pods.split(",")
     launch = LaunchRecord(

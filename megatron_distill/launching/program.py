@@ -15,7 +15,13 @@ import yaml
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.node_view import named_paths
-from megatron_distill.launching.records import LAUNCHES, Launches, job_folder, progress_of
+from megatron_distill.launching.records import (
+    LAUNCHES,
+    Launches,
+    job_folder,
+    other_content,
+    progress_of,
+)
 
 __all__ = ["JobRanks", "NoAnswerError", "Program", "add_folder"]
 
@@ -154,12 +160,16 @@ class Program:
         folder = Path(_value_of(("--output",), self.words) or "")
         if not folder.name:
             raise ConfigError(f"{self.command}: give --output, a folder for the texts")
+        if (problem := other_content(folder)) is not None:
+            raise ConfigError(problem)
         named = _value_of(("--prompts",), self.words)
+        step = progress_of(read)
         # Of the model and the prompts as this machine sees them.
-        state = [*self.words, str(progress_of(read))]
-        with suppress(OSError):
-            found = Path(named or "").stat()
-            state += [str(found.st_size), str(found.st_mtime_ns)]
+        state = [*self.words, str(step)]
+        for path in ([] if named is None else [Path(named)]) + ([] if step else [read]):
+            with suppress(OSError):
+                found = path.stat()
+                state += [str(found.st_size), str(found.st_mtime_ns)]
         digest = hashlib.sha256("\0".join(state).encode()).hexdigest()
         paths = tuple(dict.fromkeys([str(read), str(folder), *([named] if named else [])]))
         return Launches(folder / LAUNCHES, folder, f"--output {folder}", digest, paths)
@@ -243,7 +253,7 @@ class Program:
 def _read_folder(name: str, words: Sequence[str]) -> str:
     """Return the folder that a reading command names; raises ConfigError where it names none."""
     found = _value_of(_READ, words)
-    if found is not None:
+    if found:
         return found
     if words and not words[0].startswith("-"):
         return words[0]
@@ -251,9 +261,9 @@ def _read_folder(name: str, words: Sequence[str]) -> str:
 
 
 def _value_of(options: Sequence[str], words: Sequence[str]) -> str | None:
-    """Return the value of the first of these options; None: none is given."""
-    for place, word in enumerate(words):
-        option, equals, value = word.partition("=")
+    """Return the value of the last of these options, as argparse does; None: none is given."""
+    for place in reversed(range(len(words))):
+        option, equals, value = words[place].partition("=")
         if option in options and (equals or place + 1 < len(words)):
-            return value or words[place + 1]
+            return value if equals else words[place + 1]
     return None

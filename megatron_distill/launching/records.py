@@ -51,6 +51,7 @@ __all__ = [
     "job_folder",
     "job_folders",
     "local_time",
+    "other_content",
     "progress_of",
     "read_record",
     "write_record",
@@ -63,6 +64,13 @@ LOST_RENDEZVOUS: Final = 20  # order of a node whose ranks outlived the first no
 _SHARD: Final = re.compile(r"logits-(\d+)\.array_record")  # beside its description
 _JOB: Final = re.compile(r"job_(\d+)_of_(\d+)")
 _CHECKPOINT: Final = re.compile(r"step_(\d{7,})")
+# Files of folders that are not for rollouts.
+_OTHER_CONTENT: Final = {
+    "config.yaml": "a run",
+    "config.json": "a Hugging Face model",
+    "description.json": "a checkpoint",
+    "plan.json": "a store",
+}
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -185,6 +193,12 @@ class Launches:
         if self.unit == "part":
             return len(complete_parts(self.results))
         return progress_of(self.results, job=self.job, jobs=self.jobs)
+
+    @property
+    def without_progress(self) -> str:
+        """What a launch without progress lacks, with a remedy where there is a usual one."""
+        lacks = "no new checkpoint" if self.unit == "step" else f"no new {self.unit}"
+        return lacks + ("; lower --part-rows" if self.unit == "part" else "")
 
     @property
     def unit(self) -> str:
@@ -316,6 +330,16 @@ def complete_shards(store: Path, *, job: int = 0, jobs: int = 1) -> list[Path]:
     """Return the complete shards that one of the jobs writes."""
     found = [(path, _SHARD.fullmatch(path.name)) for path in (store / "shards").glob("logits-*")]
     return [path for path, name in found if name and int(name[1]) % jobs == job]
+
+
+def other_content(rollouts: Path) -> str | None:
+    """Return why a folder is not for rollouts; None: it is, or there is none yet."""
+    if rollouts.exists() and not rollouts.is_dir():
+        return f"--output {rollouts}: it is a file; name a folder"
+    for name, kind in _OTHER_CONTENT.items():
+        if (rollouts / name).exists():
+            return f"--output {rollouts}: it is the folder of {kind} ({name}); name another"
+    return None
 
 
 def complete_parts(rollouts: Path) -> list[Path]:

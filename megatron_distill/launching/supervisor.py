@@ -452,7 +452,7 @@ def _decide(
         text = f"no further launch: {launches.stop_file} exists"
     elif starts >= policy.max_starts:
         text = f"no further launch: {counted(starts, 'launch', 'launches')} since {reaches}"
-        text += " brought no new checkpoint"
+        text += f" brought {launches.without_progress}"
         status = EXIT_STATUS[Status.FAILED]
     else:
         goes_on = policy.requeues

@@ -102,7 +102,7 @@ class DeviceProfile(_ProfileTable):
             was measured; else memory limits it. aliased_logit_ns: the same where rows of logits are
             a multiple of `ALIASED_COLUMNS` apart, of which a cache keeps few at a time.
         choice_ns: of one logit where the most probable ids and their statistics are chosen, as a
-            capture does, by precision, where it was measured; else memory limits it.
+            capture does, by precision, where it was measured; else as in the losses.
         update_ns: of one parameter in the optimizer, where it was measured; 0: memory limits it.
         cores: of a CPU, which its ranks share; None: ranks share nothing.
         threads: of one rank of a CPU. core_share: of a core that a rank has, where it has no whole

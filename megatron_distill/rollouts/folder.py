@@ -51,13 +51,12 @@ class RolloutFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        self._settings = {"version": _VERSION, **settings}
+        self._settings: dict[str, Any] = {}
         with write_errors(path, ConfigError):
             (path / _SUMS).mkdir(parents=True, exist_ok=True)
             self._lock: int | None = take_lock(path / _LOCK, named=f"--output {path}")
         try:
-            with write_errors(path, ConfigError):
-                self._compare()
+            self.require(version=_VERSION, **settings)
         except ConfigError:
             self.close()
             raise
@@ -68,27 +67,33 @@ class RolloutFolder:
             os.close(self._lock)
             self._lock = None
 
-    def _compare(self) -> None:
-        """Write the settings, or compare them with those that are there."""
+    def require(self, **settings: Any) -> None:
+        """Compare settings with those that are there, or write them. Raises ConfigError."""
+        file, there = self.path / ROLLOUTS, self._there()
+        for key, value in settings.items():
+            if key in there and there[key] != value:
+                raise ConfigError(
+                    f"--output {self.path}: its rollouts have {key} = {there[key]}, not {value}"
+                    f"{_CAUSES.get(key, '')}; name another folder, or start with the same"
+                )
+        if not settings.keys() <= there.keys() and complete_parts(self.path):
+            raise ConfigError(
+                f"--output {self.path}: it has parts without their settings in {file}; "
+                "name another folder"
+            )
+        self._settings = {**there, **settings}
+        if self._settings != there:
+            with write_errors(self.path, ConfigError):
+                self._write_record({})
+
+    def _there(self) -> dict[str, Any]:
         file = self.path / ROLLOUTS
         if not file.is_file():
-            if complete_parts(self.path):
-                raise ConfigError(
-                    f"--output {self.path}: it has parts but no {ROLLOUTS}; name another folder"
-                )
-            self._write_record({})
-            return
+            return {}
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))["settings"]
+            return dict(json.loads(file.read_text(encoding="utf-8"))["settings"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{file} is damaged; name another --output") from None
-        for key in {**found, **self._settings}:
-            if found.get(key) != self._settings.get(key):
-                raise ConfigError(
-                    f"--output {self.path}: its rollouts have {key} = {found.get(key)}, not "
-                    f"{self._settings.get(key)}{_CAUSES.get(key, '')}; name another folder, or "
-                    "start with the same"
-                )
 
     def _write_record(self, more: Mapping[str, Any]) -> None:
         text = json.dumps({"settings": self._settings, **more}, indent=1)

@@ -26,9 +26,9 @@ from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.data.tokenizers.protocol import begin_token, encoded_or_refused
 from megatron_distill.errors import ConfigError, DataError
 
-__all__ = ["MESSAGES", "Prompt", "PromptFile", "PromptTokens"]
+__all__ = ["Prompt", "PromptFile", "PromptTokens"]
 
-MESSAGES: Final = "messages"
+_MESSAGES: Final = "messages"
 _TOOLS: Final = "tools"
 # Formats of rows, by the end of a file's name.
 _FORMATS: Final = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
@@ -38,20 +38,27 @@ _FORMATS: Final = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 class Prompt:
     """What a row asks for: `messages` up to a response, with their tools, or else a `text`.
 
-    row: its number in the file, from 1.
+    row: its number in the file, from 1. weights: of the messages in a loss, which their training
+    data keep; none: all are 1.
     """
 
     row: int
     text: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Any, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def answered(self, response: str) -> dict[str, Any]:
         """Return the row of training data: a document, or a conversation with its response."""
         if self.text is not None:
             return {"text": self.text + response}
         tools = {_TOOLS: list(self.tools)} if self.tools else {}
-        return {MESSAGES: [*self.messages, {"role": ASSISTANT, "content": response}], **tools}
+        weights = self.weights or (1.0,) * len(self.messages)
+        messages = [
+            dict(message) if weight == 1 else {**message, "weight": weight}
+            for message, weight in zip(self.messages, weights, strict=True)
+        ]
+        return {_MESSAGES: [*messages, {"role": ASSISTANT, "content": response}], **tools}
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class PromptFile:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows in their order, as they are."""
-        columns = (self.key, MESSAGES, _TOOLS)
+        columns = (self.key, _MESSAGES, _TOOLS)
         read = FORMATS[_FORMATS[self.path.suffix]].rows
         assert read is not None, "these formats have rows"
         for block in read(0, self.path, (), columns):
@@ -127,15 +134,15 @@ class PromptFile:
         number, content = row
         if isinstance(content, str):
             raise self._bad(number, content)
-        if content.get(MESSAGES) is not None:
+        if content.get(_MESSAGES) is not None:
             return self._conversation(number, content)
         text = content.get(self.key)
         if text is None:
             keys = ", ".join(sorted(content)[:10]) or "none of these"
             raise self._bad(
                 number,
-                f"has no {MESSAGES!r} and no {self.key!r} (it has: {keys}); name the column of the "
-                f"text by --key, or rename that of the messages to {MESSAGES!r}",
+                f"has no {_MESSAGES!r} and no {self.key!r} (it has: {keys}); name the column of "
+                f"the text by --key, or rename that of the messages to {_MESSAGES!r}",
             )
         if not isinstance(text, str):
             raise self._bad(number, f"{self.key!r} is {kind_of(text)}, not text; correct it")
@@ -155,17 +162,24 @@ class PromptFile:
             found = conversation_of(content, spec)
             json.dumps([found.messages, found.tools], ensure_ascii=False).encode()
         except BadConversationError as error:
-            raise self._bad(row, str(error)) from None
+            # Its remedy is a key of a data source.
+            reason = str(error).partition(";")[0]
+            raise self._bad(row, f"{reason}; give messages with `role` and `content`") from None
         except (TypeError, UnicodeEncodeError) as error:
             raise self._bad(row, f"its messages are not JSON ({error}); correct them") from None
-        messages = list(found.messages)
+        messages, weights = list(found.messages), list(found.weights)
         while messages and messages[-1]["role"] == ASSISTANT:
             messages.pop()
+            weights.pop()
         if all(one["role"] in (ASSISTANT, *SYSTEM_ROLES) for one in messages):
             raise self._bad(row, "asks nothing: it has no message of a user or a tool; add one")
         if messages[0]["role"] not in SYSTEM_ROLES:
-            messages = [*self._system(), *messages]
-        return Prompt(row, messages=tuple(messages), tools=tuple(found.tools or ()))
+            before = self._system()
+            messages, weights = [*before, *messages], [1.0] * len(before) + weights
+        tools = tuple(found.tools or ())
+        if set(weights) == {1.0}:
+            weights = []
+        return Prompt(row, messages=tuple(messages), tools=tools, weights=tuple(weights))
 
     def _bad(self, row: int, reason: str) -> DataError:
         return DataError(f"--prompts {self.path}: row {row}: {reason}")

@@ -9,8 +9,9 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Final, cast
 
+from megatron_distill import log
 from megatron_distill.data.chat.conversations import Row
 from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
@@ -40,7 +41,7 @@ class RolloutWork:
         prompts: the file.
         rows: of the file that are used, the first ones.
         samples: texts of each prompt, which differ by their draws.
-        limit: the most tokens of a text.
+        most_tokens: of a text.
         strings: that end a text.
         part_rows: prompts of a part.
         keeps_truncated: whether texts that end at their length are saved.
@@ -49,7 +50,7 @@ class RolloutWork:
     prompts: PromptFile
     rows: int
     samples: int
-    limit: int
+    most_tokens: int
     sampling: Sampling
     strings: tuple[str, ...] = ()
     part_rows: int = 256
@@ -86,7 +87,8 @@ class FirstRank:
     _progress: ProgressReporter = field(init=False)
     _written: Totals = Totals()  # of this start
 
-    def __post_init__(self) -> None:
+    def begin(self) -> None:
+        """Show the progress on standard error, with log lines above it."""
         work = self.work
         self._rows = islice(work.prompts.rows(), work.rows)
         missing = [
@@ -95,6 +97,7 @@ class FirstRank:
         ]
         done = work.rows - sum(missing)
         self._progress = ProgressReporter(sys.stderr, label="prompt", total=work.rows, done=done)
+        log.configure(0, stream=self._progress.stream)
 
     def read(self, number: int) -> _Beginnings:
         """Return the prompts of a part, in ascending order of parts; the rest is passed over.
@@ -158,7 +161,7 @@ class FirstRank:
         tokens = self._written.tokens
         rate = tokens / max(self._progress.elapsed, 1e-9)
         return [
-            ProgressFigure(f"{counted(tokens, 'token')}"),
+            ProgressFigure(counted(tokens, "token")),
             ProgressFigure(f"{short_count(rate)} tok/s"),
         ]
 
@@ -174,22 +177,30 @@ class FirstRank:
 def write_parts(
     work: RolloutWork,
     *,
-    model: CachedGPT,
+    build: Callable[[], CachedGPT],
     first: FirstRank | None,
     stop_requested: Callable[[], bool],
 ) -> bool:
     """Write the missing parts; return whether all are written, False after a request to stop.
+
+    The model is built where parts are missing.
 
     The part that a stop interrupts is left to the next start, with the same draws: they depend on
     the seed, the row, the sample and the position alone. first: on the first rank.
 
     Raises a MegatronDistillError on all ranks together.
 
-    Collective: world, per part those of `on_first_rank`, the prompts from the first rank and a
-    vote, and those of `CachedGPT.write`.
+    Collective: world, a broadcast of the missing parts; per part those of `on_first_rank`, the
+    prompts from the first rank, a vote, an all-gather of a short object per rank, and those of
+    `CachedGPT.write`.
     """
     missing, stop_ids = from_first_rank(partial(_missing, first))
     stops = Stops(ids=stop_ids, strings=work.strings)
+    if not missing:
+        return True
+    model = build()
+    if first is not None:
+        first.begin()
     with nullcontext() if first is None else closing(first):
         return all(
             _write_part(
@@ -211,9 +222,9 @@ def _write_part(
     """Write a part; return whether it is written, False after a request to stop."""
     # It passes over all rows before the part.
     read = on_first_rank(partial(_read, first, number), device=model.device)
-    part = from_first_rank(lambda: _known(read))
+    part = cast(_Beginnings, from_first_rank(lambda: read))
     rows = [
-        WriteRow(ids, (row - 1) * work.samples + sample, work.limit)
+        WriteRow(ids, (row - 1) * work.samples + sample, work.most_tokens)
         for row, ids in zip(part.rows, part.ids, strict=True)
         for sample in range(work.samples)
     ]
@@ -234,8 +245,3 @@ def _missing(first: FirstRank | None) -> tuple[list[int], tuple[int, ...]]:
 def _read(first: FirstRank | None, number: int) -> _Beginnings:
     assert first is not None
     return first.read(number)
-
-
-def _known(read: _Beginnings | None) -> _Beginnings:
-    assert read is not None, "the first rank has read it"
-    return read

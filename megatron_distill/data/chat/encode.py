@@ -362,7 +362,8 @@ def response_prompts(
     for messages, tools in conversations:
         try:
             text = _up_to_response(template, messages, tools)
-            found.append(tuple(encode_rendered(tokenizer, [text])[0].ids_n.tolist()))
+            ids = encode_rendered(tokenizer, [text])[0].ids_n
+            found.append(tuple(ids.tolist()) or "it has no token")
         except (BadConversationError, DataError) as error:
             found.append(str(error))
     return found

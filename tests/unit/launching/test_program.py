@@ -28,6 +28,7 @@ HERE = {"plan", "calibrate", "store", "data", "submit", "status"}
         ("evaluate.py", ("--run=a",), "a/launches_evaluate", "a"),
         ("generate", ("--checkpoint", "a", "--prompt", "x"), "a/launches_generate", "a"),
         ("rollout", ("--hf", "a", "--output=b/c", "--prompts", "d"), "b/c/launches", "b/c"),
+        ("rollout", ("a", "--output", "x", "--output", "b"), "b/launches", "b"),
         ("convert", ("export", "--checkpoint", "a", "--hf", "b"), "records/launches", "records"),
         ("prune.py", ("a",), "records/launches", "records"),
         ("evaluate", ("a",), "records/launches_evaluate", "a"),
@@ -47,6 +48,26 @@ def test_records_are_beside_what_a_command_reads_or_in_the_folder_that_is_given(
     folder = "records" if records.startswith("records") else None
     found = Program(command, words, folder).launches(PYTHON)
     assert (found.folder, found.results) == (Path(records), Path(results))
+
+
+def test_rollouts_count_their_parts_and_are_done_for_one_file_and_model(tmp_path: Path) -> None:
+    output, prompts, model = (tmp_path / name for name in ("out", "prompts.jsonl", "model"))
+    model.mkdir()
+    prompts.write_text("{}\n")
+    words = ("--hf", str(model), "--prompts", str(prompts), "--output", str(output))
+    found = Program("rollout", words).launches(PYTHON)
+    (output / "launches").mkdir(parents=True)
+    (output / "part-00000.jsonl").touch()
+    assert (found.progress, found.unit) == (1, "part")
+    found.mark_done()
+    assert Program("rollout", words).launches(PYTHON).is_done()
+    prompts.write_text("{}\n{}\n")
+    assert not Program("rollout", words).launches(PYTHON).is_done()
+    (output / "config.json").touch()
+    with pytest.raises(
+        ConfigError, match=r"it is the folder of a Hugging Face model \(config.json"
+    ):
+        Program("rollout", words).launches(PYTHON)
 
 
 def test_each_of_several_jobs_that_write_a_store_has_a_folder_and_a_lock_of_its_own(
@@ -74,6 +95,14 @@ def test_each_of_several_jobs_that_write_a_store_has_a_folder_and_a_lock_of_its_
         ("evaluate", ("--tasks", "mmlu"), None, "evaluate: give the folder of a run first"),
         ("generate", (), None, "generate: give the folder of a run first"),
         ("rollout", ("--prompts", "a", "--output", "b"), None, "rollout: give the folder of a run"),
+        ("rollout", ("--hf", "/", "--output="), None, "rollout: give --output, a folder for the t"),
+        ("rollout", ("--hf", "/", "--output", "/"), None, "rollout: give --output, a folder for t"),
+        (
+            "rollout",
+            ("--hf", "/", "--output", "x"),
+            "x",
+            "--folder x: rollout keeps its records in",
+        ),
         ("convert", ("import",), None, "convert: give --folder, a folder for the records"),
         ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records next to its results"),
         ("trian", ("tiny.yaml",), None, "trian: not a command for a cluster; train, capture"),

@@ -16,6 +16,7 @@ ONE = Totals(texts=2, tokens=10, truncated=1, left_out=0, log_prob=-5.0)
 
 def test_parts_are_counted_and_their_sums_are_kept(tmp_path: Path) -> None:
     folder = RolloutFolder(tmp_path / "a" / "b", SETTINGS)
+    folder.require(digest="b")
     assert folder.missing(3) == [0, 1, 2]
     folder.write(1, [{"text": "é", "row": 1}], ONE)
     assert folder.missing(3) == [0, 2]
@@ -26,7 +27,9 @@ def test_parts_are_counted_and_their_sums_are_kept(tmp_path: Path) -> None:
     assert record["totals"] == {
         "texts": 2, "tokens": 10, "truncated": 1, "left_out": 1, "log_prob": -5.0,
     }  # fmt: skip
-    assert record["settings"] == {"version": 1, **SETTINGS}
+    assert record["settings"] == {"version": 1, **SETTINGS, "digest": "b"}
+    with pytest.raises(ConfigError, match=r"its rollouts have digest = b, not c; name another"):
+        folder.require(digest="c")
 
 
 def test_other_settings_are_refused_by_their_name_and_both_values(tmp_path: Path) -> None:
@@ -42,7 +45,9 @@ def test_other_settings_are_refused_by_their_name_and_both_values(tmp_path: Path
 
 def test_a_folder_of_another_kind_or_with_damaged_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "part-00000.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"it has parts but no rollouts.json"):
+    with pytest.raises(
+        ConfigError, match=r"it has parts without their settings in .*rollouts.json"
+    ):
         RolloutFolder(tmp_path, SETTINGS)
     (tmp_path / "rollouts.json").write_text("[")
     with pytest.raises(ConfigError, match=r"rollouts.json is damaged; name another --output"):

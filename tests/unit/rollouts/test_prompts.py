@@ -52,12 +52,13 @@ def test_texts_and_conversations_are_read_from_every_format(tmp_path: Path, suff
 
 def test_a_conversation_is_answered_anew_after_its_last_question(tmp_path: Path) -> None:
     """Its last responses are left out; what came before, and its tools, stay."""
-    row = {"messages": [SYSTEM, USER, ANSWER, USER, ANSWER, ANSWER], "tools": [TOOL]}
+    untrained = {**ANSWER, "weight": 0.0}
+    row = {"messages": [SYSTEM, USER, untrained, USER, ANSWER, ANSWER], "tools": [TOOL]}
     (prompt,) = PromptFile(written(tmp_path, [row]), system="Another.")
     assert prompt.messages == (SYSTEM, USER, ANSWER, USER)
     new = {"role": "assistant", "content": "no"}
     assert prompt.answered("no") == {
-        "messages": [SYSTEM, USER, ANSWER, USER, new],
+        "messages": [SYSTEM, USER, untrained, USER, new],
         "tools": [TOOL],
     }
 
@@ -113,6 +114,10 @@ def test_a_document_begins_with_the_begin_of_text_token_where_training_has_it() 
         ),
         ([{"messages": [USER]}, {"prompt": "a"}], "row 2: is a text, and the first row a conversa"),
         ([{"messages": [USER]}, {"messages": "a"}], "row 2: its messages are not a list"),
+        (
+            [{"messages": [{"from": "human", "value": "a"}]}],
+            "row 1: .*; give messages with `role` an",
+        ),
         ([{"messages": [SYSTEM]}], "row 1: asks nothing: it has no message of a user or a tool; a"),
         ([{"messages": [ANSWER]}], "row 1: asks nothing"),
         ([{"messages": [{**USER, "name": "\ud800"}]}], "row 1: its messages are not JSON"),
