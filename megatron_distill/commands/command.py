@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -19,9 +19,19 @@ from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.termination import Interruption
 
 if TYPE_CHECKING:
-    from megatron_distill.runtime.launch import Launch
+    from megatron_distill.config import RunConfig
+    from megatron_distill.runtime.launch import Device, Launch
 
-__all__ = ["PROGRAM", "Command", "no_file", "note", "spelled", "with_launch", "write_result"]
+__all__ = [
+    "PROGRAM",
+    "Command",
+    "model_world",
+    "no_file",
+    "note",
+    "spelled",
+    "with_launch",
+    "write_result",
+]
 
 PROGRAM: Final = "megatron-distill"
 ERROR_STATUS: Final = 1
@@ -140,6 +150,28 @@ def with_launch(work: Callable[[Launch], None]) -> int:
 
     launch = Launch.from_environment()
     return launch.status_of(lambda: work(launch))
+
+
+@contextmanager
+def model_world(
+    launch: Launch, configuration: Callable[[], RunConfig]
+) -> Iterator[tuple[RunConfig, Device]]:
+    """Read a configuration on all ranks, join them, and yield it with this rank's device.
+
+    Raises a MegatronDistillError on all ranks together.
+
+    Collective: the whole world, rendezvous.
+    """
+    from megatron_distill.runtime.launch import joined_world
+
+    with launch.together("configuration"):
+        config = configuration()
+    with joined_world(
+        **config.runtime.of_world(),
+        splits_layers=config.parallel.splits_layers,
+        launch=launch,
+    ) as device:
+        yield config, device
 
 
 def no_file(path: Path | None) -> str | None:

@@ -8,11 +8,13 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_distill.commands.command import (
     Command,
+    model_world,
     no_file,
     note,
     spelled,
@@ -292,17 +294,10 @@ def _plain(value: object) -> object:
 
 
 def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
-    from megatron_distill.runtime.launch import joined_world
-
     began = time.perf_counter()
     run = run_and_overrides(arguments)[0]
-    with launch.together("configuration"):
-        config = configuration(arguments, launch.size)
-    with joined_world(
-        **config.runtime.of_world(),
-        splits_layers=config.parallel.splits_layers,
-        launch=launch,
-    ) as device:
+    read = partial(configuration, arguments, launch.size)
+    with model_world(launch, read) as (config, device):
         from megatron_distill.train.assemble.trained_run import evaluate
 
         figures = evaluate(

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_distill.commands.command import (
     Command,
+    model_world,
     no_file,
     note,
     spelled,
@@ -201,15 +203,8 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
 
     Every rank must call this.
     """
-    from megatron_distill.runtime.launch import joined_world
-
-    with launch.together("configuration"):
-        config = configuration(arguments, launch.size)
-    with joined_world(
-        **config.runtime.of_world(),
-        splits_layers=config.parallel.splits_layers,
-        launch=launch,
-    ) as device:
+    read = partial(configuration, arguments, launch.size)
+    with model_world(launch, read) as (config, device):
         from megatron_distill.models.generation import Stops, WriteRow
         from megatron_distill.train.assemble.trained_run import text_writer
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_distill.commands.command import Command, note, with_launch
+from megatron_distill.commands.command import Command, model_world, note, with_launch
 from megatron_distill.commands.generate import (
     add_writer_arguments,
     configuration,
@@ -84,16 +84,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _write(arguments: argparse.Namespace, launch: Launch, termination: TerminationRequest) -> None:
-    from megatron_distill.runtime.launch import joined_world
     from megatron_distill.runtime.lone_failure import tell_unfinished
 
-    with launch.together("configuration"):
-        config = configuration(arguments, launch.size)
-    with joined_world(
-        **config.runtime.of_world(),
-        splits_layers=config.parallel.splits_layers,
-        launch=launch,
-    ) as device:
+    read = partial(configuration, arguments, launch.size)
+    with model_world(launch, read) as (config, device):
         totals = _rollouts(arguments, config, device, termination)
     if totals is None:
         tell_unfinished()

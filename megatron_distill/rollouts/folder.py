@@ -68,20 +68,24 @@ class RolloutFolder:
             self._lock = None
 
     def require(self, **settings: Any) -> None:
-        """Compare settings with those that are there, or write them. Raises ConfigError."""
-        file, there = self.path / ROLLOUTS, self._there()
+        """Compare settings with those of the parts that are there, and record them.
+
+        Without a part, a start that failed or was stopped binds nothing. Raises ConfigError.
+        """
+        has_parts = bool(complete_parts(self.path))
+        file, there = self.path / ROLLOUTS, self._there() if has_parts else {}
         for key, value in settings.items():
             if key in there and there[key] != value:
                 raise ConfigError(
                     f"--output {self.path}: its rollouts have {key} = {there[key]}, not {value}"
                     f"{_CAUSES.get(key, '')}; name another folder, or start with the same"
                 )
-        if not settings.keys() <= there.keys() and complete_parts(self.path):
+        if has_parts and not settings.keys() <= there.keys():
             raise ConfigError(
                 f"--output {self.path}: it has parts without their settings in {file}; "
                 "name another folder"
             )
-        self._settings = {**there, **settings}
+        self._settings |= {**there, **settings}
         if self._settings != there:
             with write_errors(self.path, ConfigError):
                 self._write_record({})

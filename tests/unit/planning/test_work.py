@@ -16,7 +16,7 @@ from megatron_distill.planning.device import DeviceProfile, Link, load_device, r
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import Search
-from megatron_distill.planning.step_time import StepTime, step_time
+from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
 from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
 from tests.unit.planning.shapes import llama, run_of
@@ -92,6 +92,24 @@ def test_logits_whose_rows_fall_into_the_same_cache_sets_take_what_was_measured_
     assert nanoseconds(128_256, cpu) == pytest.approx(1.0, rel=1e-6)
     older = cpu.model_copy(update={"aliased_logit_ns": {}})
     assert nanoseconds(65_536, older) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_teacher_that_sends_its_top_ids_takes_the_time_of_their_choice() -> None:
+    cpu = DEVICE.model_copy(update={"logit_ns": {"bf16": 1.0}, "choice_ns": {"bf16": 5.0}})
+    logits = BATCH * LENGTH * TEACHER.vocab_size
+    plain = cpu.model_copy(update={"choice_ns": {}})
+    choice = Choice(
+        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,),
+        place="own ranks", teacher_layout=Layout(), teacher_layers=(TEACHER.num_layers,),
+        teacher_ranks=1,
+    )  # fmt: skip
+
+    def seconds(run: PlannedRun, device: DeviceProfile) -> float:
+        return sum(teacher_seconds(run, choice, device))
+
+    sends = replace(RUN, sent_ids=64)
+    assert seconds(sends, cpu) - seconds(sends, plain) == pytest.approx(4e-9 * logits, rel=1e-6)
+    assert seconds(RUN, cpu) == seconds(RUN, plain)
 
 
 def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -> None:

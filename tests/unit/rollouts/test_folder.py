@@ -22,6 +22,7 @@ def test_parts_are_counted_and_their_sums_are_kept(tmp_path: Path) -> None:
     assert folder.missing(3) == [0, 2]
     assert folder.part(1).read_text(encoding="utf-8") == '{"text": "é", "row": 1}\n'
     folder.write(0, [], Totals(left_out=1))
+    folder.require(digest="b")
     assert folder.finish(2) == Totals(2, 10, 1, 1, -5.0)
     record = json.loads((tmp_path / "a" / "b" / "rollouts.json").read_text())
     assert record["totals"] == {
@@ -33,7 +34,10 @@ def test_parts_are_counted_and_their_sums_are_kept(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_refused_by_their_name_and_both_values(tmp_path: Path) -> None:
-    RolloutFolder(tmp_path, SETTINGS).close()
+    RolloutFolder(tmp_path, {**SETTINGS, "seed": 7}).close()  # without a part it binds nothing
+    first = RolloutFolder(tmp_path, SETTINGS)
+    first.write(0, [], ONE)
+    first.close()
     RolloutFolder(tmp_path, SETTINGS).close()
     with pytest.raises(ConfigError) as error:
         RolloutFolder(tmp_path, {**SETTINGS, "seed": 2})
