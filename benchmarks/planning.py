@@ -1,14 +1,16 @@
 """The planner's predictions beside measured steps of this machine: seconds, and peak memory.
 
-    python benchmarks/planning.py --quiet 0.3           # calibrates, then every layout: ten minutes
+    python benchmarks/planning.py --quiet 0.3           # every layout, three times: half an hour
     python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2
     python benchmarks/planning.py --only memory         # valid on a busy machine too
     python benchmarks/planning.py --again               # new formulas beside the recorded steps
     python benchmarks/planning.py --again --device this-cpu.yaml    # a newly calibrated device
 
-The cases are those of benchmarks/step.py. Times are predicted twice: for the device as
-`megatron-distill calibrate` measures it, and refined by the first case as `calibrate --run` refines
-a device by a run, with a factor for each phase. That holds for runs of one rank in fp32, as it is.
+The cases are those of benchmarks/step.py. The machine is calibrated before each round and at the
+end, since equal work takes longer at other times of a virtual machine; a prediction is the median
+of those for all these devices. Times are predicted twice: for a device as `megatron-distill
+calibrate` measures it, and refined by the first case as `calibrate --run` refines a device by a
+run, with a factor for each phase. That holds for runs of one rank in fp32, as it is.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ _MIB = 2**20
 _DISTINCT = 0.05  # equal steps differ by as much between two hours of a virtual machine
 _NOTE = """\
 `measured` is the median of all timed steps of all rounds, `others` the median of the cores that
-other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device,
-`refined` the same with factors that make the phases of the first row the measured ones, for the
-rows with one rank and its precision. `peak` is
+other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device:
+the median over the calibrations before each round and at the end. `refined` is the same with
+factors that make the phases of the first row the measured ones, for the rows with one rank and its
+precision. `peak` is
 the most bytes of tensors alive at once during a step above those that last from step to step, of
 the rank that has most; `lasting` those: weights of both models, gradients and the optimizer's
 state. Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.
@@ -81,16 +84,19 @@ def main() -> int:
     # Before the measurements: it has the load that they met.
     environment = describe("benchmarks/planning.py", sys.argv[1:])
     has_times = arguments.only != "memory"
-    device = given or (measured_machine("cpu") if has_times else _without_rates())
+    measures = has_times and given is None
+    devices = [] if measures else [given or _without_rates()]
     measured: dict[str, list[Any]] = {case.name: [] for case in cases}
     for number in range(arguments.rounds if has_times else 1):
+        devices += [measured_machine("cpu")] if measures else []
         for case in cases if number % 2 == 0 else cases[::-1]:
             result = run_in_quiet(partial(_run, case, arguments.steps), arguments.quiet)
             measured[case.name].append(result)
             steps = " ".join(f"{seconds:.2f}" for seconds in result["seconds"])
             sys.stdout.write(f"{case.name} {number + 1}/{arguments.rounds}: {steps} s\n")
             sys.stdout.flush()
-    _save(arguments.output, environment, device, measured, has_times=has_times)
+    devices += [measured_machine("cpu")] if measures else []
+    _save(arguments.output, environment, devices, measured, has_times=has_times)
     return 0
 
 
@@ -108,26 +114,26 @@ def _again(folder: Path, given: DeviceProfile | None) -> int:
     environment = kept["environment"] | {"predicted at": now["commit"]}
     if given is not None:
         environment["calibrated"] = f"{given.date}, {given.source}"
-    device = given or DeviceProfile.model_validate(kept["device"])
-    _save(folder, environment, device, kept["rounds"], has_times=kept["has_times"])
+    devices = [given] if given else [DeviceProfile.model_validate(one) for one in kept["devices"]]
+    _save(folder, environment, devices, kept["rounds"], has_times=kept["has_times"])
     return 0
 
 
 def _save(
     folder: Path,
     environment: dict[str, str],
-    device: DeviceProfile,
+    devices: Sequence[DeviceProfile],
     measured: dict[str, list[Any]],
     *,
     has_times: bool,
 ) -> None:
     """Print the table of all measured cases, and write the record."""
-    rows = _rows([case for case in _cases() if case.name in measured], measured, device)
-    text = "\n".join(_markdown(environment, device, rows, has_times=has_times))
+    rows = _rows([case for case in _cases() if case.name in measured], measured, devices)
+    text = "\n".join(_markdown(environment, devices, rows, has_times=has_times))
     sys.stdout.write(text)
     kept = {
         "environment": environment,
-        "device": device.model_dump(mode="json"),
+        "devices": [device.model_dump(mode="json") for device in devices],
         "has_times": has_times,
         "rows": [asdict(row) for row in rows],
         "rounds": measured,
@@ -185,22 +191,21 @@ def _run(case: Case, steps: int) -> Any:
 
 
 def _rows(
-    cases: Sequence[Case], measured: dict[str, list[Any]], device: DeviceProfile
+    cases: Sequence[Case], measured: dict[str, list[Any]], devices: Sequence[DeviceProfile]
 ) -> list[Row]:
     seconds = {
         case.name: median(time for result in measured[case.name] for time in result["seconds"])
         for case in cases
     }
     first = cases[0]
-    refined_device = refined_by_case(
-        first, device, _phases(measured[first.name]), seconds[first.name]
-    )
+    phases = _phases(measured[first.name])
+    refined = [refined_by_case(first, one, phases, seconds[first.name]) for one in devices]
     rows = []
     for case in cases:
         results = measured[case.name]
         ranks = results[0]["ranks"]
         per_stage = len(ranks) // case.ranks.pipeline
-        peaks = planned_peaks(case, device)
+        peaks = planned_peaks(case, devices[0])
         stage = max(range(len(peaks)), key=lambda one: ranks[one * per_stage]["peak"]["tensors"])
         there = ranks[stage * per_stage]
         rows.append(
@@ -208,8 +213,8 @@ def _rows(
                 case=case.name,
                 seconds=seconds[case.name],
                 others=median(cores for result in results for cores in others(result)),
-                calibrated_seconds=planned_case(case, device).time.total,
-                refined_seconds=planned_case(case, refined_device).time.total,
+                calibrated_seconds=_predicted(case, devices),
+                refined_seconds=_predicted(case, refined),
                 peak=there["peak"]["tensors"],
                 predicted_peak=peaks[stage][1],
                 lasting=sum(there["persistent"].values()),
@@ -219,6 +224,11 @@ def _rows(
     return rows
 
 
+def _predicted(case: Case, devices: Sequence[DeviceProfile]) -> float:
+    """Return the median of the predicted seconds of a step."""
+    return median(planned_case(case, device).time.total for device in devices)
+
+
 def _phases(results: Sequence[Any]) -> dict[str, float]:
     """Return the median seconds of the first rank's phases."""
     steps = [phases for result in results for phases in result["ranks"][0]["phases"]]
@@ -226,13 +236,20 @@ def _phases(results: Sequence[Any]) -> dict[str, float]:
 
 
 def _markdown(
-    environment: dict[str, str], device: DeviceProfile, rows: Sequence[Row], *, has_times: bool
+    environment: dict[str, str],
+    devices: Sequence[DeviceProfile],
+    rows: Sequence[Row],
+    *,
+    has_times: bool,
 ) -> list[str]:
     lines = ["# The planner beside measured steps", ""]
     lines += [f"- {name}: {value}" for name, value in environment.items()]
     if has_times:
-        rate = device.peak_tflops["fp32"] * 1e3
-        lines += [f"- device: {rate:.0f} GFLOP/s, {device.memory_gb_per_s:.1f} GB/s of a core"]
+        lines += [
+            f"- calibration {number}: {1e3 * one.peak_tflops['fp32']:.0f} GFLOP/s, "
+            f"{one.memory_gb_per_s:.1f} GB/s of a core"
+            for number, one in enumerate(devices, 1)
+        ]
     lines += ["", _NOTE, *_summary(rows, has_times=has_times), ""]
     times = ["measured (s)", "others", "calibrated (s)", "ratio", "refined (s)", "ratio"]
     names = ["case", *(times if has_times else []), "peak MiB", "predicted", "ratio"]

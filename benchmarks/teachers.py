@@ -211,9 +211,9 @@ def planned_steps(devices: Sequence[DeviceProfile]) -> dict[str, list[float]]:
         run = planned_run(config, open_shapes(config))
         own = sum(count for _, count in teacher_ranks(config, ranks_per_node=2))
         choice = configured_choice(config, run, ranks=subject.processes, teachers=own)
-        # A lone process has one thread too.
         found[subject.name] = [
-            planned(run, choice, device.shared_by(2)).time.total for device in devices
+            planned(run, choice, device.shared_by(subject.processes, threads=1)).time.total
+            for device in devices
         ]
     return found
 

@@ -85,10 +85,11 @@ def _refined(folder: Path, name: str) -> DeviceProfile:
     check_layout(config, ranks, teachers=teachers)
     own = sum(count for _, count in teachers)
     choice = configured_choice(config, run, ranks=ranks, teachers=own)
-    found = refined(device, run, choice, measured, shared_by=ranks)
+    threads = config.runtime.threads
+    found = refined(device, run, choice, measured, shared_by=ranks, threads=threads)
     steps, devices = counted(measured.count, "step"), counted(ranks, "device")
     lines = [f"{steps} of {measured.step:.3f} s on {devices}; factors:"]
-    shared = found.shared_by(ranks)
+    shared = found.shared_by(ranks, threads=threads)
     factors = {phase: shared.factor(phase, run.precision) for phase in measured.phases}
     lines += [f"  {phase} {factor:.2f}" for phase, factor in factors.items() if factor != 1.0]
     sys.stdout.write("\n".join(lines) + "\n")

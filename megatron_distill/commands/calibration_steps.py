@@ -1,8 +1,9 @@
 """A calibrated CPU refined by real steps: those of a small built-in run, as a user starts one.
 
 The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
-one rank with all cores, and one of a rank per core, are measured in both precisions. Their phases
-over the predicted ones are the device's `step_factors`.
+one rank with all cores, one of a rank per core, and one of a rank with one thread beside idle cores
+are measured in both precisions. Their phases over the predicted ones are the device's
+`step_factors`.
 """
 
 from __future__ import annotations
@@ -89,14 +90,16 @@ def import_training() -> None:
 def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Path) -> DeviceProfile:
     """Return a CPU with the factors of a small run's steps."""
     cores = device.cores or 1
-    for ranks in sorted({1, min(cores, _MOST_RANKS)}):
+    most = min(cores, _MOST_RANKS)
+    for ranks, threads in sorted({(1, 1), (1, cores), (most, cores // most)}):
         for precision in _PRECISIONS:
             words = [
-                f"output={folder}/{ranks}-{precision}",
+                f"output={folder}/{ranks}-{threads}-{precision}",
                 f"train.precision={precision}",
                 f"train.global_batch_size={2 * ranks}",
+                f"runtime.threads={threads}",
             ]
-            _train(forked, folder, words, ranks=ranks, threads=max(1, cores // ranks))
+            _train(forked, folder, words, ranks=ranks, threads=threads)
             device = _refined_by_run(device, folder, words, ranks=ranks)
     return device
 
@@ -161,4 +164,5 @@ def _refined_by_run(
     run = planned_run(config, open_shapes(config))
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
     measured = read_steps(Path(config.output) / "metrics.jsonl")
-    return refined(device, run, choice, measured, shared_by=ranks)
+    threads = config.runtime.threads
+    return refined(device, run, choice, measured, shared_by=ranks, threads=threads)

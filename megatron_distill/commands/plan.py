@@ -92,7 +92,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
             f"--devices {devices}: {device_name} is one machine with room for "
             f"{machine.node.devices} ranks; plan at most as many"
         )
-    device = machine.shared_by(devices)
+    device = machine.shared_by(devices, threads=config.runtime.threads)
     from megatron_distill.planning.report import plan_report
     from megatron_distill.planning.search import Search
     from megatron_distill.train.reports.planned_run import (

@@ -30,8 +30,8 @@ __all__ = [
 
 Phase = Literal["teacher", "forward", "loss", "backward", "communication", "optimizer"]
 Precision = Literal["bf16", "fp32", "fp8"]
-# Who has a machine's cores: one rank of a run, or several.
-Sharing = Literal["one rank", "several ranks"]
+# Who has a machine's cores: one rank of a run, several, or ranks that leave some idle.
+Sharing = Literal["one rank", "several ranks", "idle cores"]
 # The file that `megatron-distill calibrate` writes, by the kind of the machine.
 CALIBRATED: Final = {"cpu": "this-cpu", "gpu": "this-gpu"}
 # Rows of so many fp32 logits begin in the same sets of a core's second cache, usually of 1 MiB in
@@ -110,7 +110,7 @@ class DeviceProfile(_ProfileTable):
         thread_efficiency: of a CPU, speed of n threads over n, by the GFLOP of a product,
             ascending. Other work divides like the smallest product.
         node, network: links inside a node, and between nodes.
-        ranks: of a run, that share a CPU.
+        ranks: of a run, that share a CPU. idle_cores: whether they leave some of its cores idle.
         factors: measured over predicted time of a step's phases, from a run's log; see `refine`.
         step_factors: the same of a CPU, by who has its cores and by precision: of the steps that
             `calibrate` takes, or of a run's log. Layers have more than the sum of their calls, and
@@ -139,6 +139,7 @@ class DeviceProfile(_ProfileTable):
     core_share: float = Field(default=1.0, gt=0, le=1)
     thread_efficiency: Curve = ((1.0, 1.0),)
     ranks: int = 1
+    idle_cores: bool = False
     factors: dict[Phase, Positive] = Field(default_factory=dict)
     step_factors: dict[Sharing, dict[Precision, dict[Phase, Positive]]] = Field(
         default_factory=dict
@@ -154,17 +155,22 @@ class DeviceProfile(_ProfileTable):
         """Bytes that a process can allocate."""
         return self.memory_gib * 2**30
 
-    def shared_by(self, ranks: int) -> DeviceProfile:
-        """Return the device of one rank where `ranks` of a machine share the cores of a CPU."""
+    def shared_by(self, ranks: int, *, threads: int | None = None) -> DeviceProfile:
+        """Return the device of one rank where `ranks` of a machine share the cores of a CPU.
+
+        threads: of each rank; None, or more than there are cores for: as many as there are.
+        """
         if self.cores is None:
             return self
-        threads = self.cores / ranks
-        gains = self.thread_efficiency if threads > 1 else ((self.product_efficiency[0][0], 1.0),)
-        factor = threads * gains[0][1]
+        idle_cores = threads is not None and threads < self.cores // ranks
+        used = threads if threads is not None and idle_cores else self.cores / ranks
+        alone = ((self.product_efficiency[0][0], 1.0),)
+        gains = self.thread_efficiency if used > 1 else alone
+        factor = used * gains[0][1]
         sizes = sorted({size for size, _ in (*self.product_efficiency, *gains)})
         return self.model_copy(
             update={
-                "peak_tflops": {key: value * threads for key, value in self.peak_tflops.items()},
+                "peak_tflops": {key: value * used for key, value in self.peak_tflops.items()},
                 "product_efficiency": tuple(
                     (size, share(self.product_efficiency, size) * share(gains, size))
                     for size in sizes
@@ -180,18 +186,21 @@ class DeviceProfile(_ProfileTable):
                 },
                 "choice_ns": {key: value / factor for key, value in self.choice_ns.items()},
                 "update_ns": self.update_ns / factor,
-                "kernel_us": self.kernel_us / min(1.0, threads),
+                "kernel_us": self.kernel_us / min(1.0, used),
                 "memory_gib": self.memory_gib / ranks,
                 "cores": None,
                 "ranks": ranks,
-                "threads": max(1, self.cores // ranks),
-                "core_share": min(1.0, threads),
+                "idle_cores": idle_cores,
+                "threads": max(1, int(used)),
+                "core_share": min(1.0, used),
             }
         )
 
     @property
     def sharing(self) -> Sharing:
         """Who has the cores of a CPU."""
+        if self.idle_cores:
+            return "idle cores"
         return "one rank" if self.ranks == 1 else "several ranks"
 
     def factor(self, phase: Phase, precision: Precision) -> float:

@@ -77,15 +77,17 @@ def refined(
     measured: MeasuredSteps,
     *,
     shared_by: int,
+    threads: int | None = None,
 ) -> DeviceProfile:
     """Return the device with factors that make the run's predicted phases the measured ones.
 
-    shared_by: ranks of a machine that share a CPU. Phases that the run hardly has keep theirs. A
-    CPU's factors hold for runs of that precision with one rank, or with several, as it had.
+    shared_by, threads: ranks of a machine that share a CPU, and threads of each, as in
+    `DeviceProfile.shared_by`. Phases that the run hardly has keep theirs. A CPU's factors hold for
+    runs of that precision with one rank, several, or idle cores, as it had.
     """
     plain = device.model_copy(update={"factors": {}})
     on_cpu = device.cores is not None
-    shared = plain.shared_by(shared_by)
+    shared = plain.shared_by(shared_by, threads=threads)
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
     predicted = phase_seconds(run, choice, shared, numbers)
     before = device.step_factors.get(shared.sharing, {})

@@ -118,6 +118,25 @@ def test_ranks_of_a_cpu_share_its_cores() -> None:
     assert load_device("h200").shared_by(8) == load_device("h200")
 
 
+def test_ranks_of_few_threads_leave_cores_idle() -> None:
+    steps = {"one rank": {"fp32": {"loss": 1.5}}, "idle cores": {"fp32": {"loss": 0.75}}}
+    fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 8, "step_factors": steps}
+    machine = DeviceProfile.model_validate(fields | {"thread_efficiency": [[0.5, 0.75]]})
+    one, three, all_of_two = (
+        machine.shared_by(ranks, threads=threads) for ranks, threads in ((1, 1), (2, 3), (2, 4))
+    )
+    peak = machine.peak_tflops["bf16"]
+    assert [each.peak_tflops["bf16"] / peak for each in (one, three, all_of_two)] == [1, 3, 4]
+    assert [each.threads for each in (one, three, all_of_two)] == [1, 3, 4]
+    assert [each.sharing for each in (one, three)] == ["idle cores"] * 2
+    assert one.memory_gb_per_s == machine.memory_gb_per_s
+    assert three.memory_gb_per_s == pytest.approx(machine.memory_gb_per_s * 3 * 0.75)
+    assert one.memory_gib == machine.memory_gib
+    assert one.factor("loss", "fp32") == 0.75
+    assert all_of_two == machine.shared_by(2)
+    assert machine.shared_by(3, threads=9) == machine.shared_by(3)
+
+
 def test_gathers_and_scatters_cost_what_was_measured_beside_a_sum() -> None:
     link = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=100.0, gather=2.0, scatter=3.0)
     one = 1e-4

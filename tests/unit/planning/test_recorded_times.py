@@ -1,7 +1,7 @@
 """Times of the steps that other benchmarks recorded, for calibrated devices.
 
-All are of the same machine at other hours, which differ. So the record of teachers elsewhere has
-devices that were calibrated between its rounds. Its steps are compared with the median of theirs.
+All are of the same machine at other hours, which differ. So records have devices that were
+calibrated between their rounds. Steps are compared with the median of the predictions for these.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def record(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def device() -> DeviceProfile:
-    return DeviceProfile.model_validate(record("planning")["device"])
+def devices() -> list[DeviceProfile]:
+    return [DeviceProfile.model_validate(one) for one in record("planning")["devices"]]
 
 
 def errors(rows: dict[str, tuple[float, float]]) -> dict[str, float]:
@@ -47,27 +47,25 @@ def in_order(rows: dict[str, tuple[float, float]]) -> list[bool]:
 def test_steps_with_teachers_elsewhere_take_about_the_predicted_time() -> None:
     recorded = record("teachers")
     steps = recorded["steps"]
-    devices = [DeviceProfile.model_validate(one) for one in recorded["devices"]]
+    calibrated = [DeviceProfile.model_validate(one) for one in recorded["devices"]]
     rows = {
         name: (median(step["step_seconds"] for step in steps[name]), median(seconds))
-        for name, seconds in planned_steps(devices).items()
+        for name, seconds in planned_steps(calibrated).items()
     }
     assert len(rows) == 9
     assert len(in_order(rows)) == 27
     assert all(in_order(rows))
-    found = errors(rows)
-    # A plan counts on work on the other core, which a process alone leaves idle.
-    alone = found.pop("student without teacher, one rank")
-    assert 0 < alone <= 0.25
-    assert max(map(abs, found.values())) <= 0.15
+    assert max(map(abs, errors(rows).values())) <= 0.15
 
 
-def test_the_steps_beside_peers_take_about_the_predicted_time(device: DeviceProfile) -> None:
+def test_the_steps_beside_peers_take_about_the_predicted_time(
+    devices: list[DeviceProfile],
+) -> None:
     rounds = record("step")["rounds"]
     rows = {
         case.name: (
             median(s for one in rounds[case.name]["ours"] for s in one["seconds"]),
-            planned_case(case, device).time.total,
+            median(planned_case(case, device).time.total for device in devices),
         )
         for case in (*layout_cases(), *peer_cases())
     }
