@@ -1,4 +1,4 @@
-"""The time that a stop needs: a step and a save, as the run itself has measured them."""
+"""The time that a stop needs: a step, a validation and a save, as the run has measured them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ _TAIL_BYTES: Final = 1_000_000
 
 
 def grace_seconds(results: Path) -> float | None:
-    """Return twice the longest recent step and save, and a minute; None: nothing is measured."""
-    steps = [float(one["step_seconds"]) for one in newest_records(results) if is_step(one)]
+    """Return twice the longest recent step, validation and save, and a minute.
+
+    None: nothing is measured.
+    """
+    records = newest_records(results)
+    steps = [float(one["step_seconds"]) for one in records if is_step(one)]
     if not steps:
         return None
+    validation = max((float(one.get("validation_seconds", 0.0)) for one in records), default=0.0)
     folders = (results / "checkpoints").glob("step_*")
     saves = max((save_seconds(folder) or 0.0 for folder in folders), default=0.0)
-    return 2.0 * (max(steps[-_STEPS:]) + saves) + _MARGIN_SECONDS
+    return 2.0 * (max(steps[-_STEPS:]) + validation + saves) + _MARGIN_SECONDS
 
 
 def newest_records(results: Path) -> list[dict[str, Any]]:

@@ -177,10 +177,15 @@ def _train(
         record = _record(parts, report, batches, seconds, phases, peak_bytes)
         record |= {"answer_bytes": answers} if answers else {}
         log.write({**record, "balance": dict(balance)} if balance else record)
+        # A held-out measurement may take longer than the time that the signal leaves.
+        saved = plan.save and stopping and _validates(parts, plan, step)
+        if saved:
+            state.save(parts.loader)
         measures, interrupted = _measures(parts, plan, log, step, stopping=stopping)
         stopping = stopping or interrupted
         is_best = state.note_best(plan.best, measures)
-        if plan.save and (last or stopping or is_best or _due(step, plan.checkpoint_interval)):
+        is_due = not saved and (last or stopping or _due(step, plan.checkpoint_interval))
+        if plan.save and (is_best or is_due):
             state.save(parts.loader)
         state.checkpoints.poll()
         garbage.after_step(step)
@@ -226,9 +231,11 @@ def _measures(
     """
     found: dict[str, float] = {}
     is_end = step == plan.steps
-    if parts.held_out.steps and (is_end or _due(step, plan.validation_interval)):
+    if _validates(parts, plan, step):
+        began = time.perf_counter()
         validation = _validation(parts)
-        log.write({"step": step, "validation": validation})
+        seconds = time.perf_counter() - began
+        log.write({"step": step, "validation": validation, "validation_seconds": seconds})
         numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
         found |= {f"validation.{name}": value for name, value in numbers.items()}
         missing = "" if plan.best is None else plan.best.missing_figure(found)
@@ -286,6 +293,11 @@ def _answer_bytes(remotes: Mapping[str, OwnRanksTeacher], counts: Sequence[int])
         key = route if len(routes) <= _LOGGED_ROUTES else name
         found[key] = found.get(key, 0) + count
     return found
+
+
+def _validates(parts: LoopInputs, plan: LoopPlan, step: int) -> bool:
+    is_due = step == plan.steps or _due(step, plan.validation_interval)
+    return bool(parts.held_out.steps) and is_due
 
 
 def _due(step: int, interval: int) -> bool:

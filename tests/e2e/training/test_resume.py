@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.e2e.runs import (
     CONTEXT,
     EXPERT,
     PIPELINE,
+    SECONDS,
     SEQUENCE,
     TENSOR,
     VIRTUAL,
@@ -25,6 +27,7 @@ from tests.e2e.runs import (
     records,
     resumed,
     run,
+    train_here,
     validations,
 )
 
@@ -67,6 +70,33 @@ def test_in_the_same_layout_every_bit_is_the_same(
     held_out = validations(tmp_path / "cut")
     assert held_out == validations(tmp_path / "whole")
     assert [record["step"] for record in held_out] == [3, 6]
+
+
+class _KilledError(Exception):
+    """Ends a run as a kill does."""
+
+
+def killed_while_it_validates(
+    rank: int, world: int, config_path: Path, overrides: Sequence[str], step: int
+) -> None:
+    from megatron_distill.train import loop
+
+    def end(_: Any) -> Any:
+        raise _KilledError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_validation", end)
+        with pytest.raises(_KilledError):
+            train_here(rank, world, config_path, overrides, step)
+
+
+def test_a_step_with_a_signal_is_saved_before_it_is_validated(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.folder / "dense.yaml"
+    words = [f"output={tmp_path}", *COMMON]
+    pool.run(1, killed_while_it_validates, config, words, 3, timeout=SECONDS)
+    assert checkpoints(tmp_path) == ["step_0000003"]
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_bad_nodes_add_up_and_a_damaged_list_is_refused(tmp_path: Path) -> None:
         bad_nodes(tmp_path)
 
 
-def test_the_grace_is_twice_the_longest_step_and_save_and_a_minute(tmp_path: Path) -> None:
+def test_the_grace_is_twice_step_validation_and_save_and_a_minute(tmp_path: Path) -> None:
     assert grace_seconds(tmp_path) is None
     log = tmp_path / "metrics.jsonl"
     steps = [{"step": step, "step_seconds": 100.0 if step == 1 else 2.0} for step in range(1, 120)]
@@ -138,5 +138,8 @@ def test_the_grace_is_twice_the_longest_step_and_save_and_a_minute(tmp_path: Pat
     make_checkpoint(tmp_path, 20, 7.0)
     make_checkpoint(tmp_path, 40)
     assert grace_seconds(tmp_path) == 78.0
+    held_out = {"step": 119, "validation": {}, "validation_seconds": 30.0}
+    log.write_text("\n".join([*map(json.dumps, steps), json.dumps(held_out)]))
+    assert grace_seconds(tmp_path) == 138.0
     log.write_text("\n".join(map(json.dumps, steps[:3])))
     assert grace_seconds(tmp_path) == 274.0
