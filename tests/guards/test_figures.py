@@ -136,6 +136,29 @@ def test_the_speed_of_text_is_that_of_the_record() -> None:
     assert found == [[*row[:2], f"{row[4]}, {row[9]}", row[6]] for row in record]
 
 
+def test_the_speed_of_alignment_is_that_of_the_record() -> None:
+    found = {}
+    for line in (RESULTS / "align.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and "subject" not in line:
+            texts, subject, _, rate = cells(line)
+            found[texts, subject] = float(rate)
+    page = " ".join((ROOT / "docs" / "cross_tokenizer.md").read_text(encoding="utf-8").split())
+    given = re.search(r"encodes ([\d.]+) million .*? reads ([\d.]+) million out of the cache", page)
+    alone = re.search(
+        r"`align_spans` takes ([\d.]+) million .*? and ([\d.]+) million of short texts\. .*? takes "
+        r"([\d.]+) million of these",
+        page,
+    )
+    assert given
+    assert alone
+    subjects = (
+        ("whole files", "documents encoded"), ("whole files", "documents cached"),
+        ("whole files", "align_spans"), ("short", "align_spans"), ("short", "dynamic programme"),
+    )  # fmt: skip
+    for subject, text in zip(subjects, (*given.groups(), *alone.groups()), strict=True):
+        assert rounded(found[subject], text), (subject, text)
+
+
 def test_the_losses_between_tokenizers_are_those_of_the_record() -> None:
     """Bits per byte of each seed, the mean below the student alone, and the shares of the gap."""
     record = json.loads((RESULTS / "quickstart_tokenizers.json").read_text(encoding="utf-8"))

@@ -221,13 +221,22 @@ def _warm_up(config: RunConfig) -> Iterator[Problem]:
     end = schedule.decay_steps
     wsd = schedule.wsd_decay_steps if schedule.decay == "wsd" else None
     last, last_name = (steps, "train.steps") if end is None else (end, "schedule.decay_steps")
-    if wsd is None and end is None and 0 < last <= schedule.warmup_steps:
+    left = last - schedule.warmup_steps
+    if end is None and last > 0 and left <= 0:
         yield without_effect(
             "schedule.decay",
             schedule.decay,
             f"within train.steps = {steps}: the warm-up takes schedule.warmup_steps = "
             f"{schedule.warmup_steps}",
             instead=schedule.decay,
+        )
+    elif end is None and wsd is not None and wsd > left > 0:
+        yield without_effect(
+            "schedule.wsd_decay_steps",
+            wsd,
+            f"beyond the {counted(left, 'update')} that schedule.warmup_steps = "
+            f"{schedule.warmup_steps} leaves of train.steps = {steps}: the decay is as short",
+            instead=left,
         )
     elif schedule.warmup_steps + (wsd or 0) > last > 0:
         yield Problem(

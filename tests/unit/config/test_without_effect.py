@@ -311,8 +311,18 @@ def test_a_schedule_is_compared_with_the_computed_steps(tmp_path: Path) -> None:
     config = load_tree(tmp_path, TAUGHT, "train.epochs=2", waves)
     resolved, warnings = with_steps(config, 4)
     assert (resolved.train.steps, resolved.train.epochs, warnings) == (4, None, [])
-    (found,) = complaints(with_steps, config, 3)
-    assert found.endswith("take more than train.steps = 3; shorten the first or raise the second")
+    resolved, warnings = with_steps(config, 3)
+    assert resolved.schedule.wsd_decay_steps == 1
+    assert warnings == [
+        "schedule.wsd_decay_steps = 2 has no effect beyond the 1 update that "
+        "schedule.warmup_steps = 2 leaves of train.steps = 3: the decay is as short"
+    ]
+    resolved, warnings = with_steps(config, 2)
+    assert resolved.schedule.wsd_decay_steps == 2
+    assert warnings == [
+        "schedule.decay = 'wsd' has no effect within train.steps = 2: the warm-up takes "
+        "schedule.warmup_steps = 2"
+    ]
     config = load_tree(tmp_path, TAUGHT, "train.epochs=2", "schedule.warmup_steps=4")
     assert load_config(tmp_path / "run.yaml").train.steps == 3
     assert with_steps(config, 4)[1] == [
