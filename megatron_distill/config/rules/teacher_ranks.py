@@ -190,6 +190,9 @@ def _backend(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator
             (key, "runtime.device"),
             f"{key} = 'nccl' needs GPUs, and runtime.device = 'cpu'; set it to auto, gloo or ipc",
         )
+    elif transfer.backend == "nccl" and transfer.what == "top_k":
+        reason = f"with {role}.transfer.what = 'top_k', which the hosts read: it goes by gloo"
+        yield without_effect(key, "nccl", reason, instead="gloo")
 
 
 def _term(key: str, term: TermConfig, role: str, k: int) -> Iterator[Problem]:

@@ -88,6 +88,13 @@ def test_terms_of_a_sent_top_k_load(tmp_path: Path, terms: str) -> None:
     assert len(config.objective.terms) == 2
 
 
+def test_a_sent_top_k_does_not_go_by_nccl(tmp_path: Path) -> None:
+    sent = "teacher.transfer={what: top_k, k: 8, backend: nccl}"
+    config = load_tree(tmp_path, TREE, sent, "objective.terms=[{top_k: 8}]")
+    assert config.teacher is not None
+    assert config.teacher.transfer.backend == "gloo"
+
+
 def test_keys_of_own_ranks_have_no_effect_without_them(tmp_path: Path) -> None:
     changes = ("teacher.steps_ahead=2", "teacher.transfer={what: top_k, k: 4}")
     config = load_tree(tmp_path, TAUGHT, *changes)
