@@ -133,7 +133,10 @@ def with_steps(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
     resolved = config.model_copy(update={"train": train})
     found = list(_schedule(resolved))
     raise_problems(f"train.epochs = {config.train.epochs:g}, train.steps = {steps}", found)
-    return resolved, [problem.text for problem in found if isinstance(problem, WithoutEffect)]
+    idle = [problem for problem in found if isinstance(problem, WithoutEffect)]
+    changes = {problem.keys[0].removeprefix("schedule."): problem.instead for problem in idle}
+    schedule = resolved.schedule.model_copy(update=changes)
+    return resolved.model_copy(update={"schedule": schedule}), [problem.text for problem in idle]
 
 
 def rule_problems(config: JobConfig) -> list[Problem]:

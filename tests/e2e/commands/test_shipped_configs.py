@@ -21,6 +21,7 @@ CONFIGS = ROOT / "configs"
 CHAT = CONFIGS / "qwen25_7b_to_1.5b_chat.yaml"
 CAPTURE = CONFIGS / "llama31_8b_pruned_topk_store_capture.yaml"
 PRUNED = CONFIGS / "llama31_8b_pruned_topk_store.yaml"
+BOTH = CONFIGS / "llama31_8b_to_1b.yaml"
 FEATURES = CONFIGS / "llama_features_balanced.yaml"
 TEACHERS = CONFIGS / "two_teachers.yaml"
 TOKENIZERS = CONFIGS / "qwen25_7b_to_llama32_1b.yaml"
@@ -173,6 +174,24 @@ def test_a_pruned_student_learns_from_the_store_of_its_capture(
     for record in records:
         assert record["forward_kl_top64"] > 0
         assert 0 < record["topk_mass"] <= 1
+
+
+@pytest.mark.slow
+def test_a_llama_of_8b_teaches_one_of_1b_within_its_warm_up(
+    pool: Pool, llamas: Path, corpora: Path, tmp_path: Path
+) -> None:
+    # Nothing of the schedule is changed, which is much longer than the run.
+    short = [word for word in SHORT if not word.startswith("schedule.")]
+    records = run(
+        pool, 4, BOTH, tmp_path / "run", *HERE, *short, "parallel.tensor=2", *indexed(corpora),
+        f"data.sources.2.paths={corpora / 'web'}", "data.sources.2.name=math",
+        f"data.validation_sources.0.paths={corpora / 'code'}",
+        f"student.hf={llamas / '1B'}", f"teacher.hf={llamas / '8B'}",
+    )  # fmt: skip
+    assert_two_steps(records)
+    for record in records:
+        assert record["kd_loss"] > 0
+        assert 0 < record["learning_rate"] <= 2 * 2e-4 / 500
 
 
 @pytest.mark.slow
