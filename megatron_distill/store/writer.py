@@ -177,8 +177,8 @@ class StoreWriter:
         holes = self.holes()
         if holes:
             raise StoreError(
-                f"{self.folder}: {len(holes)} of {self.plan.shards} shards are missing, first "
-                f"{holes[0]}; write them before the store is finished"
+                f"{self.folder}: {counted(len(holes), 'shard is', 'shards are')} missing of "
+                f"{self.plan.shards}, first {holes[0]}; write them before the store is finished"
             )
         proofs = []
         for shard in range(self.plan.shards):

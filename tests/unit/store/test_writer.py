@@ -70,7 +70,7 @@ def test_holes_are_uncommitted_shards(tmp_path: Path) -> None:
     fill(writer, [1])
     before = contents(tmp_path)
     assert begin(tmp_path, settings()).holes() == [0, 2]
-    with pytest.raises(StoreError, match="2 of 3 shards are missing, first 0"):
+    with pytest.raises(StoreError, match="2 shards are missing of 3, first 0"):
         writer.finish()
     with pytest.raises(StoreError, match=r"incomplete, 1 of 3 shards and no"):
         StoreReader.open(tmp_path)
