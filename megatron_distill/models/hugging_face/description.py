@@ -44,7 +44,7 @@ def describe(folder: Path) -> ModelDescription:
 
 
 def describe_for_plan(folder: Path) -> ModelDescription:
-    """Read config.json as `describe`, without `transformers` where its entries say the shape.
+    """Read config.json as `describe`, without `transformers` where its entries suffice.
 
     They are not all checked, so that a model that is built needs `describe`.
     """
