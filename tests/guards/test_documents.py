@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 # Guides that quote the package; that of a signal adds a kind, and tests/unit/signals run it.
 GUIDES = [
     ROOT / "docs" / "extending" / f"adding_a_{kind}.md"
-    for kind in ("divergence", "model_family", "feature_loss", "command")
+    for kind in ("divergence", "model_family", "feature_loss", "teacher", "command")
 ]
 FOLDERS = ("benchmarks", "configs", "docs", "launch", "tests", "tools", PACKAGE)
 FRONT_PAGE_LINES = 140
