@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_distill.errors import FROM_THE_HUB, CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face.families import family_named
-from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.family import Family, family_named
 from megatron_distill.models.hugging_face.settings import config_errors, one_line
 from megatron_distill.models.hugging_face.written import written_architecture
 

@@ -66,7 +66,7 @@ CASES = (
 
 
 def test_every_family_is_here() -> None:
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     assert {MODELS[student][0] for student, _ in CASES} == set(families())
 

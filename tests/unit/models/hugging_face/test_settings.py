@@ -60,7 +60,7 @@ class Recorder:
 def test_every_entry_is_read_or_known_to_change_nothing(name: str) -> None:
     import transformers
 
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     # An entry that another one switches off is not looked at.
     recorder = Recorder(transformers.AutoConfig.for_model(name, use_sliding_window=True))
@@ -201,7 +201,7 @@ def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) ->
     import transformers
 
     from megatron_distill.models.architecture import Architecture
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     entries = data.draw(gpt2() if name == "gpt2" else llama_like(name))
     family = families()[name]
@@ -219,7 +219,7 @@ def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) ->
 
 
 def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     architecture = small_architecture(rotary_fraction=0.5)
     refused = {}

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.hugging_face.description import describe, describe_for_plan
-from megatron_distill.models.hugging_face.families import families
+from megatron_distill.models.hugging_face.family import families
 from megatron_distill.models.hugging_face.written import written_architecture
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.hugging_face_models import MODELS
