@@ -13,7 +13,7 @@ from tests.guards.source_tree import Source
 # Methods whose meaning is the framework's; the docstring of their class speaks for them.
 FRAMEWORK_METHODS = ("forward", "backward", "setup_context")
 DRAWER_NAMES = ("util", "utils", "helper", "helpers", "manager", "misc", "common")
-# What every rank of a group has to call, of torch.distributed.
+# Functions of torch.distributed that every rank of a group has to call.
 COLLECTIVES = re.compile(
     r"(i?all_reduce|reduce|all_gather|gather|scatter|reduce_scatter|all_to_all|broadcast|barrier"
     r"|monitored_barrier|i?send|i?recv|batch_isend_irecv)(_coalesced|_object|_object_list|_single"

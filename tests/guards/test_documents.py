@@ -129,7 +129,7 @@ def test_the_index_lists_every_page() -> None:
     assert pages - linked == set()
 
 
-def test_the_front_page_stays_short_and_lists_what_is_not_measured() -> None:
+def test_the_front_page_stays_short_and_lists_missing_measurements() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= FRONT_PAGE_LINES
     assert "not yet measured on several GPUs" in " ".join(lines[:25])

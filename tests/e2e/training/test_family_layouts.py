@@ -116,7 +116,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("feature", WITHOUT)
-def test_windows_and_caps_change_what_is_compared(
+def test_windows_and_caps_change_the_compared_values(
     pool: Pool, inputs: Inputs, train: KnownRuns, tmp_path: Path, feature: str
 ) -> None:
     given: Course = train(configured(inputs, "gemma2"), 1)

@@ -1,6 +1,6 @@
 """Rules over several keys: each one broken alone, each one just kept.
 
-Rules on the number of processes: test_check.py. What has no effect: test_without_effect.py.
+Rules on the number of processes: test_check.py. Settings without effect: test_without_effect.py.
 """
 
 from __future__ import annotations

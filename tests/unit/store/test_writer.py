@@ -217,7 +217,7 @@ def test_a_path_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
         begin(tmp_path / "file", settings())
 
 
-def test_a_machine_without_the_container_learns_what_to_install(tmp_path: Path) -> None:
+def test_without_the_container_the_error_names_the_package(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     with (
         patch.dict(sys.modules, {"array_record.python": None}),
