@@ -76,6 +76,9 @@ def test_holes_are_uncommitted_shards(tmp_path: Path) -> None:
         StoreReader.open(tmp_path)
     fill(writer, [1])
     assert contents(tmp_path) == before, "a committed shard is not touched"
+    fill(writer, [0])
+    with pytest.raises(StoreError, match="1 shard is missing of 3, first 2"):
+        writer.finish()
 
 
 CHANGES = {
