@@ -47,7 +47,7 @@ processes used meanwhile. `tokens/s` counts the student's labels. `peak` is the 
 tensors alive at once above those before. Ratios are the peer's figure over that of the row: above
 one is in the row's favour. The losses are of different definitions, and so are values.
 """
-# What the rows of each part are; only those of measured parts are written.
+# Meaning of each part's rows; only those of measured parts are written.
 _NOTES: Final = {
     "step": """\
 A step is the forward pass of teacher and student, the loss, the backward pass, the clipping of

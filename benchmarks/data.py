@@ -37,8 +37,8 @@ _STREAMED_TOKENS = 8_000_000
 _NOTE = f"""\
 Conversations of one to four exchanges in ChatML, and documents, both of Python's standard library
 and as JSON lines; a byte-level BPE of {VOCABULARY:,} tokens, sequences of {SEQUENCE_LENGTH:,}.
-Subjects run in turns in fresh processes, their imports before the clock, on as many cores as the
-column says; on two ours prepares in two worker processes and TRL with `dataset_num_proc=2`. The
+Subjects run in turns in fresh processes, their imports before the clock, on as many cores as in the
+column; on two ours prepares in two worker processes and TRL with `dataset_num_proc=2`. The
 peer is TRL's SFTTrainer as it prepares and packs by itself (`packing`, `assistant_only_loss`; best
 fit, as ours), loading the file with `datasets` included and the trainer's other work not.
 
@@ -62,12 +62,12 @@ class Case:
     firsts: dict[str, list[float]] = field(default_factory=dict)  # seconds
     peaks: dict[str, list[int]] = field(default_factory=dict)
 
-    def add(self, subject: str, said: dict[str, Any]) -> None:
+    def add(self, subject: str, found: dict[str, Any]) -> None:
         """Add one round."""
-        self.rates.setdefault(subject, []).append(said["tokens"] / said["seconds"] / self.cores)
-        self.peaks.setdefault(subject, []).append(said["peak"])
-        if "first_seconds" in said:
-            self.firsts.setdefault(subject, []).append(said["first_seconds"])
+        self.rates.setdefault(subject, []).append(found["tokens"] / found["seconds"] / self.cores)
+        self.peaks.setdefault(subject, []).append(found["peak"])
+        if "first_seconds" in found:
+            self.firsts.setdefault(subject, []).append(found["first_seconds"])
 
     def line(self) -> str:
         """As a row of a Markdown table."""
@@ -145,9 +145,9 @@ def _measured(place: Path, arguments: argparse.Namespace, console: Console) -> I
     for number in range(arguments.rounds):
         for case in cases:
             for subject in ("ours", "TRL"):
-                said = _run(case, subject, place)
-                case.add(subject, said)
-                console.print(f"round {number + 1}: {subject} {case.task} {said}", markup=False)
+                found = _run(case, subject, place)
+                case.add(subject, found)
+                console.print(f"round {number + 1}: {subject} {case.task} {found}", markup=False)
     yield from cases
     large_chats, large_documents = place / "large_chats.jsonl", place / "large_documents.jsonl"
     write_conversations(large_chats, arguments.large_chats * _MEGABYTE)

@@ -149,10 +149,12 @@ def _own(teacher: TrainedTeacher, k: int, codec: str, value_bytes: int) -> LossO
         exact=(values, tail),
         found=(decoded.log_probs_SK, decoded.log_tail_S),
     )
-    said = measure_codec(codec, ids, values, tail, vocab_size=vocab_size)
+    measured = measure_codec(codec, ids, values, tail, vocab_size=vocab_size)
     assert loss.mean is not None
-    if abs(said.mean - loss.mean) > _AGREEMENT * max(loss.mean, _AGREEMENT):
-        raise SystemExit(f"{codec}: {said.mean} by the store's measure, {loss.mean} by this one")
+    if abs(measured.mean - loss.mean) > _AGREEMENT * max(loss.mean, _AGREEMENT):
+        raise SystemExit(
+            f"{codec}: {measured.mean} by the store's measure, {loss.mean} by this one"
+        )
     return loss
 
 

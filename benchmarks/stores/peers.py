@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 EXAMPLE_KEYS: Final = ("inputs", "top_k_logits", "top_k_indices")
-"""What MaxText's reader takes."""
+"""Arrays that MaxText's reader takes."""
 
 _MEGATRON_LOW_BITS: Final = 16
 _MEGATRON_VOCAB: Final = 1 << 17

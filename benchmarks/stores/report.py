@@ -34,7 +34,7 @@ which the store does not offer. MaxText's is one `tf.train.Example` per sequence
 optional arrays (tokens, documents), zstd at level 3; logits that were computed in bf16 and widened
 compress better, so both are given. Megatron-LM's is a tar of one member per iteration of 8
 sequences, zstd at level 3, values and ids alone. DistillKit's record is its two byte strings, on
-disk Parquet with the tokens; `What the codecs lose` has what its curves cost. `ratio` is a layout's
+disk Parquet with the tokens; `Errors of the codecs` has what its curves cost. `ratio` is a layout's
 disk over that of ours with the default codec, u8.
 """
 _ERRORS_NOTE = """\
@@ -227,8 +227,8 @@ def _speed_verdicts(by_key: Mapping[tuple[str, int, str], Mapping[str, Any]]) ->
             for (name, row_k, action), row in by_key.items()
             if row_k == k and action == "read" and name.startswith("MaxText")
         }
-        said = ", ".join(f"{ratio:.1f} times {name}" for name, ratio in peers.items())
-        lines.append(f"Reading k = {k}, u8: {said}.")
+        ratios = ", ".join(f"{ratio:.1f} times {name}" for name, ratio in peers.items())
+        lines.append(f"Reading k = {k}, u8: {ratios}.")
     return lines
 
 
@@ -243,15 +243,15 @@ def _training_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         share = alone / median(row["cpu_seconds"]["memory"])
         lines.append(
             f"| {row['workload']} | {row['tokens_per_step']:,} | {ms['memory']:.1f} | "
-            f"{ms['store']:.1f} | {_said(row['seconds'])} | {_said(row['cpu_seconds'])} | "
+            f"{ms['store']:.1f} | {_spread(row['seconds'])} | {_spread(row['cpu_seconds'])} | "
             f"{alone / row['steps'] * 1e3:.2f} ({share:.1%}) |"
         )
     slowdowns = {row["workload"]: _slowdown(row["cpu_seconds"])[1] for row in rows}
-    said = ", ".join(
+    verdicts = ", ".join(
         f"{name} {'met' if slowdown <= _MAX_SLOWDOWN else 'MISSED'}"
         for name, slowdown in slowdowns.items()
     )
-    return [*lines, f"\nAsked: a ratio of at most {_MAX_SLOWDOWN}. In processor time: {said}."]
+    return [*lines, f"\nAsked: a ratio of at most {_MAX_SLOWDOWN}. In processor time: {verdicts}."]
 
 
 def _slowdown(seconds: Mapping[str, Sequence[float]]) -> list[float]:
@@ -260,14 +260,14 @@ def _slowdown(seconds: Mapping[str, Sequence[float]]) -> list[float]:
     return quantiles([store / memory for store, memory in pairs], n=4)
 
 
-def _said(seconds: Mapping[str, Sequence[float]]) -> str:
+def _spread(seconds: Mapping[str, Sequence[float]]) -> str:
     low, middle, high = _slowdown(seconds)
     return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 
 _TEXTS: Final[dict[str, tuple[str, str, Callable[[Any], list[str]]]]] = {
     "sizes": ("Bytes per token", _SIZES_NOTE, _sizes_table),
-    "errors": ("What the codecs lose", _ERRORS_NOTE, _errors_table),
+    "errors": ("Errors of the codecs", _ERRORS_NOTE, _errors_table),
     "speed": ("Writing and reading", _SPEED_NOTE, _speed_table),
     "training": ("Training from a store", _TRAINING_NOTE, _training_table),
 }

@@ -52,9 +52,9 @@ def main() -> None:
         works = []
         for work in given.work:
             name, _, folder = work.partition("=")
-            said = _WORK[name](student, Path(folder))
+            found = _WORK[name](student, Path(folder))
             ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, said)
+            dist.all_gather_object(ranks, found)
             works.append(ranks)
         if dist.get_rank() == 0:
             given.result.write_text(json.dumps(works), encoding="utf-8")

@@ -37,11 +37,11 @@ def main() -> None:
         with AnonymousPeak(_LOOK_SECONDS) as peak:
             work()
             dist.barrier()
-        said: dict[str, Any] = {"seconds": time.perf_counter() - start}
+        found: dict[str, Any] = {"seconds": time.perf_counter() - start}
         ranks: list[Any] = [None] * launch.size
         dist.all_gather_object(ranks, {"peak": peak.bytes, "own": own_bytes()})
         if launch.rank == 0:
-            given.result.write_text(json.dumps({**said, "ranks": ranks}), encoding="utf-8")
+            given.result.write_text(json.dumps({**found, "ranks": ranks}), encoding="utf-8")
 
 
 Subject = tuple[Callable[[], None], Callable[[], int]]

@@ -48,8 +48,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     work = SUBJECTS[subject](asked)  # its imports are not timed
     with AnonymousPeak(_LOOK_SECONDS, with_children=True) as peak:
-        said = work()
-    result.write_text(json.dumps({**said, "peak": peak.bytes}), encoding="utf-8")
+        found = work()
+    result.write_text(json.dumps({**found, "peak": peak.bytes}), encoding="utf-8")
 
 
 Work = Callable[[], dict[str, float]]
@@ -116,9 +116,9 @@ def _stream_ours(asked: Asked, *, chat: bool) -> Work:
         start = time.perf_counter()
         loader = opened()
         batches = _batches(loader)
-        said = _read(batches, start, asked.tokens)
+        found = _read(batches, start, asked.tokens)
         loader.close()
-        return said
+        return found
 
     return work
 

@@ -33,7 +33,7 @@ _K = 64
 _STUDENT, _TEACHER = 0, 1
 _BARRIER_TAG, _TENSOR_TAG = 901, 902
 _PHASES = ("teacher", "messages", "student")
-# What is waited for after a message: the transfer, and the copies inside the receiving side.
+# Waits after a message: of the transfer, and of the copies inside the receiving side.
 _WAITS_PER_MESSAGE = 2
 
 

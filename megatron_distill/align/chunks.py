@@ -25,7 +25,7 @@ class Chunks:
     student, teacher: int64 `[C, 2]`, the half-open range of tokens of each chunk on each side. The
     ranges ascend and do not overlap. A range begins and ends with a token that has text. Tokens
     without text can lie inside a range where the text's tokens around them share a chunk; they
-    belong to none, as `chunk_numbers` says.
+    belong to none; see `chunk_numbers`.
     """
 
     student: Ints

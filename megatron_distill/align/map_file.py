@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_distill.align.build_map import (
 from megatron_distill.align.vocabulary_map import VocabularyMap, VocabularySide
 from megatron_distill.errors import DataError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.atomic_files import flush_folder, partial_file, publish, write_errors
+from megatron_distill.runtime.atomic_files import name_flushed, partial_file, publish, write_errors
 
 __all__ = [
     "VERSION",
@@ -164,9 +163,7 @@ def cached_vocabulary_map(
         if found is None:
             found = build_vocabulary_map(student, teacher, special_pairs=special_pairs)
             partial.write_bytes(map_bytes(found))
-            os.fsync(descriptor)
-            partial.replace(path)
-            flush_folder(folder)
+            name_flushed(partial, descriptor, path)
             _report(found, student, teacher, "built", path)
     return found
 

@@ -123,7 +123,7 @@ def paired_special_tokens(
     """Student ids of special tokens to the teacher ids of their roles, one to one.
 
     special_pairs: spellings of a student's and a teacher's special token that are one as well; they
-    come before the roles. Raises DataError for a spelling that is no special token, or twice there.
+    come before the roles. Raises DataError for a spelling of no special token, or twice there.
     """
     found: dict[int, int] = {}
     for texts in special_pairs:

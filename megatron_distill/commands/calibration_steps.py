@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_distill.commands.train import COMMAND
-from megatron_distill.errors import TrainingError
+from megatron_distill.errors import TrainingError, counted
 
 if TYPE_CHECKING:
     from megatron_distill.planning.device import DeviceProfile
@@ -140,7 +140,7 @@ def _train(
     if status:
         end = "\n".join(output.read_text(encoding="utf-8").splitlines()[-_LINES:])
         raise TrainingError(
-            f"calibrate: its run of {ranks} ranks ended with status {status}; correct "
+            f"calibrate: its run of {counted(ranks, 'rank')} ended with status {status}; correct "
             f"the cause that its output names, and calibrate again:\n{end}"
         )
 

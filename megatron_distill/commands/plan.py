@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.job import config_file
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
@@ -90,7 +90,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
     if machine.cores is not None and devices > machine.node.devices:
         raise ConfigError(
             f"--devices {devices}: {device_name} is one machine with room for "
-            f"{machine.node.devices} ranks; plan at most as many"
+            f"{counted(machine.node.devices, 'rank')}; plan at most as many"
         )
     device = machine.shared_by(devices, threads=config.runtime.threads)
     from megatron_distill.planning.report import plan_report

@@ -1,7 +1,7 @@
 """The settings of a command and its layout, before any rank: megatron_distill.commands.preflight.
 
-It runs on the first node of a job, without torch and Megatron-Core. What it writes of `train` and
-`capture` is what their --print-config does; commands that read a model show nothing.
+It runs on the first node of a job, without torch and Megatron-Core. For `train` and `capture`
+it writes the same as their --print-config; commands that read a model show nothing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import closing
 from pathlib import Path
 
+from megatron_distill import log
 from megatron_distill.commands.command import Command
 from megatron_distill.errors import counted
 
@@ -39,12 +42,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from megatron_distill.data.formats import SourceSpec
     from megatron_distill.data.text.stream import tokenized_documents
     from megatron_distill.data.tokenizers.open import load_tokenizer, open_named_encoding
     from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+    from megatron_distill.runtime.progress import ProgressFigure, ProgressReporter, short_count
 
     spec = SourceSpec(
         format=arguments.format,
@@ -61,15 +64,21 @@ def _run(arguments: argparse.Namespace) -> int:
     # Imported here: it loads Megatron-Core, which must be patched first.
     from megatron_distill.runtime.indexed_dataset import open_indexed
 
-    console = Console(highlight=False, soft_wrap=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    progress = ProgressReporter(sys.stderr, label="document", total=None)
+    log.configure(0, stream=progress.stream)
     with (
-        Progress(*columns, console=console, transient=True) as progress,
+        closing(progress),
         open_indexed(
             arguments.output, vocab_size=tokenizer.vocab_size, overwrite=arguments.overwrite
         ) as writer,
     ):
-        task, totals = progress.add_task(""), ""
+        tokens = 0
+
+        def figures() -> list[ProgressFigure]:
+            rate = tokens / max(progress.elapsed, 1e-9)
+            count = f"{short_count(tokens)} tokens"
+            return [ProgressFigure(count), ProgressFigure(f"{short_count(rate)} tok/s")]
+
         for rows in tokenized_documents(
             spec,
             tokenizer,
@@ -77,8 +86,10 @@ def _run(arguments: argparse.Namespace) -> int:
             add_bos=arguments.add_bos,
         ):
             writer.add(rows)
-            totals = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
-            progress.update(task, description=totals)
+            tokens = writer.tokens
+            progress.update(writer.documents, figures)
+        totals = f"{counted(writer.documents, 'document')}, {counted(tokens, 'token')}"
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"{arguments.output}.bin and .idx: {totals}", markup=False)
     return 0
 

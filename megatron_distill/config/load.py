@@ -178,7 +178,7 @@ def _apply(tree: DictConfig, override: str, path: Path) -> None:
 
 
 def _check_list_steps(tree: DictConfig, parts: list[str], override: str, path: Path) -> None:
-    """Refuse an index outside a list, and an index into a value that is no list."""
+    """Refuse an index outside a list, and an index into a value that is not a list."""
     for depth, part in enumerate(parts):
         name = ".".join(parts[:depth])
         holder = OmegaConf.select(tree, name) if depth else tree

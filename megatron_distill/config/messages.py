@@ -67,7 +67,7 @@ class Key:
 
     @property
     def entry(self) -> Key | None:
-        """The key of one entry of a list; None if this key is no list."""
+        """The key of one entry of a list; None if this key is not a list."""
         return Key(get_args(self.plain)[0]) if get_origin(self.plain) is tuple else None
 
     @property
@@ -81,7 +81,7 @@ class Key:
 
     @property
     def section(self) -> type[Section] | None:
-        """The class of the section; None if this key is no section."""
+        """The class of the section; None if this key is not a section."""
         plain = self.plain
         return plain if isinstance(plain, type) and issubclass(plain, Section) else None
 
@@ -153,7 +153,7 @@ def field_key(field: FieldInfo) -> Key:
 
 
 def section_of(root: type[Section], place: Sequence[object]) -> type[Section] | None:
-    """Return the section class at a place such as ('data', 'sources', 0); None: no section."""
+    """Return the section class at a place such as ('data', 'sources', 0); None: not a section."""
     if not place:
         return root
     key = key_at(root, place)

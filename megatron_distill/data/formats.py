@@ -40,6 +40,7 @@ class SourceSpec:
     teacher: str | None = None  # of all its samples, where there are several teachers
     teacher_field: str | None = None  # jsonl, parquet, arrow: field with the teacher of a row
     rows: RowFilter | None = None  # the rows that are read; None: all
+    given_name: str | None = None  # `name` in data.sources, for messages
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -53,9 +54,11 @@ class SourceSpec:
 
     @property
     def name(self) -> str:
-        """The name of this source in messages."""
+        """The name of this source in messages: the one given, with its format and paths."""
+        files = f"{self.format} {' '.join(self.paths)}".strip()
+        named = files if self.given_name is None else f"{self.given_name} ({files})"
         rows = "" if self.rows is None else f" ({self.rows.field} = {self.rows.value})"
-        return f"{self.format} {' '.join(self.paths)}".strip() + rows
+        return named + rows
 
     @property
     def kind(self) -> Format:

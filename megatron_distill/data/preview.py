@@ -70,7 +70,7 @@ class PreviewTotals:
 
 
 def token_kinds(sample: Sample, *, isolate_documents: bool) -> list[str]:
-    """Kind of each of the S + 1 tokens as a label; the first token is no label."""
+    """Kind of each of the S + 1 tokens as a label; the first token is not a label."""
     marks = pack_samples([sample]).marks_GS1
     ce_mask, kd_mask = label_masks(marks, isolate_documents=isolate_documents)
     names = {(True, True): BOTH, (False, True): KD_ONLY, (True, False): CE_ONLY}

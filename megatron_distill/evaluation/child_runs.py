@@ -100,7 +100,7 @@ class ChildRun(Child):
     @property
     def extent(self) -> str:
         """How much it does, in words."""
-        return f"{self.steps} steps"
+        return counted(self.steps, "step")
 
     def log(self) -> RunLog:
         """Read the run's metrics."""
@@ -124,7 +124,7 @@ class ChildCapture(Child):
     @property
     def extent(self) -> str:
         """How much it does, in words."""
-        return f"{self.samples} samples"
+        return counted(self.samples, "sample")
 
     def summary(self) -> Mapping[str, Any]:
         """Read the summary of the finished capture."""

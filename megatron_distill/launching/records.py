@@ -196,7 +196,7 @@ class Launches:
 
     @property
     def without_progress(self) -> str:
-        """What a launch without progress lacks, with a remedy where there is a usual one."""
+        """The progress that a launch lacks, with a remedy where there is a usual one."""
         lacks = "no new checkpoint" if self.unit == "step" else f"no new {self.unit}"
         return lacks + ("; lower --part-rows" if self.unit == "part" else "")
 

@@ -131,7 +131,7 @@ class SlurmJob:
         for place in range(_PORTS):
             port = _LEAST_PORT + (int(self.job) + place * _STRIDE) % _PORTS
             with socket.socket() as probe, suppress(OSError):
-                # As the store binds it: connections of a launch before, now closed, are no use.
+                # As the store binds it: closed connections of a launch before do not count.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", port))
                 return f"{address}:{port}"

@@ -118,10 +118,10 @@ def ranks_on(run: Sequence[str]) -> int:
     except (
         subprocess.TimeoutExpired, subprocess.CalledProcessError, ValueError, IndexError,
     ) as error:  # fmt: skip
-        said = str(getattr(error, "stderr", None) or "").strip() or str(error)
-        said = _ERROR_CLASS.sub("", said.splitlines()[-1])
+        reason = str(getattr(error, "stderr", None) or "").strip() or str(error)
+        reason = _ERROR_CLASS.sub("", reason.splitlines()[-1])
         raise ConfigError(
-            f"{shlex.join(command)}: {said}; the hosts need this folder and this Python, and a "
+            f"{shlex.join(command)}: {reason}; the hosts need this folder and this Python, and a "
             "login without a password, or give --ranks-per-node"
         ) from None
 

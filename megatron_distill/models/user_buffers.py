@@ -37,7 +37,7 @@ _SWITCHES = (
 
 
 class BufferShape(NamedTuple):
-    """What a set of buffers is made for.
+    """Sizes of a set of buffers.
 
     positions: of a micro-batch on the tensor ranks together. is_fp8: products are in FP8.
     """

@@ -355,7 +355,9 @@ def js_divergence(classes: Classes, *, beta: float) -> tuple[Tensor, Tensor]:
     p, q = classes.teacher, classes.student
     rest = 1 - beta
     value = _log_mixture_ratio(p, q, rest, classes, classes.workspace("value")).mul_(p)
-    log_mixture_ratio = _log_mixture_ratio(q, p, beta, classes, classes.workspace("surprise"))
+    log_mixture_ratio = _log_mixture_ratio(
+        q, p, beta, classes, classes.workspace("log_mixture_ratio")
+    )
     value.addcmul_(log_mixture_ratio, q, value=rest / beta)
     return value, _shifted_log_ratio(log_mixture_ratio, classes, beta)
 
@@ -377,7 +379,9 @@ def skewed_reverse_kl(classes: Classes, *, skew_lambda: float) -> tuple[Tensor, 
     rest = 1 - skew_lambda
     p, q = classes.teacher, classes.student
     gap = torch.sub(p, q, out=classes.workspace("gap"))
-    log_mixture_ratio = _log_mixture_ratio(q, p, rest, classes, classes.workspace("surprise"))
+    log_mixture_ratio = _log_mixture_ratio(
+        q, p, rest, classes, classes.workspace("log_mixture_ratio")
+    )
     value = torch.addcmul(
         gap, log_mixture_ratio, q, value=-1 / rest, out=classes.workspace("value")
     )

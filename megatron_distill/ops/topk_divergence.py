@@ -238,7 +238,7 @@ def values_and_slopes(
     """Summands of the value, ``q (dl/dq - constant)``, and the constant.
 
     Where both models' classes sum to one, the summands of both KLs are of second order in the log
-    ratio. So the value for similar models is no difference of larger numbers.
+    ratio. So the value for similar models does not subtract larger numbers.
     """
     p, q = classes.teacher, classes.student
     value, slope = divergence.evaluate(classes)

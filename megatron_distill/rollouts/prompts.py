@@ -36,7 +36,7 @@ _FORMATS: Final = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a row asks for: `messages` up to a response, with their tools, or else a `text`.
+    """A row's prompt: `messages` up to a response, with their tools, or else a `text`.
 
     row: its number in the file, from 1. weights: of the messages in a loss, which their training
     data keep; none: all are 1.
@@ -70,7 +70,7 @@ class PromptFile:
     one. All rows are of the first row's kind.
 
     Raises ConfigError where the file is missing or of no such format; reading raises DataError,
-    with the row, where it is no prompt.
+    with the row, where it is not a prompt.
     """
 
     path: Path
@@ -113,7 +113,7 @@ class PromptFile:
         return found
 
     def count(self, limit: int | None) -> int:
-        """Return the number of rows, at most `limit`. Raises DataError for one that is no prompt.
+        """Return the number of rows, at most `limit`. Raises DataError for a row without a prompt.
 
         Reads all of them.
         """
@@ -156,7 +156,7 @@ class PromptFile:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _conversation(self, row: int, content: Mapping[str, Any]) -> Prompt:
-        # What stands before the first prompt stays: nothing is trained here.
+        # Messages before the first prompt stay: nothing is trained here.
         spec = ConversationSpec(leading_assistant="keep")
         try:
             found = conversation_of(content, spec)
@@ -216,7 +216,7 @@ class PromptTokens:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines the ids of a prompt and the end of its text."""
+        """All that determines the ids of a prompt and the end of its text."""
         template = self.tokenizer.chat_template if self.is_conversation else None
         digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()
         stops = list(self.stop_ids)

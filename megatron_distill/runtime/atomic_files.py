@@ -29,6 +29,7 @@ __all__ = [
     "PARTIAL",
     "FlushedFile",
     "flush_folder",
+    "name_flushed",
     "new_folder",
     "partial_file",
     "partial_files",
@@ -103,8 +104,7 @@ def publish(path: Path, content: bytes) -> None:
     """Write a file atomically, replacing any existing one. Raises StoreError."""
     with partial_file(path, waits=True) as (partial, descriptor):
         _fill(descriptor, content)
-        partial.replace(path)
-        flush_folder(path.parent)
+        name_flushed(partial, descriptor, path)
 
 
 def publish_first(path: Path, content: bytes) -> bool:
@@ -113,6 +113,7 @@ def publish_first(path: Path, content: bytes) -> bool:
         return False
     with partial_file(path, waits=True) as (partial, descriptor):
         _fill(descriptor, content)
+        os.fsync(descriptor)
         try:
             path.hardlink_to(partial)
         except FileExistsError:
@@ -125,7 +126,13 @@ def _fill(descriptor: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def name_flushed(partial: Path, descriptor: int, path: Path) -> None:
+    """Flush a complete file of `partial_file`, and rename it to `path`. Raises OSError."""
     os.fsync(descriptor)
+    partial.replace(path)
+    flush_folder(path.parent)
 
 
 def partial_files(folder: Path) -> list[Path]:

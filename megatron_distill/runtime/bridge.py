@@ -22,7 +22,7 @@ from megatron_distill.runtime.shared_memory import memory_name
 
 __all__ = ["Bridge", "Sending", "memory_key", "open_bridge"]
 
-# A rank that waits longer than a collective's timeout is no failure here: a teacher waits while
+# A rank that waits longer than a collective's timeout has not failed here: a teacher waits while
 # the student validates or saves. Its failure closes the connection.
 _PATIENCE: Final = timedelta(days=30)
 _STOP: Final = "teachers/ask-to-stop"

@@ -1,4 +1,4 @@
-"""What start-up imports: optional packages that are kept away, and objects that stay for good."""
+"""Imports of the start-up: optional packages not loaded, and objects never collected."""
 
 from __future__ import annotations
 

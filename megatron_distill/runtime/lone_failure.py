@@ -110,7 +110,7 @@ class LoneFailure:
 
     Errors that all ranks raise together, and interruptions, leave the block. So does every error
     if there is no store: in a world of one, or in a process group of the caller. After an
-    interruption a collective may fail because a peer has left already: that is no failure either.
+    interruption a collective may fail because a peer has left already: not a failure either.
 
     With several roles a message names role, host and step.
     """
@@ -302,7 +302,7 @@ class PeerWatch:
         watched = (self._rank + 1) % self._roles.size
         signs = SignsOfOne(self._store, watched)
         main_thread = MainThread()
-        # A store that is gone says nothing: torchrun keeps it until its own ranks have ended.
+        # A store that is gone is not a failure: torchrun keeps it until its own ranks have ended.
         with suppress(dist.DistError):
             while not self._ended.wait(_WATCH_SECONDS):
                 if self._roles.are_split:

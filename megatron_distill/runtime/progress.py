@@ -79,7 +79,7 @@ class ProgressReporter:
     Args:
         stream: where the bar is drawn.
         label: the unit of the count ("step").
-        total: the count at the end.
+        total: the count at the end; None: unknown, so that the bar has no end and no time left.
         done: the count at the start, of a resumed job.
         as_percent: whether the count is shown as a percentage.
         every: counts between two lines, besides the first and the last; None: every 30 seconds.
@@ -93,7 +93,7 @@ class ProgressReporter:
         stream: TextIO,
         *,
         label: str,
-        total: int,
+        total: int | None,
         done: int = 0,
         as_percent: bool = False,
         every: int | None = None,
@@ -146,9 +146,9 @@ class ProgressReporter:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at this rate; None until the rate is known."""
+        """Time to the end at this rate; None until the rate is known, and without a total."""
         rate = self.per_second
-        return (self.total - self.done) / rate if rate else None
+        return (self.total - self.done) / rate if rate and self.total is not None else None
 
     def count(self, done: int) -> float:
         """Record the count without output; return the time."""
@@ -161,7 +161,7 @@ class ProgressReporter:
     def update(self, done: int, fields: Callable[[], Sequence[ProgressFigure]]) -> None:
         """Record the count; `fields` is called only if the bar or a line is due."""
         now = self.count(done)
-        is_last = done >= self.total
+        is_last = self.total is not None and done >= self.total
         if self._bar is not None:
             if now - self._drawn >= _REDRAW_SECONDS or is_last:
                 self._drawn = now
@@ -205,13 +205,15 @@ class ProgressReporter:
         return self._is_first or is_last or self.done % self._every == 0
 
     def _head(self) -> str:
+        if self.total is None:
+            return f"{self._label} {self.done}"
         if self._as_percent:
             return f"{self._label} {100 * min(1.0, self.done / max(1, self.total)):.0f}%"
         return f"{self._label} {self.done}/{self.total}"
 
     def _time_left(self) -> Iterator[str]:
         left = self.seconds_left
-        if left is not None and self.done < self.total:
+        if left is not None and left > 0:
             yield f"eta {duration(left)}"
 
     def _fitting(self, fields: Sequence[ProgressFigure], width: int) -> str:

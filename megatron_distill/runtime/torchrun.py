@@ -170,7 +170,7 @@ class _Family:
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP and self._signals:
-            return  # a terminal closed after Ctrl-C is no second request
+            return  # a terminal closed after Ctrl-C is not a second request
         self._signals += 1
         if self.interrupted_by is None:
             self.interrupted_by = number

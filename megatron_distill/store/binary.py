@@ -364,14 +364,14 @@ class RecordFileWriter:
 
     def write(self, record: bytes) -> None:
         """Append a record. Raises StoreError."""
-        with self._said():
+        with self._as_store_error():
             self._writer.write(record)
 
     def close(self) -> None:
         """Finish the file and make it readable. Raises StoreError."""
         # After close(), ok() is always false; close() raises write errors itself.
         self._require_ok()
-        with self._said():
+        with self._as_store_error():
             self._writer.close()
 
     def abandon(self) -> None:
@@ -383,17 +383,17 @@ class RecordFileWriter:
 
     def _require_ok(self) -> None:
         if not self._writer.ok():
-            raise StoreError(f"cannot write {self._named}: {_WHAT_TO_DO}")
+            raise StoreError(f"cannot write {self._named}: {_REMEDY}")
 
     @contextmanager
-    def _said(self) -> Iterator[None]:
+    def _as_store_error(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise StoreError(f"cannot write {self._named}: {error}; {_WHAT_TO_DO}") from error
+            raise StoreError(f"cannot write {self._named}: {error}; {_REMEDY}") from error
 
 
-_WHAT_TO_DO: Final = "free disk space or name another folder"
+_REMEDY: Final = "free disk space or name another folder"
 
 
 class RecordFile:

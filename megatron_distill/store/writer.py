@@ -13,6 +13,7 @@ import numpy as np
 from megatron_distill.errors import StoreError, counted
 from megatron_distill.runtime.atomic_files import (
     flush_folder,
+    name_flushed,
     partial_file,
     publish,
     publish_first,
@@ -177,8 +178,8 @@ class StoreWriter:
         holes = self.holes()
         if holes:
             raise StoreError(
-                f"{self.folder}: {len(holes)} of {self.plan.shards} shards are missing, first "
-                f"{holes[0]}; write them before the store is finished"
+                f"{self.folder}: {counted(len(holes), 'shard is', 'shards are')} missing of "
+                f"{self.plan.shards}, first {holes[0]}; write them before the store is finished"
             )
         proofs = []
         for shard in range(self.plan.shards):
@@ -268,7 +269,6 @@ class ShardWriter:
         self._file.close()
         self._require_readable(count)
         with write_errors(self._path):
-            os.fsync(self._descriptor)
             size = os.fstat(self._descriptor).st_size
         proof = ShardProof(
             shard=self._shard,
@@ -282,8 +282,7 @@ class ShardWriter:
         if self._sidecar.exists():
             return  # another process was faster; a committed shard does not change
         with write_errors(self._path):
-            self._partial.replace(self._path)
-            flush_folder(self._path.parent)
+            name_flushed(self._partial, self._descriptor, self._path)
         publish(self._sidecar, proof.content(self._plan))
 
     def _require_readable(self, count: int) -> None:

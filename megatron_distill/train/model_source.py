@@ -22,7 +22,7 @@ from megatron_distill.models.architecture import Architecture, model_fields
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
 from megatron_distill.models.hugging_face.description import ModelDescription
-from megatron_distill.models.hugging_face.families import family_named
+from megatron_distill.models.hugging_face.family import family_named
 from megatron_distill.models.hugging_face.model import describe_checked
 from megatron_distill.models.parameters import LayerIndex, placed
 from megatron_distill.models.sharded_weights import build_sharded, shard_ranks

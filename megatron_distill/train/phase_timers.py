@@ -131,7 +131,7 @@ class MegatronTimers:
     timers: PhaseTimers
 
     def __call__(self, name: str, log_level: int | None = None) -> _MegatronTimer:  # noqa: ARG002
-        """Return the timer of this name; one that is no phase does nothing."""
+        """Return the timer of this name; one of an unknown phase does nothing."""
         return _MegatronTimer(self.timers, _OF_MEGATRON.get(name))
 
 

@@ -61,6 +61,7 @@ class TrainingProgress:
         self._peak_memory = 0.0
         self._first: tuple[float, float] | None = None
         self._last = clock()
+        self._total = total_steps
         self._reporter = ProgressReporter(
             stream, label="step", total=total_steps, done=start_step, every=interval, clock=clock
         )
@@ -140,7 +141,7 @@ class TrainingProgress:
         return (tokens - first_tokens) / (self._last - then) if self._last > then else None
 
     def _closing_line(self) -> str:
-        step, total = self._reporter.done, self._reporter.total
+        step, total = self._reporter.done, self._total
         if not self._record and step < total:
             return f"no step was done, the run is at step {step} of {total}"
         if not self._record:

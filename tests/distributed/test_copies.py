@@ -30,7 +30,7 @@ def filled(rank: int, world: int, through_host: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("through_host", [False, True])
-def test_ranks_get_what_several_others_have_read(pool: Pool, through_host: bool) -> None:
+def test_ranks_get_rows_that_several_others_have_read(pool: Pool, through_host: bool) -> None:
     whole = [float(value) for value in range(2 * HALF)]
     assert pool.run(4, filled, through_host) == [whole[:HALF], whole[HALF:], whole, whole]
 

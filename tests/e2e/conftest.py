@@ -1,4 +1,4 @@
-"""What every end-to-end run starts from."""
+"""Fixtures of every end-to-end run."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ SECOND_SIZES = (283, 421)
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all runs of a test session share: a corpus, a tokenizer, initial weights."""
+    """Inputs of all runs of a test session: a corpus, a tokenizer, initial weights."""
 
     folder: Path
 

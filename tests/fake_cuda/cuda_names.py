@@ -1,4 +1,4 @@
-"""What `torch.cuda` says of the fake device, and Triton's kernels that only look at it."""
+"""Answers of `torch.cuda` for the fake device, and of Triton's kernels that only look at it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does on the host, with real tensors: it reads for itself whichever rank it is."""
+"""Work of a rank on the host, with real tensors: it reads for itself whichever rank it is."""
 
 from __future__ import annotations
 

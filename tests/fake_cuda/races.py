@@ -36,7 +36,7 @@ class Here(threading.local):
 
 @dataclass
 class Races:
-    """What was seen of a program: races, and who waited for what, by file and function.
+    """Observations of a program: races, and waits, by file and function.
 
     blind: waits that have no effect, as if the program did not have them.
     """

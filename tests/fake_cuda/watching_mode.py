@@ -27,7 +27,7 @@ _OF_NCCL = (
 
 @dataclass
 class Seen:
-    """What was seen: by file and function, how often."""
+    """Observations: by file and function, how often."""
 
     is_watching: bool = False
     waits: Counter[str] = field(default_factory=Counter)  # while watching: numbers for the host
@@ -170,7 +170,7 @@ class WatchingMode(FakeTensorMode):
 
 
 def _number(dtype: torch.dtype) -> Any:
-    """What the host reads: an optimizer divides by a float, and an integer may be an error's."""
+    """Values that the host reads: an optimizer's divisor, and an integer for an error."""
     if dtype is torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 0

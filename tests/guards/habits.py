@@ -13,12 +13,16 @@ from tests.guards.source_tree import Source
 # Methods whose meaning is the framework's; the docstring of their class speaks for them.
 FRAMEWORK_METHODS = ("forward", "backward", "setup_context")
 DRAWER_NAMES = ("util", "utils", "helper", "helpers", "manager", "misc", "common")
-# What every rank of a group has to call, of torch.distributed.
+# Functions of torch.distributed that every rank of a group has to call.
 COLLECTIVES = re.compile(
     r"(i?all_reduce|reduce|all_gather|gather|scatter|reduce_scatter|all_to_all|broadcast|barrier"
     r"|monitored_barrier|i?send|i?recv|batch_isend_irecv)(_coalesced|_object|_object_list|_single"
     r"|_tensor|_into_tensor|_with_index)*"
 )
+# Methods that make a class a kind of signal, or of a store's entries.
+KIND_METHODS = ("token_statistics", "settings_problems")
+# Modules that ask a target once whether it is a top-k, whose probabilities are known.
+ONE_KIND = ("megatron_distill/losses/mean_on_records.py", "megatron_distill/train/comparison.py")
 # Blocks that go on after an error in them.
 SWALLOWING = ("suppress", "together")
 LEFT_OPEN = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
@@ -169,6 +173,56 @@ def drawer_names(sources: Sequence[Source]) -> Iterator[str]:
         for part in PurePosixPath(source.place).with_suffix("").parts:
             if set(part.split("_")) & set(DRAWER_NAMES):
                 yield f"{source.place}: {part} names no concept"
+
+
+def kind_ladders(sources: Sequence[Source]) -> Iterator[str]:
+    """Find tests for a kind of signal: the answer is a method that all kinds have.
+
+    Assertions are allowed; no other kind is treated in their place.
+    """
+    kinds = signal_kinds(sources)
+    for source in sources:
+        asserted = {
+            id(inner)
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Assert)
+            for inner in ast.walk(node.test)
+        }
+        tests = [
+            (node.lineno, names)
+            for node in ast.walk(source.tree)
+            if id(node) not in asserted and (names := _tested_classes(node) & kinds)
+        ]
+        allowed = 1 if source.place in ONE_KIND else 0
+        for line, names in tests[allowed:]:
+            found = " and ".join(sorted(names))
+            yield f"{source.place}:{line}: tests for {found}; call a method that all kinds have"
+
+
+def signal_kinds(sources: Sequence[Source]) -> set[str]:
+    """Names of the classes with a method that every kind of signal has."""
+    return {
+        node.name
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(one, Function) and one.name in KIND_METHODS for one in node.body)
+    }
+
+
+def _tested_classes(node: ast.AST) -> set[str]:
+    """Names of the classes that a node tests for: isinstance, `type(x) is C`, or `case C():`."""
+    if isinstance(node, ast.MatchClass):
+        return {_last_name(node.cls)}
+    if isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+        return {_last_name(one) for to in node.comparators for one in _expressions(to)}
+    if isinstance(node, ast.Call) and _last_name(node.func) in ("isinstance", "issubclass"):
+        return {_last_name(one) for one in _expressions(node.args[1])}
+    return set()
+
+
+def _expressions(node: ast.expr) -> list[ast.expr]:
+    return [one for one in ast.walk(node) if isinstance(one, ast.expr)]
 
 
 def missing_docstrings(sources: Sequence[Source]) -> Iterator[str]:

@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 # Guides that quote the package; that of a signal adds a kind, and tests/unit/signals run it.
 GUIDES = [
     ROOT / "docs" / "extending" / f"adding_a_{kind}.md"
-    for kind in ("divergence", "model_family", "feature_loss", "command")
+    for kind in ("divergence", "model_family", "feature_loss", "teacher", "command")
 ]
 FOLDERS = ("benchmarks", "configs", "docs", "launch", "tests", "tools", PACKAGE)
 FRONT_PAGE_LINES = 140
@@ -129,7 +129,7 @@ def test_the_index_lists_every_page() -> None:
     assert pages - linked == set()
 
 
-def test_the_front_page_stays_short_and_lists_what_is_not_measured() -> None:
+def test_the_front_page_stays_short_and_lists_missing_measurements() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= FRONT_PAGE_LINES
     assert "not yet measured on several GPUs" in " ".join(lines[:25])

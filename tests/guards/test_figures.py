@@ -181,7 +181,7 @@ def test_the_losses_between_tokenizers_are_those_of_the_record() -> None:
     assert found == expected
 
 
-def test_the_end_of_the_quickstart_is_what_it_prints_of_its_record() -> None:
+def test_the_end_of_the_quickstart_is_printed_from_its_record() -> None:
     record = json.loads((RESULTS / "quickstart_offline.json").read_text(encoding="utf-8"))
     seed, printed = record["seeds"][0], StringIO()
     console = Console(file=printed, width=80, highlight=False, soft_wrap=True)

@@ -21,9 +21,23 @@ EVERYWHERE: list[Guard] = [
     habits.not_ascii,
     habits.drawer_names,
     habits.repeated_exports,
+    habits.kind_ladders,
 ]
 
+TWO_KINDS = """
+class Draws:
+    def token_statistics(self):
+        return {}
+class Head:
+    def token_statistics(self):
+        return {}
+"""
 REFUSED = [
+    (habits.kind_ladders, f"{TWO_KINDS}x = 1 if isinstance(y, Draws) else 2\n"),
+    (habits.kind_ladders, f"{TWO_KINDS}x = isinstance(y, (signals.Head, dict))\n"),
+    (habits.kind_ladders, f"{TWO_KINDS}x = isinstance(y, Draws | Head)\n"),
+    (habits.kind_ladders, f"{TWO_KINDS}x = type(y) in (Draws, Head)\n"),
+    (habits.kind_ladders, f"{TWO_KINDS}match y:\n    case Draws():\n        x = 1\n"),
     (habits.repeated_exports, '__all__ = ["a", "b", "a"]\n'),
     (habits.prints, "def f():\n    print(1)\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept:\n    pass\n"),
@@ -61,6 +75,7 @@ REFUSED = [
 ]
 
 ALLOWED = [
+    (habits.kind_ladders, f"{TWO_KINDS}assert isinstance(y, Draws)\nx = isinstance(y, dict)\n"),
     (habits.prints, "def f(log):\n    log.print(1)\n"),
     (habits.broad_handlers, "try:\n    pass\nexcept (OSError, ValueError):\n    pass\n"),
     (habits.caught_collectives, "try:\n    dist.barrier()\nfinally:\n    close()\n"),
@@ -117,6 +132,18 @@ def test_text_that_only_resembles_a_refused_habit_passes(guard, text):
 def test_a_drawer_is_found_by_its_name(name):
     assert len(list(habits.drawer_names([source("", f"megatron_distill/ops/{name}.py")]))) == 1
     assert len(list(habits.drawer_names([source("", f"megatron_distill/{name}/vocab.py")]))) == 1
+
+
+def test_a_module_may_ask_once_for_a_top_k_and_no_more():
+    place = habits.ONE_KIND[0]
+    once = f"{TWO_KINDS}x = isinstance(y, Draws)\n"
+    assert list(habits.kind_ladders([source(once, place)])) == []
+    assert len(list(habits.kind_ladders([source(f"{once}z = isinstance(y, Head)\n", place)]))) == 1
+
+
+def test_kinds_are_found_by_their_methods():
+    kinds = {"DenseLogits", "HiddenState", "TopK", "Sampled", "Recorded", "TopKEntries"}
+    assert kinds <= habits.signal_kinds(PACKAGE_SOURCES)
 
 
 def test_every_guard_is_shown_to_fail():

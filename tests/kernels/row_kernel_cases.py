@@ -247,7 +247,7 @@ def test_the_gradient_may_take_the_place_of_the_logits(device: torch.device) -> 
             logits, DenseLogits(teacher), divergence="forward_kl", overwrite_logits=True, **given
         )
         (over,) = torch.autograd.grad(value, leaf, UPSTREAM.to(device))
-        # What is formed beforehand is rounded before it is multiplied.
+        # Values formed beforehand are rounded before they are multiplied.
         torch.testing.assert_close(over, gradient, rtol=2**-6, atol=1e-9)
 
 

@@ -92,14 +92,14 @@ def _of_style(style: str, texts: list[str], *, size: int, name: str) -> HuggingF
     return HuggingFaceTokenizer(hugging_face, name=name)
 
 
-def conversations(count: int, said: str) -> list[dict[str, Any]]:
-    """Conversations of one to three turns, each of its own content; `said` has a place for it."""
+def conversations(count: int, response: str) -> list[dict[str, Any]]:
+    """Conversations of one to three turns, each with its own content in place of `{}`."""
     found = []
     for index in range(count):
         texts = []
         for turn in range(1 + index % 3):
             place = f"{index}.{turn}"
-            texts += [f"ask {place} " + "why " * (index % 5), said.format(place)]
+            texts += [f"ask {place} " + "why " * (index % 5), response.format(place)]
         found.append({"messages": turns(*texts)})
     return found
 

@@ -90,7 +90,7 @@ def assert_same(ours: Result, other: Result, tolerance: float = 1e-6) -> None:
 
 
 def recorded(problem: Problem, terms: Sequence[Term]) -> Recorded:
-    """What a store would have of the problem's teacher for these terms, scalars included."""
+    """The store's records of the problem's teacher for these terms, scalars included."""
     logits = problem.teacher_hidden @ problem.teacher_weight.t()
     kept = (
         vocab_parallel_topk(logits, term.top_k or 1, temperature=term.temperature) for term in terms

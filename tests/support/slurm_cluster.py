@@ -146,7 +146,7 @@ class Job:
 
     @property
     def fields(self) -> Mapping[str, str]:
-        """What `scontrol show job` has on it."""
+        """The job in `scontrol show job`."""
         line = self.cluster.call("scontrol", "show", "job", self.number, "--oneliner")
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 

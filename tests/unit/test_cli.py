@@ -131,6 +131,7 @@ TWINS = {
     "store": ("store", "tools/teacher_store.py"),
     "preview": ("data preview", "tools/preview_data.py"),
     "tokenize": ("data tokenize", "tools/tokenize_corpus.py"),
+    "vocabulary": ("data vocabulary-map", "tools/vocabulary_map.py"),
 }
 CASES: list[tuple[str, list[str], int]] = [
     ("train", ["--config", CONFIG, "--print-config", "train.steps=7"], 0),
@@ -156,6 +157,8 @@ CASES: list[tuple[str, list[str], int]] = [
     ("preview", [], 2),
     ("tokenize", ["--tokenizer", "nowhere", "--output", "pair", "a.jsonl"], 1),
     ("tokenize", ["--output", "pair"], 2),
+    ("vocabulary", ["inspect", "nowhere.safetensors"], 1),
+    ("vocabulary", ["build", "--student", "a", "--teacher", "b"], 2),
     ("convert", ["export", "--hf", "a"], 2),
     ("convert", ["mend"], 2),
 ]

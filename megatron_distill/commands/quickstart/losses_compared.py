@@ -117,7 +117,7 @@ class BitsPerByte:
         label: name of the run.
         bits_per_byte: cross-entropy of all labels over the bytes of their text.
         gap_closed: improvement over the student alone, as a share of the teacher's. None for the
-            teacher and the student alone, or if the teacher is no better.
+            teacher and the student alone, or if the teacher is not better.
         nats_per_label: mean cross-entropy of the labels.
         bytes_per_label: mean bytes of their text.
         tokens: tokens that the run was trained on.

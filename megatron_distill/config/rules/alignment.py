@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Final, get_args
 
-from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.messages import Problem, shown, without_effect
 from megatron_distill.config.rules.teacher_parallel import (
     parallel_key,
     teacher_parallel,
@@ -132,7 +132,7 @@ def _term(path: str, term: TermConfig) -> Iterator[Problem]:
     for name, (users, default) in _USERS.items():
         value = getattr(term, name)
         if term.alignment not in users and value != default:
-            reason = f"with {path}.alignment = {term.alignment!r}"
+            reason = f"with {path}.alignment = {shown(term.alignment)}"
             yield without_effect(f"{path}.{name}", value, reason, instead=default)
     if term.alignment is None:
         return

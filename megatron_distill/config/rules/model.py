@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_distill.config.messages import Problem, divisors, listed, without_effect
 from megatron_distill.config.rules.mixture import expert_problems
 from megatron_distill.config.schema import ArchitectureConfig, ModelConfig, ParallelConfig
+from megatron_distill.errors import counted
 
 __all__ = ["architecture_problems", "source_problems"]
 
@@ -213,7 +214,7 @@ def _layers_per_stage(
         key, depth = f"parallel.layers_per_stage.{role}", f"{role}.architecture.num_layers"
         yield Problem(
             (key, depth),
-            f"{key} = {list(layers)}: {sum(layers)} layers in all, but {depth} = "
+            f"{key} = {list(layers)}: {counted(sum(layers), 'layer')} in all, but {depth} = "
             f"{shape.num_layers}; change the numbers so that their sum is {shape.num_layers}",
         )
 

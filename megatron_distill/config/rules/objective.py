@@ -305,8 +305,8 @@ def layer_problems(
         if entry.match == "last" and teacher_layers < student_layers:
             yield Problem(
                 (f"{path}.match", "teacher.architecture.num_layers"),
-                f"{path}.match = 'last': the teacher has {teacher_layers} layers, fewer than the "
-                f"student's {student_layers}; use 'uniform', or set {path}.student and "
+                f"{path}.match = 'last': the teacher has {counted(teacher_layers, 'layer')}, fewer "
+                f"than the student's {student_layers}; use 'uniform', or set {path}.student and "
                 f"{path}.teacher",
             )
             continue

@@ -227,7 +227,7 @@ class DocumentCache:
 
     New ones are held in memory up to SEGMENT_BYTES, or to the end of an epoch, and then written,
     until the folder has `most_bytes`. Several processes may read and write one folder. A damaged
-    segment is removed with a warning. Where the folder cannot be written, a warning says so, and
+    segment is removed with a warning. Where the folder cannot be written, there is a warning, and
     documents are encoded as without a cache. Not thread-safe.
 
     Attributes:

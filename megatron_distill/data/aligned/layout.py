@@ -14,6 +14,7 @@ from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.chat.cache import PreparedConversations, TeacherArrays
 from megatron_distill.data.chat.source import TRUNCATIONS
 from megatron_distill.data.samples import Sample, State
+from megatron_distill.errors import counted
 
 __all__ = ["AlignedLayout", "AlignedPiece"]
 
@@ -86,7 +87,7 @@ class AlignedLayout:
         """See `Layout`."""
         own, other = (int(tokens[number]) for tokens in self._tokens)
         return (
-            f"{own} tokens of the student and {other} of the teacher",
+            f"{counted(own, 'token')} of the student and {other:,} of the teacher",
             f"{self.student.width} and {self.teacher.width} fit (data.sequence_length + 1, "
             "teacher.sequence_length + 1)",
         )

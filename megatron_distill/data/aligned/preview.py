@@ -41,7 +41,7 @@ class PrintableTokens:
         return " ".join(self.joined([number]) for number in ids)
 
     def joined(self, ids: Sequence[int]) -> str:
-        """Tokens one after another; bytes that are no character are written as escapes."""
+        """Tokens one after another; bytes of no whole character are written as escapes."""
         runs = groupby(ids, key=lambda number: self._bytes[number] is None)
         parts = (self._run(list(run), is_special=is_special) for is_special, run in runs)
         return "".join(parts)

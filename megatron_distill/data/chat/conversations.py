@@ -42,7 +42,7 @@ LEADING_ASSISTANT: Final = ("drop", "keep", "refuse")
 
 
 class BadConversationError(Exception):
-    """A row is no conversation, or the template refuses it; the message is the reason."""
+    """A row is not a conversation, or the template refuses it; the message is the reason."""
 
 
 @dataclass(frozen=True)

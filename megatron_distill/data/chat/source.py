@@ -422,5 +422,5 @@ def packed_sample(
 
 
 def trains_something(piece: ConversationPiece, flags_n: NDArray[np.uint8]) -> bool:
-    """Whether a label of the piece is trained; its first token is no label."""
+    """Whether a label of the piece is trained; its first token is not a label."""
     return bool((flags_n[piece.start + 1 : piece.stop] & FULLY_TRAINED).any())

@@ -295,7 +295,7 @@ def _read_source(path: Path, key: str) -> str:
 
 
 def _check(template: ChatTemplate, spec: ConversationSpec, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the source is no valid template; messages are checked at rendering."""
+    """Raise DataError if the source is not a valid template; messages are checked at rendering."""
     from jinja2 import TemplateSyntaxError
 
     named = spec.chat_template

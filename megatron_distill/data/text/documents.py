@@ -63,7 +63,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that is no document; the message names file, line or byte, and reason."""
+    """A record that is not a document; the message names file, line or byte, and reason."""
 
     message: str
     after: Cursor

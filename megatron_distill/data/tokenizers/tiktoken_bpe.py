@@ -61,7 +61,7 @@ class TiktokenRules:
 class TiktokenTokenizer:
     """A byte-level BPE of tiktoken; lossless. A special token spelled out in a text is that token.
 
-    Raises DataError: the rules do not fit the ranks, or the pattern is no regular expression.
+    Raises DataError: the rules do not fit the ranks, or the pattern is not a regular expression.
     """
 
     reads_special_tokens = True

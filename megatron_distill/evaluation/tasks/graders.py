@@ -80,10 +80,10 @@ def minerva_math(text: str, answer: str) -> bool:
     equal values are equal, and an empty text equals nothing.
     """
     pattern = r"Final Answer: The final answer is(.*?). I hope it is correct."
-    said = re.search(pattern, f"{text}I hope it is correct.")
-    if said is None:
+    final = re.search(pattern, f"{text}I hope it is correct.")
+    if final is None:
         return False
-    found, wanted = by_minerva(said[1].strip()), by_minerva(_wanted(answer))
+    found, wanted = by_minerva(final[1].strip()), by_minerva(_wanted(answer))
     if found == wanted:
         return bool(found)
     values = exact_value(found), exact_value(wanted)

@@ -228,7 +228,7 @@ class _NewPositions:
 
     @property
     def new(self) -> slice:
-        """The positions that are no padding."""
+        """The positions that are not padding."""
         return slice(0, self.rows_N.shape[0])
 
     def finish(self) -> None:

@@ -126,7 +126,7 @@ class KeyBytes:
                 later = self._layer(shapes, given + added, prefix)
                 found += [copies * row, (copies - 1) * (row + later)]
             elif copies:
-                # One store is copied: its rows that go on, or its keys in fp32, which are no more.
+                # One store is copied: its rows that go on, or its keys in fp32, which take no more.
                 whole = layer_bytes_per_row(shapes, given + added, self.dtype, is_capped=False)
                 found.append(row + whole)
         return max(found)

@@ -88,7 +88,7 @@ def draw(
 ) -> Drawn:
     """Draw one token per row from this rank's real columns, fp32 [b, V].
 
-    keys_b: of `draw_keys`. A row with a logit that is no number has a log-probability that is none.
+    keys_b: of `draw_keys`. A logit that is NaN makes its row's log-probability NaN.
 
     Collective: `group`, one all-gather of 32 bytes per row. For `top_p` and `min_p` one more of 8.
     For `top_k` and `top_p` three all-reduces of 16 KiB per row each and an all-gather of 8 bytes.

@@ -123,7 +123,7 @@ class Flight:
         self.history.clear()
 
     def finish_look(self, on_tokens: OnTokens | None) -> bool:
-        """Give copied ids to their rows; returns whether a log-probability is no number."""
+        """Give copied ids to their rows; returns whether a log-probability is not finite."""
         drawn: list[tuple[list[int], list[float]]] = []
         for steps, look in self._looks:
             ids, log_probs = (part.tolist() for part in look.read())

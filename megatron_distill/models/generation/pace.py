@@ -52,7 +52,7 @@ class Questions:
     Attributes:
         requested: once true on a rank, it stays so; None: nothing is asked.
         delay: steps from a question to the look at its answer.
-        is_stopped: whether a rank has said yes.
+        is_stopped: whether `requested` was true on a rank.
     """
 
     requested: Callable[[], bool] | None

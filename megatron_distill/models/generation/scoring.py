@@ -163,7 +163,7 @@ def shared_scores(
     groups: Groups,
     device: torch.device,
 ) -> tuple[dict[int, tuple[AnswerScore, ...]], bool]:
-    """Return this data rank's scores by row on all its stages, and whether one is no number.
+    """Return this data rank's scores by row on all its stages, and whether one is not finite.
 
     `answers`: of each row of the request.
 

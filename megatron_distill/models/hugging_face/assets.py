@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face.families import families
-from megatron_distill.models.hugging_face.family import SPECIAL_TOKENS, Family
+from megatron_distill.models.hugging_face.family import SPECIAL_TOKENS, Family, families
 
 ASSETS_FOLDER = "hugging_face"
 CONFIG_FILE = "config.json"

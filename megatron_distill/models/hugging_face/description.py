@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_distill.errors import FROM_THE_HUB, CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face.families import family_named
-from megatron_distill.models.hugging_face.family import Family
+from megatron_distill.models.hugging_face.family import Family, family_named
 from megatron_distill.models.hugging_face.settings import config_errors, one_line
 from megatron_distill.models.hugging_face.written import written_architecture
 
@@ -44,7 +43,7 @@ def describe(folder: Path) -> ModelDescription:
 
 
 def describe_for_plan(folder: Path) -> ModelDescription:
-    """Read config.json as `describe`, without `transformers` where its entries say the shape.
+    """Read config.json as `describe`, without `transformers` where its entries suffice.
 
     They are not all checked, so that a model that is built needs `describe`.
     """

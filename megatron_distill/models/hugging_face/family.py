@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture, architecture_differences
+from megatron_distill.models.hugging_face import families as _modules
 from megatron_distill.models.hugging_face.rules import Rule
 from megatron_distill.models.hugging_face.settings import (
     Setting,
@@ -78,3 +82,22 @@ class Family:
             )
         config.architectures = [self.model_class]
         return config
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return every known family by its `model_type`, in alphabetical order."""
+    names = sorted(module.name for module in iter_modules(_modules.__path__))
+    found = [import_module(f"{_modules.__name__}.{name}").FAMILY for name in names]
+    return {family.model_type: family for family in found}
+
+
+def family_named(model_type: object, *, where: str) -> Family:
+    """Return a family by name; for an unknown one raises CheckpointError with the known ones."""
+    known = families()
+    if not isinstance(model_type, str) or model_type not in known:
+        raise CheckpointError(
+            f"{where}: model_type {model_type!r} is not supported; supported are "
+            f"{', '.join(known)}. docs/extending/adding_a_model_family.md shows how to add one"
+        )
+    return known[model_type]

@@ -58,7 +58,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class DenseByList:
-    """Dense layers: those of a list, and those whose number from 1 is no multiple of a step."""
+    """Dense layers: those of a list, and those whose number from 1 is not a multiple of a step."""
 
     def read(self, theirs: Any) -> Fields:
         """See `Setting`."""

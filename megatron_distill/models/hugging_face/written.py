@@ -1,7 +1,7 @@
-"""The architecture that the entries of a config.json say by themselves, without `transformers`.
+"""The architecture of a config.json from its entries alone, without `transformers`.
 
-Its import takes longer than a whole plan. What follows from more than the entries and the values
-below is left to it.
+Its import takes longer than a whole plan. Architectures that do not follow from the entries and
+the values below are left to it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ With the student's mean ``a_j = (1/n) sum_t q_tj`` over the n rows of a chunk, a
     dD/dz_tj = q_tj (s_j - sum_i q_ti s_i) / (n T)
 
 A constant added to all slopes of a chunk cancels. Slopes are therefore kept relative to that of a
-probable token, so that the bracket is no difference of two large numbers.
+probable token, so that the bracket does not subtract two large numbers.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def shards_of(shard: VocabShard, group: dist.ProcessGroup | None) -> list[VocabS
 
 
 def check_pairs(student_ids: Tensor, teacher_ids: Tensor, sizes: tuple[int, int]) -> None:
-    """Refuse pairs of common tokens that are no one-to-one map between two vocabularies.
+    """Refuse pairs of common tokens that do not map two vocabularies one to one.
 
     Raises:
         ValueError: shapes or dtypes differ, there is no pair, or an id is unknown or repeated.

@@ -7,8 +7,8 @@ chunk, with a the student's projected mean at G and l the teacher's log-softmax 
     Q = a / (sum a + eps),  eps = 1e-10
     forward: T^2 sum_G e^L (L - log(Q + eps)),  reverse: T^2 sum_G (Q + eps) (log(Q + eps) - L)
 
-It is no divergence: it may be negative, and equal models may have a loss. Teacher ids to which no
-student token projects cost up to ``log(1 / eps)``. `ProjectionTerm` has neither defect.
+It is not a divergence: it may be negative, and equal models may have a loss. Teacher ids to which
+no student token projects cost up to ``log(1 / eps)``. `ProjectionTerm` has neither defect.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ from megatron_distill.train.validation import HeldOut, read_held_out
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run's models, samples and tasks; its student is a source, which `site` says how to build.
+    """A run's models, samples and tasks; its student is a source, which `site` builds.
 
     tasks_of_student: the tasks in the student's tokens.
     """

@@ -16,7 +16,7 @@ from megatron_distill.config import (
     TermConfig,
 )
 from megatron_distill.data.tokenizers.open import Vocabulary, holds_tokenizer
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 from megatron_distill.log import get_logger
 from megatron_distill.losses import ChunkTerm, Term, TermTeachers
 from megatron_distill.models.execution import Execution, Fp8, WeightShards
@@ -83,8 +83,8 @@ def _described(path: str, role: str, vocabulary: Vocabulary) -> ModelDescription
     rows = described.architecture.vocab_size
     if vocabulary.size < rows and not holds_tokenizer(folder):
         _LOGGER.warning(
-            "%s.hf = %r has no tokenizer to compare: its last %d of %d rows count as padding",
-            *(role, path, rows - vocabulary.size, rows),
+            "%s.hf = %r has no tokenizer to compare: it ends in %s of padding, of %d in all",
+            *(role, path, counted(rows - vocabulary.size, "row"), rows),
         )
     return described
 

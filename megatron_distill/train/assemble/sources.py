@@ -50,6 +50,7 @@ def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
     return [
         SourceSpec(
             **source.model_dump(exclude={"name", "conversation"}),
+            given_name=source.name,
             conversation=None if (own := source.conversation) is None else _conversation_spec(own),
         )
         for source in sources

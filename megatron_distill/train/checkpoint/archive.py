@@ -122,8 +122,8 @@ def locate(
         raise missing(path, key) from None
     except UNPICKLING_ERRORS as error:
         raise broken(path, key, one_line(error)) from error
-    is_as_said = stored.shape == shape and stored.dtype == dtype and stored.is_contiguous()
-    if not is_as_said or stored.storage_offset():
+    is_as_described = stored.shape == shape and stored.dtype == dtype and stored.is_contiguous()
+    if not is_as_described or stored.storage_offset():
         raise CheckpointError(
             f"{path} has a tensor at {key} that differs from the metadata; use another checkpoint"
         )

@@ -133,7 +133,7 @@ def write_blocks(
                 planner=_StreamingPlanner(own_blocks, architecture, source, done),
             )
     except CheckpointException as error:
-        _raise_what_is_not_writing(error)
+        _raise_original(error)
         return lowest_failure(error)
     return None
 
@@ -152,7 +152,7 @@ def _no_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _raise_what_is_not_writing(error: CheckpointException) -> None:
+def _raise_original(error: CheckpointException) -> None:
     """Raise the original error that torch wraps as a write error."""
     causes = [cause for _, (cause, _) in sorted(error.failures.items())]
     for kind in (KeyboardInterrupt, CheckpointError):

@@ -29,7 +29,7 @@ Ids = tuple[int, ...]
 class ModelScorer:
     """Scores answers with a model in any layout; see `Scorer`.
 
-    A context is read once for all of its answers. What many contexts begin with, such as the
+    A context is read once for all of its answers. A common beginning of many contexts, such as the
     examples of a subject, is read once too.
 
     Attributes:

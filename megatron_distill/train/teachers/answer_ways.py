@@ -98,7 +98,7 @@ class AnswerWay(Protocol):
 
 
 class _ByMessages:
-    """What ways by messages have in common: no slot is written before its receiver takes it."""
+    """Base of the ways by messages: no slot is written before its receiver takes it."""
 
     writes_slots: ClassVar[bool] = False
 

@@ -37,7 +37,7 @@ _ALIGNMENT: Final = 256  # bytes, for kernels that read several numbers at once
 class Credits:
     """Blocks of slots that may be written: 8 bytes per round from a receiver to each sender.
 
-    A command does not say so: it comes from the student's first rank, before which another one may
+    A command is not a credit: it comes from the student's first rank, and another one may
     still read the block's last round.
     """
 

@@ -112,7 +112,7 @@ class AnswerSender:
         self._work.put(_Answer(command, unit, columns, bad, hashes, computed))
 
     def refuse(self, command: RoundRequest, unit: int) -> None:
-        """Let the student know that a unit has no answer; `Bridge.failure` says why."""
+        """Let the student know that a unit has no answer; the reason is `Bridge.failure`."""
         self._without_rows(command, unit, is_left_out=False)
 
     def leave_out(self, command: RoundRequest, unit: int) -> None:

@@ -306,7 +306,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         return found
 
 
-def test_what_cannot_be_written_is_named_on_all_ranks(pool: Pool) -> None:
+def test_refused_rows_are_named_on_all_ranks(pool: Pool) -> None:
     one, other = pool.run(2, _refused)
     assert one == other
     assert one["long"].startswith("a row has 33 tokens, and the model has 32 positions")

@@ -137,7 +137,7 @@ def on_host(tensor: Any, *, as_numpy: bool = False, record_stream: bool = False)
     ],
     ids=str,
 )
-def test_sent_tokens_give_what_gathered_ones_do(
+def test_sent_tokens_give_the_result_of_gathered_ones(
     pool: Pool, top_k: int, ranks: int, layout: dict[str, Any]
 ) -> None:
     for rank in pool.run(ranks, exchanged, {**MOE, "top_k": top_k}, layout):

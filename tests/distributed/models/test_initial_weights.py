@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_rank_draws_what_others_hold(pool: Pool, case: str) -> None:
+def test_no_rank_draws_weights_that_others_hold(pool: Pool, case: str) -> None:
     world, layout, changes = CASES[case]
     ((_, _, whole),) = pool.run(1, _drawn, {}, changes)
     for drawn, held, parts in pool.run(world, _drawn, layout, changes):

@@ -266,7 +266,7 @@ RECOMPUTED: dict[str, tuple[tuple[Any, ...], tuple[list[int], ...]]] = {
 
 
 @pytest.mark.parametrize("case", RECOMPUTED)
-def test_what_is_to_be_recomputed_runs_twice_and_nothing_else(pool: Pool, case: str) -> None:
+def test_recomputed_modules_run_twice_and_no_others(pool: Pool, case: str) -> None:
     recompute, expected = RECOMPUTED[case]
     (found,) = pool.run(1, _calls, recompute)
     assert found == dict(zip(PARTS, expected, strict=True))

@@ -319,11 +319,11 @@ FP8: dict[str, tuple[dict[str, Any], int, bool, tuple[str, ...]]] = {
 def test_fp8_is_set_or_refused_by_key_value_and_remedy(pool: Pool, case: str) -> None:
     shape, tensor, runs, parts = FP8[case]
     capability = (8, 0) if case == "old" else (8, 9)
-    (said,) = pool.run(1, fp8_of, shape, tensor, runs, capability)
+    (found,) = pool.run(1, fp8_of, shape, tensor, runs, capability)
     for part in parts:
-        assert part in said
+        assert part in found
 
 
 def test_the_other_number_format_reaches_the_configuration_too(pool: Pool) -> None:
-    (said,) = pool.run(1, fp8_of, {}, 1, True, (8, 9), "e4m3")
-    assert said == "e4m3 tensorwise False"
+    (found,) = pool.run(1, fp8_of, {}, 1, True, (8, 9), "e4m3")
+    assert found == "e4m3 tensorwise False"

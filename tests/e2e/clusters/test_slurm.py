@@ -163,7 +163,7 @@ def test_jobs_share_nodes_but_not_a_folder_until_the_batch_script_of_its_job_is_
     )
     for job, output in zip((first, second), outputs, strict=True):
         job.wait_for(lambda output=output: steps_done(output) >= 2)
-    # What ranks of different jobs write, temporary files and sockets included, is never the same.
+    # Files of ranks of different jobs, temporary files and sockets included, are never the same.
     own = [written_by(job.rank(rank)) for job in (first, second) for rank in (0, 1)]
     assert all(own)
     assert len(set().union(*own)) == sum(map(len, own)), own

@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> N
     done = len([one for one in records(tmp_path / "teacher") if "validation" not in one])
     assert done < 12
 
-    # What comes after the teacher is in the test above.
+    # Steps after the teacher are in the test above.
     following = tmp_path / "student_alone" / "metrics.jsonl"
     assert f"at step {done}" in interrupt(start(tmp_path, *arguments), following, lines=1)
     steps = [one["step"] for one in records(tmp_path / "teacher") if "validation" not in one]

@@ -1,4 +1,4 @@
-"""What is done with a run after its training, in another layout than it was trained in."""
+"""Commands on a run after its training, in another layout than it was trained in."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_the_run_is_the_first_word_or_an_option(capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().err.endswith(last_line)
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing: not a run folder \(no config\.yaml\); give"):
         load_trained_run(str(tmp_path / "nothing"), [], world_size=1)
 
@@ -239,7 +239,7 @@ def test_a_run_has_its_tokenizer_where_the_named_one_is_gone(trained: Path, tmp_
     assert found.data.tokenizer.path == "mine"
 
 
-def test_a_folder_that_is_no_model_is_named_by_its_option(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_named_by_its_option(tmp_path: Path) -> None:
     from megatron_distill.data.tokenizers.open import load_tokenizer
     from megatron_distill.evaluation.generate import write_text
     from megatron_distill.models.generation import Sampling

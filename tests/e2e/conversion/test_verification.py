@@ -14,7 +14,7 @@ from tests.e2e.converting import convert
 
 
 def call(pool: Pool, *words: object, world: int = 1) -> tuple[int, str, str]:
-    """What the first rank answers: status, output and errors."""
+    """The first rank's status, output and errors."""
     first, *others = convert(pool, *words, world=world)
     assert not any(ending.stdout for ending in others), "only the first rank reports"
     return first.status, first.stdout, first.stderr

@@ -344,7 +344,7 @@ WRITERS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], Sequence[str]
 
 
 @pytest.mark.parametrize("case", WRITERS)
-def test_a_model_that_writes_waits_for_what_was_drawn_a_step_ago(
+def test_a_model_that_writes_waits_for_tokens_drawn_a_step_ago(
     device: FakeDevice, case: str
 ) -> None:
     rank, world, layout, changes, samplings = WRITERS[case]

@@ -37,7 +37,7 @@ def measured(folder: Path, *words: str) -> tuple[int, str, dict[str, object]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_it_ends_with_a_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path / "results")])

@@ -1,4 +1,4 @@
-"""What changes where Transformer Engine is installed: its Adam, extra state, buffers, absence."""
+"""Changes where Transformer Engine is installed: its Adam, extra state, buffers, absence."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def refusal(rank: int, world: int, on_cuda: bool) -> str:
     return "none"
 
 
-def test_asking_for_what_is_missing_is_an_error_with_a_remedy(pool: Pool) -> None:
+def test_transformer_engine_that_is_missing_is_an_error_with_a_remedy(pool: Pool) -> None:
     (on_cpu,) = pool.run(1, refusal, False)
     assert "runtime.transformer_engine is on, which needs CUDA" in on_cpu
     (on_cuda,) = pool.run(1, refusal, True)
@@ -242,7 +242,7 @@ def test_a_release_that_does_not_fit_is_named_and_not_used(pool: Pool) -> None:
 
 
 def hidden(rank: int, world: int, folder: Path, setting: str) -> str:
-    """What an import of an installed release finds once Megatron-Core was prepared."""
+    """Results of an import of an installed release once Megatron-Core was prepared."""
     mcore_patches.prepare_megatron_core(on_cuda=False)
     with (
         patch.dict(sys.modules),

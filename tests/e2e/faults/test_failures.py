@@ -1,4 +1,4 @@
-"""What a user can get wrong ends every rank with one message that says what to change."""
+"""A user's error ends every rank with one message that has the remedy."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_corrupt_line_far_in_the_data_ends_all_ranks_in_the_middle(
     steps = [record["step"] for record in step_records(output)]
     assert steps == list(range(1, len(steps) + 1))
     assert 5 <= len(steps) < 200
-    # What was being written then is of a step that went well.
+    # The checkpoint in progress then is of a step that went well.
     newest = len(steps) // 5 * 5
     assert checkpoints(output)[-1] == f"step_{newest:07d}"
 

@@ -33,7 +33,7 @@ def undisturbed_course(pool: Pool, inputs: Inputs, name: str, *overrides: str) -
 
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, inputs: Inputs) -> Course:
-    """What every run here must have done in the end, bit by bit."""
+    """The result that every run here must have in the end, bit by bit."""
     return undisturbed_course(pool, inputs, "dense")
 
 

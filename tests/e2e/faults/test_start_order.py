@@ -1,4 +1,4 @@
-"""What needs no data is checked before any is read, and a start that fails leaves nothing behind.
+"""Checks without data come before any is read, and a start that fails leaves nothing behind.
 
 The corpus of every case has a broken row, which is what a start that reads it says.
 """
@@ -183,7 +183,7 @@ def test_a_folder_that_was_there_is_as_it_was(
         pool, 2, config, output, *SHORT, broken, (TEACHER_HF % "none").format(models=models)
     )
     assert everything(output) == before
-    # Of another model than the one that is there: said before the data, too.
+    # Of another model than the one that is there: refused before the data, too.
     other = "student.architecture.num_layers=2"
     text = failure(pool, 2, config, output, *SHORT, broken, other, "checkpoint.save=true")
     assert "is a checkpoint of another model" in text

@@ -81,7 +81,7 @@ def test_asked_to_stop_the_ranks_leave_nothing_half(
         assert started.wait() == 0, started.log.read_text()
         started.wait_for_all()
     assert_ended_well(started, store)
-    # What is there is not written again, in a layout of another number of replicas.
+    # Shards that are there are not written again, in a layout of another number of replicas.
     times = {path: path.stat().st_mtime_ns for path in (store / "shards").iterdir()}
     assert run_in(pool, 1, config, store) is True
     assert contents(store) == undisturbed
@@ -184,7 +184,7 @@ def test_a_complete_store_is_left_as_it_is(pool: Pool, short: Path, tmp_path: Pa
     assert (store / "tokenizer" / "tokenizer.json").is_file()
 
 
-def test_what_a_killed_capture_left_or_lacks_is_put_right(
+def test_the_files_of_a_killed_capture_are_put_right(
     pool: Pool, short: Path, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"

@@ -1,4 +1,4 @@
-"""What a capture writes against whole float64 logits of its teacher, in every layout."""
+"""Records of a capture against whole float64 logits of its teacher, in every layout."""
 
 from __future__ import annotations
 

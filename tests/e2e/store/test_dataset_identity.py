@@ -1,4 +1,4 @@
-"""What names a stream of samples: all that decides it, and nothing that does not."""
+"""The identity of a stream of samples: all that decides it, and nothing that does not."""
 
 from __future__ import annotations
 

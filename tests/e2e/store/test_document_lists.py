@@ -126,7 +126,7 @@ def test_a_list_of_changed_texts_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_asked_to_stop_it_says_so_and_goes_on_with_the_next_start(
+def test_a_stop_is_logged_and_the_next_start_goes_on(
     pool: Pool, config: Path, undisturbed: Path, without_lists: Path
 ) -> None:
     assert run_in(pool, 1, config, without_lists, stop_after=10) is False

@@ -290,7 +290,7 @@ def test_weights_of_a_teacher_are_spread_over_its_replicas(
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds: Python's blocks of memory, living tensors, threads and open files."""
+    """Counts of a process: Python's blocks of memory, living tensors, threads and open files."""
 
     blocks: int
     tensors: int

@@ -113,7 +113,7 @@ def test_an_export_warns_that_transformers_finds_no_tokenizer(
         pool, ROOT / "launch" / "generate.py", "--hf", out, "--prompt", PROMPT, "--tokens", 4
     )
     assert text.startswith(PROMPT)
-    # What is imported again has it, too; a tokenizer of transformers takes its place if wished.
+    # A model imported again has it, too; a tokenizer of transformers takes its place if wished.
     back, other = tmp_path / "back", tmp_path / "other"
     written(pool, tool, "import", "--hf", out, "--output", back)
     assert load_tokenizer(back / "hugging_face").identity == expected

@@ -1,4 +1,4 @@
-"""What a run of several sources says of each of them."""
+"""The figures of each source in a run of several."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_balanced_loss_is_the_mean_of_its_sources(
     names = ("forward_kl", "reverse_kl")
     for record in found:
         assert_whole(record["sources"], record, *names)
-        # What multiplies the gradient is not what multiplies the figures.
+        # The factors of the gradient are not those of the figures.
         scale = record["balance"]["alpha"] * record["balance"].get("kd_scale", 1.0)
         assert scale != 1 or record["step"] == 1
         first = 1.0
@@ -192,7 +192,7 @@ def test_a_balanced_loss_is_the_mean_of_its_sources(
 
 
 def flat(output: Path) -> list[dict[str, float]]:
-    """What each record says of sources, under one name each, with its step."""
+    """The figures of sources in each record, under one name each, with its step."""
     found = []
     for record in records(output):
         inner = record.get("validation", record)
@@ -292,13 +292,13 @@ def test_own_held_out_corpora_are_distinguished_by_their_own_names(
     *steps, last = records(tmp_path)
     assert not any("sources" in record for record in steps)
     sources = last["validation"]["sources"]
-    # A source too light for a sample has nothing that could be said of it.
+    # A source too light for a sample has no figures.
     assert sources["rare"] == {"ce_tokens": 0}
     assert sources["corpus"]["ce_loss"] == pytest.approx(last["validation"]["ce_loss"], rel=1e-6)
     assert sources["corpus"].keys() == {"ce_loss", "ce_tokens"}
 
 
-def test_counts_of_no_source_are_no_figures() -> None:
+def test_counts_of_no_source_are_not_figures() -> None:
     from megatron_distill.train.metrics import step_figures
 
     counts = (LabelCounts(6, 0), LabelCounts(0, 0))

@@ -54,7 +54,7 @@ def test_changes_are_reported_once_and_each_start_is_saved(
 ) -> None:
     config = inputs.folder / "dense.yaml"
     first = (begun / "config.yaml").read_bytes()
-    # What cannot go on is refused as before, and is no start of this run.
+    # A run that cannot go on is refused as before, and has not started.
     wrong = (*SECOND, "student.architecture.hidden_size=48")
     assert "hidden_size 32 vs 48" in message(call(pool, config, begun, *wrong))
     found = message(call(pool, config, begun, *SECOND, "train.precision=bf16"))
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(
     assert description["configuration"]["optimizer"]["epsilon"] == 1e-7
     del description["configuration"]
     path.write_text(json.dumps(description))
-    # Keys that the older version did not have are not said to have changed to their defaults.
+    # Keys that the older version did not have are not reported as changed to their defaults.
     settings = yaml.safe_load((begun / "config.yaml").read_text())
     del settings["schedule"]["wsd_decay_form"]
     (begun / "config.yaml").write_text(yaml.safe_dump(settings))

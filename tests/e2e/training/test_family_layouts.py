@@ -66,7 +66,7 @@ CASES = (
 
 
 def test_every_family_is_here() -> None:
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     assert {MODELS[student][0] for student, _ in CASES} == set(families())
 
@@ -116,7 +116,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("feature", WITHOUT)
-def test_windows_and_caps_change_what_is_compared(
+def test_windows_and_caps_change_the_compared_values(
     pool: Pool, inputs: Inputs, train: KnownRuns, tmp_path: Path, feature: str
 ) -> None:
     given: Course = train(configured(inputs, "gemma2"), 1)

@@ -67,7 +67,7 @@ RESUMED: dict[str, tuple[int, Sequence[str], int, Sequence[str]]] = {
 
 
 def projector_parts(rank: int, world: int, config: Path, overrides: list[str]) -> list[bytes]:
-    """What an assembled run's projectors and their moments hold."""
+    """Values of an assembled run's projectors and their moments."""
     with assembled(rank, world, config, overrides) as (_, parts):
         features = parts.objective.features
         assert features is not None

@@ -133,8 +133,8 @@ def test_a_profile_that_is_not_possible_is_a_warning(
     (output / "profile").write_text("a file where the folder would be")
     wanted = "profile={steps: [1], ranks: [0, 3], memory_snapshot: true}"
     overrides = [f"output={output}", "train.steps=1", "schedule.warmup_steps=0", wanted]
-    (said,) = pool.run(1, logged, inputs.folder / "dense.yaml", overrides, timeout=SECONDS)
-    warnings = re.findall(r"WARNING rank 0 \S+: (.*)", said)
+    (log,) = pool.run(1, logged, inputs.folder / "dense.yaml", overrides, timeout=SECONDS)
+    warnings = re.findall(r"WARNING rank 0 \S+: (.*)", log)
     path = output / "profile" / "step_0000001_rank_0000.json.gz"
     assert warnings == [
         "profile.ranks = [0, 3]: this run has no ranks [3]",

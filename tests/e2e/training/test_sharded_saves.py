@@ -98,7 +98,7 @@ def save(
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank has after a resume: its tensors, those that differ from the known values, and
+    """State of a rank after a resume: its tensors, those that differ from the known values, and
     the bytes of values that it read by its own account and by the system's."""
 
     keys: list[str]

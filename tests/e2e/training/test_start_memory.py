@@ -28,7 +28,7 @@ class _Noted(logging.Handler):
 def started(
     rank: int, world: int, config: Path, overrides: Sequence[str], gib: float, kind: str
 ) -> tuple[list[str], str]:
-    """What happened in the order of a start on a machine of so much memory, and the failure."""
+    """The events of a start in order, on a machine of so much memory, and the failure."""
     from megatron_distill.planning.device import load_device
     from megatron_distill.train.assemble import run as assembly
     from megatron_distill.train.reports import start_memory
@@ -57,7 +57,7 @@ def started(
         logger.removeHandler(handler)
 
 
-def test_a_run_that_will_not_fit_is_said_to_before_models_are_built(
+def test_a_run_that_will_not_fit_is_warned_of_before_models_are_built(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     config = inputs.folder / "dense.yaml"

@@ -11,7 +11,7 @@ from megatron_distill.commands.generate import _Terminal
 from megatron_distill.data.tokenizers.open import train_bpe
 
 
-def test_each_call_shows_what_is_certain_and_the_end_shows_the_rest(
+def test_each_call_shows_certain_text_and_the_end_shows_the_rest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # Of single bytes, so that the accented letter is two ids.

@@ -61,7 +61,7 @@ def test_a_file_that_the_system_refuses_is_named() -> None:
         ("notes.txt", "give the output folder of a run, e.g. runs/first"),
     ],
 )
-def test_a_folder_that_is_no_run_s_is_told_what_it_is(
+def test_a_folder_of_another_kind_is_named_by_its_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, remedy: str
 ) -> None:
     (tmp_path / file).write_text("{}")

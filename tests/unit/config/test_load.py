@@ -162,7 +162,7 @@ def test_a_value_that_replaces_a_section_is_refused(minimal):
         ("output: ???\n", "output"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_named(write, content, words):
+def test_a_file_that_is_not_a_configuration_is_named(write, content, words):
     path = write(content)
     with pytest.raises(ConfigError, match=words) as caught:
         load_config(path)

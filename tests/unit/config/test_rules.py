@@ -1,6 +1,6 @@
 """Rules over several keys: each one broken alone, each one just kept.
 
-Rules on the number of processes: test_check.py. What has no effect: test_without_effect.py.
+Rules on the number of processes: test_check.py. Settings without effect: test_without_effect.py.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ student.architecture={num_attention_heads: 12, num_kv_heads: 1, hidden_size: 96,
 parallel={pipeline: 2, layers_per_stage: {student: [3, 2]}}
     -> parallel.layers_per_stage.student = [3, 2]: 5 layers in all, but
        student.architecture.num_layers = 4; change the numbers so that their sum is 4
-parallel={pipeline: 2, layers_per_stage: {teacher: [1, 2]}}
-    -> parallel.layers_per_stage.teacher = [1, 2]: 3 layers in all, but
+parallel={layers_per_stage: {teacher: [1]}}
+    -> parallel.layers_per_stage.teacher = [1]: 1 layer in all, but
        teacher.architecture.num_layers = 4
 parallel.tensor=2
 student.architecture.ffn_hidden_size=129
@@ -269,8 +269,8 @@ objective.features=[{student: 4, teacher: 3}]
 teacher.architecture.num_layers=2
     -> objective.features.0.teacher = 3: the teacher has layers 1 to 2, counted from 1; lower it
 objective.features=[{match: last}]
-teacher.architecture.num_layers=3
-    -> objective.features.0.match = 'last': the teacher has 3 layers, fewer than the student's 4
+teacher.architecture.num_layers=1
+    -> objective.features.0.match = 'last': the teacher has 1 layer, fewer than the student's 4
 objective.features=[{student: 2, teacher: 2}, {match: uniform}]
     -> objective.features.1 and objective.features.0 both have the mse loss of student layer 2
        and teacher layer 2. Keep one of them, with the sum of the weights

@@ -21,7 +21,7 @@ from tests.support.sample_configs import MINIMAL, TAUGHT, complaints, load_tree
         ("*.txt", "source"),
     ],
 )
-def test_a_path_that_is_no_pattern_gives_its_last_name(path: str, name: str) -> None:
+def test_a_path_without_a_pattern_gives_its_last_name(path: str, name: str) -> None:
     assert SourceConfig(format="text", paths=(path, "other.txt")).log_name == name
     assert StoreSourceConfig(path=path).log_name == name
 

@@ -264,7 +264,7 @@ REFUSED_STORES = {
 
 
 @pytest.mark.parametrize("case", REFUSED_STORES)
-def test_what_stores_cannot_serve_is_named(tmp_path: Path, case: str) -> None:
+def test_terms_that_stores_cannot_serve_are_named(tmp_path: Path, case: str) -> None:
     *overrides, expected = REFUSED_STORES[case]
     found = complaints(load_tree, tmp_path, SEVERAL, *overrides)
     assert any(expected in text for text in found)

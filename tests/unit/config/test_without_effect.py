@@ -48,7 +48,7 @@ objective.terms=[{divergence: reverse_kl, beta: 0.3}]
 objective.terms=[{score_alpha: 2}]
     -> objective.terms.0.score_alpha = 2.0 has no effect without objective.terms.0.score
 objective.terms=[{uncommon_top_k: 9}]
-    -> objective.terms.0.uncommon_top_k = 9 has no effect with objective.terms.0.alignment = None
+    -> objective.terms.0.uncommon_top_k = 9 has no effect with objective.terms.0.alignment = null
 objective.terms=[{alignment: uld, divergence: reverse_kl}]
     -> objective.terms.0.divergence = 'reverse_kl' has no effect with objective.terms.0.alignment =
        'uld'

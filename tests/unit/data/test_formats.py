@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from megatron_distill.config import SourceConfig
 from megatron_distill.config.schema.data import (
     ConversationFormat,
     PathlessFormat,
@@ -17,6 +18,7 @@ from megatron_distill.config.schema.data import (
 from megatron_distill.data.formats import FORMATS, SourceSpec, source_files
 from megatron_distill.data.text.documents import Cursor, DocumentReader
 from megatron_distill.errors import DataError
+from megatron_distill.train.assemble.sources import source_specs
 
 
 def test_the_configuration_and_the_table_name_the_same_formats() -> None:
@@ -35,6 +37,14 @@ def test_an_identity_names_fields_of_a_source() -> None:
         assert set(row.identity) <= known, name
         # A conversation takes the place of a text.
         assert ("text_key" in row.identity) == (row.rows is not None), name
+
+
+def test_messages_name_a_source_by_its_name_if_it_has_one() -> None:
+    source = SourceConfig(format="jsonl", paths=("a.jsonl", "b.jsonl"), name="wiki")
+    (spec,) = source_specs([source])
+    assert spec.name == "wiki (jsonl a.jsonl b.jsonl)"
+    (spec,) = source_specs([source.model_copy(update={"name": None})])
+    assert spec.name == "jsonl a.jsonl b.jsonl"
 
 
 @pytest.mark.parametrize(("documents", "count"), [("file", 1), ("line", 2)])

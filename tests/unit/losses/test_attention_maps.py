@@ -40,7 +40,7 @@ def one_document(window: int | None = None) -> KeyRanges:
 def defined_map(
     query: Tensor, key: Tensor, rule: ScoreRule, at: tuple[int, int], seen: list[int]
 ) -> Tensor:
-    """What the heads attend to on average in one query's place."""
+    """The heads' mean attention of one query."""
     place, row = at
     heads, groups = query.shape[2], key.shape[2]
     chances = []

@@ -72,7 +72,7 @@ def test_weights_within_divergences_and_within_features_stay_multipliers() -> No
     assert scaled.ce == 1.0
 
 
-def test_one_scale_of_the_global_batch_is_no_mean_of_micro_batches() -> None:
+def test_one_scale_of_the_global_batch_is_not_a_mean_of_micro_batches() -> None:
     """Losses of two micro-batches with the same number of tokens: CE 2 and 1, KD 0.5 and 1."""
     own, balance = LossWeights(1.0, (1.0,)), RatioBalance()
     both = balance.scales(RawLosses((2.0 + 1.0) / 2, ((0.5 + 1.0) / 2,)), own)

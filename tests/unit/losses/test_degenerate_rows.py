@@ -37,7 +37,7 @@ OF_EACH = pytest.mark.parametrize("name", NAMES)
 OF_SOME = pytest.mark.parametrize("name", REPRESENTATIVE)
 # With a forward KL, which is infinite where the teacher has a probability and the student none.
 INFINITE_THERE = ("forward_kl", "adaptive_kl")
-# What counts as no gradient: a probability of zero is the smallest normal number to the formulas.
+# Gradients below count as zero: to the formulas no probability is below the smallest normal number.
 NOTHING = 1e-30
 
 
@@ -234,7 +234,7 @@ def rows_of_minus_infinity() -> tuple[Tensor, Tensor]:
 
 
 @OF_EACH
-def test_defect_16_minus_infinity_is_no_probability_and_never_nan(name: str) -> None:
+def test_defect_16_minus_infinity_is_a_probability_of_zero_and_never_nan(name: str) -> None:
     # -inf - -inf is NaN before torch.where looks away, and times zero it still is.
     for support, k in each_support(1, 3, 8, 12):
         student, teacher = rows_of_minus_infinity()

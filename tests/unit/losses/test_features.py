@@ -121,7 +121,7 @@ def test_half_precision_is_computed_with_in_fp32(loss: str) -> None:
     assert work.gradient(student, coefficient=1.0).dtype is torch.bfloat16
 
 
-def test_no_token_that_counts_is_no_loss() -> None:
+def test_without_a_counted_token_the_loss_is_zero() -> None:
     work = FeatureLoss("mse", states(3, 4, 1), torch.zeros(3), None)
     assert float(work.value(states(3, 4, 2))) == 0.0
     assert not work.gradient(states(3, 4, 2), coefficient=1.0).any()

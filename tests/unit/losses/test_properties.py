@@ -48,7 +48,7 @@ class Case:
 
     @property
     def rounding(self) -> float:
-        """What an fp32 logit is rounded to, in nats."""
+        """Rounding of an fp32 logit, in nats."""
         largest = torch.cat([self.student, self.teacher]).abs().amax() if len(self.student) else 0
         return 1e-7 * (1 + float(largest) / self.temperature)
 

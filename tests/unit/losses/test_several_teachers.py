@@ -139,7 +139,7 @@ def test_a_large_alpha_chooses_the_best_teacher_of_each_sample() -> None:
     torch.testing.assert_close(ours.hidden_gradient, routed.hidden_gradient)
 
 
-def test_scores_do_not_depend_on_what_shares_a_micro_batch() -> None:
+def test_scores_do_not_depend_on_the_rest_of_a_micro_batch() -> None:
     inputs, terms = Inputs.random(9), [Term(teachers=scored("cross_entropy", 3.0, **MIXED))]
     whole = on_shard(0, 1, inputs, terms, NAMES)
     halves = []

@@ -2,6 +2,7 @@
 used again. Its values are in test_divergences.py."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,19 @@ from torch import Tensor
 
 from megatron_distill.losses import token_divergence
 from megatron_distill.ops import VocabShard
+from megatron_distill.ops.chunk import Chunk
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import GRADIENT_TOLERANCE, forward_kl, row_error
 from tests.reference.logits import logit_pair
 from tests.reference.tracing import traced
-from tests.support.divergence_runs import NAMES, PAIRWISE, differentiated, signal_of, solved
+from tests.support.divergence_runs import (
+    NAMES,
+    PAIRWISE,
+    REPRESENTATIVE,
+    differentiated,
+    signal_of,
+    solved,
+)
 
 
 def value_and_gradient(
@@ -93,6 +102,33 @@ def test_a_graph_may_be_used_again(dtype: torch.dtype) -> None:
         token_divergence(leaf, DenseLogits(teacher), divergence="js_divergence").sum(), leaf
     )
     torch.testing.assert_close(leaf.grad, kept + 2 * once, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("support", ["dense", "tail"])
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_the_bf16_gradient_of_a_mean_is_formed_once(
+    name: str, support: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formed: list[str] = []
+
+    def counting(method: str) -> None:
+        original = getattr(Chunk, method)
+
+        def call(*given: Any, **named: Any) -> Any:
+            formed.append(method)
+            return original(*given, **named)
+
+        monkeypatch.setattr(Chunk, method, call)
+
+    counting("process")  # writes the value and the gradient of its sum
+    counting("write_gradient")
+    student, teacher = logit_pair(5, 30, dtype=torch.bfloat16)
+    leaf = student.requires_grad_()
+    value = token_divergence(leaf, signal_of(support, teacher), divergence=name)
+    assert formed == []
+    value.mean().backward()
+    assert formed == ["write_gradient"]
+    assert leaf.grad is not None
 
 
 def extra_bytes(

@@ -137,7 +137,7 @@ def test_blocks_are_the_definition(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_packed_documents_are_what_the_flash_kernel_expects(
+def test_packed_documents_are_in_the_form_of_the_flash_kernel(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(torch_varlen, "varlen_attn", documented_varlen_attn)

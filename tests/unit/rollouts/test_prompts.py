@@ -123,7 +123,7 @@ def test_a_document_begins_with_the_begin_of_text_token_where_training_has_it() 
         ([{"messages": [{**USER, "name": "\ud800"}]}], "row 1: its messages are not JSON"),
     ],
 )
-def test_a_row_that_is_no_prompt_is_named(
+def test_a_row_that_is_not_a_prompt_is_named(
     rows: list[dict[str, Any]], message: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path, rows)
@@ -144,7 +144,7 @@ def test_a_system_message_needs_a_chat(tmp_path: Path) -> None:
         PromptFile(path, system="Be brief.").count(None)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a"}\n\n{broken\n')
     with pytest.raises(DataError, match="row 3: not a JSON object"):

@@ -1,4 +1,4 @@
-"""What a rank imports before its first step, and what it leaves as it was."""
+"""Imports of a rank before its first step, and the state that they do not change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_package_is_missing_within_the_block_alone() -> None:
     assert sys.modules["json"] is json
 
 
-def test_only_what_a_first_import_makes_is_not_scanned() -> None:
+def test_only_objects_of_a_first_import_are_not_scanned() -> None:
     before = gc.get_freeze_count()
     with uncollected_import("json"):
         assert gc.isenabled()

@@ -77,6 +77,27 @@ def test_a_resumed_job_takes_its_pace_from_its_own_counts() -> None:
     assert stream.getvalue().splitlines()[-1] == "step 103/110  eta 0:35"
 
 
+def test_without_a_total_a_line_has_the_count_alone_and_no_time_left() -> None:
+    stream, clock = io.StringIO(), Clock()
+    reporter = ProgressReporter(stream, label="document", total=None, clock=clock)
+    play(reporter, clock, 4, 15.0)
+    assert [line.split("  ")[:2] for line in stream.getvalue().splitlines()] == [
+        ["document 2", "first 1.000"],
+        ["document 4", "first 1.000"],
+    ]
+    assert "eta" not in stream.getvalue()
+    assert reporter.seconds_left is None
+
+
+def test_a_bar_without_a_total_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal, clock = Terminal(), Clock()
+    play(ProgressReporter(terminal, label="document", total=None, clock=clock), clock, 8, 2.0)
+    last = drawn(terminal)[-1]
+    assert last.startswith("document 8")
+    assert last.endswith("14.8k tok/s  1.23 GB")
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(4.0, "4.000"), (0.0001234, "0.0001234"), (1.2e-7, "1.200e-07"), (float("nan"), "nan")],

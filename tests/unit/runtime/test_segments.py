@@ -71,7 +71,7 @@ def test_packed_lengths_by_hand() -> None:
     assert len(Segments(BOUNDS).sharded(1, 2).to("cpu").packed) == 1  # its pieces are adjacent
 
 
-def test_a_layer_asks_once_for_what_its_kernel_derives() -> None:
+def test_a_layer_asks_once_for_the_derived_values_of_its_kernel() -> None:
     segments, made = Segments(BOUNDS), []
     for _ in range(2):
         assert segments.derived("key", lambda: made.append(1) or len(made)) == 1

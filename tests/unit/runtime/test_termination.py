@@ -1,4 +1,4 @@
-"""What a termination signal does to work in progress, whatever the work makes of it."""
+"""Effects of a termination signal on work in progress that heeds it or does not."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def refusal(folder: Path) -> str:
 
 
 def repair(folder: Path) -> str:
-    """What the user is told to do."""
+    """The remedy in the message."""
     return f"run `megatron-distill store repair {folder}`, then the capture again"
 
 

@@ -18,7 +18,7 @@ from megatron_distill.runtime.atomic_files import partial_files
 from megatron_distill.store import CaptureSettings, binary, verify
 from tests.support.store_samples import begin, contents, fill, settings, write_store
 
-# What the commits consist of: everything that changes the disk.
+# Steps of the commits: everything that changes the disk.
 STEPS = (
     "os.fsync",
     "pathlib.Path.replace",
@@ -68,7 +68,7 @@ def write_and_die(folder: Path, step: int, counted: object) -> None:
 
 
 def resume(folder: Path, wanted: CaptureSettings, **sizes: int) -> None:
-    """Go on after an interruption; what was committed stays as it is."""
+    """Go on after an interruption; committed files stay as they are."""
     before = contents(folder) if folder.exists() else {}
     writer = begin(folder, wanted, **sizes)
     fill(writer)

@@ -1,4 +1,4 @@
-"""What losses get from a store: the teacher's own distribution, at every captured temperature."""
+"""Signals of a store: the teacher's own distribution, at every captured temperature."""
 
 from __future__ import annotations
 

@@ -70,12 +70,15 @@ def test_holes_are_uncommitted_shards(tmp_path: Path) -> None:
     fill(writer, [1])
     before = contents(tmp_path)
     assert begin(tmp_path, settings()).holes() == [0, 2]
-    with pytest.raises(StoreError, match="2 of 3 shards are missing, first 0"):
+    with pytest.raises(StoreError, match="2 shards are missing of 3, first 0"):
         writer.finish()
     with pytest.raises(StoreError, match=r"incomplete, 1 of 3 shards and no"):
         StoreReader.open(tmp_path)
     fill(writer, [1])
     assert contents(tmp_path) == before, "a committed shard is not touched"
+    fill(writer, [0])
+    with pytest.raises(StoreError, match="1 shard is missing of 3, first 2"):
+        writer.finish()
 
 
 CHANGES = {
@@ -217,7 +220,7 @@ def test_a_path_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
         begin(tmp_path / "file", settings())
 
 
-def test_a_machine_without_the_container_learns_what_to_install(tmp_path: Path) -> None:
+def test_without_the_container_the_error_names_the_package(tmp_path: Path) -> None:
     writer = begin(tmp_path, settings())
     with (
         patch.dict(sys.modules, {"array_record.python": None}),

@@ -6,7 +6,7 @@ from megatron_distill.train.balancing import CLAMPED_STEPS, ClampWatch
 
 
 def warnings(clamp: float | None, *steps: dict[str, float]) -> list[tuple[int, str]]:
-    """What a watch says, and after which step."""
+    """The warnings of a watch, each after its step."""
     watch = ClampWatch(clamp)
     return [
         (number, line) for number, step in enumerate(steps, start=1) for line in watch.observe(step)

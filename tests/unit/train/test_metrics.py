@@ -177,7 +177,7 @@ def test_a_log_without_sinks_takes_records_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_that_is_no_folder_is_a_config_error(tmp_path: Path) -> None:
+def test_an_output_that_is_not_a_folder_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"output: cannot write .*run/metrics\.jsonl"):
         JsonLinesSink(tmp_path / "run" / "metrics.jsonl", resume_step=0)

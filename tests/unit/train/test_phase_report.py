@@ -37,7 +37,7 @@ def test_of_two_ranks_the_slower_one_is_compared_with_the_faster() -> None:
     )
 
 
-def test_a_stage_with_more_work_is_no_straggler() -> None:
+def test_a_stage_with_more_work_is_not_a_straggler() -> None:
     ranks = [rank(stage, **{FORWARD: 100.0, LOSS: 80.0 * stage}) for stage in (0, 0, 0, 1, 1, 1)]
     none_slower = "no rank is slower than its peers by 1 % of a step, mean of 2 steps"
     assert straggler_text(ranks, HOSTS, 2) == none_slower

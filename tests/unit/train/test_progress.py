@@ -133,7 +133,7 @@ SHOWN: list[tuple[dict[str, object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_what_a_record_says_is_shown(kind: type[io.StringIO]) -> None:
+def test_the_figures_of_a_record_are_shown(kind: type[io.StringIO]) -> None:
     # A bar shows what fits; what is held out has lines of its own everywhere.
     for shown, texts in SHOWN[3:5] if kind is Terminal else SHOWN:
         stream = kind()

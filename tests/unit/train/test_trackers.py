@@ -121,7 +121,7 @@ def test_wandb_offline_writes_a_run_without_network_and_goes_on_under_its_id(
     run_id = (tmp_path / "wandb_run_id").read_text().strip()
     assert first.name == f"run-{run_id}.wandb"
     words = (b"train/ce_loss", b"validation/top1_agreement", b"distill", b"a name")
-    # wandb's own process writes the file, a moment after it has said that the run is finished.
+    # wandb's own process writes the file, a moment after it has reported the run as finished.
     wait_until(lambda: all(word in first.read_bytes() for word in words))
 
     wandb_sink(tmp_path, resume_step=1).close()

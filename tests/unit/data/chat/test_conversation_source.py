@@ -215,7 +215,7 @@ def test_it_resumes_exactly_from_every_sample(tmp_path: Path) -> None:
         other.load_state_dict(states[3])
 
 
-def test_held_out_conversations_are_no_training_ones_whatever_the_seed(tmp_path: Path) -> None:
+def test_held_out_conversations_are_not_trained_whatever_the_seed(tmp_path: Path) -> None:
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(60)))
     options = replace(options_of(tmp_path, 120), validation_fraction=0.3)
     held_out = held_out_samples([spec], tokenizer=TOKENIZER, options=options, samples=3)

@@ -88,7 +88,7 @@ def test_everything_that_decides_tokens_and_masks_makes_another_cache(tmp_path: 
     write_rows(path, [*ROWS[:-1], ROWS[0]])
     found.append(prepare(path))
     assert len({one.folder for one in found}) == len(found)
-    # What is decided when samples are made does not.
+    # Settings of the making of samples do not.
     assert prepare(path, truncation="drop", packing_buffer=7).folder == found[-1].folder
 
 

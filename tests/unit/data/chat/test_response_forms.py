@@ -1,4 +1,4 @@
-"""What templates differ on: headers that go on, turns without an end, forms of tool calls."""
+"""Differences of templates: headers that go on, turns without an end, forms of tool calls."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def responses(finder: ResponseFinder, messages: Any, tools: Any = None) -> list[
         ("<think>\n\n</think>\n\n", "4<|im_end|>", "hm\n</think>\n\n4<|im_end|>"),
     ],
 )
-def test_a_header_is_no_response_where_its_prompt_goes_on(
+def test_a_header_is_not_a_response_where_its_prompt_goes_on(
     prompt: str, plain: str, thinking: str, has_tags: bool
 ) -> None:
     one = finder(THINKING, _CHATML, has_tags=has_tags, prompt=prompt)
@@ -146,7 +146,7 @@ def test_a_conversation_shows_whether_its_last_response_is_ended() -> None:
         assert ResponseFinder(template_of(style)).find(turns("Hi", "Yo!")).is_closed, style
 
 
-def test_plain_turns_are_ended_by_an_end_of_document_that_is_no_special_token() -> None:
+def test_plain_turns_are_ended_by_an_end_of_document_that_is_not_special() -> None:
     words = tokenizers.Tokenizer(tokenizers.models.BPE({"<|endoftext|>": 0, "a": 1, "b": 2}, []))
     words.add_tokens([tokenizers.AddedToken("<|endoftext|>", special=False)])
     own = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words), name="plain")

@@ -1,4 +1,4 @@
-"""What the assistant says, in templates of released models against dialogues marked by hand.
+"""Spans of responses in templates of released models, against dialogues marked by hand.
 
 Llama 3 and 3.1, ChatML (Qwen 2.5 and 3), Mistral v0.2 and v0.3, Gemma 2, Phi 3, plain, blocks;
 one turn and several, system prompts, tool calls, contents that hold markers themselves.
@@ -199,7 +199,7 @@ def test_learned_shapes_agree_with_each_conversation_alone(
 
 
 @pytest.mark.parametrize("style", ["llama3", "mistral", "qwen3"])
-def test_private_use_characters_of_a_text_are_no_placeholders(style: str) -> None:
+def test_private_use_characters_of_a_text_are_not_placeholders(style: str) -> None:
     icons = "\ue000 \ue0001\ue001 \ue0021\ue003"
     messages = turns(icons, f"say {icons}", "why", f"{icons} then")
     for finder in (ResponseFinder(template_of(style)), Unlearned(template_of(style))):

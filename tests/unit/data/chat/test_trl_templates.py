@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
     folder() is None, reason="TRL with its chat templates is not installed (extra bench)"
 )
 
-# The dialogues that a template is no template for, and what is said of them.
+# The dialogues that a template cannot render, and the error of each.
 _ALTERNATE = "the chat template refuses it: Conversation roles must alternate"
 _NO_CALLS = "message 1: the chat template does not write its tool calls; set"
 _NO_TEXTS = "message [12]: the chat template does not write its (content|tool calls); set"
@@ -76,7 +76,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "llava_next": dict.fromkeys(DIALOGUES, _NO_PARTS),
 }
 
-# What only one of the two trains, before or after what both do, and why.
+# Text that one of the two trains, before or after the text that both train, and the reason.
 Difference = tuple[str, str, str]
 _LINE_END: Mapping[Difference, str] = {
     ("TRL", "after", "\n"): "the template's line end, after the token that stops the model",
@@ -142,7 +142,7 @@ def ours(name: str, dialogue: str, *, has_tags: bool) -> list[str] | str:
 
 
 def trained_by_trl(name: str, dialogue: str) -> list[str]:
-    """What transformers masks with the twin, calls in a form that the twin writes."""
+    """Masks of transformers with the twin; calls are in a form that the twin writes."""
     messages, tools = DIALOGUES[dialogue]
     own = tokenizer(name, has_tags=True)
     named, markers = special_texts(own)
@@ -213,7 +213,7 @@ WITHOUT_TWIN = [name for name in NAMES if name not in TWINS]
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_TWIN, *TWINS[::8]])
-def test_neither_tags_nor_what_was_learned_change_a_response(name: str) -> None:
+def test_neither_tags_nor_earlier_conversations_change_a_response(name: str) -> None:
     # The tags of thoughts are special tokens or not; each conversation is looked at by itself.
     template = chat_template(ConversationSpec(), tokenizer(name, has_tags=False))
     learned, unlearned = ResponseFinder(template), Unlearned(template)

@@ -45,7 +45,7 @@ def test_a_file_is_one_document_with_its_content_untouched(tmp_path: Path) -> No
     assert texts_of(path, read=read_whole) == [" x\r\n\ty\n"]
 
 
-def test_empty_files_and_records_are_no_documents(tmp_path: Path) -> None:
+def test_empty_files_and_records_are_not_documents(tmp_path: Path) -> None:
     empty, blank = tmp_path / "empty", tmp_path / "blank"
     empty.write_bytes(b"")
     blank.write_bytes(b'\n \n{"text": ""}\n')

@@ -96,7 +96,7 @@ def test_the_start_is_enough_to_come_back_to_any_sample(
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_tail_without_a_label_is_no_sample(left: int) -> None:
+def test_a_tail_without_a_label_is_not_a_sample(left: int) -> None:
     packer: Packer[int] = Packer(4, padding_token=PAD)
     packer.add(np.arange(left, dtype=np.int32), 0)
     assert packer.flush(0) is None

@@ -65,7 +65,7 @@ def token_bytes(kind: str, ids: list[int]) -> list[bytes]:
 
 
 def expected_spans(kind: str, text: str) -> list[Span]:
-    """What an independent, slow reading says."""
+    """The ids of an independent, slow reading."""
     tokenizer = tokenizer_of(kind)
     if kind in BYTE_LEVEL:
         return spans_of_bytes(text, token_bytes(kind, tokenizer.encode_batch([text])[0].tolist()))
@@ -282,7 +282,7 @@ def test_a_chat_template_beside_it_is_read_and_saved(kind: str, tmp_path: Path) 
 
 
 def test_all_kinds_have_identities_of_their_own() -> None:
-    # What trims offsets gives the same ids.
+    # A post-processor that trims offsets gives the same ids.
     assert len({tokenizer_of(kind).identity for kind in KINDS}) == len(KINDS) - 1
 
 

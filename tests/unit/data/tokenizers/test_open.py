@@ -100,7 +100,7 @@ def test_the_file_decides_beside_a_config_whose_class_splits_otherwise(
     assert (warning in caplog.text) == is_other_class
 
 
-def test_a_class_with_the_rules_of_the_file_is_no_warning(
+def test_a_class_with_the_rules_of_the_file_gives_no_warning(
     trained: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from transformers import Qwen2Tokenizer

@@ -95,7 +95,7 @@ def parameters_of(name: str) -> tuple[Any, Any, int]:
     """The family of a model, its architecture, and its parameters in `transformers`."""
     import transformers
 
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     model_type, entries = MODELS[name]
     family = families()[model_type]

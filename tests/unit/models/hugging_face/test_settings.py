@@ -32,7 +32,7 @@ NOT_THE_FUNCTION = {
     # heads of other tasks
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
     "summary_use_proj",
-    # said anew by layer_types, sliding_window or rope_parameters, which are read
+    # repeated by layer_types, sliding_window or rope_parameters, which are read
     "max_window_layers", "use_sliding_window", "original_max_position_embeddings",
 }  # fmt: skip
 # A rate that phi3 has an entry for and no module.
@@ -60,7 +60,7 @@ class Recorder:
 def test_every_entry_is_read_or_known_to_change_nothing(name: str) -> None:
     import transformers
 
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     # An entry that another one switches off is not looked at.
     recorder = Recorder(transformers.AutoConfig.for_model(name, use_sliding_window=True))
@@ -119,7 +119,7 @@ def llama_like(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()), "initializer_range": draw(positive),
         "rope_parameters": draw(rope(may_be_partial=model_type in ("phi3", "glm4_moe"))),
     }  # fmt: skip
-    # The published ones say it always; for the others one that follows from the width is not said.
+    # The published ones have it always; for the others one that follows from the width is left out.
     if model_type in ("qwen3_moe", "glm4_moe") or (model_type != "phi3" and draw(st.booleans())):
         entries["head_dim"] = draw(st.sampled_from([2, 12]))
     if model_type == "phi3":
@@ -201,7 +201,7 @@ def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) ->
     import transformers
 
     from megatron_distill.models.architecture import Architecture
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     entries = data.draw(gpt2() if name == "gpt2" else llama_like(name))
     family = families()[name]
@@ -219,7 +219,7 @@ def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) ->
 
 
 def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
-    from megatron_distill.models.hugging_face.families import families
+    from megatron_distill.models.hugging_face.family import families
 
     architecture = small_architecture(rotary_fraction=0.5)
     refused = {}

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.hugging_face.description import describe, describe_for_plan
-from megatron_distill.models.hugging_face.families import families
+from megatron_distill.models.hugging_face.family import families
 from megatron_distill.models.hugging_face.written import written_architecture
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.hugging_face_models import MODELS
@@ -45,7 +45,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                   "sliding_window": None, "use_sliding_window": False, "mlp_only_layers": [1],
                   "tie_word_embeddings": False, **EXPERTS},
 }  # fmt: skip
-# What the entries leave to `transformers`.
+# Models whose entries leave the shape to `transformers`.
 DERIVED: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},  # the size of a head
     "qwen2": {"sliding_window": 8, "max_window_layers": 2, "use_sliding_window": True},
@@ -97,9 +97,7 @@ def test_entries_that_transformers_writes_say_the_same_shape(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_what_follows_from_more_than_the_entries_is_left_to_transformers(
-    tmp_path: Path, name: str
-) -> None:
+def test_shapes_beyond_the_entries_are_left_to_transformers(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path, {**SIZES, **DERIVED[name], "model_type": name})
     assert written(folder) is None
     assert describe_for_plan(folder) == describe(folder)

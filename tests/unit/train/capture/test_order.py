@@ -95,7 +95,7 @@ def test_it_goes_on_at_the_nearest_known_place() -> None:
     found = [source.next_sample().sample_id for _ in range(10)]
     assert found == [*range(15, 20), *range(30, 35)]
     assert stream.read == [*range(10, 20), *range(25, 35)]
-    # What was passed at the beginning of a shard and not known is told, once.
+    # Samples passed at the beginning of a shard, and not known, are reported once.
     assert list(source.passed) == [(3, {"position": 15}), (6, {"position": 30})]
 
 

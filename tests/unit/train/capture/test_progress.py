@@ -1,4 +1,4 @@
-"""What a capture says of itself."""
+"""The progress of a capture."""
 
 from __future__ import annotations
 

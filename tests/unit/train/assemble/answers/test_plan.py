@@ -34,7 +34,7 @@ def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path: Path) -> None:
         answer_settings(config, "teacher", built, tokens=7)
 
 
-def test_each_of_several_teachers_sends_what_its_terms_need(tmp_path: Path) -> None:
+def test_each_of_several_teachers_sends_the_numbers_of_its_terms(tmp_path: Path) -> None:
     teachers = {name: {"architecture": ARCHITECTURE, "ranks": 1} for name in ("code", "math")}
     tree = MINIMAL | {"teachers": teachers, "objective": {"routing_weights": {"code": 1}}}
     # A mean of renormalised probabilities needs the normaliser of each teacher.
