@@ -49,8 +49,7 @@ def source_specs(sources: Sequence[SourceConfig]) -> list[SourceSpec]:
     """Translate the configured sources into plain values."""
     return [
         SourceSpec(
-            **source.model_dump(exclude={"name", "conversation"}),
-            given_name=source.name,
+            **source.model_dump(exclude={"name", "conversation"}) | {"given_name": source.name},
             conversation=None if (own := source.conversation) is None else _conversation_spec(own),
         )
         for source in sources
