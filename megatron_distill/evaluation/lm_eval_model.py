@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
 from importlib.metadata import requires
 from typing import Any, Final, NamedTuple
@@ -28,6 +31,11 @@ from megatron_distill.models.generation import Sampling
 __all__ = ["ScorerLM", "harness_tasks", "run_harness"]
 
 _LOGGER = get_logger(__name__)
+
+# Resamples for the standard error of a metric that is no mean, such as F1. The harness takes
+# 100,000, minutes of every rank; at 0 it gives none of means either.
+_RESAMPLES: Final = 200
+_IN_ONE_PROCESS: Final = "DISABLE_MULTIPROC"  # the harness's switch, a variable of the environment
 
 # Settings of generation that leave the draws of single tokens as they are, with these values.
 _NEUTRAL: Final[Mapping[str, Any]] = {
@@ -79,7 +87,7 @@ def run_harness(
     num_fewshot: examples in front of an item; None: as each task says. apply_chat_template: prompts
     in the tokenizer's chat template, one turn per example. samples: with the items, requests and
     answers of each task under `samples`. The results have the requests that lost tokens on the left
-    under `truncated`, by task.
+    under `truncated`, and the generated texts that reached their most tokens under `cut`, by task.
 
     Raises ConfigError where the code of a task needs a package that is missing, or a template names
     a column that is missing. Also for settings of generation that the writer does not have.
@@ -87,26 +95,46 @@ def run_harness(
     Collective: those of the model's scorer and writer.
     """
     try:
-        found: dict[str, Any] | None = lm_eval.simple_evaluate(
-            model=model,
-            tasks=tasks,
-            task_manager=TaskManager(include_defaults=False),  # they are loaded
-            num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            limit=limit,
-            bootstrap_iters=0,
-            log_samples=samples,
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
+        with _bootstrapping_here():
+            found: dict[str, Any] | None = lm_eval.simple_evaluate(
+                model=model,
+                tasks=tasks,
+                task_manager=TaskManager(include_defaults=False),  # they are loaded
+                num_fewshot=num_fewshot,
+                apply_chat_template=apply_chat_template,
+                limit=limit,
+                bootstrap_iters=_RESAMPLES,
+                log_samples=samples,
+                random_seed=None,
+                numpy_random_seed=None,
+                torch_random_seed=None,
+            )
     except ImportError as error:  # that a task's code defers until it judges
         raise _needing(_names(tasks), error) from error
     except TemplateError as error:  # of a template that no example was rendered with before
         raise _template_error(_names(tasks), error) from error
     if found is None:
         return None
-    return {**found, **model.tokenizer_info(), "truncated": dict(model.truncated)}
+    counts = {"truncated": dict(model.truncated), "cut": dict(model.cut)}
+    return {**found, **model.tokenizer_info(), **counts}
+
+
+@contextmanager
+def _bootstrapping_here() -> Iterator[None]:
+    """A block in which the harness resamples in this process, and prints to standard error.
+
+    Every rank resamples, and would start a process per core; standard output has the results.
+    """
+    before = os.environ.get(_IN_ONE_PROCESS)
+    os.environ[_IN_ONE_PROCESS] = "1"
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_IN_ONE_PROCESS]
+        else:
+            os.environ[_IN_ONE_PROCESS] = before
 
 
 def _names(tasks: Sequence[Any]) -> str:
@@ -184,6 +212,7 @@ class ScorerLM(TemplateLM):
 
     Attributes:
         truncated: requests that lost tokens on the left, by task.
+        cut: generated texts that reached their most tokens, by task.
     """
 
     backend = "causal"
@@ -204,6 +233,7 @@ class ScorerLM(TemplateLM):
         self._warned_of_system = False
         self._cut: list[bool] = []  # of the last `_loglikelihood_tokens`
         self.truncated: Counter[str] = Counter()
+        self.cut: Counter[str] = Counter()
 
     def get_model_info(self) -> dict[str, str]:
         """Return the digest of the weights, which the harness writes into its `config`."""
@@ -384,6 +414,11 @@ class ScorerLM(TemplateLM):
                 samples=numbers,
             )
             found |= {number: one.text for number, one in zip(numbers, texts, strict=True)}
+            self.cut.update(
+                str(requests[number].task_name)
+                for number, one in zip(numbers, texts, strict=True)
+                if one.is_cut
+            )
         self._count(requests, cut)
         return [found[number] for number in range(len(requests))]
 

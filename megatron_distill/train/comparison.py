@@ -56,11 +56,14 @@ def _names() -> tuple[str, ...]:
         for name in ("blocks", *_ACCEPTED)
     ]
     bins = [f"{name}@bin{number}" for name in _OF_BIN for number in range(BINS)]
-    weights = ("weight", "weight_beside", "weight_whole")
+    weights = ("tokens", "weight", "weight_beside", "weight_whole")
     return (*weights, *_FIGURES, "agreement", *_ACCEPTED, *blocks, *bins)
 
 
 SUM_NAMES: Final = _names()
+_COUNTS: Final = frozenset(
+    name for name in SUM_NAMES if name == "tokens" or name.startswith("blocks@")
+)
 
 
 @torch.no_grad()
@@ -88,7 +91,8 @@ def compare_held_out(student: Student, held_out: HeldOut) -> dict[str, object]:
             )
             values = torch.stack([found[name] for name in SUM_NAMES]).tolist()
             for name, value in zip(SUM_NAMES, values, strict=True):
-                sums[name] += value
+                whole = value * step.positions  # the report has the quotient, in single precision
+                sums[name] += round(whole) if name in _COUNTS else whole
     return summary_of(sums) | equal_mass_errors(objective.tokens, objective.groups)
 
 
@@ -197,8 +201,8 @@ def _topk(signal: Signal) -> TopK | None:
 
 
 def token_sums(found: TokenComparison, weights: Tensor) -> dict[str, Tensor]:
-    """Weighted sums over the tokens, fp64 scalars by name."""
-    sums = {"weight": weights.sum()}
+    """Number of the tokens with a weight, and weighted sums over them, scalars by name."""
+    sums = {"tokens": (weights > 0).sum(), "weight": weights.sum()}
     for name in (*_FIGURES, *_ACCEPTED):
         values = getattr(found, name)
         if values is not None:
@@ -257,13 +261,12 @@ def block_sums(
 
 
 def summary_of(sums: Mapping[str, float]) -> dict[str, object]:
-    """The means, under their public names, from sums under those of `SUM_NAMES`."""
+    """The means and counts, under their public names, from sums under those of `SUM_NAMES`."""
     weight = sums["weight"]
     if not weight:
         return {}
-    figures: dict[str, object] = {
-        name: sums[name] / weight for name in ("label_nll", "brier", "student_entropy")
-    }
+    figures: dict[str, object] = {"tokens": int(sums["tokens"])}
+    figures |= {name: sums[name] / weight for name in ("label_nll", "brier", "student_entropy")}
     figures["calibration_error"] = _calibration_error(sums, "label")
     if sums["weight_beside"]:
         figures["top1_agreement"] = sums["agreement"] / weight
@@ -276,13 +279,15 @@ def summary_of(sums: Mapping[str, float]) -> dict[str, object]:
     if sums["weight_beside"]:
         point = bool(sums["weight_whole"])
         figures["acceptance"] = _interval([sums[name] / weight for name in _ACCEPTED], point=point)
+        counts = {length: int(sums[f"blocks@{length}"]) for length in range(1, LONGEST_DRAFT + 1)}
+        blocks = {length: count for length, count in counts.items() if count}
         figures["tokens_per_verification"] = {
             str(length): _interval(
-                [sums[f"{name}@{length}"] / blocks for name in _ACCEPTED], point=point
+                [sums[f"{name}@{length}"] / count for name in _ACCEPTED], point=point
             )
-            for length in range(1, LONGEST_DRAFT + 1)
-            if (blocks := sums[f"blocks@{length}"])
+            for length, count in blocks.items()
         }
+        figures["blocks"] = {str(length): count for length, count in blocks.items()}
     figures["calibration"] = _reliability(sums)
     return figures
 

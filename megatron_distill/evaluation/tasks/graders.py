@@ -19,7 +19,15 @@ from megatron_distill.evaluation.tasks.mathematics import (
     exact_value,
 )
 
-__all__ = ["GRADERS", "Grade", "RegexGrader", "opened_grader", "grader_named", "grader_versions"]
+__all__ = [
+    "BOXED",
+    "GRADERS",
+    "Grade",
+    "RegexGrader",
+    "grader_named",
+    "grader_versions",
+    "opened_grader",
+]
 
 Grade = Callable[[str, str], bool]
 """(generated text, right answer of the row) -> whether they agree."""
@@ -128,10 +136,13 @@ GRADERS: Final[Mapping[str, Grade]] = {
 }
 
 
+# Those that compare with the last box of the right answer, or with all of it where it has none.
+BOXED: Final = frozenset({"hendrycks_math", "minerva_math"})
+
 _TAKES: Final = {"first": 0, "last": -1}
 _OF_RESULTS: Final = (
     "n", "cut", "graders", "groups", "shots", "shots_dropped", "truncated", "prompt_hash",
-    "not_comparable", "seconds", "minus",
+    "not_comparable", "seconds", "minus", "unboxed",
 )  # fmt: skip
 
 

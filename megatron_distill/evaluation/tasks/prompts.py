@@ -162,7 +162,7 @@ class TaskTemplates:
             shot_separator=task.shot_separator,
         )
         if task.kind == "generation":
-            target = str(self._expression("answer", task.answer, row))
+            target = str(self._answer(row))
             return Item(prompt, target=target, group=group, place=row.place)
         choices, right = self._choices(row)
         return Item(prompt, choices, right, group=group, place=row.place)
@@ -175,12 +175,16 @@ class TaskTemplates:
         values = self._values(row)
         return str(values[group] if group in values else self._expression("group", group, row))
 
+    def pool_of(self, row: TaskRow) -> str:
+        """Return the group whose rows are the row's examples; empty where it is all rows."""
+        return self.group_of(row) if self._task.shots_of_group else ""
+
     def _shot_answer(self, row: TaskRow) -> str:
         task = self._task
         if task.shot_answer is not None:
             return self._text(task.shot_answer, row)
         if task.kind == "generation":
-            return str(self._expression("answer", task.answer, row))
+            return str(self._answer(row))
         choices, right = self._choices(row)
         return choices[right]
 
@@ -196,7 +200,7 @@ class TaskTemplates:
             choices = tuple(str(one) for one in found)
         else:
             choices = tuple(self._text(one, row) for one in task.choices)
-        right = self._expression("answer", task.answer, row)
+        right = self._answer(row, choices)
         if isinstance(right, str) and right in choices:
             right = choices.index(right)
         elif isinstance(right, str) and right.strip().isdigit():
@@ -207,6 +211,17 @@ class TaskTemplates:
                 f"choices nor an index from 0 to {len(choices) - 1}; correct `answer` or the row"
             )
         return choices, right
+
+    def _answer(self, row: TaskRow, choices: Sequence[str] = ()) -> Any:
+        """Return the right answer of a row; raises DataError for blanks that are no choice."""
+        task = self._task
+        found = self._expression("answer", task.answer, row)
+        if isinstance(found, str) and not found.strip() and found not in choices:
+            raise DataError(
+                f"task {task.name}: {row.place}: answer = {task.answer!r} is empty: the row has no "
+                "right answer; give files that have the answers, or remove the row"
+            )
+        return found
 
     def _values(self, row: TaskRow) -> Mapping[str, Any]:
         task = self._task
@@ -245,24 +260,25 @@ class TaskTemplates:
 def read_task(task: Task) -> list[Item]:
     """Read a task's files and build its items with their examples.
 
-    The examples of an item are the first `shots` rows of its group, other than the item where both
-    come from the same files. Raises ConfigError or DataError: a file or a column is missing, or a
-    group has too few examples.
+    The examples of an item are the first `shots` rows of its group, or of all, other than the item
+    where both come from the same files. Raises ConfigError or DataError: a file or a column is
+    missing, or there are too few examples.
     """
     task = in_its_layout(task)
     templates = TaskTemplates(task)
     columns = templates.columns
     rows, shots = read_items(task, columns), read_shots(task, columns)
-    of_group: dict[str, list[TaskRow]] = {}
+    pools: dict[str, list[TaskRow]] = {}
     for shot in shots:
-        of_group.setdefault(templates.group_of(shot), []).append(shot)
+        pools.setdefault(templates.pool_of(shot), []).append(shot)
     has_own_files = bool(task.shot_files or task.shot_rows)
     found = []
     for row in rows:
-        pool = of_group.get(templates.group_of(row), [])[: task.shots + 1]
+        own = templates.pool_of(row)
+        pool = pools.get(own, [])[: task.shots + 1]
         chosen = [one for one in pool if has_own_files or one.place != row.place][: task.shots]
         if len(chosen) < task.shots:
-            group = f" of {task.group} {templates.group_of(row)}" if task.group else ""
+            group = f" of {task.group} {own}" if task.group and task.shots_of_group else ""
             raise DataError(
                 f"task {task.name}: {counted(len(chosen), 'example')}{group}, and shots is "
                 f"{task.shots}; "

@@ -39,9 +39,10 @@ class Task:
         format: `jsonl`, `parquet`, `arrow` or `csv`; None: by the files' names.
         column_names: of CSV files without a header line.
         columns: names used in the templates, and the columns that hold them.
-        group: column or expression; the shots of an item are from its group, which has a result of
-            its own. In templates and here `file` is the file's name without its endings.
+        group: column or expression; each group has a result of its own, and shots of its own. In
+            templates and here `file` is the file's name without its endings.
         shots: number of examples in front of an item.
+        shots_of_group: whether an item's examples are of its group; otherwise of all rows.
         shot_rows: the examples themselves, instead of files.
         limit: items that are used, spread evenly over the files; None: all.
         description: template of the text before the shots.
@@ -76,6 +77,7 @@ class Task:
     columns: Mapping[str, str] = field(default_factory=dict)
     group: str | None = None
     shots: int = 0
+    shots_of_group: bool = True
     shot_rows: tuple[Mapping[str, Any], ...] = ()
     limit: int | None = None
     description: str = ""
@@ -218,6 +220,7 @@ _TEXTS: Final = frozenset(
 )
 _LISTS: Final = frozenset({"files", "shot_files", "column_names", "stops"})
 _NUMBERS: Final = frozenset({"shots", "limit", "max_new_tokens"})
+_FLAGS: Final = frozenset({"chat", "shots_of_group"})
 _ROWS: Final = frozenset({"shot_rows", "layouts"})
 _MAY_BE_NULL: Final = frozenset(
     {"folder", "format", "group", "limit", "shot_answer", "counted_text"}
@@ -244,7 +247,7 @@ def _value(key: str, value: Any, place: str) -> Any:
             return {str(name): str(column) for name, column in value.items()}
     elif (
         (isinstance(value, str) and (key in _TEXTS or key == "choices"))
-        or (isinstance(value, bool) and key == "chat")
+        or (isinstance(value, bool) and key in _FLAGS)
         or (isinstance(value, int) and not isinstance(value, bool) and key in _NUMBERS)
     ):
         return value
@@ -276,7 +279,7 @@ def _wanted(key: str) -> str:
     """Return what a key takes; without quotes YAML reads `no` and `1` as other types than texts."""
     if key in _NUMBERS:
         return "a whole number"
-    if key == "chat":
+    if key in _FLAGS:
         return "true or false"
     if key in _ROWS or key == "columns":
         return "a mapping of names to columns" if key == "columns" else "a list of mappings"

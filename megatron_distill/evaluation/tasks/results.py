@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from megatron_distill.evaluation.requests import Score, WrittenText
-from megatron_distill.evaluation.tasks.graders import grader_versions
+from megatron_distill.evaluation.tasks.graders import BOXED, grader_versions
 from megatron_distill.evaluation.tasks.grading import Graded
+from megatron_distill.evaluation.tasks.mathematics import boxed
 from megatron_distill.evaluation.tasks.paired import Floats, ItemValues, TaskItems
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 
@@ -19,7 +20,8 @@ __all__ = ["scored_items", "stderr_of", "task_result", "written_items", "written
 
 # Below this mean probability of all letters together, accuracy is about the format.
 _LEAST_MASS: Final = 0.5
-_MOST_TRUNCATED: Final = 0.01
+# The share of prompts that may lose their beginning, and of texts that may lose their end.
+_MOST_LOSING: Final = 0.01
 # The exponential of more is no double.
 _MOST_NATS: Final = 700.0
 
@@ -41,7 +43,8 @@ def written_result(
     """Return the measures of a generation task: the share of right texts by each grader.
 
     `cut` counts texts that reached the most tokens; `NAME_timeouts` and `NAME_failures` those that
-    a grader did not judge, which are wrong.
+    a grader did not judge, which are wrong. `unboxed` counts right answers without a box, which the
+    graders of `BOXED` compare as a whole.
     """
     found: dict[str, Any] = {}
     for name, graded in grades.items():
@@ -53,6 +56,9 @@ def written_result(
                 found[f"{name}_{kind}"] = count
     usual = next(iter(grades))
     found["cut"] = sum(text.is_cut for text in texts)
+    unboxed = sum(boxed(item.target) is None for item in prepared.items)
+    if unboxed and not BOXED.isdisjoint(prepared.task.graders):
+        found["unboxed"] = unboxed
     found["graders"] = grader_versions(prepared.task.graders)
     found |= _groups(prepared, np.array(grades[usual].right, float), usual)
     return _qualified(prepared, found)
@@ -218,8 +224,12 @@ def _reservations(prepared: PreparedTask, found: dict[str, Any]) -> list[str]:
     count = max(1, len(prepared.items))
     if found.get("letter_mass", 1.0) < _LEAST_MASS:
         reasons.append("letter_mass")
-    if prepared.truncated > _MOST_TRUNCATED * count:
+    if prepared.shots_dropped:
+        reasons.append("shots_dropped")
+    if prepared.truncated > _MOST_LOSING * count:
         reasons.append("truncated")
+    if found.get("cut", 0) > _MOST_LOSING * count:
+        reasons.append("cut")
     if prepared.task.limit is not None and prepared.task.limit <= len(prepared.items):
         reasons.append("limit")
     return reasons

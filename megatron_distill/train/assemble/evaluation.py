@@ -108,7 +108,7 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         groups=groups,
         device=device,
         tokenizer=opened.samples.tokenizer,
-        tokens=opened.vocabulary.size,
+        vocabulary=opened.vocabulary,
         in_use=partial(evaluating, student),
     )
     teachers = list(_teachers(config, opened)) if section.teacher else []
@@ -175,7 +175,7 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
             groups=groups,
             device=device,
             tokenizer=tokenizer,
-            tokens=vocabulary.size,
+            vocabulary=vocabulary,
             in_use=partial(awake, opened, role, model),
         )
         world = opened.site.groups.world
@@ -238,34 +238,35 @@ def _evaluated(
     groups: Groups,
     device: torch.device,
     tokenizer: Tokenizer | None,
-    tokens: int,
+    vocabulary: Vocabulary,
     in_use: Callable[[], AbstractContextManager[object]] = nullcontext,
     writes: bool = False,
 ) -> EvaluatedModel:
     """Return the model of these chunks with its scorer, and its writer if a task needs one.
 
-    tokens: ids of its tokenizer. writes: it writes text without a task.
+    vocabulary: of its tokenizer. writes: it writes text without a task.
 
     Collective: with a writer that of `shared_tokenizer`, as stop strings need it everywhere.
     """
     settings = (longest_input(shape, section), section.batch_tokens, is_requested)
     if has_sharded_weights(chunks[0]):
-        shard = vocab_shard(shape, groups, tokens=tokens)
+        shard = vocab_shard(shape, groups, tokens=vocabulary.size)
         scorer = PassScorer(chunks[0], shape, shard, groups, device, *settings)
-        return EvaluatedModel(role, scorer, tasks, in_use)
+        return EvaluatedModel(role, scorer, tasks, in_use, tokenizer=vocabulary.identity)
     cached = CachedGPT(
         chunks,
         shape,
         groups,
         device,
-        vocab_size=tokens,
+        vocab_size=vocabulary.size,
         cache_gib=cache_gib,
     )
     writer: ModelWriter | None = None
     if writes or any(task.task.kind == "generation" for task in tasks):
         decoding = replace(cached, decode=shared_tokenizer(tokenizer).decode)
         writer = ModelWriter(decoding, stop_requested=is_requested)
-    return EvaluatedModel(role, ModelScorer(cached, *settings), tasks, in_use, writer)
+    own = ModelScorer(cached, *settings)
+    return EvaluatedModel(role, own, tasks, in_use, writer, tokenizer=vocabulary.identity)
 
 
 def shared_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -374,7 +375,7 @@ class Resolved:
             groups=groups,
             device=execution.device,
             tokenizer=role.tokenizer,
-            tokens=role.vocabulary.size,
+            vocabulary=role.vocabulary,
             writes=writes,
         )
 

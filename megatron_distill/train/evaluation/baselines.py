@@ -1,9 +1,9 @@
-"""The teachers' items of a run's tasks: written once, and compared with each student."""
+"""Files of a run's evaluations: teachers' items, which students are compared to, and prompts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.paired import TaskItems, differences
+from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.collectives import from_first_rank, together
 
-__all__ = ["Baselines", "Origin"]
+__all__ = ["Baselines", "Origin", "keep_first_prompts"]
 
 _LOGGER = get_logger(__name__)
 _OTHER: Final = {
@@ -99,15 +100,7 @@ class Baselines:
             }
             for role, own in self.known.items()
         }
-        with together():
-            if dist.get_rank() == 0:
-                try:
-                    replace_file(self.path, json.dumps(plain).encode())
-                except OSError as error:
-                    raise ConfigError(
-                        f"output: cannot write {self.path}: {error.strerror}; free space or set "
-                        "`output` to a folder that can be written"
-                    ) from error
+        _keep(self.path, plain)
 
     def compared(self, items: Items) -> dict[str, dict[str, Any]]:
         """Return a student's differences to each teacher, by task and role."""
@@ -116,6 +109,42 @@ class Baselines:
             for task, measures in differences(items, own).items():
                 found.setdefault(task, {})[role] = measures
         return found
+
+
+def keep_first_prompts(path: Path, tasks: Iterable[PreparedTask]) -> None:
+    """Write the first prompt of each task to a file of the run, by task and digest of its prompts.
+
+    The prompts of earlier starts stay, as results in the log name their digests. Raises ConfigError
+    on all ranks where they cannot be written.
+
+    Collective: world, as `together`.
+    """
+    found = _read_prompts(path) if dist.get_rank() == 0 else {}
+    for task in tasks:
+        found.setdefault(task.task.name, {})[task.prompt_hash] = task.first_prompt
+    _keep(path, found)
+
+
+def _keep(path: Path, content: object) -> None:
+    """Write a file of the run from the first rank; raises ConfigError on all ranks."""
+    with together():
+        if dist.get_rank() == 0:
+            try:
+                replace_file(path, json.dumps(content).encode())
+            except OSError as error:
+                raise ConfigError(
+                    f"output: cannot write {path}: {error.strerror}; free space or set `output` "
+                    "to a folder that can be written"
+                ) from error
+
+
+def _read_prompts(path: Path) -> dict[str, dict[str, str]]:
+    """Return the prompts of earlier starts, none from a damaged file."""
+    try:
+        found: Mapping[str, Mapping[str, str]] = json.loads(path.read_text(encoding="utf-8"))
+        return {task: dict(own) for task, own in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _read(path: Path) -> dict[str, tuple[Origin, Items]]:

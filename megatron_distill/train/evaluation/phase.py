@@ -30,7 +30,7 @@ from megatron_distill.runtime.collectives import on_first_rank
 from megatron_distill.runtime.groups import repeated_dropout
 from megatron_distill.runtime.progress import duration
 from megatron_distill.runtime.termination import is_requested
-from megatron_distill.train.evaluation.baselines import Baselines, Origin
+from megatron_distill.train.evaluation.baselines import Baselines, Origin, keep_first_prompts
 
 __all__ = [
     "Evaluated",
@@ -54,6 +54,7 @@ class EvaluatedModel:
     Attributes:
         role: `student`, `teacher` or `teachers.NAME`.
         writer: of generated texts; None where no task needs one.
+        tokenizer: digest of its files.
         origin: of a teacher in a run.
         digest: returns that of the weights as they are now, in use; of a student in a run.
         in_use: block in which the model is in evaluation mode and its weights are on the device.
@@ -64,6 +65,7 @@ class EvaluatedModel:
     tasks: Sequence[PreparedTask]
     in_use: Callable[[], AbstractContextManager[object]] = nullcontext
     writer: Writer | None = None
+    tokenizer: str = ""
     origin: Origin | None = None
     digest: Callable[[], str] | None = None
 
@@ -154,14 +156,16 @@ class _Noted:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The results by role, and the digest of the weights that they are of."""
+    """The results by role, and the digests of the weights and the tokenizers that they are of."""
 
     results: dict[str, Results] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
+    tokenizers: dict[str, str] = field(default_factory=dict)
 
     def record(self, step: int) -> dict[str, object]:
         """Return the entry of the metrics log."""
-        return {"step": step, "evaluation": self.results, "weights": self.weights}
+        digests = {"weights": self.weights, "tokenizer": self.tokenizers}
+        return {"step": step, "evaluation": self.results, **digests}
 
 
 @contextmanager
@@ -202,8 +206,11 @@ class RunEvaluation:
     def before_training(self, step: int, *, is_last: bool) -> Evaluated:
         """Return the results that the log lacks at a start at this step; often none.
 
-        Raises Interrupted as `evaluate_model`.
+        The first prompts of all tasks are in `first_prompts.json` beside the baselines. Raises
+        Interrupted as `evaluate_model`.
         """
+        tasks = [task for model in (self.student, *self.teachers) for task in model.tasks]
+        keep_first_prompts(self.baselines.path.with_name("first_prompts.json"), tasks)
         # A resumed run drops what an earlier start logged of later steps.
         roles = {role for role, logged in self.logged if logged <= step}
         models = [
@@ -227,6 +234,7 @@ class RunEvaluation:
                 items: dict[str, TaskItems] = {}
                 results = found.results[model.role] = evaluate_model(model, items=items)
                 found.weights[model.role] = _digest(model)
+                found.tokenizers[model.role] = model.tokenizer
                 if model is not self.student:
                     self.baselines.keep(model.role, items)
                     continue

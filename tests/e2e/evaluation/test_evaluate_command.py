@@ -9,6 +9,7 @@ import re
 import runpy
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.evaluation.test_evaluation import COMMON, evaluations, quiz, weights
 from tests.e2e.failing import Ending, call_script
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import CPU, Inputs, configure, run
+from tests.e2e.runs import CPU, Inputs, configure, records, run
 from tests.unit.evaluation.tasks import published
 
 # Python reads it as a process starts, such as a grader's: what is asked of a network is noted.
@@ -81,16 +82,21 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
     pool.run(1, export, output, exported)
     quiz_file, script = tmp_path / "quiz.yaml", ROOT / "launch" / "evaluate.py"
     digests = [weights(output)[-1]["student"]]
+    logged = [record for record in records(output) if "evaluation" in record]
+    prompts = json.loads((output / "first_prompts.json").read_text())
     for kind, folder in (("--hf", exported), ("--checkpoint", output)):
         words = [kind, str(folder), "--tasks", str(quiz_file), str(tmp_path / "write.yaml")]
         ((ending, asked),) = pool.run(1, _called_offline, script, words, tmp_path / kind)
         assert (ending.status, asked) == (0, []), ending.stderr
         whole = json.loads(ending.stdout)
         digests.append(whole["weights"]["student"])
+        assert {one["tokenizer"]["student"] for one in logged} == {whole["tokenizer"]}
         for task, names in (("quiz", ("acc", "acc_norm")), ("write", ("gsm8k_strict", "cut"))):
             measured = whole["results"]["student"][task]
             for name in (*names, "prompt_hash"):
                 assert measured[name] == last["student"][task][name], (words, name)
+            prompt = whole["first_prompts"][task]
+            assert prompts[task] == {measured["prompt_hash"]: prompt}
     assert len(set(digests)) == 1, "the weights of one model, live and in two formats"
     assert re.fullmatch("sha256:[0-9a-f]{64}", digests[0])
 
@@ -158,12 +164,34 @@ def test_prompts_that_lose_tokens_are_counted_and_told_of(
         given = (task, inputs.tokenizer, room + task.max_new_tokens)
         (found, logged), (same, silent) = pool.run(2, _cut, *given)
         assert (found["shots_dropped"], found["truncated"]) == (dropped, truncated)
-        assert found.get("not_comparable") == (["truncated"] if truncated else None)
+        reasons = ["shots_dropped"] * bool(dropped) + ["truncated"] * bool(truncated)
+        assert found.get("not_comparable") == (reasons or None)
         assert (same, silent) == (found, [])
         assert bool(logged) == bool(truncated)
         for line in logged:
             assert f"task gsm8k: longer than the model's {given[2]} positions, and cut" in line
             assert f"{count} of {count} prompts; lower its shots, or raise evaluation" in line
+
+
+def _prompts_kept(rank: int, world: int, path: Path, tasks: list[Any]) -> None:
+    from megatron_distill.train.evaluation.baselines import keep_first_prompts
+
+    keep_first_prompts(path, tasks)
+
+
+def test_first_prompts_of_earlier_starts_stay(pool: Pool, tmp_path: Path) -> None:
+    """Their results are in the log under other digests; a damaged file is written anew."""
+    file = tmp_path / "first_prompts.json"
+
+    def task(name: str, number: int) -> Any:
+        named = SimpleNamespace(name=name)
+        return SimpleNamespace(task=named, prompt_hash=f"{number}", first_prompt=f"é {number}")
+
+    file.write_text('["no mapping"]')
+    for tasks in ([task("quiz", 1), task("text", 2)], [task("quiz", 3)]):
+        pool.run(2, _prompts_kept, file, tasks)
+    expected = {"quiz": {"1": "é 1", "3": "é 3"}, "text": {"2": "é 2"}}
+    assert json.loads(file.read_text()) == expected
 
 
 def _without_harness(rank: int, world: int, folder: str) -> str:

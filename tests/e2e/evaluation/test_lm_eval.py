@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -40,7 +42,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "doc_to_text": "{{q}}:",
         "doc_to_choice": "{{options}}",
         "doc_to_target": "right",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}, {"metric": "mcc"}],
     },
     "own_shots": {
         "output_type": "multiple_choice",
@@ -130,7 +132,7 @@ def _ours(rank: int, world: int, folder: str, layout: list[str], include: str) -
     names = [*TASKS, "own_sampled"]
     found = evaluate_by_harness(config, CPU, names, include=include, limit=None, samples=True)
     assert found is not None
-    return {**_plain(found), "truncated": found["truncated"]}
+    return {**_plain(found), "truncated": found["truncated"], "cut": found["cut"]}
 
 
 def _theirs(folder: Path, include: Path) -> dict[str, Any]:
@@ -138,22 +140,24 @@ def _theirs(folder: Path, include: Path) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    return _plain(
-        lm_eval.simple_evaluate(
+    # As many resamples in this process give the same errors of what is no mean.
+    with patch.dict(os.environ, DISABLE_MULTIPROC="1"):
+        found = lm_eval.simple_evaluate(
             model=HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4),
             tasks=list(TASKS),
             task_manager=TaskManager(include_path=str(include), include_defaults=False),
-            bootstrap_iters=0,
+            bootstrap_iters=200,
         )
-    )
+    return _plain(found)
 
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:
     """Measures by task, and the answers of the model by task and item."""
-    names = ("acc,none", "acc_norm,none", "exact_match,none")
+    names = ("acc", "acc_norm", "exact_match", "mcc")
+    both = [f"{name}{kind},none" for name in names for kind in ("", "_stderr")]
     return {
         "measures": {
-            task: {name: own[name] for name in names if name in own}
+            task: {name: own[name] for name in both if name in own}
             for task, own in found["results"].items()
         },
         "answers": {
@@ -184,11 +188,16 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
         for ours in pool.run(world, _ours, str(output), layout, str(folder)):
             del ours["measures"]["own_sampled"]
             assert ours["measures"] == theirs["measures"]
+            choices = ours["measures"]["own_choices"]
+            assert choices["acc_stderr,none"] > 0
+            assert choices["acc_norm_stderr,none"] > 0
+            assert choices["mcc_stderr,none"] == 0, "this model gives one answer"
             answers = ours["answers"]
             assert answers["own_answers"] == theirs["answers"]["own_answers"]
             assert len({text for (text,) in answers["own_answers"]}) > 1
             assert answers["own_lengths"] == theirs["answers"]["own_lengths"]
             assert ours["truncated"] == {"own_shots": 34, "own_lengths": 14}
+            assert 0 < ours["cut"]["own_lengths"] <= 14, "a model of random weights goes on"
             drawn = [pair for (pair,) in answers["own_sampled"]]
             assert sum(first != second for first, second in drawn) > 7, "repeats are other draws"
             assert drawn == (sampled or drawn), "the draws of any layout"
@@ -209,7 +218,7 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
 
 
 def _same_form(pool: Pool, output: Path, folder: Path, theirs: dict[str, Any]) -> None:
-    """The file of the command has what `simple_evaluate` returns, and two keys of its own."""
+    """The file of the command has what `simple_evaluate` returns, and three keys of its own."""
     script, written = ROOT / "launch" / "evaluate.py", folder / "results.json"
     words = ("--include", folder, "--json", written, "--items", folder / "items.json")
     words += ("--limit", 3, "--num-fewshot", 1)
@@ -218,7 +227,7 @@ def _same_form(pool: Pool, output: Path, folder: Path, theirs: dict[str, Any]) -
     logged = "--lm-eval own_lengths: longer than the model's 32 positions, and cut on the left"
     assert f"{logged}: 3 of 3 requests" in ending.stderr
     found = json.loads(written.read_text(), parse_constant=pytest.fail)
-    assert set(found) - set(theirs["form"]) == {"model", "truncated"}
+    assert set(found) - set(theirs["form"]) == {"model", "truncated", "cut"}
     assert set(theirs["form"]) - set(found) == {"samples"}
     for name, keys in theirs["form"].items():
         if name not in ("samples", "config") and keys is not None:
@@ -319,6 +328,7 @@ PUBLISHED = {
     "arc_easy": "arc/arc_easy.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
     "gsm8k": "gsm8k/gsm8k.yaml",
+    "mmlu_pro": "leaderboard/mmlu_pro/mmlu_pro.yaml",
     "mmlu_pro_cot": "mmlu_pro/mmlu_pro_math.yaml",
     "hendrycks_math": "hendrycks_math/hendrycks_math_algebra.yaml",
     "minerva_math": "minerva_math/minerva_math_algebra.yaml",

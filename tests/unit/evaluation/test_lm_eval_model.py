@@ -1,4 +1,4 @@
-"""The model class of lm-evaluation-harness: settings of generation, chat templates, lost tokens.
+"""The model class of lm-evaluation-harness: settings, chat templates, lost tokens, its results.
 
 Its scores and texts are compared with the harness's own backend in `tests/e2e/evaluation`.
 """
@@ -6,8 +6,12 @@ Its scores and texts are compared with the harness's own backend in `tests/e2e/e
 from __future__ import annotations
 
 import copy
+import json
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch
 
 from megatron_distill.data.tokenizers.open import load_tokenizer
 from megatron_distill.errors import ConfigError, DataError
-from megatron_distill.evaluation.requests import Request, Score
+from megatron_distill.evaluation.requests import Request, Score, WrittenText
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.models.generation import Sampling
 from tests.support.chat_fixtures import STYLES, chat_tokenizer, turns
@@ -251,3 +255,45 @@ def test_texts_begin_as_in_the_harness_s_own_backend(both: Any, has_bos: bool, c
     whole = [asked("loglikelihood_rolling", one) for one in (text, text * 9)]
     rolled = [one.loglikelihood_rolling(whole, disable_tqdm=True) for one in both]
     assert rolled[0] == pytest.approx(rolled[1], abs=1e-4)
+
+
+class Alternating:
+    """A writer of one text, of which every other one is cut."""
+
+    def write(self, prompts: Sequence[Sequence[int]], **_: Any) -> list[WrittenText]:
+        return [WrittenText("sunny", number % 2 == 1) for number in range(len(prompts))]
+
+
+@pytest.mark.slow
+def test_results_have_standard_errors_and_count_the_texts_that_were_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Means have theirs in closed form, other metrics by resampling; results are printed alone."""
+    from megatron_distill.evaluation.lm_eval_model import ScorerLM, harness_tasks, run_harness
+
+    file = tmp_path / "rows.jsonl"
+    rows = [{"q": f"Is it sunny {n}?", "right": n % 2} for n in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    choices = {"output_type": "multiple_choice", "doc_to_choice": ["no", "yes"]}
+    choices["metric_list"] = [{"metric": "acc"}]
+    words = {"output_type": "loglikelihood", "metric_list": [{"metric": "perplexity"}]}
+    texts = {"output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
+    for name, own in (("own_choices", choices), ("own_words", words), ("own_texts", texts)):
+        task = {"task": name, "dataset_path": "json", "test_split": "test", **own}
+        task |= {"doc_to_text": "{{q}}", "doc_to_target": "{{right}}"}
+        files = {"data_files": {"test": str(file)}, "cache_dir": str(tmp_path / "cache")}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({**task, "dataset_kwargs": files}))
+    model = ScorerLM(Positions(4096), TextEncoder(chat_tokenizer("plain")), Alternating())
+    tasks = harness_tasks(["own_choices", "own_words", "own_texts"], include=str(tmp_path))
+    before = os.environ.get("DISABLE_MULTIPROC")
+    found = run_harness(model, tasks, limit=None)
+    assert found is not None
+    results = found["results"]
+    # Half of six are right: the deviation of the values is that of a coin, with one item less.
+    assert results["own_choices"]["acc,none"] == 0.5
+    assert results["own_choices"]["acc_stderr,none"] == pytest.approx(math.sqrt(0.25 / 5))
+    assert results["own_words"]["perplexity_stderr,none"] == 0.0, "every answer is certain"
+    assert results["own_texts"]["exact_match_stderr,none"] == 0.0
+    assert found["cut"] == {"own_texts": 3}
+    assert capsys.readouterr().out == ""
+    assert os.environ.get("DISABLE_MULTIPROC") == before

@@ -1,10 +1,20 @@
-"""Expected tokens of drafted blocks, against a loop over positions."""
+"""Expected tokens of drafted blocks, against a loop over positions, and the counts of all means."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from megatron_distill.train.comparison import LONGEST_DRAFT, block_sums
+from megatron_distill.losses.comparison import compare_with_logits
+from megatron_distill.signals import DenseLogits
+from megatron_distill.train.comparison import (
+    LONGEST_DRAFT,
+    SUM_NAMES,
+    block_sums,
+    summary_of,
+    token_sums,
+)
 
 
 def test_blocks_stay_within_documents_and_trained_labels() -> None:
@@ -30,3 +40,21 @@ def test_blocks_stay_within_documents_and_trained_labels() -> None:
         for name, value in sums.items():
             assert abs(float(found[f"{name}@{length}"]) - value) < 1e-12
     assert found["blocks@5"] > 0, "the case is not empty"
+
+
+def test_means_come_with_the_tokens_and_blocks_that_they_are_of() -> None:
+    """A token of weight zero is none; lengths that no document has are left out."""
+    generator = torch.Generator().manual_seed(5)
+    student, teacher = torch.randn(2, 6, 9, generator=generator).unbind()
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 1.0], dtype=torch.float64)
+    labels, rows = torch.arange(6), torch.arange(6)
+    found = compare_with_logits(DenseLogits(student), DenseLogits(teacher), labels, rows)
+    assert found.overlap is not None
+    valid, overlap = (weights > 0)[None], found.overlap[None]
+    sums = token_sums(found, weights) | block_sums(
+        valid, valid, torch.zeros_like(valid, dtype=torch.int64), overlap, overlap
+    )
+    figures: dict[str, Any] = summary_of({name: float(sums.get(name, 0)) for name in SUM_NAMES})
+    assert figures["tokens"] == 5
+    assert figures["blocks"] == {"1": 5, "2": 3, "3": 2, "4": 1}
+    assert set(figures["blocks"]) == set(figures["tokens_per_verification"])

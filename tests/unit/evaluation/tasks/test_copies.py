@@ -28,6 +28,7 @@ MATH = [
         **published.MATH[0],
         "problem": f"Compute ${n}+1$.",
         "solution": f"It is $\\boxed{{{n + 1}}}$.",
+        "type": ("Algebra", "Algebra", "Geometry")[n],
     }
     for n in range(3)
 ]
@@ -124,6 +125,7 @@ ROWS: dict[str, Rows] = {
     "math_500": published.MATH_500,
     "hendrycks_math": MATH,
     "minerva_math": MATH,
+    "math_original": MATH,
 }
 Make = Callable[[Path], None]
 COPIES: list[tuple[str, int, Make, Make | None]] = [
@@ -169,6 +171,7 @@ COPIES: list[tuple[str, int, Make, Make | None]] = [
     ("mmlu_pro_cot", 2, mmlu_pro_of_hub, None),
     ("hendrycks_math", 0, math_of_hub, math_files),
     ("minerva_math", 4, math_of_hub, math_files),
+    ("math_original", 8, math_of_hub, math_files),
     ("math_500", 0, math_500_of_hub, None),
 ]
 
@@ -198,11 +201,34 @@ def test_both_copies_of_a_data_set_are_the_same_items(
     assert len(found) == len(plain)
 
 
+@pytest.mark.parametrize("named", ["mmlu", "mmlu_original"])
+def test_mmlu_is_read_from_a_folder_per_subject(tmp_path: Path, named: str) -> None:
+    """The configurations of the Hub are such folders, of which `all` has the rows of the others."""
+    for subject in SUBJECTS:
+        own = [row for row in MMLU if row["subject"] == subject]
+        hub(tmp_path / "one", (f"{subject}/test", own), (f"{subject}/dev", own))
+    hub(tmp_path / "all", ("all/test", MMLU), ("all/dev", MMLU))
+    one, whole = (
+        asked(read_task(load_task(named, {"folder": str(tmp_path / name), "shots": 2})))
+        for name in ("one", "all")
+    )
+    assert one == whole
+    assert {group for *_, group in one} == set(SUBJECTS)
+
+
+@pytest.mark.parametrize("named", ["hendrycks_math", "minerva_math", "math_original"])
+def test_items_of_math_are_grouped_by_subject(tmp_path: Path, named: str) -> None:
+    math_of_hub(tmp_path)
+    found = read_task(load_task(named, {"folder": str(tmp_path)}))
+    assert [item.group for item in found] == ["Algebra", "Algebra", "Geometry"]
+
+
 def test_a_folder_without_a_copy_names_the_files_of_each(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         read_task(load_task("mmlu", {"folder": str(tmp_path)}))
     assert "there is no file " in str(error.value)
-    assert "all/test-*.parquet, nor test/*_test.csv; correct files or `folder`" in str(error.value)
+    files = "all/test-*.parquet, nor */test-*.parquet nor test/*_test.csv"
+    assert f"{files}; correct files or `folder`" in str(error.value)
     # Files of one's own are asked for alone.
     own = {"folder": str(tmp_path), "files": ["mine.csv"]}
     with pytest.raises(ConfigError, match=r"no file \S+mine\.csv; correct files"):

@@ -38,6 +38,11 @@ def items(
     return read_task(load_task(named, {**files, "shots": shots, **changes}))
 
 
+# The examples of the leaderboard's MMLU-Pro are of any category.
+MIXED = [
+    {**row, "category": ("math", "law")[number % 2]}
+    for number, row in enumerate([*published.MMLU_PRO, *published.MMLU_PRO])
+]
 ALGEBRA = [row for row in published.MMLU if row["subject"] == "abstract_algebra"]
 CASES = [
     ("mmlu", ALGEBRA, 0),
@@ -51,6 +56,8 @@ CASES = [
     ("hellaswag", published.HELLASWAG, 3),
     ("gsm8k", published.GSM8K, 0),
     ("gsm8k", published.GSM8K, 5),
+    ("mmlu_pro", MIXED, 2),
+    ("mmlu_pro", MIXED, 5),
     ("mmlu_pro_cot", published.MMLU_PRO, 2),
     ("mmlu_pro_cot", [*published.MMLU_PRO, *published.MMLU_PRO], 5),
     ("hendrycks_math", published.MATH, 0),
@@ -94,6 +101,15 @@ def test_the_original_prompts_equal_those_of_the_authors_program(
     ]
 
 
+def test_the_original_prompts_of_math_equal_those_of_the_authors_program(tmp_path: Path) -> None:
+    """evaluate_gpt3.py of github.com/hendrycks/math at 5f3bf91d made them of the same rows."""
+    file = Path(__file__).parent / "golden" / "math_of_its_authors.json"
+    rows = [*published.MATH, {**published.MATH_500[1], "type": "Algebra"}]
+    found = items(tmp_path, "math_original", rows, 8)
+    assert [item.prompt.text for item in found] == json.loads(file.read_text())
+    assert [item.target for item in found] == [row["solution"] for row in rows]
+
+
 def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path: Path) -> None:
     test = lines(tmp_path / "all.jsonl", published.MMLU)
     task = load_task("mmlu", {"files": [test], "shot_files": [], "shots": 3})
@@ -109,6 +125,7 @@ def test_letters_of_mmlu_pro_follow_the_number_of_options(tmp_path: Path) -> Non
     assert [item.choices for item in found[:2]] == [("A", "B", "C"), ("A", "B", "C", "D")]
     assert found[1].right == 1
     assert found[0].prompt.text.endswith("C. three\nAnswer:")
+    assert {item.group for item in found} == {"math"}, "results are by category"
 
 
 def test_formats_columns_and_limits(tmp_path: Path) -> None:
@@ -209,6 +226,24 @@ def test_math_500_reads_its_published_columns(tmp_path: Path) -> None:
     assert item.target == plain.target == row["solution"]
 
 
+KEYLESS = [
+    ("hellaswag", {**published.HELLASWAG[0], "label": ""}, "answer = 'label' is empty"),
+    ("gsm8k", {**published.GSM8K[0], "answer": ""}, "answer = 'answer' is empty"),
+    ("math_500", {**published.MATH_500[0], "solution": " "}, "answer = 'solution' is empty"),
+    ("arc_challenge", {**published.ARC[0], "answerKey": ""}, "answer: .* not in list"),
+    ("mmlu", {**published.MMLU[0], "answer": -1}, "the answer is -1, neither one of the choices"),
+]
+
+
+@pytest.mark.parametrize(("named", "row", "message"), KEYLESS, ids=lambda one: str(one)[:20])
+def test_a_row_without_an_answer_key_is_refused(
+    tmp_path: Path, named: str, row: dict[str, Any], message: str
+) -> None:
+    """Such as the rows of HellaSwag's test split: nothing is scored against the first choice."""
+    with pytest.raises(DataError, match=rf"task {named}: \S+test\.jsonl:1: {message}"):
+        items(tmp_path, named, [row], 0)
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"files": ["no_such.jsonl"]}, ConfigError, "there is no file .*no_such.jsonl; correct files"),
     ({"files": ["a.txt"]}, ConfigError, "set `format` to one of jsonl, json, parquet, arrow, csv"),
@@ -219,6 +254,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"base": "mmlu", "columns": ["q"]}, ConfigError, "columns = \\['q'\\] has the wrong type"),
     ({"answer": "q"}, DataError, "a.jsonl:1: the answer is 'Is 0 odd\\?'"),
     ({"answer": ""}, ConfigError, "without it nothing can be scored"),
+    (
+        {"kind": "generation", "graders": "exact", "answer": "''"},
+        DataError,
+        "a.jsonl:1: answer = .* is empty: the row has no right answer; give files that have",
+    ),
+    ({"kind": "generation", "graders": "exact", "answer": "none"}, DataError, "has no value"),
+    ({"shots_of_group": "no"}, ConfigError, "shots_of_group = 'no' .*; give true or false"),
     ({"shots": 4}, DataError, "2 examples, and shots is 4; lower shots"),
     ({"kind": "essay"}, ConfigError, "give one of multiple_choice, generation, perplexity"),
     ({"shot": 4}, ConfigError, "'shot' is not a key of a task; the keys are"),

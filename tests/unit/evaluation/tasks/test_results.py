@@ -91,7 +91,9 @@ def test_prompts_lose_whole_examples_then_tokens_and_both_are_counted(tmp_path: 
     assert shorter.requests[0].context[-20:].tolist() == question
     tiny = prepared(tmp_path, positions=10)
     assert tiny.truncated == len(tiny.items)
-    assert task_result(tiny, scores(tiny))["not_comparable"] == ["letter_mass", "truncated"]
+    lost = ["letter_mass", "shots_dropped"]
+    assert task_result(shorter, scores(shorter))["not_comparable"] == lost
+    assert task_result(tiny, scores(tiny))["not_comparable"] == [*lost, "truncated"]
     tokens = prepared(tmp_path, positions=longest - 1, truncation="tokens")
     assert (tokens.shots_dropped, tokens.truncated > 0) == (0, True)
 
@@ -196,6 +198,9 @@ def test_results_of_generated_texts_have_what_qualifies_them(tmp_path: Path) -> 
     assert (found["exact"], found["digit"], found["math_verify"]) == (0.5, 0.75, 0.25)
     assert found["digit_stderr"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
     assert (found["cut"], found["n"]) == (2, 4)
+    assert found["not_comparable"] == ["cut"]
+    assert "not_comparable" not in written_result(task, [WrittenText("0", False)] * 4, grades)
+    assert "unboxed" not in found, "none of the graders looks for a box"
     assert (found["math_verify_timeouts"], found["digit_failures"]) == (2, 1)
     assert not {"exact_timeouts", "exact_failures", "digit_timeouts"} & set(found)
     own = f"megatron-distill {version('megatron-distill')}"
@@ -211,3 +216,15 @@ def test_results_of_generated_texts_have_what_qualifies_them(tmp_path: Path) -> 
     assert found["prompt_hash"] == task.prompt_hash
     items = written_items(task, grades)
     assert items.measures["digit"].values.tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_right_answers_without_a_box_are_counted(tmp_path: Path) -> None:
+    """The graders of MATH compare with all of them."""
+    rows = [*published.MATH, {**published.MATH[0], "solution": "It is two."}]
+    files = lines(tmp_path / "a.jsonl", rows)
+    for named in ("hendrycks_math", "minerva_math"):
+        task = prepare_task(load_task(named, {"files": [files]}), tokenizer(), positions=4000)
+        grades = {name: Graded((True, False), 0, 0) for name in task.task.measures}
+        found = written_result(task, [WrittenText("2", False)] * 2, grades)
+        assert found["unboxed"] == 1
+        assert found["groups"]["Algebra"]["n"] == 2
