@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.grace import grace_seconds
+from megatron_distill.launching.grace import LongestStep, grace_seconds
 from megatron_distill.launching.records import (
     BadNode,
     Launches,
@@ -143,3 +143,22 @@ def test_the_grace_is_twice_step_validation_and_save_and_a_minute(tmp_path: Path
     assert grace_seconds(tmp_path) == 138.0
     log.write_text("\n".join(map(json.dumps, steps[:3])))
     assert grace_seconds(tmp_path) == 274.0
+
+
+def test_the_grace_of_a_capture_follows_from_its_longest_step_after_the_first(
+    tmp_path: Path,
+) -> None:
+    working = tmp_path / "store" / "capture"
+    working.mkdir(parents=True)
+    now = 0.0
+    steps = LongestStep(working, clock=lambda: now)
+    for seconds, grace in ((900.0, None), (100.0, 260.0), (20.0, 260.0), (150.0, 360.0)):
+        now += seconds
+        steps.end_step()
+        assert grace_seconds(tmp_path / "store") == grace
+    (working / "longest_step.json").write_text("[]")
+    assert grace_seconds(tmp_path / "store") is None
+    shutil.rmtree(working)  # another job has finished the store
+    now += 500.0
+    steps.end_step()
+    assert not working.exists()
