@@ -67,6 +67,29 @@ def test_launches_count_since_the_last_new_checkpoint_of_their_submission(tmp_pa
     assert launches.starts_without_progress("a") == 0
 
 
+def test_no_later_job_of_a_submission_begins_after_useless_launches_or_an_error(
+    tmp_path: Path,
+) -> None:
+    launches = Launches(tmp_path / "launches", tmp_path, "output=a")
+    for number in range(2):
+        launches.begin(launch(str(number), 0, 0, float(number)))
+        assert launches.refusal("a", max_starts=3) is None
+    launches.begin(launch("2", 0, 0, 2.0))
+    useless = (Status.FAILED, "3 launches since step 0 brought no new checkpoint")
+    assert launches.refusal("a", max_starts=3) == useless
+    assert launches.refusal("a", max_starts=4) is None
+    assert launches.refusal("b", max_starts=3) is None
+    make_checkpoint(tmp_path, 20)
+    assert launches.refusal("a", max_starts=3) is None
+
+    last = launch("3", 0, 20, 3.0)
+    outcome = Outcome(Status.MISCONFIGURED, "error: disk full", 20, 4.0)
+    write_record(launches.begin(last) / "outcome.json", outcome)
+    text = "repair the error of the launch before, and submit again: error: disk full"
+    assert launches.refusal("a", max_starts=3) == (Status.MISCONFIGURED, text)
+    assert launches.refusal("b", max_starts=3) is None
+
+
 def test_a_job_is_done_for_the_settings_that_reached_the_end_alone(tmp_path: Path) -> None:
     first, other, none = (Launches(tmp_path, tmp_path, "", digest) for digest in ("a", "b", None))
     none.mark_done()
