@@ -1,16 +1,28 @@
-"""The time that a stop needs: a step, a validation and a save, as the run has measured them."""
+"""The time that a stop needs: step, validation and save, as a run or a capture measured them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["USUAL_SECONDS", "grace_seconds", "is_step", "newest_records", "save_seconds"]
+from megatron_distill.runtime.atomic_files import replace_file
+
+__all__ = [
+    "USUAL_SECONDS",
+    "LongestStep",
+    "grace_seconds",
+    "is_step",
+    "newest_records",
+    "save_seconds",
+]
 
 USUAL_SECONDS: Final = 300.0  # of a job that has not measured anything
+_LONGEST_STEP: Final = "longest_step.json"
+_NOTEWORTHY: Final = 1.1  # times as long as the longest one before
 _MARGIN_SECONDS: Final = 60.0  # Slurm may signal a minute early, and processes take time to end
 _STEPS: Final = 100
 _TAIL_BYTES: Final = 1_000_000
@@ -23,12 +35,45 @@ def grace_seconds(results: Path) -> float | None:
     """
     records = newest_records(results)
     steps = [float(one["step_seconds"]) for one in records if is_step(one)]
+    steps = steps or _longest_of_capture(results)
     if not steps:
         return None
     validation = max((float(one.get("validation_seconds", 0.0)) for one in records), default=0.0)
     folders = (results / "checkpoints").glob("step_*")
     saves = max((save_seconds(folder) or 0.0 for folder in folders), default=0.0)
     return 2.0 * (max(steps[-_STEPS:]) + validation + saves) + _MARGIN_SECONDS
+
+
+class LongestStep:
+    """Writes the longest step of a capture into its working folder, for later launches."""
+
+    def __init__(self, working: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = working / _LONGEST_STEP
+        self._clock = clock
+        self._ended: float | None = None
+        self._longest = 0.0
+
+    def end_step(self) -> None:
+        """Write the time since the step before if it is the longest.
+
+        The first step, which has the start in it, is not measured.
+        """
+        now = self._clock()
+        seconds = 0.0 if self._ended is None else now - self._ended
+        self._ended = now
+        if seconds > _NOTEWORTHY * self._longest:
+            self._longest = seconds
+            # Without the file a stop has the usual time; a finished store has no such folder.
+            with suppress(OSError):
+                replace_file(self._file, json.dumps({"step_seconds": seconds}).encode())
+
+
+def _longest_of_capture(store: Path) -> list[float]:
+    found = []
+    for file in store.glob(f"*/{_LONGEST_STEP}"):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            found.append(float(json.loads(file.read_text(encoding="utf-8"))["step_seconds"]))
+    return found
 
 
 def newest_records(results: Path) -> list[dict[str, Any]]:

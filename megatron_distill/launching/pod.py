@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 
 from megatron_distill import log
-from megatron_distill.errors import ConfigError, counted
+from megatron_distill.errors import ConfigError
 from megatron_distill.launching.node import NodePart, node_index, ranks_here
+from megatron_distill.launching.outcomes import report
 from megatron_distill.launching.program import JobRanks, Program, add_folder
 from megatron_distill.launching.records import (
     EXIT_STATUS,
@@ -77,7 +78,9 @@ def _run(given: argparse.Namespace) -> int:
     ranks = given.ranks_per_node or ranks_here(says=index == 0)
     part = NodePart(folder, launch, index, endpoint, program.torchrun_words)
     outcome = part.run(ranks=ranks, stop_seconds=given.stop_seconds)
-    if outcome.message is not None:
+    if outcome.status in (Status.FAILED, Status.MISCONFIGURED):
+        report([outcome], folder, shows_traceback=outcome.status is Status.FAILED)
+    elif outcome.message is not None:
         _LOGGER.error("%s", outcome.message)
     status = Status.UNFINISHED if outcome.status is Status.ENDED else outcome.status
     if index == 0:
@@ -93,10 +96,7 @@ def _begin(
     starts = launches.starts_without_progress(given.job, before=given.attempt)
     progress = launches.progress
     if given.attempt and starts >= given.max_starts and index == 0:
-        raise ConfigError(
-            f"{counted(starts, 'launch', 'launches')} since {launches.unit} {progress} brought "
-            f"{launches.without_progress}; see the logs in {launches.folder}"
-        )
+        raise ConfigError(f"{launches.useless(starts)}; see the logs in {launches.folder}")
     pods = given.pods.split(",")
     launch = LaunchRecord(
         job=given.job,

@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 from megatron_distill.runtime.atomic_files import replace_file
 
 if TYPE_CHECKING:
@@ -241,6 +241,24 @@ class Launches:
                 break
             count += 1
         return count
+
+    def useless(self, starts: int) -> str:
+        """Return the text about so many launches without progress."""
+        text = f"{counted(starts, 'launch', 'launches')} since {self.unit} {self.progress}"
+        return f"{text} brought {self.without_progress}"
+
+    def refusal(self, submission: str, *, max_starts: int) -> tuple[Status, str] | None:
+        """Return status and reason if no later job of a submission is to begin, None if one is.
+
+        Jobs of a chain and tasks of an array wait in the queue already when one ends for good.
+        """
+        earlier = [one for one in self.all() if one.submission == submission]
+        last = self.outcome(earlier[-1]) if earlier else None
+        if last is not None and last.status is Status.MISCONFIGURED:
+            text = "repair the error of the launch before, and submit again"
+            return Status.MISCONFIGURED, f"{text}: {last.reason}"
+        starts = self.starts_without_progress(submission)
+        return (Status.FAILED, self.useless(starts)) if starts >= max_starts else None
 
     @property
     def script_file(self) -> Path:

@@ -1,4 +1,4 @@
-"""The state of a run, a capture or rollouts from its folder's files: no process is asked.
+"""The state of a run, a capture, rollouts or an evaluation from files: no process is asked.
 
 Any machine that sees the folder may read it.
 """
@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,7 +56,8 @@ class RunStatus:
         checkpoint: the newest one's name; its age, and the time that its save took.
         launches: number; restarts: of the newest job.
         slowest_ranks: with the phases in which they are slow, see `logging.straggler_interval`.
-        unit: `step`, `shard` of a capture, or `part` of rollouts.
+        unit: `step`, `shard` of a capture, `part` of rollouts, or empty: jobs without progress.
+        jobs: states of jobs that read the folder, by command, such as `evaluate`.
     """
 
     run: str
@@ -74,14 +75,16 @@ class RunStatus:
     restarts: int
     slowest_ranks: str | None
     unit: str = "step"
+    jobs: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """Return the state as lines of a name and a text."""
-        rows = [("state", self.state + (f": {self.detail}" if self.detail else ""))]
+        rows = [("state", _text_of(self.state, self.detail))]
         done = f"{self.step:,}"
         if self.steps:
             done += f" of {self.steps:,} ({100 * self.step / self.steps:.1f} %)"
-        rows.append((self.unit, done))
+        if self.unit:
+            rows.append((self.unit, done))
         if self.step_seconds is not None:
             speed = f"{self.step_seconds:.3g} s per {self.unit}"
             if self.tokens_per_second is not None:
@@ -95,8 +98,9 @@ class RunStatus:
             restarts = counted(self.restarts, "restart")
             rows.append(("launches", f"{self.launches}, with {restarts} of the newest job"))
         if self.unit == "step":
-            slowest = self.slowest_ranks or "not known: set logging.straggler_interval"
+            slowest = self.slowest_ranks or "not known; see logging.straggler_interval"
             rows.append(("slowest", slowest))
+        rows += self.jobs.items()
         return [self.run, *(f"{name:<11} {text}" for name, text in rows)]
 
     def _checkpoint(self) -> str:
@@ -109,7 +113,7 @@ class RunStatus:
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the state of a run, a capture or rollouts.
+    """Return the state of a run, a capture, rollouts, or of jobs that read a model's folder.
 
     Raises ConfigError: the folder is none of these, or this user may not read it.
     """
@@ -130,7 +134,10 @@ def _run_status(run: Path) -> RunStatus:
     launches = Launches(run / LAUNCHES, run, f"output={run}")
     begun = launches.all()
     settings = _settings(run / "config.yaml")
+    readers = _readers(run)
     if settings is None and not begun and not launches.script_file.exists():
+        if readers:
+            return _of_readers(run, readers)
         raise ConfigError(
             f"{run}: no run has started here (no config.yaml, no {LAUNCHES}); name the folder "
             "`output` of a run, `store.path` of a capture, or --output of rollouts"
@@ -166,7 +173,61 @@ def _run_status(run: Path) -> RunStatus:
         slowest_ranks=next(
             (one["slowest_ranks"] for one in reversed(records) if "slowest_ranks" in one), None
         ),
+        jobs={one.command: _text_of(one.state, one.detail) for one in readers},
     )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """The launches of a command that reads a run or a model, and its state."""
+
+    command: str
+    begun: Sequence[LaunchRecord]
+    state: str
+    detail: str
+
+
+def _readers(folder: Path) -> list[_Reader]:
+    """Return the jobs that read a folder and have their records there."""
+    found = []
+    for path in sorted(folder.glob(f"{LAUNCHES}_*")):
+        command = path.name.removeprefix(f"{LAUNCHES}_")
+        launches = Launches(path, folder, f"{command} {folder}")
+        begun = launches.all()
+        if not begun and not launches.script_file.exists():
+            continue
+        newest = launches.of(begun[-1]) if begun else path
+        state, detail = _state(
+            path,  # the lock in the run's own folder is of its training
+            launches,
+            begun,
+            log=newest / "rank_00000.err",
+            step=0,
+            steps=None,
+            step_seconds=None,
+        )
+        found.append(_Reader(command, begun, state, detail))
+    return found
+
+
+def _of_readers(folder: Path, readers: Sequence[_Reader]) -> RunStatus:
+    """Return the state of a folder that is only read: that of the newest job."""
+    newest = max(readers, key=lambda one: one.begun[-1].started if one.begun else 0.0)
+    found = _of_files(
+        folder,
+        newest.state,
+        newest.detail,
+        done=0,
+        wanted=None,
+        seconds=None,
+        begun=newest.begun,
+        unit="",
+    )
+    return replace(found, jobs={one.command: _text_of(one.state, one.detail) for one in readers})
+
+
+def _text_of(state: str, detail: str) -> str:
+    return f"{state}: {detail}" if detail else state
 
 
 def _beside(store: Path) -> Path:

@@ -148,7 +148,7 @@ class SlurmJob:
         Returns the reason where Slurm refuses. The job ends soon after.
         """
         del silent  # Slurm finds out by itself whether a node is there
-        excluded = [*self._excluded(), *without] if without else []
+        excluded = [*_excluded(self.shown), *without] if without else []
         failure = _failure("scontrol", "requeue", self.shown)
         if failure is None and excluded:
             nodes = f"ExcNodeList={','.join(excluded)}"
@@ -159,13 +159,24 @@ class SlurmJob:
                 _LOGGER.warning("requeued, but without its exclusion of nodes: %s", refused)
         return None if failure is None else f"{failure}; submit the job again"
 
-    def _excluded(self) -> list[str]:
-        """Return the nodes that the job excludes so far, as Slurm writes them."""
-        with suppress(ConfigError):
-            job = _answer("scontrol", "show", "job", self.shown, "--oneliner")
-            known = _fields(job).get("ExcNodeList", "(null)")
-            return [] if known == "(null)" else [known]
-        return []
+    def exclude_later(self, nodes: Sequence[str]) -> None:
+        """Let waiting jobs of the same script and words start on other nodes than these."""
+        try:
+            own = _answer("squeue", "--noheader", f"--jobs={self.job}", "--format=%o")
+            user = f"--user={os.getuid()}"
+            waiting = _answer(
+                *("squeue", "--noheader", "--array", user, "--states=PENDING", "--format=%i %o")
+            )
+        except ConfigError as error:
+            _LOGGER.warning("later jobs do not exclude %s: %s", ", ".join(nodes), error)
+            return
+        command = own.partition("\n")[0].strip()  # an array has a line for each of its tasks
+        found = [line.strip().partition(" ") for line in waiting.splitlines()]
+        for later in [name for name, _, its in found if command and its == command]:
+            excluded = ",".join([*_excluded(later), *nodes])
+            refused = _failure("scontrol", "update", f"JobId={later}", f"ExcNodeList={excluded}")
+            if refused is not None:
+                _LOGGER.warning("job %s does not exclude %s: %s", later, ", ".join(nodes), refused)
 
     def is_running(self, job: str) -> bool:
         """Return whether a job of this number holds nodes now; without an answer it does not."""
@@ -174,6 +185,15 @@ class SlurmJob:
         except ConfigError:  # Slurm forgets jobs that have ended
             return False
         return bool(_RUNNING & set(found.split()))
+
+
+def _excluded(job: str) -> list[str]:
+    """Return the nodes that a job excludes so far, as Slurm writes them."""
+    with suppress(ConfigError):
+        found = _fields(_answer("scontrol", "show", "job", job, "--oneliner"))
+        known = found.get("ExcNodeList", "(null)")
+        return [] if known == "(null)" else [known]
+    return []
 
 
 def _answer(*command: str) -> str:

@@ -98,6 +98,10 @@ class Hosts:
         self.restart += 1
         return None
 
+    def exclude_later(self, nodes: Sequence[str]) -> None:
+        """Do nothing: no other job waits."""
+        del nodes
+
     def is_running(self, job: str) -> bool:
         """Return whether another job runs; the lock of the folder answers that here."""
         del job

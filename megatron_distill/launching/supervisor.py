@@ -119,6 +119,10 @@ class Scheduler(Protocol):
         """
         ...
 
+    def exclude_later(self, nodes: Sequence[str]) -> None:
+        """Let jobs of the same submission that wait start on other nodes than these."""
+        ...
+
     def is_running(self, job: str) -> bool:
         """Return whether another job holds nodes now."""
         ...
@@ -203,14 +207,27 @@ def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
             if launches.digest is None:  # only the jobs of one chain have nothing left to do
                 launches = replace(launches, digest=policy.submission)
             with disk_errors(launches):
-                if (objection := launches.objection()) is not None:
-                    _LOGGER.info("%s", objection)
-                    return EXIT_STATUS[Status.DONE]
+                if (status := _status_without_ranks(launches, policy)) is not None:
+                    return EXIT_STATUS[status]
                 with _held(launches, job):
                     return _launch(job, program, policy, launches, stop, unanswered=unanswered)
         except ConfigError as error:
             _LOGGER.error("error: %s", error)
             return EXIT_STATUS[Status.MISCONFIGURED]
+
+
+def _status_without_ranks(launches: Launches, policy: Policy) -> Status | None:
+    """Return the status of a job that is not to begin, and log why; None: it is."""
+    if (objection := launches.objection()) is not None:
+        _LOGGER.info("%s", objection)
+        return Status.DONE
+    if policy.requeues:  # the launch before has decided
+        return None
+    refusal = launches.refusal(policy.submission, max_starts=policy.max_starts)
+    if refusal is None:
+        return None
+    _LOGGER.error("not started: %s", refusal[1])
+    return refusal[0]
 
 
 def _settings(job: Scheduler, program: Program, policy: Policy) -> tuple[Launches, str | None]:
@@ -288,6 +305,8 @@ def _launch(
     silent = [one.node for one in bad if one.is_silent]
     # A silent one may be slow, as with an image to import: later submissions try it again.
     launches.add_bad_nodes([one for one in bad if one.node in without and not one.is_silent])
+    if without and not policy.requeues:
+        job.exclude_later(without)
     wanted = policy.wanted_nodes or len(launch.nodes)
     if len(healthy) < wanted:
         reason = f"{counted(len(bad), 'node')} failed the checks: {', '.join(names)}"
@@ -416,12 +435,10 @@ def _wait(
             grace = policy.grace_seconds or grace_seconds(results) or USUAL_SECONDS
             deadline = job.end - min(grace, (job.end - begun) / 2)
         if stop.received or time.time() >= deadline:
+            teller = "a signal" if stop.is_near_end else "the clock"
             stop.is_near_end = stop.is_near_end or not stop.is_cancelled
-            _LOGGER.info(
-                "the job is cancelled: saving"
-                if stop.is_cancelled
-                else "the end of the job's time is near: saving"
-            )
+            near = f"{teller} says that the end of the job's time is near"
+            _LOGGER.info("%s: saving", "the job is cancelled" if stop.is_cancelled else near)
             job.stop(step)
             told = True
 
@@ -451,8 +468,7 @@ def _decide(
     elif launches.stop_file.exists():
         text = f"no further launch: {launches.stop_file} exists"
     elif starts >= policy.max_starts:
-        text = f"no further launch: {counted(starts, 'launch', 'launches')} since {reaches}"
-        text += f" brought {launches.without_progress}"
+        text = f"no further launch: {launches.useless(starts)}"
         status = EXIT_STATUS[Status.FAILED]
     else:
         goes_on = policy.requeues

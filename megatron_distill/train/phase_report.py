@@ -40,14 +40,14 @@ class PhaseReports:
     """Logs the phases of all ranks every few steps, as means over the steps since the last time.
 
     Intervals are in steps; 0: never. A rank is compared with the ranks of its pipeline stage, whose
-    work is the same.
+    work is the same; one rank alone is compared with none.
     """
 
     def __init__(
         self, *, timers_interval: int, straggler_interval: int, stage: int, device: torch.device
     ) -> None:
         self._timers = _Means(timers_interval)
-        self._stragglers = _Means(straggler_interval)
+        self._stragglers = _Means(straggler_interval if dist.get_world_size() > 1 else 0)
         self._stage = stage
         self._device = device
         self._hosts: list[str] = []

@@ -229,10 +229,10 @@ class LoggingConfig(Section):
         "largest over the ranks; 0: none. `metrics.jsonl` has rank 0's phases of every step.",
     )
     straggler_interval: int = Field(
-        default=0,
+        default=100,
         ge=0,
         description="Steps between log lines with the slowest rank of each phase, compared with "
-        "the ranks of its pipeline stage; 0: none.",
+        "the ranks of its pipeline stage; 0: none. A run of one rank has none.",
     )
 
 

@@ -23,6 +23,7 @@ from megatron_distill.data.loader import open_loader
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
+from megatron_distill.launching.grace import LongestStep
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.execution import Execution
@@ -399,6 +400,7 @@ def _assemble(
         source=source,
         stream_positions=places,
         progress=_open_progress(job, order),
+        longest_step=LongestStep(working_folder(job.folder)) if dist.get_rank() == 0 else None,
         groups=groups,
         device=execution.device,
     )

@@ -11,6 +11,7 @@ import torch
 
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.errors import StoreError
+from megatron_distill.launching.grace import LongestStep
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import agree, sum_over
 from megatron_distill.runtime.groups import Groups
@@ -36,6 +37,7 @@ class CaptureParts:
         source: sample source of the loader, on the rank that reads.
         stream_positions: storage of the stream's states.
         progress: on the rank that shows it.
+        longest_step: on the first rank.
         groups: of this rank.
     """
 
@@ -47,6 +49,7 @@ class CaptureParts:
     source: HoleSource | None
     stream_positions: StreamPositions
     progress: CaptureProgress | None
+    longest_step: LongestStep | None
     groups: Groups
     device: torch.device
 
@@ -66,6 +69,8 @@ def fill_holes(parts: CaptureParts, termination: TerminationRequest) -> bool:
             is_asked, done = _exchange(parts, is_asked=termination.received)
             if is_asked:
                 return False
+            if parts.longest_step is not None and step > 1:
+                parts.longest_step.end_step()
             if parts.progress is not None:
                 parts.progress.update(done)
             _capture_step(parts, parts.loader.take(step))

@@ -14,6 +14,7 @@ from tests.support.slurm_cluster import Job
 SAVING = ("checkpoint.save=true", "checkpoint.keep=2")
 ENDLESS = ("train.steps=100000", *SAVING)
 NEAR_END = "the end of the job's time is near: saving"
+WARNED = f"a signal says that {NEAR_END}"
 
 
 def launches_of(output: Path, folder: str = "launches") -> Launches:

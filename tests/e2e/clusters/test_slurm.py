@@ -18,6 +18,7 @@ from tests.e2e.clusters.jobs import (
     ENDLESS,
     NEAR_END,
     SAVING,
+    WARNED,
     held_up,
     launches_of,
     next_launch_steps,
@@ -85,7 +86,9 @@ def test_a_job_goes_on_bit_for_bit_after_its_time_limit_a_killed_rank_and_a_lost
 ) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
     settings = (*ENDLESS, "checkpoint.interval=2")
-    words = ("--max-starts", "9", "--", "train", str(config), f"output={output}", *settings)
+    # The clock would tell the ranks a second before the end: Slurm's signal comes before.
+    rules = ("--max-starts", "9", "--grace-seconds", "1")
+    words = (*rules, "--", "train", str(config), f"output={output}", *settings)
     job = cluster.submit(words, options=("--time=1", "--signal=B:USR1@1"))
     # A loaded machine may take a launch or two to its first steps.
     job.wait_for(lambda: steps_done(output) >= 2)
@@ -95,6 +98,7 @@ def test_a_job_goes_on_bit_for_bit_after_its_time_limit_a_killed_rank_and_a_lost
         cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=UNLIMITED")
     next_launch_steps(job, output, limited + 1)
     assert outcomes(output)[:limited] == [Status.UNFINISHED] * limited
+    assert job.log.count(WARNED) == job.log.count(NEAR_END) == limited
     step = launches_of(output).all()[limited].progress
     assert f"goes on from step {step}" in job.log
     assert re.search(r" s for models and data, \d+\.\d s for the checkpoint, ", job.log)

@@ -19,8 +19,8 @@ from tests.distributed.pool import Pool
 from tests.e2e.captures import contents, has_shards, partial_files, run_in, write_capture
 from tests.e2e.clusters.jobs import (
     ENDLESS,
-    NEAR_END,
     SAVING,
+    WARNED,
     held_up,
     launches_of,
     nodes_of,
@@ -140,7 +140,7 @@ def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned_in_its_warm_
     assert outcomes(output) == [Status.UNFINISHED, Status.DONE]
     # At most the first step is done, and then saved.
     assert launches_of(output).all()[1].progress in (0, 1)
-    assert first.log.count(NEAR_END) == 1
+    assert first.log.count(WARNED) == 1
     assert "the next job goes on from step" in first.log
     assert "nothing to do" in third.log
     assert "Traceback" not in first.log + second.log

@@ -1,13 +1,15 @@
-"""A pod that does not start its ranks: told to stop, or without a folder to write in."""
+"""A pod: its status after its ranks, and without them."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron_distill.launching import pod
 from megatron_distill.launching.pod import _record, main
-from megatron_distill.launching.records import Launches, LaunchRecord, Status
+from megatron_distill.launching.records import Launches, LaunchRecord, NodeOutcome, Status
 
 
 @pytest.fixture
@@ -18,9 +20,61 @@ def program(tmp_path: Path) -> str:
     return str(script)
 
 
-def start(program: str) -> int:
+def start(program: str, attempt: int = 0) -> int:
     pods = ["--pods", "localhost", "--ranks-per-node", "1"]
-    return main(["--job", "distill", "--attempt", "0", *pods, "--", program])
+    return main(["--job", "distill", "--attempt", f"{attempt}", *pods, "--", program])
+
+
+class Ranks:
+    """Stands in for the ranks of a pod: they end in one way each time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: NodeOutcome) -> None:
+        self.left = list(outcomes)
+        monkeypatch.setattr(pod.NodePart, "run", lambda part, **_: self.run(part))
+
+    def run(self, part: pod.NodePart) -> NodeOutcome:
+        for rank in (2, 3):
+            trace = f"Traceback (most recent call last)\nRuntimeError: cause of {rank}\n"
+            (part.folder / f"rank_{rank:05d}.err").write_text(trace)
+        return self.left.pop(0)
+
+
+def test_the_status_of_a_pod_follows_from_its_ranks_until_starts_bring_no_checkpoint(
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = time.time()
+    failed = NodeOutcome("localhost", 0, Status.FAILED, now, 3, 1, "error: rank 3 failed")
+    wrong = NodeOutcome("localhost", 0, Status.MISCONFIGURED, now, 3, 1, "error: disk full")
+    ended = [NodeOutcome("localhost", 0, one, now) for one in (Status.UNFINISHED, Status.ENDED)]
+    ranks = Ranks(monkeypatch, *ended, failed, wrong)
+    assert [start(program, attempt) for attempt in (0, 1)] == [75, 75]
+    assert "error" not in capsys.readouterr().err
+
+    # The first rank that failed here, with its traceback.
+    assert start(program, 2) == 1
+    text = capsys.readouterr().err
+    assert "rank 3 on localhost failed first" in text
+    assert "RuntimeError: cause of 3" in text
+    assert "cause of 2" not in text
+    assert "error: rank 3 failed" in text
+
+    assert start(program, 3) == 78
+    text = capsys.readouterr().err
+    assert "3 launches since step 0 brought no new checkpoint; see the logs in" in text
+    assert ranks.left == [wrong]
+    (tmp_path / "run" / "checkpoints" / "step_0000020").mkdir(parents=True)
+    assert start(program, 3) == 78
+    text = capsys.readouterr().err
+    assert "error: disk full" in text
+    assert "Traceback" not in text
+    launches = Launches(tmp_path / "run" / "launches", tmp_path / "run", "")
+    found = [launches.outcome(one) for one in launches.all()]
+    assert [None if one is None else one.status for one in found] == [
+        *(Status.UNFINISHED, Status.UNFINISHED, Status.FAILED, Status.MISCONFIGURED)
+    ]
 
 
 def test_a_folder_that_cannot_be_written_ends_the_job_instead_of_a_thousand_starts(

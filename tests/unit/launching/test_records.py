@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.grace import grace_seconds
+from megatron_distill.launching.grace import LongestStep, grace_seconds
 from megatron_distill.launching.records import (
     BadNode,
     Launches,
@@ -65,6 +65,29 @@ def test_launches_count_since_the_last_new_checkpoint_of_their_submission(tmp_pa
     assert launches.starts_without_progress("a", before=3) == 1
     make_checkpoint(tmp_path, 40)
     assert launches.starts_without_progress("a") == 0
+
+
+def test_no_later_job_of_a_submission_begins_after_useless_launches_or_an_error(
+    tmp_path: Path,
+) -> None:
+    launches = Launches(tmp_path / "launches", tmp_path, "output=a")
+    for number in range(2):
+        launches.begin(launch(str(number), 0, 0, float(number)))
+        assert launches.refusal("a", max_starts=3) is None
+    launches.begin(launch("2", 0, 0, 2.0))
+    useless = (Status.FAILED, "3 launches since step 0 brought no new checkpoint")
+    assert launches.refusal("a", max_starts=3) == useless
+    assert launches.refusal("a", max_starts=4) is None
+    assert launches.refusal("b", max_starts=3) is None
+    make_checkpoint(tmp_path, 20)
+    assert launches.refusal("a", max_starts=3) is None
+
+    last = launch("3", 0, 20, 3.0)
+    outcome = Outcome(Status.MISCONFIGURED, "error: disk full", 20, 4.0)
+    write_record(launches.begin(last) / "outcome.json", outcome)
+    text = "repair the error of the launch before, and submit again: error: disk full"
+    assert launches.refusal("a", max_starts=3) == (Status.MISCONFIGURED, text)
+    assert launches.refusal("b", max_starts=3) is None
 
 
 def test_a_job_is_done_for_the_settings_that_reached_the_end_alone(tmp_path: Path) -> None:
@@ -143,3 +166,22 @@ def test_the_grace_is_twice_step_validation_and_save_and_a_minute(tmp_path: Path
     assert grace_seconds(tmp_path) == 138.0
     log.write_text("\n".join(map(json.dumps, steps[:3])))
     assert grace_seconds(tmp_path) == 274.0
+
+
+def test_the_grace_of_a_capture_follows_from_its_longest_step_after_the_first(
+    tmp_path: Path,
+) -> None:
+    working = tmp_path / "store" / "capture"
+    working.mkdir(parents=True)
+    now = 0.0
+    steps = LongestStep(working, clock=lambda: now)
+    for seconds, grace in ((900.0, None), (100.0, 260.0), (20.0, 260.0), (150.0, 360.0)):
+        now += seconds
+        steps.end_step()
+        assert grace_seconds(tmp_path / "store") == grace
+    (working / "longest_step.json").write_text("[]")
+    assert grace_seconds(tmp_path / "store") is None
+    shutil.rmtree(working)  # another job has finished the store
+    now += 500.0
+    steps.end_step()
+    assert not working.exists()

@@ -340,3 +340,43 @@ def test_a_launch_whose_job_holds_its_lock_is_running_however_silent(tmp_path: P
     with (run / "launches" / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert read_status(run).state == "running"
+
+
+def test_jobs_that_read_a_run_or_a_model_have_their_state(tmp_path: Path) -> None:
+    """They have no progress; the lock of a run is of its training, not of them."""
+    run, model = begin(tmp_path / "run", steps_done=25), tmp_path / "model"
+    now = time.time()
+
+    def of(folder: Path, command: str, outcome: Outcome | None) -> Path:
+        launches = Launches(folder / f"launches_{command}", folder, "")
+        one = LaunchRecord("8", 1, "8", [command], ["n1"], ["n1"], 0, now - 1000)
+        if outcome is not None:
+            write_record(launches.begin(one) / "outcome.json", outcome)
+        return launches.begin(one)
+
+    assert read_status(run).jobs == {}
+    of(run, "evaluate", None)
+    of(run, "generate", Outcome(Status.UNFINISHED, "why", 0, now, "goes on from step 0"))
+    (run / "launches_generate" / "job.sbatch").touch()
+    os.utime(run / "launches_generate" / "job.sbatch", (LONG_AGO, LONG_AGO))
+    with (run / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        status = read_status(run)
+        assert status.state == "running"
+        text = "failed: launch 8-1 on n1 has given no sign for "
+        assert status.jobs["evaluate"].startswith(text)
+        assert status.jobs["generate"] == "waiting: why: goes on from step 0"
+        assert "generate    waiting: why: goes on from step 0" in status.lines()
+
+    folder = of(model, "evaluate", None)
+    (folder / "rank_00000.err").touch()
+    status = read_status(model)
+    assert (status.state, status.detail) == ("running", "launch 8-1 on n1")
+    assert status.lines() == [
+        str(model),
+        "state       running: launch 8-1 on n1",
+        "launches    1, with 1 restart of the newest job",
+        "evaluate    running: launch 8-1 on n1",
+    ]
+    of(model, "evaluate", Outcome(Status.DONE, "done", 0, time.time() + 1, "done"))
+    assert (read_status(model).state, read_status(model).detail) == ("done", "")

@@ -1,4 +1,4 @@
-"""A requeue by Slurm's program, which a script stands in for."""
+"""Requeues and exclusions by Slurm's programs, which scripts stand in for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ echo "$@" >> {log}
 case "$1" in
     show) echo "JobId=7 ExcNodeList={excluded} NodeList=n1,n2" ;;
     {failing}) echo "slurm_update error: Invalid node" >&2; exit 1 ;;
+esac
+"""
+
+
+SQUEUE = """#!/bin/sh
+case "$*" in
+    *--jobs=7*) echo "/runs/a/job.sbatch a b" ;;
+    *--states=PENDING*)
+        echo "8 /runs/a/job.sbatch a b"
+        echo "9 /runs/b/job.sbatch a b"
+        echo "12_3 /runs/a/job.sbatch a b" ;;
 esac
 """
 
@@ -60,3 +71,29 @@ def test_a_requeued_job_excludes_bad_nodes_beside_those_that_it_excluded_before(
     calls = log.read_text().splitlines()
     assert "requeue 7" in calls
     assert [call for call in calls if call.startswith("update")] == ([update] if update else [])
+
+
+@pytest.mark.parametrize("failing", ["none", "update"])
+def test_waiting_jobs_of_the_same_words_exclude_bad_nodes_as_well(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    programs = {
+        "scontrol": SCONTROL.format(log=log, excluded="n5", failing=failing),
+        "squeue": SQUEUE,
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = SlurmJob("7", "7", 0, ("n1", "n2"), None)
+    job.exclude_later(["n1", "n2"])
+    calls = [call for call in log.read_text().splitlines() if call.startswith("update")]
+    assert calls == [f"update JobId={later} ExcNodeList=n5,n1,n2" for later in ("8", "12_3")]
+
+
+def test_a_job_goes_on_where_the_queue_gives_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    SlurmJob("7", "7", 0, ("n1",), None).exclude_later(["n1"])

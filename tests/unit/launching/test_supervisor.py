@@ -15,10 +15,18 @@ from threading import Timer
 
 import pytest
 
+from megatron_distill import log
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program
-from megatron_distill.launching.records import Launches, LaunchRecord, Outcome, Status, bad_nodes
+from megatron_distill.launching.records import (
+    Launches,
+    LaunchRecord,
+    Outcome,
+    Status,
+    bad_nodes,
+    write_record,
+)
 from megatron_distill.launching.ssh import SSH, Hosts
 from megatron_distill.launching.supervisor import (
     Policy,
@@ -26,6 +34,7 @@ from megatron_distill.launching.supervisor import (
     _held,
     _Stop,
     _stop_seconds,
+    _wait,
     supervise,
 )
 
@@ -144,6 +153,43 @@ def test_ranks_that_save_have_the_measured_time_and_until_the_job_ends(tmp_path:
     assert _stop_seconds(hosts, measured, tmp_path) == 460.0
     hosts.end = time.time() + 7200.0
     assert _stop_seconds(hosts, measured, tmp_path) == pytest.approx(3600.0, abs=5.0)
+
+
+def test_a_job_of_a_chain_starts_no_ranks_after_useless_launches_or_an_error(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = machines.hosts("a", wanted=1)
+    chain = Policy(sys.executable, "s", max_starts=2, requeues=False)
+    for number in range(2):
+        machines.launches.begin(LaunchRecord(f"{number}", 0, "s", [], ["a"], ["a"], 0, number))
+    log.configure(0)
+    assert supervise(hosts, machines.program, chain) == 1
+    text = "not started: 2 launches since step 0 brought no new checkpoint"
+    assert text in capsys.readouterr().err
+
+    error = Outcome(Status.MISCONFIGURED, "error: the disk is full", 0, 2.0)
+    last = machines.launches.all()[-1]
+    write_record(machines.launches.of(last) / "outcome.json", error)
+    assert supervise(hosts, machines.program, chain) == 78
+    assert "submit again: error: the disk is full" in capsys.readouterr().err
+    assert len(machines.launches.all()) == 2
+
+
+def test_the_log_tells_the_warning_of_the_scheduler_from_the_job_s_own_clock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts, policy = Hosts(["a"], 1, {"a": "a"}, SSH, {}), Policy("python3", "s")
+    near = "says that the end of the job's time is near: saving"
+    log.configure(0)
+    hosts.end = time.time()
+    with _Stop() as stop:
+        assert _wait(hosts, ["sleep", "60"], policy, tmp_path, stop) == (-signal.SIGUSR1, True)
+    assert f"the clock {near}" in capsys.readouterr().err
+    hosts.end = time.time() + 3600.0
+    with _Stop() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert _wait(hosts, ["sleep", "60"], policy, tmp_path, stop) == (-signal.SIGUSR1, True)
+    assert f"a signal {near}" in capsys.readouterr().err
 
 
 def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_another(

@@ -30,6 +30,12 @@ case "$1 $2" in
     "show node") echo "NodeName=$3 NodeAddr=127.0.0.1" ;;
 esac
 """,
+    "squeue": """\
+case "$*" in
+    *--jobs=*) echo job.sbatch ;;
+    *) printf '4712 job.sbatch\\n4713 other.sbatch\\n' ;;
+esac
+""",
     "srun": """\
 echo "srun $*" >> {log}
 while true; do
@@ -131,11 +137,12 @@ def test_the_ranks_of_a_submission_have_its_nodes_port_words_and_container(
     assert (outcome.status, outcome.next) == (Status.FAILED, "goes on from step 0")
 
 
-def test_a_chain_is_submitted_once_for_each_job_and_does_not_requeue(
+def test_a_chain_is_submitted_once_for_each_job_which_excludes_bad_nodes_in_place_of_a_requeue(
     stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = ["--command", str(stand_in.folder / "program.py"), "--nodes", "3"]
-    checks = ["--health-command", "true", "--health-seconds", "100"]
+    program = ["--command", str(stand_in.folder / "program.py"), "--nodes", "2"]
+    program += ["--spare-nodes", "1"]
+    checks = ["--health-command", 'test "$SLURMD_NODENAME" != n2', "--health-seconds", "100"]
     assert main(["submit", "slurm", "x", *program, "--chain", "2", *checks]) == 0
     assert capsys.readouterr().out == f"{JOB}\n{JOB}\n"
     assert len(stand_in.called("sbatch")) == 2
@@ -145,6 +152,8 @@ def test_a_chain_is_submitted_once_for_each_job_and_does_not_requeue(
     assert checked[checked.index("--command-seconds") + 1] == "80.0"
     assert stand_in.called("scontrol", "requeue") == []
     assert "the next job goes on from step 0" in done.stderr
+    update = ["scontrol", "update", "JobId=4712", "ExcNodeList=n2"]
+    assert stand_in.called("scontrol", "update") == [update]
 
 
 def test_jobs_on_one_node_have_ports_of_their_own() -> None:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from megatron_distill.train.phase_report import RankPhases, straggler_text, timers_text
+import socket
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_distill.config.schema.training import LoggingConfig
+from megatron_distill.train.phase_report import (
+    PhaseReports,
+    RankPhases,
+    straggler_text,
+    timers_text,
+)
 from megatron_distill.train.phase_timers import (
     BACKWARD,
     COMMUNICATION,
@@ -63,3 +76,29 @@ def test_the_line_of_all_ranks_leaves_out_phases_without_time() -> None:
         "(min, max) ms over 3 ranks, mean of 5 steps: forward (100.0, 102.0), loss (0.0, 10.5)"
     )
     assert timers_text(ranks[:1], 1) == "ms, of 1 step: forward 100.0"
+
+
+@pytest.mark.parametrize(("ranks", "due"), [(2, [100, 200]), (1, [])])
+def test_a_run_of_several_ranks_names_slow_ones_by_itself(
+    ranks: int, due: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gathered(_: PhaseReports, own: Mapping[str, float]) -> list[RankPhases]:
+        return [RankPhases(0, own), rank(**{FORWARD: 300.0})]
+
+    def gather_object(found: list[str], own: str) -> None:
+        found[:] = [own] * len(found)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_gather_object", gather_object)
+    monkeypatch.setattr(PhaseReports, "_gather", gathered)
+    interval = LoggingConfig().straggler_interval
+    reports = PhaseReports(
+        timers_interval=0, straggler_interval=interval, stage=0, device=torch.device("cpu")
+    )
+    phases = rank(**{FORWARD: 100.0}).milliseconds
+    found = {step: reports.after_step(step, phases) for step in range(1, 251)}
+    assert [step for step, entries in found.items() if entries] == due
+    place = f"forward rank 1 on {socket.gethostname()}"
+    text = f"mean of 100 steps: {place} 300.0 ms (3.00x the median)"
+    assert all(found[step] == {"slowest_ranks": text} for step in due)
