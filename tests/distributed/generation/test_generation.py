@@ -241,13 +241,28 @@ def test_every_layout_draws_the_same_ids(
         same(found, expected)
 
 
-@pytest.mark.parametrize(("order", "gib"), [((3, 1, 0, 2), 1.0), ((2, 0, 3, 1), 1e-6)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "kind", "layout", "order", "gib"),
+    [
+        (1, "dense", {}, (3, 1, 0, 2), 1.0),
+        (1, "dense", {}, (2, 0, 3, 1), 1e-6),
+        pytest.param(2, "dense", {"tensor": 2}, (2, 0, 3, 1), 1e-6, marks=pytest.mark.slow),
+        pytest.param(2, "dense", {"context": 2}, (1, 3, 2, 0), 1e-6, marks=pytest.mark.slow),
+        pytest.param(2, "experts", {"expert": 2}, (2, 0, 3, 1), 1e-6, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_order_and_size_of_batches_do_not_change_the_ids(
-    pool: Pool, alone: Callable[[str], dict[str, Any]], order: tuple[int, ...], gib: float
+    pool: Pool,
+    alone: Callable[[str], dict[str, Any]],
+    world: int,
+    kind: str,
+    layout: dict[str, Any],
+    order: tuple[int, ...],
+    gib: float,
 ) -> None:
-    expected = alone("dense")
-    (found,) = pool.run(1, _sampled, {}, "dense", order, gib)
-    same(found, expected)
+    for found in pool.run(world, _sampled, layout, kind, order, gib):
+        same(found, alone(kind))
 
 
 @pytest.mark.parametrize(

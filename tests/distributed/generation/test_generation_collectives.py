@@ -1,10 +1,11 @@
-"""Bytes of every collective while text is written and scored: none has the vocabulary."""
+"""Bytes of every collective of written, scored and compared text: none has the vocabulary."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +120,61 @@ def test_stages_send_hidden_states_on_and_numbers_of_rows_back(pool: Pool) -> No
         assert _sizes(scoring, "broadcast") == {16 * PAIRS}
         assert not _sizes(writing + scoring, "allreduce")
         assert max(one.bytes for one in writing + scoring) < VOCABULARY
+
+
+def _moved_by_two_models(rank: int, world: int, layout: dict[str, int]) -> dict[str, list[Moved]]:
+    """Draft with one model and verify with another, compare them on texts, and score by passes."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.evaluation.requests import Request
+        from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.models.gpt import vocab_shard
+        from megatron_distill.train.evaluation.pass_scoring import PassScorer
+        from megatron_distill.train.evaluation.speculative import RULES, speculate
+        from megatron_distill.train.evaluation.teacher_text import Text, compare_texts
+
+        device, models = torch.device("cpu"), []
+        for layers in (4, 2):
+            shape = small_architecture(vocab_size=VOCABULARY, num_layers=layers)
+            models.append(CachedGPT(build(shape, groups, seed=11), shape, groups, device))
+        teacher, student = models
+        rows = [tuple(range(9 * length, 10 * length)) for length in LENGTHS]
+        with Collectives() as drafting:
+            for rule in RULES:
+                speculate(teacher, student, rows, draft=2, tokens=NEW, rule=rule)
+        texts = [Text(ids, answer) for ids, answer in zip(rows, ANSWERS, strict=True)]
+        with Collectives() as comparing:
+            compare_texts(teacher, student, texts)
+        shape, chunk = student.architecture, student.chunks[0].eval()
+        scorer = PassScorer(chunk, shape, vocab_shard(shape, groups), groups, device, 32, 64)
+        requests = [
+            Request(np.array(text.prompt, np.int32), np.array(text.written, np.int32))
+            for text in texts
+        ]
+        with Collectives() as passing:
+            scorer.score(requests)
+        return {
+            "drafting": drafting.moved,
+            "comparing": comparing.moved,
+            "passing": passing.moved,
+        }
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ({"tensor": 2}, "allgather"),
+        pytest.param({"pipeline": 2}, "broadcast", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_models_and_passes_exchange_no_row_of_the_vocabulary(
+    pool: Pool, layout: dict[str, int], name: str
+) -> None:
+    for found in pool.run(2, _moved_by_two_models, layout):
+        for moved in found.values():
+            assert any(name in one.name for one in moved)
+            assert max((one.bytes for one in moved if one.is_object), default=0) <= OBJECT
+            assert max(one.bytes for one in moved) < VOCABULARY
 
 
 def _groups_by_direction(rank: int, world: int, layout: dict[str, int]) -> dict[str, set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -184,3 +185,80 @@ def test_the_text_follows_the_teacher_and_blocks_the_expectation(pool: Pool) -> 
     assert 1.3 < figures["tokens_per_verification"] < 2.9, "drafts should differ from the teacher"
     gap = figures["tokens_per_verification"] - figures["expected"]
     assert abs(gap) < 3 * figures["stderr"]
+
+
+FREE_TOKENS, DRAFTS = 12, (1, 2, 4, 8)
+
+
+def _shares() -> tuple[torch.Tensor, torch.Tensor]:
+    """The distributions p and q of a teacher and a student that read no context, in float64."""
+    generator = torch.Generator().manual_seed(6)
+    p, q = torch.randn(2, FREE_TOKENS, generator=generator, dtype=torch.float64).softmax(1)
+    return p, q
+
+
+def _without_context(groups: Any, share: torch.Tensor) -> Any:
+    """A model whose attention and feed-forward add nothing, with one embedding for all ids."""
+    from megatron_distill.models.generation.model import CachedGPT
+    from megatron_distill.models.gpt import vocab_shard
+
+    shape = small_architecture(num_layers=1, vocab_size=FREE_TOKENS, max_position_embeddings=64)
+    (chunk,) = build(shape, groups, seed=3)
+    layer, shard = chunk.decoder.layers[0], vocab_shard(shape, groups)
+    with torch.no_grad():
+        layer.self_attention.linear_proj.weight.zero_()
+        layer.mlp.linear_fc2.weight.zero_()
+        chunk.embedding.word_embeddings.weight.fill_(64.0)  # whose norm is one
+        head_VH = chunk.head_weight().zero_()
+        head_VH[: shard.real_width, 0] = share.log()[shard.start : shard.stop]
+    return CachedGPT([chunk], shape, groups, torch.device("cpu"))
+
+
+def _free_of_context(rank: int, world: int, layout: dict[str, int]) -> dict[str, Any]:
+    """Blocks of several lengths, and the figures of the same models on texts of the teacher."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.generation import Sampling, Stops, WriteRow
+        from megatron_distill.train.evaluation.speculative import block_figures, speculate
+        from megatron_distill.train.evaluation.teacher_text import Text, compare_texts
+
+        teacher, student = (_without_context(groups, share) for share in _shares())
+        rows = [WriteRow((1, 4), number, 12) for number in range(3)]
+        written = teacher.write(rows, sampling=Sampling(temperature=1.0), stops=Stops())
+        texts = [Text(row.ids, text.ids) for row, text in zip(rows, written, strict=True)]
+        found: dict[str, Any] = {"compared": compare_texts(teacher, student, texts)}
+        for draft in DRAFTS:
+            blocks = speculate(
+                teacher, student, [(1, 4)] * 150, draft=draft, tokens=16, rule="sampled", seed=7
+            )
+            ids = [one for text in blocks for one in text.ids]
+            found[str(draft)] = block_figures(blocks, "sampled"), ids
+        return found
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_models_without_context_accept_as_many_tokens_as_the_formula(
+    pool: Pool, layout: dict[str, int]
+) -> None:
+    """(1 - a^(g+1)) / (1 - a) for an acceptance a and g drafts: arXiv 2211.17192, equation 1."""
+    p, q = _shares()
+    a = float(torch.minimum(p, q).sum())
+    assert 0.4 < a < 0.9
+    (found, *_) = pool.run(layout.get("tensor", 1), _free_of_context, layout)
+    compared = found["compared"]
+    assert compared["acceptance"] == pytest.approx(a, abs=1e-6)
+    expected = {str(g): (1 - a ** (g + 1)) / (1 - a) for g in range(1, 9)}
+    assert compared["tokens_per_verification"] == pytest.approx(expected, abs=1e-5)
+    for draft in DRAFTS:
+        figures, ids = found[str(draft)]
+        # A block has at least n tokens with probability a^(n-1).
+        squares = sum((2 * n - 1) * a ** (n - 1) for n in range(1, draft + 2))
+        mean = expected[str(draft)]
+        error = math.sqrt((squares - mean**2) / figures["blocks"])
+        for name in ("tokens_per_verification", "expected"):
+            assert abs(figures[name] - mean) < 3 * error, (draft, name)
+        counts = torch.bincount(torch.tensor(ids), minlength=FREE_TOKENS)
+        wanted = len(ids) * p
+        # 11 degrees of freedom: their 99.9 % quantile.
+        assert float(((counts - wanted) ** 2 / wanted).sum()) < 31.3, draft

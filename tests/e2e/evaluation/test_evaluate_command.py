@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.evaluation.test_evaluation import COMMON, evaluations, quiz, weights
 from tests.e2e.failing import Ending, call_script
-from tests.e2e.processes import ROOT
+from tests.e2e.processes import ROOT, TORCHRUN, run_program
 from tests.e2e.runs import CPU, Inputs, configure, records, run
 from tests.unit.evaluation.tasks import published
 
@@ -72,10 +72,21 @@ def _called_without_models(
         return [call_script(rank, world, ROOT / "launch" / script, words) for words in calls]
 
 
+def _digest_of_same(printed: str, student: dict[str, Any]) -> str:
+    """Compare printed results with those of a student in its run; returns its weights' digest."""
+    whole = json.loads(printed)
+    for task, names in (("quiz", ("acc", "acc_norm")), ("write", ("gsm8k_strict", "cut"))):
+        measured = whole["results"]["student"][task]
+        for name in (*names, "prompt_hash"):
+            assert measured[name] == student[task][name], (task, name)
+    return str(whole["weights"]["student"])
+
+
 @pytest.mark.slow
 def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_run(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
+    """The weights on one rank without a network, and with a torchrun of two."""
     tasks, output, exported = quiz(tmp_path), tmp_path / "run", tmp_path / "exported"
     run(pool, 1, inputs.folder / "dense.yaml", output, *COMMON, *tasks)
     *_, (_, last) = evaluations(output)
@@ -84,19 +95,22 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
     digests = [weights(output)[-1]["student"]]
     logged = [record for record in records(output) if "evaluation" in record]
     prompts = json.loads((output / "first_prompts.json").read_text())
+    both = ["--tasks", str(quiz_file), str(tmp_path / "write.yaml")]
     for kind, folder in (("--hf", exported), ("--checkpoint", output)):
-        words = [kind, str(folder), "--tasks", str(quiz_file), str(tmp_path / "write.yaml")]
+        words = [kind, str(folder), *both]
         ((ending, asked),) = pool.run(1, _called_offline, script, words, tmp_path / kind)
         assert (ending.status, asked) == (0, []), ending.stderr
+        digests.append(_digest_of_same(ending.stdout, last["student"]))
         whole = json.loads(ending.stdout)
-        digests.append(whole["weights"]["student"])
         assert {one["tokenizer"]["student"] for one in logged} == {whole["tokenizer"]}
-        for task, names in (("quiz", ("acc", "acc_norm")), ("write", ("gsm8k_strict", "cut"))):
+        for task in ("quiz", "write"):
             measured = whole["results"]["student"][task]
-            for name in (*names, "prompt_hash"):
-                assert measured[name] == last["student"][task][name], (words, name)
+            assert measured["prompt_hash"] == last["student"][task]["prompt_hash"]
             prompt = whole["first_prompts"][task]
             assert prompts[task] == {measured["prompt_hash"]: prompt}
+    two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)]
+    words = ["--hf", str(exported), "parallel.tensor=2", *both]
+    digests.append(_digest_of_same(run_program(*two, *words, seconds=300).stdout, last["student"]))
     assert len(set(digests)) == 1, "the weights of one model, live and in two formats"
     assert re.fullmatch("sha256:[0-9a-f]{64}", digests[0])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,12 +31,14 @@ from tests.e2e.runs import (
     failure_here,
     records,
     run,
+    step_records,
     train_here,
 )
 
 STEPS = 4
 COMMON = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=2")
 WORDS = ("return", "import", "class", "while")
+DROPOUT = "student.architecture.hidden_dropout=0.1"
 
 
 def quiz(folder: Path) -> tuple[str, ...]:
@@ -76,17 +79,18 @@ def evaluations(output: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true",)),
-    "TP2xPP2+sequence+virtual": ("dense", 4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL)),
+    "DP2, parameters gathered late": ("dense", 2, ("optimizer.overlap_param_gather=true", DROPOUT)),
+    "TP2xPP2+sequence+virtual": ("dense", 4, (TENSOR, SEQUENCE, PIPELINE, VIRTUAL, DROPOUT)),
     "CP2": ("dense", 2, (CONTEXT,)),
     "EP2": ("moe", 2, (EXPERT,)),
+    "EP2, a bias that moves": ("mixture", 2, (EXPERT,)),
     "two tokenizers": ("aligned", 2, (TENSOR,)),
 }
 
 
-def saved(output: Path) -> dict[str, bytes]:
-    """The last checkpoint's weights and optimizer state, by the file of each rank."""
-    folder = output / "checkpoints" / f"step_{STEPS:07d}"
+def saved(output: Path, step: int = STEPS) -> dict[str, bytes]:
+    """A checkpoint's weights and optimizer state, by the file of each rank."""
+    folder = output / "checkpoints" / f"step_{step:07d}"
     found = {file.name: file.read_bytes() for file in folder.glob("*.distcp")}
     assert found, sorted(folder.iterdir())
     return found
@@ -129,6 +133,48 @@ def test_training_is_bit_identical_with_and_without(
     digests = weights(tmp_path / "evaluated")
     assert [set(one) for one in digests] == [{"teacher", "student"}, {"student"}, {"student"}]
     assert len({one["student"] for one in digests}) == 3
+
+
+def _drawing(rank: int, world: int, config: Path, overrides: list[str]) -> bool:
+    """Train with evaluations that draw random numbers of every kind."""
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    import megatron_distill.train.evaluation.phase as phase
+
+    evaluate = phase.evaluate_model
+
+    def drawn(*given: Any, **named: Any) -> Any:
+        random.random()
+        np.random.random()
+        torch.rand(3)
+        with get_cuda_rng_tracker().fork():
+            torch.rand(3)
+        return evaluate(*given, **named)
+
+    with patch.object(phase, "evaluate_model", drawn):
+        return train_here(rank, world, config, overrides)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, ()), pytest.param(2, (TENSOR, SEQUENCE), marks=pytest.mark.slow)],
+    ids=["one rank", "TP2+sequence"],
+)
+def test_an_evaluation_that_draws_numbers_leaves_those_of_dropout(
+    pool: Pool, inputs: Inputs, tmp_path: Path, world: int, layout: tuple[str, ...]
+) -> None:
+    quiz(tmp_path)
+    given = ("train.steps=2", DROPOUT, *layout)
+    plain = run(pool, world, inputs.folder / "dense.yaml", tmp_path / "plain", *given)
+    text = f"evaluation.tasks=[{{task: text, folder: {tmp_path}, files: [text.jsonl]}}]"
+    arguments = [f"output={tmp_path / 'drawing'}", *given, text, "evaluation.interval=1"]
+    assert all(pool.run(world, _drawing, inputs.folder / "dense.yaml", arguments))
+    assert len(evaluations(tmp_path / "drawing")) == 3
+    assert course(step_records(tmp_path / "drawing")) == course(plain)
 
 
 SIZE = 200_000_000
@@ -191,7 +237,7 @@ def _stopped(rank: int, world: int, config: Path, overrides: list[str], calls: i
 
 
 class _Killed(BaseException):
-    """An end of the process in the middle of an evaluation."""
+    """An end of the process in the middle of an evaluation, after its first task."""
 
 
 def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int) -> str:
@@ -199,10 +245,11 @@ def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int
 
     evaluate, calls = phase.evaluate_model, iter(range(10**9))
 
-    def dying(*given: Any, **named: Any) -> Any:
+    def dying(model: Any, **named: Any) -> Any:
         if next(calls) == call:
+            evaluate(replace(model, tasks=model.tasks[:1]), **named)
             raise _Killed
-        return evaluate(*given, **named)
+        return evaluate(model, **named)
 
     try:
         with patch.object(phase, "evaluate_model", dying):
@@ -218,11 +265,12 @@ def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
 ) -> None:
     config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
     whole, stopped, killed = (tmp_path / name for name in ("whole", "stopped", "killed"))
-    expected = run(pool, 2, config, whole, *COMMON, *tasks)
+    given = (*COMMON, *tasks, DROPOUT)
+    expected = run(pool, 2, config, whole, *given)
     results = evaluations(whole)
 
     # Before the first step there are at least four looks: two models, two tasks.
-    arguments = [f"output={stopped}", *COMMON, *tasks, "evaluation.batch_tokens=64"]
+    arguments = [f"output={stopped}", *given, "evaluation.batch_tokens=64"]
     looks = 2
     while True:  # until the signal comes in the evaluation after the second step
         if pool.run(2, _stopped, config, arguments, looks) == [True, True]:
@@ -233,16 +281,17 @@ def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
         looks += 6
         __import__("shutil").rmtree(stopped)
     assert [step for step, _ in evaluations(stopped)] == [0]
-    after = run(pool, 2, config, stopped, *COMMON, *tasks, "evaluation.batch_tokens=64")
+    after = run(pool, 2, config, stopped, *given, "evaluation.batch_tokens=64")
     assert course(after) == course(expected)
     assert [step for step, _ in evaluations(stopped)] == [0, 2, 4], "the missing one was made up"
 
     # Calls: teacher and student at the start, the student after the steps 2 and 4.
-    arguments = [f"output={killed}", *COMMON, *tasks]
+    arguments = [f"output={killed}", *given]
     assert pool.run(2, _killed, config, arguments, 3) == ["killed"] * 2
     assert checkpoints(killed) == ["step_0000002"]
-    assert course(run(pool, 2, config, killed, *COMMON, *tasks)) == course(expected)
+    assert course(run(pool, 2, config, killed, *given)) == course(expected)
     assert evaluations(killed) == results
+    assert saved(killed) == saved(stopped) == saved(whole)
 
 
 @pytest.mark.slow

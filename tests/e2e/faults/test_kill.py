@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.distributed.pool import Pool
+from tests.e2e.evaluation.test_evaluation import DROPOUT, evaluations, saved
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, records, run, step_records
 from tests.e2e.tokenizers.test_several_tokenizers import write_config
@@ -215,7 +216,7 @@ def test_killed_during_an_evaluation_it_goes_on_bit_by_bit(
     pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     output, overrides = tmp_path / "run", scoring_of_minutes(tmp_path, "score")
-    often = (*overrides, "checkpoint.interval=1", "evaluation.interval=2")
+    often = (*overrides, "checkpoint.interval=1", "evaluation.interval=2", DROPOUT)
     with torchrun(tmp_path, arguments(inputs, output, *often)) as started:
         started.wait_until(has_steps(output, 2))
         time.sleep(1.0)
@@ -223,10 +224,13 @@ def test_killed_during_an_evaluation_it_goes_on_bit_by_bit(
         kill_everything(started)
     assert ["evaluation" in record for record in records(output)] == [False] * 2
     assert checkpoints(output) == ["step_0000001"]
-    given = (*OVERRIDES, *often, "evaluation.tasks=[]", "train.steps=5")
-    config = inputs.folder / "dense.yaml"
-    expected = run(pool, 2, config, tmp_path / "undisturbed", *given)
+    given = (*OVERRIDES, *often, "evaluation.limit=20", "train.steps=5")
+    config, whole = inputs.folder / "dense.yaml", tmp_path / "whole"
+    expected = run(pool, 2, config, whole, *given)
     assert course(run(pool, 2, config, output, *given)) == course(expected)
+    assert saved(output, 5) == saved(whole, 5)
+    assert [step for step, _ in evaluations(output)] == [2, 4, 5]
+    assert evaluations(output) == evaluations(whole)
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
-"""Scores of ids against a float64 log-softmax: several ids per row, ties, padding, chunks."""
+"""Scores of ids against a float64 log-softmax: ids of a row, ties, padding, chunks and shards."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.target_scores import target_scores
+from megatron_distill.ops.target_scores import TargetScores, target_scores
 from megatron_distill.signals import HiddenState
+from tests.distributed.pool import Pool
 
 
 def _state(rows: int, *, softcap: float | None = None, dtype=torch.float32) -> HiddenState:
@@ -29,7 +31,7 @@ def test_scores_are_those_of_the_real_columns(softcap: float | None, chunk_token
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
     expected = logits.log_softmax(1)[rows[:5], ids[:5]]
-    torch.testing.assert_close(found.log_prob[:5], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.log_prob[:5], expected, rtol=0, atol=1e-5)
     assert found.log_prob[5] == -torch.inf, "a padded column has no probability"
     assert found.is_greedy.tolist() == [*(logits.argmax(1)[rows[:5]] == ids[:5]).tolist(), False]
 
@@ -42,6 +44,32 @@ def test_the_lowest_of_equal_ids_is_greedy() -> None:
     found = target_scores(state, VocabShard(6, 0, 6), None, rows=[0, 0], ids=ids)
     assert found.log_prob[0] == found.log_prob[1]
     assert found.is_greedy.tolist() == [True, False]
+
+
+# Row 0 has equal logits at 2 and 5, row 1 at 5 and 6, and row 2 the largest at 1; 7 is padding.
+ROWS = [0, 0, 1, 1, 2, 2]
+IDS = torch.tensor([2, 5, 5, 6, 1, 7])
+
+
+def _between_shards(rank: int, world: int) -> TargetScores:
+    """Rows whose likeliest ids are on both ranks, on the second one, and beside padding."""
+    weight = torch.zeros(8, 3)
+    weight[[2, 5], 0] = weight[[5, 6], 1] = weight[1, 2] = 1.0
+    weight[7] = 9.0
+    width = len(weight) // world
+    shard = VocabShard(7, rank * width, (rank + 1) * width)
+    state = HiddenState(torch.eye(3), weight[shard.start : shard.stop])
+    return target_scores(state, shard, dist.group.WORLD, rows=ROWS, ids=IDS)
+
+
+def test_the_lowest_of_equal_ids_on_two_shards_is_greedy(pool: Pool) -> None:
+    (alone,) = pool.run(1, _between_shards)
+    assert alone.log_prob[0] == alone.log_prob[1]
+    for found in pool.run(2, _between_shards):
+        assert found.is_greedy.tolist() == [True, False, True, False, True, False]
+        torch.testing.assert_close(found.log_prob, alone.log_prob, rtol=0, atol=1e-6)
+        assert found.log_prob[0] == found.log_prob[1], "ids of two ranks"
+        assert found.log_prob[5] == -torch.inf, "padding"
 
 
 def test_no_row_and_a_row_that_is_not_finite() -> None:
