@@ -19,6 +19,8 @@ from megatron_distill.ops.topk_divergence import OnClasses
 
 __all__ = ["LikelihoodTerm"]
 
+_RESOLUTION = 4.0  # units of rounding
+
 
 @dataclass(frozen=True)
 class LikelihoodTerm:
@@ -44,8 +46,9 @@ class LikelihoodTerm:
         row unless their log-probabilities are known.
         """
         student = tile.student
-        log_q = student.sum_rows(student.label_statistics().log_prob) / self.tau
-        log_p = self._teacher(tile) / self.tau
+        log_q = student.sum_rows(student.label_statistics().log_prob)
+        log_p = _same_where_close(self._teacher(tile), log_q, student) / self.tau
+        log_q = log_q / self.tau
         log_rest = _log_rest(log_q)
         solved = OnClasses(self.divergence, "tail")(
             log_p.unsqueeze(1),
@@ -84,6 +87,17 @@ class SolvedLikelihood:
         """See `SolvedTerm`."""
         slopes = torch.where(weights == 0, 0.0, weights * self.slopes)
         gradient.add_label_slopes(slopes.index_select(0, self.student.chunks))
+
+
+def _same_where_close(log_p: Tensor, log_q: Tensor, student: TileSide) -> Tensor:
+    """The teacher's log-probabilities ``[c]``, or the student's where both differ by rounding.
+
+    Ranks that share two vocabularies in different ways round the sums of equal models differently.
+    The error of a row is that of its normaliser, and relative for probabilities near one.
+    """
+    window = torch.minimum(log_q.abs(), student.lengths.to(log_q.dtype))
+    window.mul_(_RESOLUTION * torch.finfo(student.scratch.dtype).eps)
+    return torch.where((log_p - log_q).abs() <= window, log_q, log_p)
 
 
 def _log_rest(log_prob: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ from megatron_distill.signals import LogitRule, TopK
 
 __all__ = ["CommonTerm", "common_top_k"]
 
+# Sums over further tokens that differ by so many units of rounding are taken as equal.
+_RESOLUTION = 4.0
+
 
 @dataclass(frozen=True)
 class CommonTerm:
@@ -281,6 +284,13 @@ class _Rests:
         local = torch.stack([torch.stack([peak, mass]) for peak, mass in sums])
         gathered = gather_ranks(local, group)
         log_sums = (gathered[:, :, 0] + gathered[:, :, 1].log()).logsumexp(0)
+        if teacher is not None:
+            # Ranks share the further tokens of both models in different ways. Without any mass a
+            # window is infinite, and no difference is less.
+            window = log_sums[0].abs().clamp(min=1.0)
+            window.mul_(_RESOLUTION * torch.finfo(student.logits.dtype).eps)
+            is_close = (log_sums[1] - log_sums[0]).abs() < window
+            log_sums[1] = torch.where(is_close, log_sums[0], log_sums[1])
         shares = student.shares
         if shares is not None:
             factor = (student.peak - log_sums[0]).exp().to(shares.dtype)

@@ -34,6 +34,9 @@ TERMS = (
     ChunkTerm("common", "adaptive_kl", weight=0.5, top_k=6),
     ChunkTerm("projection", "reverse_kl", weight=0.5, top_k=9),
     ChunkTerm("gold", weight=0.3, uncommon_top_k=12),
+    ChunkTerm("uld", weight=0.7, temperature=2.0, uncommon_top_k=20),
+    # All ids: a smaller top_k would choose them by micro-batch.
+    ChunkTerm("projection", weight=0.1, published=True),
 )
 
 
@@ -156,6 +159,7 @@ def alone(pool: Pool, tokens_map: VocabularyMap) -> tuple[dict[str, float], Part
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "one rank, micro-batch 1": (1, {}, 1),
     "PP2xCP2, micro-batch 1": (4, {"pipeline": 2, "context": 2}, 1),
+    "TP2xPP2, micro-batch 1": (4, {"tensor": 2, "pipeline": 2}, 1),
     "TP4+sequence, micro-batch 4": (4, {"tensor": 4, "sequence": True}, 4),
     "DP2xCP2, micro-batch 2": (4, {"context": 2}, 2),
 }

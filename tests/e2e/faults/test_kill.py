@@ -19,6 +19,7 @@ from tests.e2e.evaluation.test_evaluation import DROPOUT, evaluations, saved
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, records, run, step_records
 from tests.e2e.tokenizers.test_several_tokenizers import write_config
+from tests.e2e.training.test_resume import data_place
 
 STEPS = 60
 OVERRIDES = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=3")
@@ -278,3 +279,4 @@ def test_killed_again_and_again_it_arrives(
         assert started.wait() == 0, started.log.read_text()
     assert course(step_records(output)) == undisturbed
     assert checkpoints(output) == [f"step_{steps - 3:07d}", f"step_{steps:07d}"]
+    assert data_place(output, steps)["epoch"] == 0  # so each kill was inside an epoch

@@ -173,7 +173,8 @@ EXACT = {"first": 0.0, "later": 0.0}
 LAYOUTS: dict[str, int | None] = {
     "1 and 1": 1, "TP2+sequence and 1, gloo": None, "1 and TP2+sequence": None, "DP2 and 1": 2,
     "DP2 and DP2, gloo": 2, "1 and DP3": 1, "PP2+virtual and 1": 2, "1 and PP2, gloo": 1,
-    "CP2 and 1, gloo": None, "1 and CP2": None,
+    "CP2 and 1, gloo": None, "1 and CP2": None, "TP2+sequence and TP2+sequence": 2, "1 and PP2": 1,
+    "1 and TP2+sequence, gloo": None,
 }  # fmt: skip
 
 
@@ -212,10 +213,14 @@ def test_neither_steps_ahead_nor_the_way_change_a_bit(
     assert_same(found, expected, **EXACT)
 
 
+OF_TOP_K = (
+    "TP2+sequence and PP2", "PP2+virtual and TP2+sequence, gloo", "1 and CP2", "DP2 and 1",
+    "1 and PP2",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["TP2+sequence and PP2", "PP2+virtual and TP2+sequence, gloo", "1 and CP2", "DP2 and 1"]
-)
+@pytest.mark.parametrize("case", OF_TOP_K)
 def test_a_sent_top_k_gives_the_losses_of_a_live_one(
     pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
 ) -> None:
@@ -273,12 +278,12 @@ def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
     assert_same(found, expected, **({} if sent else EXACT), names=names)
 
 
+EXPERTS = "teacher.parallel={expert: 2}"
+SPREAD = [(EXPERTS,), (EXPERTS, SENT), ("teacher.shard_weights=true",)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spread",
-    [("teacher.parallel={expert: 2}", SENT), ("teacher.shard_weights=true",)],
-    ids=["experts, top-k", "shards"],
-)
+@pytest.mark.parametrize("spread", SPREAD, ids=["experts", "experts, top-k", "shards"])
 def test_weights_of_a_teacher_are_spread_over_its_replicas(
     pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, spread: Sequence[str]
 ) -> None:
@@ -367,18 +372,28 @@ def test_it_resumes_on_shared_ranks_and_back(pool: Pool, inputs: Inputs, tmp_pat
     assert_same(after, expected, first=0.0, later=2e-5)
 
 
+@pytest.fixture(scope="module")
+def five_ranks() -> Iterator[Pool]:
+    """Five gloo workers, for two and three replicas."""
+    with closing(Pool(5)) as workers:
+        yield workers
+
+
+# Replicas of the student and of the teacher, and what is sent.
+REPLICAS: dict[str, tuple[int, int, Sequence[str]]] = {
+    "d3 to d2": (2, 3, (GLOO,)), "d2 to d3": (3, 2, ()), "d2 to d3, top-k": (3, 2, (SENT,)),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("students", "teachers", "sent"),
-    [pytest.param(2, 3, (GLOO,), id="d3 to d2"), pytest.param(3, 2, (SENT,), id="d2 to d3, top-k")],
-)
+@pytest.mark.parametrize("case", REPLICAS)
 def test_numbers_of_replicas_need_not_divide_each_other(
-    pool: Pool, inputs: Inputs, tmp_path: Path, students: int, teachers: int, sent: Sequence[str]
+    pool: Pool, five_ranks: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
+    students, teachers, sent = REPLICAS[case]
     config, output = inputs.folder / "dense.yaml", tmp_path / "apart"
     common = (*SHORT, "train.global_batch_size=12", *([TOP_K] if SENT in sent else []))
-    with closing(Pool(students + teachers)) as five_ranks:
-        found = run_apart(five_ranks, students, teachers, config, output, *common, *sent)
+    found = run_apart(five_ranks, students, teachers, config, output, *common, *sent)
     expected = shared(pool, students, config, tmp_path / "shared", *common)
     assert_same(found, expected, **({} if SENT in sent else EXACT))
 

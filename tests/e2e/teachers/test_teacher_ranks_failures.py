@@ -23,6 +23,7 @@ from tests.e2e.faults.test_kill import hold_during_a_save, send_to_all
 from tests.e2e.faults.test_lone_failures import command, descendants_of, started
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
+from tests.e2e.teachers.test_several_teachers import write_several
 from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
 
 APART = "teacher.ranks=1"
@@ -149,6 +150,13 @@ def fail(
 ) -> tuple[str, float]:
     """Run until a role's fault has ended it; returns the output and the seconds to the end."""
     given = words(inputs, folder / "run", *overrides, ranks=ranks)
+    return ended(folder, given, fault, hook=hook, message=message)
+
+
+def ended(
+    folder: Path, given: Sequence[str], fault: str, *, hook: str, message: int
+) -> tuple[str, float]:
+    """The same with a command line."""
     with started(folder, given, fault, hook=hook, FAULT_MESSAGE=str(message)) as launch:
         launch.wait_for_the_fault()
         assert launch.process.wait(timeout=240) != 0
@@ -293,6 +301,24 @@ def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
     assert ("can't allocate memory" if one.fault == EXHAUSTED else "died of SIGKILL") in cause
     assert bool(checkpoints(tmp_path / "run")) == (one.message > 1)
     assert goes_on(pool, inputs, tmp_path, *one.layout, ranks=one.ranks)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_one_of_several_teachers_ends_the_launch(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    own = ("teachers.code.ranks=1", "teachers.law.ranks=1", *STEPS)
+    given = command("processes", write_several(inputs), tmp_path / "run", *own)
+    given[given.index("--processes") + 1] = "3"
+    # The student waits for an answer then, and the other teacher for a command.
+    text, seconds = ended(tmp_path, given, KILLED, hook=hook(2, "receive", COMMAND), message=6)
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = cause_of(text)
+    assert text.rstrip().endswith(cause), text
+    assert cause.startswith("error: rank 2 died of SIGKILL; "), text
+    assert f"No answer from teachers.law.0 on {socket.gethostname()}" in cause, text
+    assert re.search(r"at step [4-7], unit \d, or ", cause), text
+    assert checkpoints(tmp_path / "run")
 
 
 # Between the header and the rows of a unit of step 5, which go over the network.

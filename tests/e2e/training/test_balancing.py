@@ -19,6 +19,7 @@ from tests.e2e.runs import (
     KnownRuns,
     course,
     failure,
+    layout,
     quick_and_slow,
     records,
     resumed,
@@ -107,39 +108,69 @@ def test_a_schedule_that_changes_nothing_is_the_fixed_mode(train: KnownRuns) -> 
         assert ours["kd_loss"] == pytest.approx(2 * other["kd_loss"], rel=1e-6)
 
 
-# Between two tokenizers: a weight from nothing, and a temperature on its way down.
-OF_CHUNKS = """objective.terms=[
-    {alignment: likelihood, divergence: js_divergence, weight: 0,
-     weight_schedule: {to: 1, steps: 3}},
-    {alignment: common, temperature: 4, scale_by_temperature_squared: true,
-     temperature_schedule: {to: 2, steps: 4, start_step: 1}}]"""
+# Between two tokenizers: a weight from nothing, a temperature on its way down, and one as it is.
+# The names of these losses are behind.
+OF_CHUNKS: dict[str, tuple[str, Sequence[str]]] = {
+    "tokens": (
+        """objective.terms=[
+        {alignment: likelihood, divergence: js_divergence, weight: 0,
+         weight_schedule: {to: 1, steps: 3}},
+        {alignment: common, temperature: 4, scale_by_temperature_squared: true,
+         temperature_schedule: {to: 2, steps: 4, start_step: 1}}]""",
+        ("likelihood_js_divergence", "common_forward_kl_t4to2"),
+    ),
+    "means": (
+        """objective.terms=[
+        {alignment: projection, divergence: js_divergence, top_k: 8, weight: 0,
+         weight_schedule: {to: 1, steps: 3}},
+        {alignment: gold, temperature: 4, scale_by_temperature_squared: true, uncommon_top_k: 32,
+         temperature_schedule: {to: 2, steps: 4, start_step: 1}},
+        {alignment: uld, weight: 0.25, uncommon_top_k: 32}]""",
+        (
+            "projection_js_divergence_top8",
+            "gold_forward_kl_uncommon32_t4to2",
+            "uld_uncommon32",
+        ),
+    ),
+}
 
 
 @pytest.mark.slow
-def test_losses_between_tokenizers_have_schedules_and_a_balance(train: KnownRuns) -> None:
-    found = train("aligned", 1, *MAGNITUDE, OF_CHUNKS)
+@pytest.mark.parametrize("case", OF_CHUNKS)
+def test_losses_between_tokenizers_have_schedules_and_a_balance(
+    train: KnownRuns, case: str
+) -> None:
+    terms, (first, second, *others) = OF_CHUNKS[case]
+    found = train("aligned", 1, *MAGNITUDE, terms)
     weights, temperatures = [0, 1 / 3, 2 / 3, 1, 1, 1], [4, 4, 3.5, 3, 2.5, 2]
-    first, second = "likelihood_js_divergence", "common_forward_kl_t4to2"
     for step, record in enumerate(found):
-        kd = weights[step] * record[first] + record[second]
+        factors = {first: weights[step], second: 1.0, **dict.fromkeys(others, 0.25)}
+        kd = sum(factor * record[name] for name, factor in factors.items())
         assert record["kd_loss"] == pytest.approx(kd, rel=1e-6)
         balance, scale = record["balance"], record["ce_loss"] / kd
         assert balance["kd_scale"] == pytest.approx(scale, rel=1e-5)
-        assert balance[f"{first}_weight"] == pytest.approx(0.5 * scale * weights[step], rel=1e-5)
-        assert balance[f"{second}_weight"] == pytest.approx(0.5 * scale, rel=1e-5)
+        for name, factor in factors.items():
+            assert balance[f"{name}_weight"] == pytest.approx(0.5 * scale * factor, rel=1e-5)
+            assert record[name] > 1e-5
         assert balance[f"{second}_temperature"] == pytest.approx(temperatures[step])
         assert record["total_loss"] == pytest.approx(1.5 * record["ce_loss"], rel=1e-5)
-        assert min(record[first], record[second]) > 1e-5
+
+
+BALANCES = {"magnitude": MAGNITUDE, "gradient norms": NORMS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("balance", [MAGNITUDE, NORMS], ids=["magnitude", "gradient norms"])
-@pytest.mark.parametrize("overrides", [(TENSOR,), (PIPELINE,), ()], ids=["TP2", "PP2", "DP2"])
+@pytest.mark.parametrize(
+    ("terms", "balance", "name"),
+    [("tokens", balance, name) for balance in BALANCES for name in ("TP2", "PP2", "DP2")]
+    + [("means", "magnitude", "PP2"), ("means", "gradient norms", "TP2")],
+)
 def test_the_balance_of_losses_between_tokenizers_is_that_of_one_rank(
-    train: KnownRuns, balance: tuple[str, ...], overrides: tuple[str, ...]
+    train: KnownRuns, terms: str, balance: str, name: str
 ) -> None:
-    found = train("aligned", 2, *balance, OF_CHUNKS, *overrides)
-    expected = train("aligned", 1, *balance, OF_CHUNKS)
+    (world, overrides), given = layout(name), (*BALANCES[balance], OF_CHUNKS[terms][0])
+    found = train("aligned", world, *given, *overrides)
+    expected = train("aligned", 1, *given)
     for ours, other in zip(found, expected, strict=True):
         assert ours["total_loss"] == pytest.approx(other["total_loss"], rel=LAST)
         assert ours["balance"] == pytest.approx(other["balance"], rel=LAST)

@@ -51,12 +51,25 @@ SAME: dict[str, tuple[str, int, Sequence[str]]] = {
     ),
     "CP2, dropout": ("dense", 2, (CONTEXT, *DROPOUT)),
     "experts EP2": ("moe", 2, (EXPERT,)),
-    "two tokenizers, read by workers": ("aligned", 2, (TENSOR, "data.workers=2")),
+    "two tokenizers, read by workers": (
+        "aligned", 2, (TENSOR, "data.workers=2", "data.shuffle_samples=12"),
+    ),
 }  # fmt: skip
 
 
 # One of each kind; the others take minutes and run with the slow tests.
 QUICK_SAME = ("DP2, saved meanwhile",)
+
+
+def data_place(output: Path, step: int) -> dict[str, Any]:
+    """Where a checkpoint goes on in the first data source.
+
+    It reads from a `document` of an `epoch` on, where a window of shuffled samples begins, of which
+    `given` were trained on.
+    """
+    path = output / "checkpoints" / f"step_{step:07d}" / "description.json"
+    state = json.loads(path.read_text())["data"]["source"]["sources"][0]
+    return {"given": state["given"], **state["source"]}
 
 
 @pytest.mark.parametrize("case", quick_and_slow(SAME, QUICK_SAME))
@@ -67,6 +80,12 @@ def test_in_the_same_layout_every_bit_is_the_same(
     config = inputs.folder / f"{name}.yaml"
     after, expected = resumed(pool, world, config, tmp_path, *COMMON, *layout, stop_after=STOP)
     assert course(after) == course(expected)
+    # It stopped inside an epoch and inside a window; small windows begin inside an epoch too.
+    stop, end = data_place(tmp_path / "cut", STOP), data_place(tmp_path / "whole", STEPS)
+    assert stop["given"] > 0
+    assert end["epoch"] == 0
+    if name == "aligned":
+        assert (stop["block"], stop["document"]) > (0, 0)
     held_out = validations(tmp_path / "cut")
     assert held_out == validations(tmp_path / "whole")
     assert [record["step"] for record in held_out] == [3, 6]

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_distill.align import align_spans, continued_spans, coverage, token_spans
+from megatron_distill.data.tokenizers.open import train_bpe
 from megatron_distill.errors import DataError
 from tests.reference.byte_spans import Range, spans_of_tokens
 from tests.support.rewriting_tokenizers import REWRITING, kind_of, rewriting_tokenizer
@@ -30,6 +31,7 @@ from tests.support.tokenizer_kinds import HARD_TEXTS, KINDS, no_underscores, tok
 EXACT = {"hf_bytes": "", "tiktoken": "", "sp_bpe": "first", "sp_suffix": "last",
          "hf_fallback": "first", "hf_runs": ""}  # fmt: skip
 WRITES_ALL = (*EXACT, "hf_nfc", "hf_lower", "hf_unigram")
+HUMAN_RIGHTS = Path(__file__).parent / "human_rights.txt"  # article 1 of the declaration of 1948
 
 characters = st.one_of(
     st.characters(exclude_categories=("Cs",)),
@@ -153,11 +155,21 @@ def covered_bytes(own: Ints, others: Ints, size: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def test_real_text_is_in_chunks_but_for_a_thousandth_under_all_pairs_of_kinds() -> None:
-    text = Path(json.decoder.__file__).read_text(encoding="utf-8")
-    of_kind = {kind: np.array(spans(kind, text)).reshape(-1, 2) for kind in WRITES_ALL}
-    for sides in itertools.combinations(of_kind.values(), 2):
-        figures = coverage(align_spans(*sides), *sides)
+@pytest.mark.parametrize("name", ["code", "scripts"])
+def test_real_text_is_in_chunks_but_for_a_thousandth_under_all_pairs(name: str) -> None:
+    """Python's own source, and one paragraph in ten languages of ten scripts or accents."""
+    path = Path(json.decoder.__file__) if name == "code" else HUMAN_RIGHTS
+    text = path.read_text(encoding="utf-8")
+    tokenizers = [kind_of(kind) for kind in WRITES_ALL]
+    if name == "scripts":  # whose merges cross characters, and end inside of them
+        lines = text.splitlines()
+        tokenizers += [train_bpe(lines, vocab_size=500), train_bpe(lines[::2], vocab_size=700)]
+    sides = []
+    for tokenizer in tokenizers:
+        ids = tokenizer.encode_batch([text])[0].tolist()
+        sides.append(np.array(token_spans(tokenizer, ids, text)).reshape(-1, 2))
+    for pair in itertools.combinations(sides, 2):
+        figures = coverage(align_spans(*pair), *pair)
         for side in (figures.student, figures.teacher):
             assert side.aligned_bytes >= 0.999 * len(text.encode())
         assert figures.chunks > len(text) / 40  # and not in a few large ones

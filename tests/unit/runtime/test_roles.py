@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
+import megatron_distill
 from megatron_distill.commands.job import require_same_start
 from megatron_distill.errors import ConfigError
 from megatron_distill.runtime.launch import Launch
@@ -44,3 +47,29 @@ def test_a_rank_with_another_configuration_is_named(tmp_path) -> None:
     require_same_start(second, load_tree(tmp_path, TAUGHT))
     with pytest.raises(ConfigError, match=r"teacher\.0 on .* than student\.0: .*steps: 4"):
         require_same_start(second, load_tree(tmp_path, TAUGHT, "train.steps=4"))
+
+
+def test_a_rank_with_another_version_of_the_code_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    module = package / "one.py"
+    module.write_text("x = 1\n")
+    store, config = dist.HashStore(), load_tree(tmp_path, TAUGHT)
+    first, second = (Launch(rank, 2, store, (("teacher", 1),)) for rank in (0, 1))
+    monkeypatch.setattr(megatron_distill, "__file__", str(package / "__init__.py"))
+    require_same_start(first, config)
+    require_same_start(second, config)
+    message = (
+        r"^teacher\.0 on .* runs another version of megatron-distill than student\.0; install the "
+        "same one on all machines$"
+    )
+    module.write_text("x = 2\n")
+    with pytest.raises(ConfigError, match=message):
+        require_same_start(second, config)
+    module.write_text("x = 1\n")
+    require_same_start(second, config)
+    module.rename(package / "two.py")
+    with pytest.raises(ConfigError, match=message):
+        require_same_start(second, config)

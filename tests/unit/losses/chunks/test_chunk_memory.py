@@ -26,6 +26,7 @@ TERMS = (
     ChunkTerm("common"),
     ChunkTerm("common", top_k=64),
     ChunkTerm("projection"),
+    ChunkTerm("projection", published=True),
     ChunkTerm("gold"),
     ChunkTerm("uld"),
 )

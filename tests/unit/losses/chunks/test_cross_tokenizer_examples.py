@@ -254,6 +254,51 @@ def test_arithmetic_projection_and_gold(name: str) -> None:
         assert values.tolist() == pytest.approx(expected[name], abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js_divergence", "squared_hellinger"])
+def test_common_tokens_with_the_rest_and_alone(name: str) -> None:
+    """The first chunk has one token on each side; the second has two of the teacher, and no loss.
+
+    Of three student tokens all are common, and both models are normalised over these.
+    """
+    alone = STUDENT[:, :3].log_softmax(1)
+    for student, ids in ((STUDENT, ints(0, 1, 3)), (alone, ints(0, 1, 2))):
+        loss: dict[str, Any] = {"alignment": "common", "common_ids": (ids, ints(0, 1, 2))}
+        for temperature in (1.0, 2.0):
+            given = {**loss, "divergence": name, "temperature": temperature}
+            at = replace(EXAMPLE, student_labels=EXAMPLE.student_labels.clamp(max=2))
+            of_pair, of_others = slopes_of_chunks(student, TEACHER, at, given).tolist()
+            assert of_pair > 0
+            assert of_others == 0
+            if (name, temperature) == ("forward_kl", 1.0):
+                p = torch.tensor([0.1, 0.2, 0.6], dtype=torch.float64)
+                q = student[0, ids].exp()
+                if student is alone:
+                    p = p / p.sum()
+                else:
+                    p, q = torch.cat([p, 1 - p.sum(0, True)]), torch.cat([q, 1 - q.sum(0, True)])
+                assert of_pair == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-12)
+
+
+# No probability of the student is another one or the teacher's of the same rank: there the sorted
+# distance has a corner.
+APART_IN_RANK = logs([0.12, 0.23, 0.37, 0.28], [0.22, 0.07, 0.58, 0.13], EVEN)
+
+
+@pytest.mark.parametrize(
+    ("uncommon_top_k", "expected"), [(256, (0.46, 0.26)), (3, (0.44, 0.23)), (1, (0.23, 0.13))]
+)
+def test_a_distance_of_sorted_probabilities(
+    uncommon_top_k: int, expected: tuple[float, float]
+) -> None:
+    """The teacher's means in order are 0.6, 0.2, 0.1, 0.1 and 0.45, 0.3, 0.15, 0.1."""
+    loss = {"alignment": "uld", "divergence": "forward_kl", "uncommon_top_k": uncommon_top_k}
+    for temperature in (1.0, 2.0):
+        given = {**loss, "temperature": temperature}
+        values = slopes_of_chunks(APART_IN_RANK, TEACHER, EXAMPLE, given).tolist()
+        if temperature == 1:
+            assert values == pytest.approx(expected, abs=1e-12)
+
+
 def test_gold_of_common_and_uncommon_tokens() -> None:
     """Common a, b, c and the rest; uncommon ab and d at 0.4 and 0.1, then 0.6 and 0.1."""
     loss = {"alignment": "gold", "divergence": "forward_kl"}
