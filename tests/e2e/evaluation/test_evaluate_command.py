@@ -105,7 +105,6 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
         assert {one["tokenizer"]["student"] for one in logged} == {whole["tokenizer"]}
         for task in ("quiz", "write"):
             measured = whole["results"]["student"][task]
-            assert measured["prompt_hash"] == last["student"][task]["prompt_hash"]
             prompt = whole["first_prompts"][task]
             assert prompts[task] == {measured["prompt_hash"]: prompt}
     two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)]
