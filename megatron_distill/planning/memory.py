@@ -204,6 +204,8 @@ def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float
     per_block = max(1, round(_BLOCK[device.kind] / columns)) * device.threads
     buffers = _BLOCK_BUFFERS + (heads if run.width < _FP32 else 0)
     block = min(rows, per_block) * columns * _FP32 * buffers
+    if device.kind == "gpu" and not run.row_blocks:
+        block = 0
     gradient = tokens * run.student.hidden_size * run.width
     product = 0.0
     if device.kind == "cpu" and run.width < _FP32:

@@ -75,6 +75,8 @@ class PlannedRun:
         chunk_tokens: of the losses; None: chosen by the device.
         sent_ids: ids per token that a teacher on its own ranks sends; None: hidden states.
         store_ids: ids per token of a store.
+        row_blocks: whether the losses on a GPU take fp32 blocks of rows besides the logits; the
+            kernels of whole divergences take none.
         reading_seconds: in which the rank that reads has a token; 0: the samples are a store's.
     """
 
@@ -105,6 +107,7 @@ class PlannedRun:
     steps_ahead: int = 1
     sent_ids: int | None = None
     store_ids: int = 64
+    row_blocks: bool = True
     writes_scores: bool = False
     reading_seconds: float = 0.0
 

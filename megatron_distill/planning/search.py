@@ -37,10 +37,16 @@ _RECOMPUTED: Final[tuple[tuple[Recomputed, tuple[str, ...]], ...]] = (
 )
 # Student layouts beside which a teacher's own layouts and ranks are tried, by their own time.
 _PARTNERS: Final = 12
-# Layouts that people try first, as tensor, pipeline and context sizes.
-_POPULAR: Final = (
-    (1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (8, 2, 1),
-    (4, 4, 1), (8, 4, 1), (8, 8, 1), (1, 1, 2), (8, 1, 2),
+# Tensor, pipeline, context and expert ranks of a student.
+_Sizes = tuple[int, int, int, int]
+# Layouts that people try first, and those of experts besides.
+_POPULAR: Final[tuple[_Sizes, ...]] = (
+    (1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1),
+    (4, 2, 1, 1), (8, 2, 1, 1), (4, 4, 1, 1), (8, 4, 1, 1), (8, 8, 1, 1), (1, 1, 2, 1),
+    (8, 1, 2, 1),
+)  # fmt: skip
+_POPULAR_OF_EXPERTS: Final[tuple[_Sizes, ...]] = (
+    (1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (2, 1, 1, 8), (1, 4, 1, 8),
 )  # fmt: skip
 
 # The reason why the rules of the configuration refuse a layout of a role, or None.
@@ -102,9 +108,9 @@ class Search:
     shape_rule: ShapeRule
     places: Sequence[TeacherPlace]
     _tried: int = 0
-    _least: dict[tuple[int, int, int], MemoryNeed] = field(default_factory=dict)
+    _least: dict[_Sizes, MemoryNeed] = field(default_factory=dict)
     _layers: dict[tuple[int, TeacherPlace, bool], tuple[int, ...]] = field(default_factory=dict)
-    _refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    _refused: dict[_Sizes, str] = field(default_factory=dict)
 
     def ranking(self, *, shown: int) -> Ranking:
         """Return all that fit, and reasons for popular layouts that are not among the first."""
@@ -365,34 +371,36 @@ class Search:
 
     def _missing(self, found: Sequence[Planned], shown: int) -> Iterator[Missing]:
         """Give the reason for each popular layout that is not among the first `shown`."""
-        best = found[0].time.total if found else 0.0
         there = {_sizes(one.choice.layout) for one in found[:shown]}
-        for sizes in _POPULAR:
-            if sizes in there:
-                continue
-            tensor, pipeline, context = sizes
-            name = f"TP{tensor} PP{pipeline}" + (f" CP{context}" if context > 1 else "")
-            same = next((one for one in found if _sizes(one.choice.layout) == sizes), None)
-            if self.devices % (tensor * pipeline * context):
-                reason = f"does not divide {counted(self.devices, 'device')}"
-            elif same is not None:
-                reason = f"slower: {same.time.total / best - 1:.0%} above the best"
-            elif sizes in self._least:
-                reason = _too_large(self._least[sizes], self.device)
-            elif sizes in self._refused:
-                reason = self._refused[sizes]
-            elif tensor > self.device.node.devices:
-                reason = f"tensor-parallel ranks on several nodes of {self.device.node.devices}"
-            elif pipeline > self.run.student.num_layers:
-                reason = f"more stages than the student's {self.run.student.num_layers} layers"
-            elif context > 1 and self.run.sequence_length % (2 * context):
-                reason = f"sequences of {self.run.sequence_length} do not divide by {2 * context}"
-            elif context > 1 and tensor * context > self.device.node.devices:
-                reason = f"context ranks leave a node only for more than {_LONG:,} positions"
-            else:
-                size = self.run.global_batch_size
-                reason = f"its replicas do not divide the global batch of {size} sequences"
-            yield Missing(name, reason)
+        popular = _POPULAR + (_POPULAR_OF_EXPERTS if self.run.student.moe is not None else ())
+        for sizes in popular:
+            if sizes not in there:
+                yield Missing(_sizes_name(sizes), self._reason(sizes, found))
+
+    def _reason(self, sizes: _Sizes, found: Sequence[Planned]) -> str:
+        tensor, pipeline, context, expert = sizes
+        moe, node = self.run.student.moe, self.device.node.devices
+        same = next((one for one in found if _sizes(one.choice.layout) == sizes), None)
+        if any(self.devices % (tensor * pipeline * size) for size in (context, expert)):
+            return f"does not divide {counted(self.devices, 'device')}"
+        if same is not None:
+            return f"slower: {same.time.total / found[0].time.total - 1:.0%} above the best"
+        if sizes in self._least:
+            return _too_large(self._least[sizes], self.device)
+        if sizes in self._refused:
+            return self._refused[sizes]
+        if tensor > node:
+            return f"tensor-parallel ranks on several nodes of {node}"
+        if pipeline > self.run.student.num_layers:
+            return f"more stages than the student's {self.run.student.num_layers} layers"
+        if moe is not None and moe.num_experts % expert:
+            return f"does not divide the student's {counted(moe.num_experts, 'expert')}"
+        if context > 1 and self.run.sequence_length % (2 * context):
+            return f"sequences of {self.run.sequence_length} do not divide by {2 * context}"
+        if context > 1 and tensor * context > node:
+            return f"context ranks leave a node only for more than {_LONG:,} positions"
+        size = self.run.global_batch_size
+        return f"its replicas do not divide the global batch of {size} sequences"
 
 
 def _too_large(need: MemoryNeed, device: DeviceProfile) -> str:
@@ -404,8 +412,17 @@ def _too_large(need: MemoryNeed, device: DeviceProfile) -> str:
     )
 
 
-def _sizes(layout: Layout) -> tuple[int, int, int]:
-    return layout.tensor, layout.pipeline, layout.context
+def _sizes(layout: Layout) -> _Sizes:
+    return layout.tensor, layout.pipeline, layout.context, layout.expert
+
+
+def _sizes_name(sizes: _Sizes) -> str:
+    """Return sizes in the usual abbreviations, without the context and expert ranks of one."""
+    tensor, pipeline, context, expert = sizes
+    parts = [f"TP{tensor}", f"PP{pipeline}"]
+    parts += [f"CP{context}"] if context > 1 else []
+    parts += [f"EP{expert}"] if expert > 1 else []
+    return " ".join(parts)
 
 
 def _best_of_each(found: Iterator[Planned] | Sequence[Planned]) -> list[Planned]:
@@ -448,8 +465,8 @@ def nearest(found: Sequence[Planned], wanted: Choice, *, count: int) -> list[Pla
     def distance(one: Planned) -> tuple[float, float]:
         here, there = one.choice, wanted
         sizes = zip(
-            (*_sizes(here.layout), here.layout.expert, here.layout.virtual_pipeline or 1),
-            (*_sizes(there.layout), there.layout.expert, there.layout.virtual_pipeline or 1),
+            (*_sizes(here.layout), here.layout.virtual_pipeline or 1),
+            (*_sizes(there.layout), there.layout.virtual_pipeline or 1),
             strict=True,
         )
         far = sum(abs(log2(a / b)) for a, b in sizes)

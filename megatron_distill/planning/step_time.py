@@ -45,8 +45,10 @@ __all__ = [
 # Parameters of a gradient bucket, in Megatron-Core.
 _BUCKET: Final = 40_000_000
 _BUCKET_PER_RANK: Final = 1_000_000
-# Bytes per token and second of one core that decodes a store: benchmarks/results/store.md.
-_STORE_TOKENS_PER_SECOND: Final = 2.5e6
+# Seconds in which one core decodes a token of a store, and each of its ids with u8, the default: a
+# plan opens no store to see another codec. Fitted to `read` of benchmarks/results/store.md.
+_STORE_TOKEN: Final = 0.09e-6
+_STORE_ID: Final = 5.1e-9
 _LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 
 
@@ -328,7 +330,7 @@ def step_time(
             )
         teacher = teacher_bubble = 0.0
     elif choice.place == "store":
-        waiting = max(0.0, run.tokens / choice.data / _STORE_TOKENS_PER_SECOND - own)
+        waiting = max(0.0, _store_seconds(run, choice) - own)
     time = StepTime(
         teacher=teacher,
         forward=micro_batches * slow.layers.forward,
@@ -345,6 +347,11 @@ def step_time(
         waiting=waiting,
     )
     return replace(time, data=max(0.0, _reading(run, choice) - time.total))
+
+
+def _store_seconds(run: PlannedRun, choice: Choice) -> float:
+    """Return the time in which a replica reads its answers of a step from a store."""
+    return run.tokens / choice.data * (_STORE_TOKEN + run.store_ids * _STORE_ID)
 
 
 def _reading(run: PlannedRun, choice: Choice) -> float:

@@ -21,22 +21,71 @@ for words in json.loads(sys.argv[1]):
 print(json.dumps(loaded))
 """
 # As published models have it: nothing of what `transformers` would add.
-LLAMA = """
-{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": false,
- "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096,
- "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
- "mlp_bias": false, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
- "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "rope_scaling": {"factor": 8.0,
-  "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-  "rope_type": "llama3"}, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
- "vocab_size": 128256}
-"""
+MODELS = {
+    "llama": {
+        "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
+        "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    },
+    "gemma2": {
+        "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
+        "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+        "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text", "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
+        "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024,
+        "n_embd": 1280, "n_head": 20, "n_layer": 36, "n_positions": 1024, "resid_pdrop": 0.1,
+        "vocab_size": 50257,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0,
+        "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+        "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
+    },
+}  # fmt: skip
 FOLDERS = """
 student: {hf: model, num_layers: 16}
 teacher: {hf: model}
-data: {sources: [{format: megatron, paths: a}], sequence_length: 8192, tokenizer: {path: model}}
+data: {sources: [{format: megatron, paths: a}], sequence_length: 1024, tokenizer: {path: model}}
 train: {steps: 1000, global_batch_size: 4096, precision: bf16}
 """
+
+
+def planned_folder(folder: Path, name: str) -> str:
+    """A configuration of a student that has the first layers of a published model."""
+    model = folder / name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODELS[name]))
+    path = folder / f"{name}.yaml"
+    path.write_text(FOLDERS.replace("model", str(model)))
+    return str(path)
 
 
 def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> None:
@@ -44,19 +93,17 @@ def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> No
     run.mkdir()
     config = run / "config.yaml"
     config.write_text(RUN)
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(LLAMA)
-    folders = tmp_path / "folders.yaml"
-    folders.write_text(FOLDERS.replace("model", str(model)))
+    plans = {name: ["plan", planned_folder(tmp_path, name)] for name in MODELS}
     (run / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 0.5}\n')
+    on_h100 = ("--device", "h100-80gb")
     commands = [
         ["--help"],
         ["status", str(run)],
         ["train", str(config), "--print-layout", "2x4"],
-        ["plan", str(config), "--devices", "8", "--device", "h100-80gb"],
+        ["plan", str(config), "--devices", "8", *on_h100],
+        *([*plan, "--devices", "8", *on_h100] for plan in plans.values()),
         *(
-            ["plan", str(folders), "--devices", devices, "--device", "h100-80gb"]
+            [*plans["llama"], "data.sequence_length=8192", "--devices", devices, *on_h100]
             for devices in ("256", "4096")
         ),
     ]

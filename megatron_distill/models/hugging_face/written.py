@@ -12,12 +12,13 @@ from typing import Any, Final
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.hugging_face.family import Family
-from megatron_distill.models.hugging_face.settings import FULL
+from megatron_distill.models.hugging_face.settings import FULL, SLIDING, RopeByLayerType
 
 __all__ = ["written_architecture"]
 
 # Values of `transformers` for entries that published models leave out; None: others decide.
 _LIKE_LLAMA: Final = {"head_dim": None, "attention_dropout": 0.0, "tie_word_embeddings": False}
+_LIKE_GEMMA: Final = {"tie_word_embeddings": True, "use_bidirectional_attention": False}
 _UNSAID: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": {**_LIKE_LLAMA, "attention_bias": False, "mlp_bias": False},
     "mistral": _LIKE_LLAMA,
@@ -33,7 +34,18 @@ _UNSAID: Final[Mapping[str, Mapping[str, Any]]] = {
     "phi3": {"head_dim": None},
     "glm4_moe": {"partial_rotary_factor": 0.5, "num_mtp_layers": 1},
     "qwen3_moe": {"attention_dropout": 0.0, "attention_bias": False, "mlp_only_layers": []},
+    "gemma2": _LIKE_GEMMA,
+    "gemma3_text": _LIKE_GEMMA,
+    "gpt2": {
+        "n_inner": None,
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
 }
+# Every so many layers one sees all positions, where `layer_types` is not written.
+_FULL_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 
 
 class _UnsaidError(Exception):
@@ -65,7 +77,10 @@ def written_architecture(family: Family, entries: Mapping[str, Any]) -> Architec
         found["sliding_window"] = None
         found.setdefault("layer_types", [FULL])
     try:
-        found["rope_parameters"] = _rope(found)
+        if family.model_type in _FULL_EVERY and found.get("layer_types") is None:
+            found["layer_types"] = _layer_types(found, _FULL_EVERY[family.model_type])
+        by_layer_type = any(isinstance(one, RopeByLayerType) for one in family.settings)
+        found["rope_parameters"] = _rope_by_layer_type(found) if by_layer_type else _rope(found)
         return family.architecture(_Written(found))
     except (_UnsaidError, CheckpointError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -84,3 +99,22 @@ def _rope(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     if given["rope_type"] != "default" and entries.get(length) is not None:
         raise _UnsaidError(length)  # which of both lengths it takes
     return given
+
+
+def _rope_by_layer_type(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `rope_parameters` by kinds of layers; older files have only a base of sliding ones."""
+    given, scaling = entries.get("rope_parameters"), entries.get("rope_scaling")
+    if given is not None and scaling is None:
+        return _rope(entries)
+    if given is not None or (scaling and "rope_type" not in scaling):
+        raise _UnsaidError("rope_scaling")  # which of both it takes, or an older name of its kind
+    sliding = {"rope_type": "default", "rope_theta": entries["rope_local_base_freq"]}
+    return {FULL: _rope(entries), SLIDING: sliding}
+
+
+def _layer_types(entries: Mapping[str, Any], full_every: int) -> list[str]:
+    """Return the kinds of layers; `full_every`: one of so many sees all positions."""
+    if entries.get("sliding_window_pattern", full_every) != full_every:
+        raise _UnsaidError("layer_types")
+    layers = range(1, entries["num_hidden_layers"] + 1)
+    return [SLIDING if layer % full_every else FULL for layer in layers]

@@ -13,6 +13,7 @@ from megatron_distill.config import (
     FeatureConfig,
     ModelConfig,
     RunConfig,
+    TermConfig,
     TokenizerConfig,
     check_architecture,
     check_features,
@@ -228,8 +229,15 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
         or _STORE_IDS,
+        row_blocks=any(map(_takes_row_blocks, config.objective.terms)),
         reading_seconds=_reading_seconds(config),
     )
+
+
+def _takes_row_blocks(term: TermConfig) -> bool:
+    """Return whether no kernel computes all of a term: `PlannedRun.row_blocks`."""
+    parts = term.top_k, term.alignment, term.teachers
+    return term.divergence == "adaptive_kl" or any(part is not None for part in parts)
 
 
 def _reading_seconds(config: RunConfig) -> float:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_distill.config import load_config
 from megatron_distill.config.rules.teacher_parallel import teacher_parallel
+from megatron_distill.models.architecture import MixtureOfExperts
 from megatron_distill.planning.device import load_device
 from megatron_distill.planning.memory import memory_need
 from megatron_distill.planning.parameters import stage_numbers
@@ -89,12 +90,34 @@ def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking: Ranking) -
     shown = {_sizes(one.choice.layout) for one in ranking.fitting[:3]}
     slower = {_sizes(one.choice.layout) for one in ranking.fitting[3:]} - shown
     expected = {}
-    for tensor, pipeline, context in _POPULAR:
+    for sizes in _POPULAR:
+        tensor, pipeline, context, expert = sizes
+        assert expert == 1
         name = f"TP{tensor} PP{pipeline}" + (f" CP{context}" if context > 1 else "")
-        if (tensor, pipeline, context) not in shown:
-            expected[name] = (tensor, pipeline, context) in slower
+        if sizes not in shown:
+            expected[name] = sizes in slower
     assert {name: reason.startswith("slower: ") for name, reason in reasons.items()} == expected
     assert all(reasons.values())
+
+
+def test_a_student_with_experts_has_reasons_for_popular_expert_ranks() -> None:
+    moe = MixtureOfExperts(12, 2, 1408)
+    student = llama(16, 2048, 5632, 16, 8, moe=moe)
+
+    def rule(role: str, layout: Layout) -> str | None:
+        return f"{role}: four are refused" if layout.expert == 4 else None
+
+    found = Search(run_of(student), DEVICE, 16, rule, ("none",)).ranking(shown=1)
+    assert {one.choice.layout.expert for one in found.fitting} == {1, 2}
+    reasons = {one.name: one.reason for one in found.missing}
+    assert reasons["TP1 PP1 EP4"] == "student: four are refused"
+    for name in ("TP1 PP1 EP8", "TP2 PP1 EP8"):
+        assert reasons[name] == "does not divide the student's 12 experts"
+    assert reasons["TP1 PP4 EP8"] == "does not divide 16 devices"
+    best = found.fitting[0].choice.layout
+    for experts, name in ((1, "TP1 PP1"), (2, "TP1 PP1 EP2")):
+        is_best = _sizes(best) == (1, 1, 1, experts)
+        assert is_best or reasons[name].startswith(("slower: ", "needs ")), name
 
 
 def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation() -> None:

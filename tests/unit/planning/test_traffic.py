@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_distill.models.architecture import MixtureOfExperts
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice
 from megatron_distill.planning.traffic import StepBytes, stage_bytes, step_bytes
@@ -94,6 +95,25 @@ def test_context_ranks_exchange_keys_and_values() -> None:
     (numbers,) = stage_numbers(SHAPE, Layout(context=2), (4,))
     found = step_bytes(RUN, choice_of(Layout(context=2), 2))
     assert found == StepBytes(context=8 * 4 * 3 * keys, data_parallel=numbers.total * 6 / 2)
+
+
+def test_expert_ranks_exchange_the_rows_of_their_experts() -> None:
+    """Of layers with experts alone, there and back in each pass; half goes to the other rank."""
+    shape = replace(SHAPE, moe=MixtureOfExperts(4, 2, 128, dense_layers=(0,)))
+    run, rows = replace(RUN, student=shape), 2 * STATES
+    (numbers,) = stage_numbers(shape, Layout(expert=2), (4,))
+    found = step_bytes(run, choice_of(Layout(expert=2), 2))
+    # Each rank has experts of its own, so that the replicas exchange the rest alone.
+    assert found == StepBytes(expert=4 * 3 * 2 * 2 * rows / 2, data_parallel=numbers.dense * 6 / 2)
+    full = step_bytes(run, choice_of(Layout(expert=2), 2, recompute="full"))
+    assert full.expert == 1.5 * found.expert
+    # Tensor ranks divide the tokens, and two ranks have the same experts.
+    split = Layout(2, expert=2, sequence=True)
+    (numbers,) = stage_numbers(shape, split, (4,))
+    divided = step_bytes(run, choice_of(split, 4))
+    assert divided.expert == found.expert / 2
+    assert divided.data_parallel == numbers.total * 6 / 2
+    assert numbers.experts > 0
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "vocab_size": 300,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32}
+GEMMA = {
+    "head_dim": 16, "attention_bias": False, "attention_dropout": 0.0, "sliding_window": 8,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16,
+}  # fmt: skip
+GEMMA_3 = {
+    **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "rope_local_base_freq": 1e4,
+}  # fmt: skip
 # The entries of published models, older than the present names of `transformers`.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -44,24 +52,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "decoder_sparse_step": 2,
                   "sliding_window": None, "use_sliding_window": False, "mlp_only_layers": [1],
                   "tie_word_embeddings": False, **EXPERTS},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**GEMMA_3, "rope_scaling": None, "sliding_window_pattern": 6},
+    "gemma3_text, linear": {**GEMMA_3, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "gpt2": {"activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+             "layer_norm_epsilon": 1e-5, "n_ctx": 128, "n_embd": 64, "n_head": 4, "n_layer": 6,
+             "n_positions": 128, "resid_pdrop": 0.1},
+    "glm4_moe": {"attention_bias": True, "attention_dropout": 0.0, "head_dim": 16,
+                 "partial_rotary_factor": 0.5, "n_group": 1, "topk_group": 1, "rope_scaling": None,
+                 "n_routed_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
+                 "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "use_qk_norm": True,
+                 "tie_word_embeddings": False, **EXPERTS},
 }  # fmt: skip
 # Models whose entries leave the shape to `transformers`.
 DERIVED: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},  # the size of a head
     "qwen2": {"sliding_window": 8, "max_window_layers": 2, "use_sliding_window": True},
     "llama": {"num_key_value_heads": None},
-    "gemma2": {
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 8,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "use_bidirectional_attention": False,
-    },
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},  # heads, scores
+    "gemma3_text": {**GEMMA_3, "rope_scaling": None, "sliding_window_pattern": 3},
+    "glm4_moe": {"n_routed_experts": 8, "first_k_dense_replace": 1, **EXPERTS},
 }
 
 

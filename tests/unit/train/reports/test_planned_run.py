@@ -110,6 +110,23 @@ def test_losses_measured_in_a_step_keep_the_signals_and_take_a_pass(
     assert (found.keeps_signals, found.measures) == (keeps, measures)
 
 
+@pytest.mark.parametrize(
+    ("terms", "takes"),
+    [
+        ("[]", False),
+        ("[{}, {divergence: js_divergence, temperature: 2}]", False),
+        ("[{}, {divergence: adaptive_kl}]", True),
+        ("[{top_k: 8}]", True),
+    ],
+)
+def test_blocks_of_rows_are_for_terms_without_a_kernel(
+    tmp_path: Path, terms: str, *, takes: bool
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    config = load_config(tmp_path / "run.yaml", [f"objective.terms={terms}"])
+    assert planned_run(config, open_shapes(config)).row_blocks == takes
+
+
 @pytest.mark.parametrize("key", ["shard_weights", "offload"])
 def test_a_key_of_one_of_several_teachers_is_its_own(tmp_path: Path, key: str) -> None:
     (tmp_path / "run.yaml").write_text(SEVERAL)

@@ -76,7 +76,7 @@ def several(tmp_path: Path, *changes: str) -> RunConfig:
 def test_several_teachers_need_the_memory_of_all_of_their_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(1.0, "gpu"))
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(0.8, "gpu"))
     routed = several(tmp_path)
     text = start_memory.memory_warning(routed, CPU, ranks=4)
     assert text is not None
@@ -115,7 +115,7 @@ def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not
 def test_a_teacher_that_rests_in_host_memory_is_not_counted_beside_the_student(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(1.5, "gpu"))
+    monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(0.8, "gpu"))
     changes = "teachers.math.offload=true", "teachers.code.offload=true"
     assert start_memory.memory_warning(several(tmp_path), CPU, ranks=4) is not None
     assert start_memory.memory_warning(several(tmp_path, *changes), CPU, ranks=4) is None
