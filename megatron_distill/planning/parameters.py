@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import lcm, prod
 from typing import Final
@@ -62,7 +63,8 @@ class Bucket:
     @classmethod
     def of(cls, sizes: Sequence[int]) -> Bucket:
         """Return the bucket of these tensors."""
-        return cls(tuple(sizes), sum(map(_aligned, sizes)))
+        # A layer has thousands of tensors of experts, of one size.
+        return cls(tuple(sizes), sum(_aligned(one) * n for one, n in Counter(sizes).items()))
 
     @classmethod
     def joined(cls, parts: Sequence[Bucket]) -> Bucket:
@@ -70,7 +72,7 @@ class Bucket:
         sizes = tuple(chain.from_iterable(part.sizes for part in parts))
         return cls(sizes, sum(part.spaced for part in parts))
 
-    @property
+    @cached_property  # thousands of tensors of experts, asked for once per choice
     def total(self) -> int:
         """The parameters, without gaps."""
         return sum(self.sizes)

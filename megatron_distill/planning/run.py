@@ -24,8 +24,8 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """The sum of the parts."""
-        return sum(self.parts.values())
+        """The sum of the parts, asked for with every choice."""
+        return sum(vars(self).values())
 
     @property
     def parts(self) -> dict[str, float]:

@@ -30,4 +30,4 @@ class Layout:
 
     def without_virtual_stages(self) -> Layout:
         """The same layout with one model chunk per pipeline stage."""
-        return replace(self, virtual_pipeline=None)
+        return self if self.virtual_pipeline is None else replace(self, virtual_pipeline=None)
