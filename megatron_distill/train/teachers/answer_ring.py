@@ -7,6 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
+from typing import Final
 
 import torch
 
@@ -34,6 +35,10 @@ from megatron_distill.train.teachers.answers import (
 )
 
 __all__ = ["AnswerRing"]
+
+# Share of the limit of collectives. Ranks that wait for this one in them began earlier, and know
+# no route.
+_WAIT: Final = 0.8
 
 
 @dataclass(frozen=True)
@@ -182,14 +187,15 @@ class AnswerRing:
         self._thread.join()
 
     def _arrived(self, place: _ExpectedAnswer) -> _Arrival:
-        limit = self._bridge.timeout_seconds
+        whole = self._bridge.timeout_seconds
+        limit = _WAIT * whole
         try:
             return place.arrived.result(timeout=limit)
         except FutureTimeout:
             routes = ", ".join(self._route(source) for source in self._sources(place))
             raise AnswerError(
                 f"no answer for unit {place.unit} of {place.command.place} within "
-                f"runtime.timeout_seconds = {limit:g} s; route {routes}"
+                f"{limit:g} s, {_WAIT:.0%} of runtime.timeout_seconds = {whole:g}; route {routes}"
             ) from None
 
     def _sources(self, place: _ExpectedAnswer) -> dict[int, list[AnswerRows]]:

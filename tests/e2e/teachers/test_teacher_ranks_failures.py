@@ -171,14 +171,21 @@ def cause_of(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
-    short = f"runtime.timeout_seconds={SILENT_SECONDS}"
-    text, seconds = fail(inputs, tmp_path, "time.sleep(600)", short, hook=HOOKS["teacher"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_silent_teacher_is_named_with_unit_and_route(
+    inputs: Inputs, tmp_path: Path, stages: int
+) -> None:
+    # An earlier stage waits longer than the last one, which alone has the route to tell.
+    short = (f"runtime.timeout_seconds={SILENT_SECONDS}", f"parallel.pipeline={stages}")
+    text, seconds = fail(
+        *(inputs, tmp_path, "time.sleep(600)", *short, "teacher.parallel={pipeline: 1}"),
+        hook=hook(stages, "receive", COMMAND), ranks=stages,
+    )  # fmt: skip
     assert seconds < SECONDS_TO_THE_END, text
-    cause = cause_of(text)
-    assert re.search(r"no answer for unit \d of step \d within ", cause), text
-    assert "route teacher.0 to student.0" in cause
-    assert cause.startswith(f"error: student.0 on {socket.gethostname()} failed at step ")
+    cause, last = cause_of(text), f"student.{stages - 1}"
+    assert re.search(r"no answer for unit \d of step \d within 4.8 s, 80% of ", cause), text
+    assert f"route teacher.0 to {last}" in cause
+    assert cause.startswith(f"error: {last} on {socket.gethostname()} failed at step ")
 
 
 # Looks at the signs of life of other ranks each second.
