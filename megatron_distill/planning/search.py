@@ -266,7 +266,8 @@ class Search:
             problem = self.shape_rule("teacher", layout.without_virtual_stages())
         return problem
 
-    def _teacher_layouts(self, ranks: int) -> Iterator[Layout]:
+    def teacher_layouts(self, ranks: int) -> Iterator[Layout]:
+        """Yield layouts of a teacher that runs alone on so many ranks."""
         assert self.run.teacher is not None
         most = min(self.device.node.devices, ranks)
         moe = self.run.teacher.moe
@@ -287,7 +288,7 @@ class Search:
 
     def _partners(self, ranks: int, alone: Sequence[Planned]) -> Iterator[tuple[Layout, Planned]]:
         """Yield the teacher's layouts, each beside the student's fastest ones that it fits."""
-        for layout in self._teacher_layouts(ranks):
+        for layout in self.teacher_layouts(ranks):
             for one in alone[:_PARTNERS]:
                 few, many = sorted((layout.tensor, one.choice.layout.tensor))
                 if not self.run.sends_heads or many % few == 0:
@@ -345,7 +346,7 @@ class Search:
             return None
         run = replace(self.run, sent_ids=self.run.store_ids)
         best: Capture | None = None
-        for layout in self._teacher_layouts(self.devices):
+        for layout in self.teacher_layouts(self.devices):
             for size in _MICRO_BATCHES:
                 choice = self._with_teacher(
                     Choice(

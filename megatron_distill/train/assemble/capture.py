@@ -84,6 +84,7 @@ from megatron_distill.train.reports.banner import (
     model_row,
     store_row,
 )
+from megatron_distill.train.reports.start_memory import warn_of_capture_memory
 from megatron_distill.train.run_folder import FolderAsFound
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.throughput import MemoryOfRank, RankParameters, chunk_logits
@@ -136,6 +137,7 @@ def run_capture(config: CaptureConfig, device: Device, termination: TerminationR
         reading, of_teacher = _open_reading(config, vocabulary)
         options = replace(options, teacher=reading)
         teacher = resolve_model(config, "teacher", of_teacher or vocabulary)
+        warn_of_capture_memory(config, teacher.architecture, device, groups)
         plan = _plan(config, teacher, vocabulary, of_teacher, groups)
         samples = RunSamples(
             data=config.data, options=options, tokenizer=tokenizer, seed=config.seed

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from megatron_distill.config import (
     ArchitectureConfig,
     FeatureConfig,
+    JobConfig,
     ModelConfig,
     RunConfig,
     TermConfig,
@@ -229,7 +230,9 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
         or _STORE_IDS,
-        row_blocks=any(map(_takes_row_blocks, config.objective.terms)),
+        # A store's ids are such a top-k, also where a term takes all of them.
+        row_blocks=(section is not None and section.store is not None)
+        or any(map(_takes_row_blocks, config.objective.terms)),
         reading_seconds=_reading_seconds(config),
     )
 
@@ -355,7 +358,7 @@ def configured_choice(config: RunConfig, run: PlannedRun, *, ranks: int, teacher
     )
 
 
-def shape_rule(config: RunConfig, shapes: Mapping[str, Architecture]) -> ShapeRule:
+def shape_rule(config: JobConfig, shapes: Mapping[str, Architecture]) -> ShapeRule:
     """Return the rules of the configuration on shapes and a layout, as the planner asks them.
 
     The role `teacher` is each of several.

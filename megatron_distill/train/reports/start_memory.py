@@ -8,14 +8,27 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from megatron_distill.config import RunConfig, teacher_ranks
+from megatron_distill.config import CaptureConfig, RunConfig, teacher_ranks
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import DeviceProfile, load_device
+from megatron_distill.planning.memory import MemoryNeed, teacher_rank_need
 from megatron_distill.planning.report import changed_settings, choice_name, need_in_words
-from megatron_distill.planning.search import USABLE, Planned, Search, nearest, planned
+from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.search import (
+    USABLE,
+    Planned,
+    Search,
+    layout_name,
+    nearest,
+    planned,
+)
 from megatron_distill.runtime.collectives import from_first_rank
+from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.reports.planned_run import (
     configured_choice,
     open_shapes,
@@ -24,7 +37,12 @@ from megatron_distill.train.reports.planned_run import (
     unplanned,
 )
 
-__all__ = ["memory_warning", "warn_of_memory"]
+__all__ = [
+    "capture_memory_warning",
+    "memory_warning",
+    "warn_of_capture_memory",
+    "warn_of_memory",
+]
 
 _LOGGER = get_logger(__name__)
 
@@ -71,6 +89,81 @@ def memory_warning(config: RunConfig, rank_device: Device, *, ranks: int) -> str
     return text
 
 
+def warn_of_capture_memory(
+    config: CaptureConfig, shape: Architecture, device: Device, groups: Groups
+) -> None:
+    """Log `capture_memory_warning` on the first rank; raises as it does, on all ranks.
+
+    Collective: world, one broadcast of a short object.
+    """
+    layout, ranks = groups.layout, groups.world.size()
+    warning = from_first_rank(
+        lambda: capture_memory_warning(config, shape, device, layout=layout, ranks=ranks)
+    )
+    if warning is not None:
+        _LOGGER.warning("%s", warning)
+
+
+def capture_memory_warning(
+    config: CaptureConfig, shape: Architecture, rank_device: Device, *, layout: Layout, ranks: int
+) -> str | None:
+    """Return a warning where a rank of a capture needs more memory than there is, with ways out.
+
+    Raises ConfigError where the teacher's weights alone exceed a GPU's memory.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device, size = _machine(rank_device.torch_device, local), config.capture.micro_batch_size
+    teacher = config.models["teacher"]
+    run = PlannedRun(
+        student=shape,
+        teacher=shape,
+        sequence_length=teacher.sequence_length or config.data.sequence_length,
+        global_batch_size=size,
+        precision=config.capture.precision,
+        chunk_tokens=config.capture.chunk_tokens,
+        sent_ids=config.store.k,
+    )
+
+    def need_in(one: Layout) -> MemoryNeed:
+        layers = even_layers(shape.num_layers, one.pipeline)
+        return teacher_rank_need(run, _capture_choice(one, layers, ranks, size), device)
+
+    wanted = need_in(layout)
+    if wanted.total <= USABLE * device.memory_bytes:
+        return None
+    rule = shape_rule(config, {"teacher": shape})
+    others = Search(run, device, ranks, rule, ()).teacher_layouts(ranks)
+    needs = {one: need_in(one) for one in others}
+    fitting = [one for one in needs if needs[one].total <= USABLE * device.memory_bytes]
+    ways = ". Layouts that fit:" if fitting else f"; no layout of {ranks} fits: use more devices"
+    lines = [_too_much("capture", wanted, device) + ways]
+    # The fewest ranks of a replica first.
+    for one in sorted(fitting, key=lambda one: one.model_ranks)[:_WAYS]:
+        name = layout_name(one, ranks // one.model_ranks)
+        gib = needs[one].total / 2**30
+        lines.append(
+            f"  {name}: {gib:.1f} GiB; set parallel.tensor={one.tensor} "
+            f"parallel.pipeline={one.pipeline} parallel.expert={one.expert}"
+        )
+    text = "\n".join(lines)
+    if device.kind == "gpu" and wanted.teacher > device.memory_bytes:
+        raise ConfigError(text)
+    return text
+
+
+def _capture_choice(layout: Layout, layers: tuple[int, ...], ranks: int, size: int) -> Choice:
+    return Choice(
+        layout=layout,
+        ranks=ranks,
+        micro_batch_size=size,
+        layers=(),
+        place="own ranks",
+        teacher_layout=layout,
+        teacher_layers=layers,
+        teacher_ranks=ranks,
+    )
+
+
 def _machine(device: torch.device, local: int) -> DeviceProfile:
     """Return the device of this rank with its own memory."""
     rates = load_device(_RATES)
@@ -85,10 +178,7 @@ def _machine(device: torch.device, local: int) -> DeviceProfile:
 
 
 def _in_words(wanted: Planned, ways: Sequence[Planned], device: DeviceProfile) -> str:
-    text = (
-        f"memory: the fullest rank of this run needs {need_in_words(wanted.memory)}, and "
-        f"{device.title} has {device.memory_gib:.1f} GiB, of which {USABLE:.0%} are usable"
-    )
+    text = _too_much("run", wanted.memory, device)
     if not ways:
         return f"{text}; no layout of {wanted.choice.devices} devices fits: use more devices"
     lines = [f"{text}. The nearest layouts that fit:"]
@@ -97,3 +187,10 @@ def _in_words(wanted: Planned, ways: Sequence[Planned], device: DeviceProfile) -
         gib = way.memory.total / 2**30
         lines.append(f"  {choice_name(way.choice)}: {gib:.1f} GiB; set {changes}")
     return "\n".join(lines)
+
+
+def _too_much(job: str, need: MemoryNeed, device: DeviceProfile) -> str:
+    return (
+        f"memory: the fullest rank of this {job} needs {need_in_words(need)}, and "
+        f"{device.title} has {device.memory_gib:.1f} GiB, of which {USABLE:.0%} are usable"
+    )

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from megatron_distill.config import RunConfig, load_config
+from megatron_distill.config import RunConfig, load_capture_config, load_config
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.parameters import parameters, places
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.reports import start_memory
 from megatron_distill.train.reports.planned_run import open_shapes
 from tests.unit.commands.test_plan import RUN, SEVERAL
@@ -119,3 +121,35 @@ def test_a_teacher_that_rests_in_host_memory_is_not_counted_beside_the_student(
     changes = "teachers.math.offload=true", "teachers.code.offload=true"
     assert start_memory.memory_warning(several(tmp_path), CPU, ranks=4) is not None
     assert start_memory.memory_warning(several(tmp_path, *changes), CPU, ranks=4) is None
+
+
+def test_a_capture_that_does_not_fit_gets_layouts_that_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(tmp_path)
+    assert run.teacher is not None
+    shape = open_shapes(run)["teacher"]
+    numbers = sum(prod(one.shape) * len(list(places(one, shape))) for one in parameters(shape))
+    weights = 4 * numbers / 2**30
+    tree = {"teacher": run.teacher.model_dump(), "data": run.data.model_dump(mode="json")}
+    (tmp_path / "capture.yaml").write_text(yaml.safe_dump(tree))
+    store = f"store={{path: {tmp_path / 'store'}, samples: 4}}"
+    capture = load_capture_config(tmp_path / "capture.yaml", [store])
+
+    def warning(gib: float, kind: str = "gpu") -> str | None:
+        monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(gib, kind))
+        layout = Layout(1, 1, None, 1, 1, False)
+        return start_memory.capture_memory_warning(capture, shape, CPU, layout=layout, ranks=4)
+
+    assert warning(20 * weights) is None
+    text = warning(1.5 * weights)
+    assert text is not None
+    first, *ways = text.splitlines()
+    assert "the fullest rank of this capture needs" in first
+    assert f"teacher {weights:.2f}" in first
+    assert first.endswith("Layouts that fit:")
+    assert 0 < len(ways) <= 3
+    assert all("; set parallel.tensor=" in way for way in ways)
+    with pytest.raises(ConfigError, match="of this capture needs"):
+        warning(0.5 * weights)
+    assert warning(0.5 * weights, "cpu") is not None
