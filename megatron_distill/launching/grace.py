@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,19 +30,18 @@ _TAIL_BYTES: Final = 1_000_000
 
 
 def grace_seconds(results: Path) -> float | None:
-    """Return twice the longest recent step, validation and save, and a minute.
+    """Return twice the longest recent step and save and the last validation, and a minute.
 
     None: nothing is measured.
     """
-    records = newest_records(results)
-    steps = [float(one["step_seconds"]) for one in records if is_step(one)]
+    steps = [float(one["step_seconds"]) for one in newest_records(results) if is_step(one)]
     steps = steps or _longest_of_capture(results)
     if not steps:
         return None
-    validation = max((float(one.get("validation_seconds", 0.0)) for one in records), default=0.0)
     folders = (results / "checkpoints").glob("step_*")
     saves = max((save_seconds(folder) or 0.0 for folder in folders), default=0.0)
-    return 2.0 * (max(steps[-_STEPS:]) + validation + saves) + _MARGIN_SECONDS
+    needed = max(steps[-_STEPS:]) + _validation_seconds(results) + saves
+    return 2.0 * needed + _MARGIN_SECONDS
 
 
 class LongestStep:
@@ -51,7 +51,7 @@ class LongestStep:
         self._file = working / _LONGEST_STEP
         self._clock = clock
         self._ended: float | None = None
-        self._longest = 0.0
+        self._longest = max(_steps_in(self._file), default=0.0)
 
     def end_step(self) -> None:
         """Write the time since the step before if it is the longest.
@@ -69,11 +69,27 @@ class LongestStep:
 
 
 def _longest_of_capture(store: Path) -> list[float]:
-    found = []
-    for file in store.glob(f"*/{_LONGEST_STEP}"):
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            found.append(float(json.loads(file.read_text(encoding="utf-8"))["step_seconds"]))
-    return found
+    return [one for file in store.glob(f"*/{_LONGEST_STEP}") for one in _steps_in(file)]
+
+
+def _steps_in(file: Path) -> list[float]:
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return [float(json.loads(file.read_text(encoding="utf-8"))["step_seconds"])]
+    return []
+
+
+def _validation_seconds(results: Path) -> float:
+    """Return the time of the last validation, however long ago; 0 without one."""
+    with (
+        suppress(OSError, ValueError, LookupError, TypeError),
+        (results / "metrics.jsonl").open("rb") as stream,
+        mmap(stream.fileno(), 0, access=ACCESS_READ) as log,
+    ):
+        at = log.rfind(b'"validation_seconds"')
+        if at >= 0:
+            line, _, _ = log[log.rfind(b"\n", 0, at) + 1 :].partition(b"\n")
+            return float(json.loads(line)["validation_seconds"])
+    return 0.0
 
 
 def newest_records(results: Path) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = [
+    "CANCELLED",
     "EXIT_STATUS",
     "LAUNCHES",
     "LOST_PEER",
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 LAUNCHES: Final = "launches"
+CANCELLED: Final = "cancelled"  # begins `Outcome.next` of a launch that was told to leave
 ROLLOUTS: Final = "rollouts.json"  # in a folder of rollouts, their settings and sums
 LOST_PEER: Final = 10
 LOST_RENDEZVOUS: Final = 20  # order of a node whose ranks outlived the first node's torchrun
@@ -255,9 +257,12 @@ class Launches:
         earlier = [one for one in self.all() if one.submission == submission]
         last = self.outcome(earlier[-1]) if earlier else None
         if last is not None and last.status is Status.MISCONFIGURED:
-            text = "repair the error of the launch before, and submit again"
+            text = "repair the error of the launch before, and call `megatron-distill submit` again"
             return Status.MISCONFIGURED, f"{text}: {last.reason}"
         starts = self.starts_without_progress(submission)
+        for launch in earlier[len(earlier) - starts :]:
+            ended = self.outcome(launch)
+            starts -= ended is not None and ended.next.startswith(CANCELLED)
         return (Status.FAILED, self.useless(starts)) if starts >= max_starts else None
 
     @property

@@ -98,7 +98,7 @@ class RunStatus:
             restarts = counted(self.restarts, "restart")
             rows.append(("launches", f"{self.launches}, with {restarts} of the newest job"))
         if self.unit == "step":
-            slowest = self.slowest_ranks or "not known; see logging.straggler_interval"
+            slowest = self.slowest_ranks or "not known (logging.straggler_interval)"
             rows.append(("slowest", slowest))
         rows += self.jobs.items()
         return [self.run, *(f"{name:<11} {text}" for name, text in rows)]
@@ -185,6 +185,7 @@ class _Reader:
     begun: Sequence[LaunchRecord]
     state: str
     detail: str
+    newest: float  # of its launches and submissions, seconds since the epoch
 
 
 def _readers(folder: Path) -> list[_Reader]:
@@ -206,13 +207,14 @@ def _readers(folder: Path) -> list[_Reader]:
             steps=None,
             step_seconds=None,
         )
-        found.append(_Reader(command, begun, state, detail))
+        last = max([_changed(launches.script_file), *(one.started for one in begun)])
+        found.append(_Reader(command, begun, state, detail, last))
     return found
 
 
 def _of_readers(folder: Path, readers: Sequence[_Reader]) -> RunStatus:
     """Return the state of a folder that is only read: that of the newest job."""
-    newest = max(readers, key=lambda one: one.begun[-1].started if one.begun else 0.0)
+    newest = max(readers, key=lambda one: one.newest)
     found = _of_files(
         folder,
         newest.state,
@@ -387,7 +389,7 @@ def _state(
         place = f"launch {launch.name} on {', '.join(launch.nodes)}"
     if steps is not None and step >= steps:
         return "done", ""
-    files = [log, *(launches.of(launch).glob("rank_*.err") if launch is not None else ())]
+    files = [log, *(launches.of(launch).glob("rank_*") if launch is not None else ())]
     # Its checks of the nodes take up to a minute, before any rank writes.
     begun_at = 0.0 if launch is None else launch.started
     silence = time.time() - max(begun_at, *(_changed(file) for file in files))

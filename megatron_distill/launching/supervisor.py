@@ -26,6 +26,7 @@ from megatron_distill.launching.node_view import node_differences
 from megatron_distill.launching.outcomes import classified, report
 from megatron_distill.launching.program import JobRanks, NoAnswerError, Program
 from megatron_distill.launching.records import (
+    CANCELLED,
     EXIT_STATUS,
     BadNode,
     Launches,
@@ -305,8 +306,9 @@ def _launch(
     silent = [one.node for one in bad if one.is_silent]
     # A silent one may be slow, as with an image to import: later submissions try it again.
     launches.add_bad_nodes([one for one in bad if one.node in without and not one.is_silent])
-    if without and not policy.requeues:
-        job.exclude_later(without)
+    lasting = [node for node in without if node not in silent]
+    if lasting and not policy.requeues:
+        job.exclude_later(lasting)
     wanted = policy.wanted_nodes or len(launch.nodes)
     if len(healthy) < wanted:
         reason = f"{counted(len(bad), 'node')} failed the checks: {', '.join(names)}"
@@ -464,7 +466,7 @@ def _decide(
     elif outcome.status is Status.MISCONFIGURED:
         text = "no further launch: the error above is to be repaired first"
     elif stop.is_cancelled:
-        text = f"cancelled after {reaches}; the same submission goes on from there"
+        text = f"{CANCELLED} after {reaches}; the same submission goes on from there"
     elif launches.stop_file.exists():
         text = f"no further launch: {launches.stop_file} exists"
     elif starts >= policy.max_starts:

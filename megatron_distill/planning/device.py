@@ -205,7 +205,10 @@ class DeviceProfile(_ProfileTable):
 
     def factor(self, phase: Phase, precision: Precision) -> float:
         """Return the measured over the predicted time of a phase, 1 without a measurement."""
-        of_steps = self.step_factors.get(self.sharing, {}).get(precision, {})
+        known = self.step_factors.get(self.sharing)
+        if known is None and self.idle_cores:  # of a file from before they were measured
+            known = self.step_factors.get("one rank" if self.ranks == 1 else "several ranks")
+        of_steps = (known or {}).get(precision, {})
         return self.factors.get(phase, 1.0) * of_steps.get(phase, 1.0)
 
     def logit_seconds(

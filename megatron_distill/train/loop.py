@@ -177,10 +177,12 @@ def _train(
         record = _record(parts, report, batches, seconds, phases, peak_bytes)
         record |= {"answer_bytes": answers} if answers else {}
         log.write({**record, "balance": dict(balance)} if balance else record)
-        # A held-out measurement may take longer than the time that the signal leaves.
-        saved = plan.save and stopping and _validates(parts, plan, step)
+        # A validation may take longer than the time that the signal leaves. The last one is not
+        # made up by a later start, and comes first.
+        saved = plan.save and stopping and not last and _validates(parts, plan, step)
         if saved:
             state.save(parts.loader)
+            state.checkpoints.finish()
         measures, interrupted = _measures(parts, plan, log, step, stopping=stopping)
         stopping = stopping or interrupted
         is_best = state.note_best(plan.best, measures)

@@ -192,7 +192,9 @@ def flat_scalars(record: MetricsRecord) -> Iterator[tuple[str, float]]:
     Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`. Bytes of answers have none.
     """
     for name, value in record.items():
-        if name not in ("step", "answer_bytes"):
+        if name == "validation_seconds":
+            yield from _numbers("validation/seconds", value)
+        elif name not in ("step", "answer_bytes"):
             has_own_head = name in ("validation", "evaluation")
             yield from _numbers(name if has_own_head else f"train/{name}", value)
 

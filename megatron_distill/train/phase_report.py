@@ -40,7 +40,7 @@ class PhaseReports:
     """Logs the phases of all ranks every few steps, as means over the steps since the last time.
 
     Intervals are in steps; 0: never. A rank is compared with the ranks of its pipeline stage, whose
-    work is the same; one rank alone is compared with none.
+    work is the same; where no stage has two, none is compared.
     """
 
     def __init__(
@@ -73,6 +73,9 @@ class PhaseReports:
                 _LOGGER.info("step %d: %s", step, timers_text(ranks, self._timers.interval))
         if (mean := self._stragglers.after_step(milliseconds)) is not None:
             ranks = self._gather(mean)
+            if len({rank.stage for rank in ranks}) == len(ranks):
+                self._stragglers = _Means(0)
+                return entries
             if not self._hosts:
                 self._hosts = [""] * len(ranks)
                 dist.all_gather_object(self._hosts, socket.gethostname())

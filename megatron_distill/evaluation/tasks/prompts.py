@@ -216,7 +216,8 @@ class TaskTemplates:
         """Return the right answer of a row; raises DataError for blanks that are no choice."""
         task = self._task
         found = self._expression("answer", task.answer, row)
-        if isinstance(found, str) and not found.strip() and found not in choices:
+        is_blank = isinstance(found, str) and not found.strip() and found not in choices
+        if is_blank or found != found:  # NaN stands for a missing value, too
             raise DataError(
                 f"task {task.name}: {row.place}: answer = {task.answer!r} is empty: the row has no "
                 "right answer; give files that have the answers, or remove the row"

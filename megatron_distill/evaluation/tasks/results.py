@@ -228,8 +228,6 @@ def _reservations(prepared: PreparedTask, found: dict[str, Any]) -> list[str]:
         reasons.append("shots_dropped")
     if prepared.truncated > _MOST_LOSING * count:
         reasons.append("truncated")
-    if found.get("cut", 0) > _MOST_LOSING * count:
-        reasons.append("cut")
     if prepared.task.limit is not None and prepared.task.limit <= len(prepared.items):
         reasons.append("limit")
     return reasons

@@ -79,14 +79,20 @@ def test_no_later_job_of_a_submission_begins_after_useless_launches_or_an_error(
     assert launches.refusal("a", max_starts=3) == useless
     assert launches.refusal("a", max_starts=4) is None
     assert launches.refusal("b", max_starts=3) is None
+    # One that was told to leave says nothing of the next.
+    told = Outcome(Status.UNFINISHED, "saved", 0, 2.0, next="cancelled after step 0; the same")
+    write_record(launches.of(launches.all()[-1]) / "outcome.json", told)
+    assert launches.refusal("a", max_starts=3) is None
     make_checkpoint(tmp_path, 20)
     assert launches.refusal("a", max_starts=3) is None
 
     last = launch("3", 0, 20, 3.0)
     outcome = Outcome(Status.MISCONFIGURED, "error: disk full", 20, 4.0)
     write_record(launches.begin(last) / "outcome.json", outcome)
-    text = "repair the error of the launch before, and submit again: error: disk full"
-    assert launches.refusal("a", max_starts=3) == (Status.MISCONFIGURED, text)
+    refusal = launches.refusal("a", max_starts=3)
+    assert refusal is not None
+    assert refusal[0] is Status.MISCONFIGURED
+    assert refusal[1].endswith("call `megatron-distill submit` again: error: disk full")
     assert launches.refusal("b", max_starts=3) is None
 
 

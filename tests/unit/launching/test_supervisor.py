@@ -171,7 +171,7 @@ def test_a_job_of_a_chain_starts_no_ranks_after_useless_launches_or_an_error(
     last = machines.launches.all()[-1]
     write_record(machines.launches.of(last) / "outcome.json", error)
     assert supervise(hosts, machines.program, chain) == 78
-    assert "submit again: error: the disk is full" in capsys.readouterr().err
+    assert "submit` again: error: the disk is full" in capsys.readouterr().err
     assert len(machines.launches.all()) == 2
 
 

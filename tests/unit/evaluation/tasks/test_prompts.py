@@ -120,6 +120,13 @@ def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path: Path)
         assert item.group.replace("_", " ") in item.prompt.description
 
 
+def test_rows_of_math_without_a_subject_are_of_one_group(tmp_path: Path) -> None:
+    rows = [{"problem": "What is $1 + 1$?", "solution": "It is $\\boxed{2}$."}]
+    for name in ("hendrycks_math", "math_500"):
+        (found,) = items(tmp_path, name, rows, 0)
+        assert (found.group, found.target) == ("", rows[0]["solution"])
+
+
 def test_letters_of_mmlu_pro_follow_the_number_of_options(tmp_path: Path) -> None:
     found = items(tmp_path, "mmlu_pro", published.MMLU_PRO, 1)
     assert [item.choices for item in found[:2]] == [("A", "B", "C"), ("A", "B", "C", "D")]

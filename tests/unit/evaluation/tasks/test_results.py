@@ -198,8 +198,7 @@ def test_results_of_generated_texts_have_what_qualifies_them(tmp_path: Path) -> 
     assert (found["exact"], found["digit"], found["math_verify"]) == (0.5, 0.75, 0.25)
     assert found["digit_stderr"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
     assert (found["cut"], found["n"]) == (2, 4)
-    assert found["not_comparable"] == ["cut"]
-    assert "not_comparable" not in written_result(task, [WrittenText("0", False)] * 4, grades)
+    assert "not_comparable" not in found, "published results have texts that were cut, too"
     assert "unboxed" not in found, "none of the graders looks for a box"
     assert (found["math_verify_timeouts"], found["digit_failures"]) == (2, 1)
     assert not {"exact_timeouts", "exact_failures", "digit_timeouts"} & set(found)
