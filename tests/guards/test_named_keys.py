@@ -33,7 +33,7 @@ SLURM_OPTIONS = {
     "--chdir", "--container-image", "--container-workdir", "--exclude", "--export", "--jobs",
     "--kill-on-bad-exit", "--no-container-mount-home", "--nodelist", "--noheader", "--ntasks",
     "--ntasks-per-node", "--oneliner", "--open-mode", "--parsable", "--partition", "--requeue",
-    "--reservation", "--signal", "--wait",
+    "--reservation", "--signal", "--states", "--user", "--wait",
 }  # fmt: skip
 # Of other programs: Megatron-LM's preprocessing, wandb, pip, nvidia-smi, hf.
 FOREIGN_OPTIONS = {"--append-eod", "--append", "--help", "--list-gpus", "--query-gpu"}

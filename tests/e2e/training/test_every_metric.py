@@ -22,7 +22,7 @@ from tests.e2e.runs import (
 # Of these a log has what the machine and the layout make of a step.
 OF_THE_MACHINE = (
     "step_seconds", "teacher_seconds", "tokens_per_second", "tflops_per_device", "mfu",
-    "peak_memory_bytes", "data_wait", "timers/",
+    "peak_memory_bytes", "data_wait", "timers/", "validation/seconds",
 )  # fmt: skip
 STEPS = 4
 TERMS = """objective.terms=[
