@@ -191,12 +191,10 @@ def flat_scalars(record: MetricsRecord) -> Iterator[tuple[str, float]]:
 
     Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`. Bytes of answers have none.
     """
+    own = {one: one.replace("_", "/") for one in ("validation", "evaluation", "validation_seconds")}
     for name, value in record.items():
-        if name == "validation_seconds":
-            yield from _numbers("validation/seconds", value)
-        elif name not in ("step", "answer_bytes"):
-            has_own_head = name in ("validation", "evaluation")
-            yield from _numbers(name if has_own_head else f"train/{name}", value)
+        if name not in ("step", "answer_bytes"):
+            yield from _numbers(own.get(name, f"train/{name}"), value)
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
