@@ -21,6 +21,7 @@ __all__ = [
     "descending",
     "exponentiate",
     "keys_of",
+    "nearness",
     "packed",
     "places_by",
     "places_of",
@@ -32,11 +33,22 @@ __all__ = [
 LOG_2 = math.log(2)
 # exp2 takes a fifth of the time of exp on a CPU, and any temperature costs the same.
 LOG2_E = math.log2(math.e)
+# Values that differ by so many units of rounding are taken as equal.
+_RESOLUTION = 4.0
 # Below this exponent a power of two is zero in fp32.
 _UNDERFLOW = 150
 # Exponent of a row's largest exponential: middle and reach. Weighted sums stay far from the limits
 # of fp32, and an exponential that underflows is negligible in them.
 _MIDDLE, _REACH = 22, 42
+
+
+def nearness(dtype: torch.dtype) -> float:
+    """Return the relative distance within which numbers of a type are taken as equal.
+
+    Equal models differ by that much where ranks share their vocabularies in different ways, or
+    where one of two is stored.
+    """
+    return _RESOLUTION * torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)

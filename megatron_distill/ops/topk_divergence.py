@@ -22,6 +22,7 @@ from megatron_distill.ops.divergences import (
     WeightedDivergence,
     forward_kl_summands,
 )
+from megatron_distill.ops.row_math import nearness
 from megatron_distill.ops.topk import Outside, gather_ranks, local_values, select
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import Rows
@@ -38,9 +39,6 @@ __all__ = [
 ]
 
 
-# Log-probabilities closer than this many units of rounding of their dtype are taken as equal. Those
-# of a live teacher are fp32, as in a store, so that both give the same loss.
-_RESOLUTION = 4.0
 _STEEPEST = 1e32
 
 
@@ -257,8 +255,11 @@ def values_and_slopes(
 
 
 def _same_where_close(log_q: Tensor, log_p: Tensor, stored: torch.dtype) -> Tensor:
-    """The student's log-probs, replaced by the teacher's where both agree in the stored dtype."""
-    window = _RESOLUTION * torch.finfo(stored).eps * log_p.abs().clamp(min=1.0)
+    """The student's log-probs, replaced by the teacher's where both agree in the stored dtype.
+
+    That of a live teacher is fp32, as in a store, so that both give the same loss.
+    """
+    window = nearness(stored) * log_p.abs().clamp(min=1.0)
     is_close = ((log_q - log_p).abs() <= window) & (log_p > -torch.inf)
     return torch.where(is_close, log_p, log_q)
 

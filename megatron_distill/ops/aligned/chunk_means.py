@@ -18,15 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.ops.aligned.tile import TileGradient, TileSide
-from megatron_distill.ops.row_math import row_sums, row_top
+from megatron_distill.ops.row_math import nearness, row_sums, row_top
 from megatron_distill.ops.softmax_gradient import clear_rows_
 from megatron_distill.ops.topk import gather_ranks
 
 __all__ = ["STEEPEST", "SolvedMeans", "agreeing", "relative_to_top_"]
 
-# Means that differ by so many units of rounding are taken as equal: where ranks share two
-# vocabularies in different ways, equal models differ by that much.
-_RESOLUTION = 4.0
 # Bound of slopes, so that fp32 holds them with weights.
 STEEPEST = 1e32
 
@@ -37,7 +34,7 @@ def agreeing(student: Tensor, teacher: Tensor) -> Tensor:
     The rounding of a logit is that of the logarithm, so the window is wider for small ones.
     """
     window = teacher.log().neg_().clamp_(min=1.0).mul_(teacher)
-    window.mul_(_RESOLUTION * torch.finfo(student.dtype).eps)
+    window.mul_(nearness(student.dtype))
     return torch.where((student - teacher).abs() <= window, teacher, student)
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from megatron_distill.ops.aligned.tile import Tile, TileGradient, TileSide
 from megatron_distill.ops.divergences import Divergence
+from megatron_distill.ops.row_math import nearness
 from megatron_distill.ops.topk_divergence import OnClasses
 
 __all__ = ["LikelihoodTerm"]
-
-_RESOLUTION = 4.0  # units of rounding
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _same_where_close(log_p: Tensor, log_q: Tensor, student: TileSide) -> Tensor
     The error of a row is that of its normaliser, and relative for probabilities near one.
     """
     window = torch.minimum(log_q.abs(), student.lengths.to(log_q.dtype))
-    window.mul_(_RESOLUTION * torch.finfo(student.scratch.dtype).eps)
+    window.mul_(nearness(student.scratch.dtype))
     return torch.where((log_p - log_q).abs() <= window, log_q, log_p)
 
 

@@ -21,7 +21,7 @@ from megatron_distill.ops.aligned.tile import SolvedTerm, Tile, TileGradient, Ti
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import WeightedDivergence
 from megatron_distill.ops.normalizers import Normalizers
-from megatron_distill.ops.row_math import row_sums
+from megatron_distill.ops.row_math import nearness, row_sums
 from megatron_distill.ops.softmax_gradient import clear_rows_, softmax_weights
 from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
 from megatron_distill.ops.topk import gather_ranks, select
@@ -30,9 +30,6 @@ from megatron_distill.ops.workspace import Scratch, allocate, row_blocks
 from megatron_distill.signals import LogitRule, TopK
 
 __all__ = ["CommonTerm", "common_top_k"]
-
-# Sums over further tokens that differ by so many units of rounding are taken as equal.
-_RESOLUTION = 4.0
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,7 @@ class _Rests:
             # Ranks share the further tokens of both models in different ways. Without any mass a
             # window is infinite, and no difference is less.
             window = log_sums[0].abs().clamp(min=1.0)
-            window.mul_(_RESOLUTION * torch.finfo(student.logits.dtype).eps)
+            window.mul_(nearness(student.logits.dtype))
             is_close = (log_sums[1] - log_sums[0]).abs() < window
             log_sums[1] = torch.where(is_close, log_sums[0], log_sums[1])
         shares = student.shares
