@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ranks is None:
         # An nvidia-smi that hangs is found by the check of the nodes, which has others.
         with suppress(TrainingError):
-            ranks = ranks_here(says=False)
+            ranks = ranks_here(announce=False)
     try:
         if name in _JOBS:
             _show_job(name, words, nodes=given.nodes, ranks=ranks)

@@ -84,7 +84,7 @@ def run_harness(
 ) -> dict[str, Any] | None:
     """Return the harness's results on its rank 0, None elsewhere.
 
-    num_fewshot: examples in front of an item; None: as each task says. apply_chat_template: prompts
+    num_fewshot: examples in front of an item; None: as in each task. apply_chat_template: prompts
     in the tokenizer's chat template, one turn per example. samples: with the items, requests and
     answers of each task under `samples`. The results have the requests that lost tokens on the left
     under `truncated`, and the generated texts that reached their most tokens under `cut`, by task.

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.stops_with_input:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
     try:
-        ranks = given.ranks_per_node or ranks_here(says=index == 0)
+        ranks = given.ranks_per_node or ranks_here(announce=index == 0)
     except TrainingError as error:  # the checks before the next launch find the node
         node = launch.nodes[index]
         message = f"error: {node}: {error}"
@@ -176,14 +176,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def ranks_here(*, says: bool) -> int:
+def ranks_here(*, announce: bool) -> int:
     """Return the number of ranks for this node: one per GPU of the job, or 1 without GPUs.
 
     Raises TrainingError: nvidia-smi hangs.
     """
     allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
     gpus = int(allotted) if allotted.isdecimal() else gpus_listed()
-    if gpus == 0 and says:
+    if gpus == 0 and announce:
         sys.stderr.write(
             "no GPU on this node: 1 rank for each node; --ranks-per-node starts more\n"
         )

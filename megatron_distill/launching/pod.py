@@ -75,7 +75,7 @@ def _run(given: argparse.Namespace) -> int:
         launch = _begin(given, program, launches, index)
     folder, pods = launches.of(launch).resolve(), launch.addresses
     endpoint = f"{pods[0]}:{given.port}"
-    ranks = given.ranks_per_node or ranks_here(says=index == 0)
+    ranks = given.ranks_per_node or ranks_here(announce=index == 0)
     part = NodePart(folder, launch, index, endpoint, program.torchrun_words)
     outcome = part.run(ranks=ranks, stop_seconds=given.stop_seconds)
     if outcome.status in (Status.FAILED, Status.MISCONFIGURED):

@@ -24,7 +24,9 @@ SSH: Final = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ConnectTimeout=2
 FIRST_PAUSE: Final = 15.0
 _LONGEST_PAUSE: Final = 900.0
 _POLL_SECONDS: Final = 0.2
-_COUNT: Final = "from megatron_distill.launching import node; print(node.ranks_here(says=False))"
+_COUNT: Final = (
+    "from megatron_distill.launching import node; print(node.ranks_here(announce=False))"
+)
 _ERROR_CLASS: Final = re.compile(r"^[\w.]+Error: ")  # before the text, at the end of a traceback
 _COUNT_SECONDS: Final = 120.0  # an import from a slow shared disk
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux

@@ -437,9 +437,9 @@ def _wait(
             grace = policy.grace_seconds or grace_seconds(results) or USUAL_SECONDS
             deadline = job.end - min(grace, (job.end - begun) / 2)
         if stop.received or time.time() >= deadline:
-            teller = "a signal" if stop.is_near_end else "the clock"
+            source = "signal" if stop.is_near_end else "clock"
             stop.is_near_end = stop.is_near_end or not stop.is_cancelled
-            near = f"{teller} says that the end of the job's time is near"
+            near = f"the end of the job's time is near ({source})"
             _LOGGER.info("%s: saving", "the job is cancelled" if stop.is_cancelled else near)
             job.stop(step)
             told = True

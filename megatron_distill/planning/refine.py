@@ -19,7 +19,7 @@ __all__ = ["MeasuredSteps", "read_steps", "refined"]
 
 # The first steps compile, allocate and fill caches.
 _WARM: Final = 3
-# A phase shorter than this share of the step says nothing about its rate.
+# A phase shorter than this share of the step is too short to measure its rate.
 _LEAST: Final = 0.005
 
 

@@ -22,7 +22,7 @@ __all__ = ["changed_settings", "choice_name", "need_in_words", "plan_report", "s
 _GIB: Final = 2**30
 _DAY: Final = 86_400.0
 _COLUMNS: Final = 100  # of a sentence; tables and keys to copy may be wider
-_ALIKE: Final = 0.005  # difference of two times that says nothing
+_ALIKE: Final = 0.005  # relative difference of two times that are a tie
 # A mapping would be merged into that of the configuration, and leave its numbers.
 _NO_STAGES: Final = (
     "parallel.layers_per_stage.student=null",

@@ -23,7 +23,7 @@ from tests.fake_cuda.opened import Opened, open_world
 
 
 def main(rank: int, world: int, path: str, overrides: Sequence[str]) -> None:
-    """Train as `train` does, with layers that overlap messages if the configuration says so."""
+    """Train as `train` does, with layers that overlap messages if the configuration asks for it."""
     overlaps = load_config(path, overrides).runtime.tp_comm_overlap
 
     with ExitStack() as stack:

@@ -82,9 +82,9 @@ def communicating(sources: Sequence[Source]) -> set[str]:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.FunctionDef)
     ]
-    says = {node: "Collective" in (ast.get_docstring(node) or "") for node in functions}
-    return {node.name for node in functions if says[node]} - {
-        node.name for node in functions if not says[node]
+    has_line = {node: "Collective" in (ast.get_docstring(node) or "") for node in functions}
+    return {node.name for node in functions if has_line[node]} - {
+        node.name for node in functions if not has_line[node]
     }
 
 
@@ -248,6 +248,6 @@ def _public(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Functi
 
 
 def _follows_another(node: Function | ast.ClassDef) -> bool:
-    """Whether a decorator says that the docstring stands elsewhere: override, setter, overload."""
+    """Whether the docstring stands elsewhere, by a decorator: override, setter, overload."""
     words = [ast.unparse(decorator) for decorator in node.decorator_list]
     return any(word.split(".")[-1] in ("override", "setter", "overload") for word in words)

@@ -27,7 +27,7 @@ COMMAND = re.compile(r"^#\s+(torchrun .*)$", re.MULTILINE)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """Load the file of a run, or that of a capture, which alone says where a store goes."""
+    """Load the file of a run, or that of a capture, which alone has the folder of a store."""
     is_capture = "store" in yaml.safe_load(path.read_text(encoding="utf-8"))
     return (load_capture_config if is_capture else load_config)(path, overrides)
 

@@ -133,14 +133,14 @@ TOOLS = [
 ]
 
 
-def tool_dialogue(*, says: str | None = "", also: Sequence[str] = ()) -> list[dict[str, Any]]:
+def tool_dialogue(*, answer: str | None = "", also: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A question, a call of a tool, its result and the answer; then perhaps more turns."""
     call = {"name": "weather", "arguments": {"city": "Paris"}}
     return [
         {"role": "user", "content": "Is it sunny?"},
         {
             "role": "assistant",
-            "content": says,
+            "content": answer,
             "tool_calls": [{"type": "function", "function": call, "id": CALL_ID}],
         },
         {"role": "tool", "content": "sun", "tool_call_id": CALL_ID},

@@ -128,11 +128,11 @@ class Cluster:
                 if process.environ().get(_MARK) == str(self.folder):
                     yield process
 
-    def wait_until(self, condition: Callable[[], bool], says: Callable[[], str]) -> None:
+    def wait_until(self, condition: Callable[[], bool], message: Callable[[], str]) -> None:
         """Wait for something, and fail with a text if it does not come."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, says()
+            assert time.monotonic() < deadline, message()
             time.sleep(0.1)
 
 

@@ -46,8 +46,8 @@ DIALOGUES: Mapping[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "thought": (turns("2+2?", f"{THOUGHT}4"), None),
     "thought last": (turns("Hi", "Yo!", "2+2?", f"{THOUGHT}4"), None),
     "thought first": (turns("Hi", f"{THOUGHT}Yo!", "2+2?", "4"), None),
-    "call": (tool_dialogue(says=None), TOOLS),
-    "text and call": (tool_dialogue(says="Wait."), TOOLS),
+    "call": (tool_dialogue(answer=None), TOOLS),
+    "text and call": (tool_dialogue(answer="Wait."), TOOLS),
     "call and turn": (tool_dialogue(also=["Sure?", "Yes."]), TOOLS),
     "two calls": (turns("Hi") + calls("Paris", "Rome") + turns("Hi", "Yo!")[1:], TOOLS),
     "calls in a row": (

@@ -13,8 +13,8 @@ from tests.support.slurm_cluster import Job
 
 SAVING = ("checkpoint.save=true", "checkpoint.keep=2")
 ENDLESS = ("train.steps=100000", *SAVING)
-NEAR_END = "the end of the job's time is near: saving"
-WARNED = f"a signal says that {NEAR_END}"
+NEAR_END = "the end of the job's time is near"
+WARNED = f"{NEAR_END} (signal): saving"
 
 
 def launches_of(output: Path, folder: str = "launches") -> Launches:

@@ -1,4 +1,4 @@
-"""A rank that fails alone ends the run within seconds, and the run says which rank and why."""
+"""A rank that fails alone ends the run within seconds, with its name and the reason."""
 
 from __future__ import annotations
 

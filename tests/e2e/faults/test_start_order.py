@@ -1,6 +1,6 @@
 """Checks without data come before any is read, and a start that fails leaves nothing behind.
 
-The corpus of every case has a broken row, which is what a start that reads it says.
+The corpus of every case has a broken row, which a start that reads it reports.
 """
 
 from __future__ import annotations

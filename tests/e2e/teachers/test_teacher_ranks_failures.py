@@ -72,7 +72,7 @@ EXHAUSTED = "exhaust_memory()"
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that fails at one of its messages, and where the report says that it happened.
+    """A rank that fails at one of its messages, and the place that the report names.
 
     With `ranks` of each role. The first command is of step 1; the sixth is of step 6, one ahead,
     after a checkpoint of step 2. A failing rank names its own step and unit, of a killed one

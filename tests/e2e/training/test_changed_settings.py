@@ -1,4 +1,4 @@
-"""A resumed run says which settings are others, and keeps those of each start."""
+"""A resumed run lists the settings that changed, and keeps those of each start."""
 
 from __future__ import annotations
 

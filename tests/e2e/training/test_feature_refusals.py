@@ -1,4 +1,4 @@
-"""Runs with feature losses that must not go on, or not so: each says why."""
+"""Runs with feature losses that are refused, each with its reason."""
 
 from __future__ import annotations
 

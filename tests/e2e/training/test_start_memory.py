@@ -1,4 +1,4 @@
-"""A run that will not fit says so before it builds a model, in a real start of two ranks."""
+"""A run that will not fit is warned about before its models are built, in a start of two ranks."""
 
 from __future__ import annotations
 

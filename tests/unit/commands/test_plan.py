@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(
+def test_a_plan_ranks_layouts_with_the_settings_of_the_first(
     config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [
@@ -51,7 +51,7 @@ def test_a_plan_ranks_layouts_and_says_how_to_set_the_first(
     assert names == {"stage 0 (4 ranks)", "stage 1 (4 ranks)", "reading (beside a rank)"}
 
 
-def test_a_plan_says_once_which_vocabulary_it_assumes(
+def test_a_plan_names_its_assumed_vocabulary_once(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", config, "--devices", "1", "--device", "l40s", "teacher=null"]

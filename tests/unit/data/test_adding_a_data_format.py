@@ -21,7 +21,7 @@ PAGES = ["a" * (3 << 19), "zweite Seite: ä\n", "", "last"]
 
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The format, added as the page says."""
+    """The format, added as the page shows."""
     names: dict[str, Any] = {}
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     exec(compile(block, str(PAGE), "exec"), names)

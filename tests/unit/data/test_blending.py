@@ -20,7 +20,7 @@ def sample_of(source: int, number: int) -> Sample:
 
 
 class Counter:
-    """A source that says which one it is and how often it was asked."""
+    """A source whose samples hold its name and the number of its reads."""
 
     def __init__(self, source: int) -> None:
         self.source = source

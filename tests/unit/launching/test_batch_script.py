@@ -57,7 +57,7 @@ def job_words(text: str) -> list[str]:
     return shlex.split(line)
 
 
-def test_demands_are_options_of_sbatch_and_what_is_not_asked_for_is_left_out(
+def test_demands_are_options_of_sbatch_and_others_are_left_out(
     tmp_path: Path,
 ) -> None:
     found = options(script(tmp_path))

@@ -34,7 +34,7 @@ HERE = {"plan", "calibrate", "store", "data", "submit", "status"}
         ("evaluate", ("a",), "records/launches_evaluate", "a"),
     ],
 )
-def test_records_are_beside_what_a_command_reads_or_in_the_folder_that_is_given(
+def test_records_are_beside_the_inputs_of_a_command_or_in_the_given_folder(
     command: str,
     words: tuple[str, ...],
     records: str,

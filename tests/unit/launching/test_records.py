@@ -79,7 +79,7 @@ def test_no_later_job_of_a_submission_begins_after_useless_launches_or_an_error(
     assert launches.refusal("a", max_starts=3) == useless
     assert launches.refusal("a", max_starts=4) is None
     assert launches.refusal("b", max_starts=3) is None
-    # One that was told to leave says nothing of the next.
+    # One that was told to leave is no evidence about the next.
     told = Outcome(Status.UNFINISHED, "saved", 0, 2.0, next="cancelled after step 0; the same")
     write_record(launches.of(launches.all()[-1]) / "outcome.json", told)
     assert launches.refusal("a", max_starts=3) is None

@@ -179,17 +179,17 @@ def test_the_log_tells_the_warning_of_the_scheduler_from_the_job_s_own_clock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hosts, policy = Hosts(["a"], 1, {"a": "a"}, SSH, {}), Policy("python3", "s")
-    near = "says that the end of the job's time is near: saving"
+    near = "the end of the job's time is near"
     log.configure(0)
     hosts.end = time.time()
     with _Stop() as stop:
         assert _wait(hosts, ["sleep", "60"], policy, tmp_path, stop) == (-signal.SIGUSR1, True)
-    assert f"the clock {near}" in capsys.readouterr().err
+    assert f"{near} (clock): saving" in capsys.readouterr().err
     hosts.end = time.time() + 3600.0
     with _Stop() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert _wait(hosts, ["sleep", "60"], policy, tmp_path, stop) == (-signal.SIGUSR1, True)
-    assert f"a signal {near}" in capsys.readouterr().err
+    assert f"{near} (signal): saving" in capsys.readouterr().err
 
 
 def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_another(

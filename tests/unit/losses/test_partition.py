@@ -1,4 +1,4 @@
-"""Sums of each part of the tokens: what an objective of that part alone says."""
+"""Sums of each part of the tokens: those of an objective of that part alone."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_work_of_others_is_counted_and_ones_own_is_not() -> None:
     assert _own_seconds() - own > 0.2  # as an ended child its work is this process's own
 
 
-def test_a_disturbed_measurement_says_so(
+def test_a_disturbed_measurement_is_marked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)

@@ -137,7 +137,7 @@ def test_ranks_of_few_threads_leave_cores_idle() -> None:
     assert machine.shared_by(3, threads=9) == machine.shared_by(3)
 
 
-def test_gathers_and_scatters_cost_what_was_measured_beside_a_sum() -> None:
+def test_gathers_and_scatters_have_measured_costs_beside_that_of_a_sum() -> None:
     link = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=100.0, gather=2.0, scatter=3.0)
     one = 1e-4
     assert link.summed(1e9, ranks=2) == pytest.approx(one + 1.0)

@@ -63,7 +63,7 @@ def choice_of(teacher_layers: tuple[int, ...], micro_batch_size: int) -> Choice:
 
 
 @pytest.mark.parametrize(("size", "math", "code"), [(1, 0.75, 0.25), (2, 0.9375, 0.4375)])
-def test_several_teachers_add_their_weights_and_the_time_of_what_they_run_on(
+def test_several_teachers_add_their_weights_and_the_time_of_their_samples(
     size: int, math: float, code: float
 ) -> None:
     numbers = stage_numbers(SMALL, TWO, (2, 2))

@@ -1,6 +1,6 @@
 """Times and memory of the recorded steps and losses against the planner, without a model.
 
-The other peaks among the records are no steps of a plan: docs/planning.md says which they are.
+The other peaks among the records are no steps of a plan: docs/planning.md lists them.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_the_refined_device_predicts_the_measured_phases(tmp_path: Path) -> None
     assert now == pytest.approx(measured.step, rel=0.01)
 
 
-def test_a_run_of_a_cpu_refines_what_it_measured_and_a_second_one_adds_its_part() -> None:
+def test_a_run_of_a_cpu_refines_its_own_phases_and_a_second_run_further_ones() -> None:
     fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 5.0}
     cpu = DeviceProfile.model_validate(fields)
     run = run_of(llama(4, 256, 704, 8, 4, vocab_size=32_768), precision="fp32")

@@ -189,7 +189,7 @@ def test_heads_are_sent_where_one_number_of_tensor_ranks_divides_the_other(
     assert bool(found[True].fitting) == divides
 
 
-def test_the_nearest_layouts_keep_what_can_stay(ranking: Ranking) -> None:
+def test_the_nearest_layouts_change_as_little_as_possible(ranking: Ranking) -> None:
     found = ranking.fitting
     wanted = max(found, key=lambda one: one.choice.layout.tensor).choice
     ways = nearest(found, wanted, count=3)
@@ -313,7 +313,7 @@ def test_a_configured_layout_that_is_the_first_needs_no_keys(
     assert all(word.split("[")[0] in texts[1] for word in words)
 
 
-def test_times_below_a_second_have_three_digits_and_a_tie_is_said() -> None:
+def test_times_below_a_second_have_three_digits_and_a_tie_is_named() -> None:
     small = llama(2, 64, 192, 4, 2, vocab_size=512)
     run = run_of(small, teacher=small, sequence_length=128, global_batch_size=64,
                  reading_seconds=1e-5)  # fmt: skip

@@ -74,7 +74,7 @@ def test_the_softmax_of_a_cpu_takes_its_time_per_score_whatever_a_head_s_width()
     assert found.backward - plain.backward == pytest.approx(3 * scores * 1e-9, rel=1e-6)
 
 
-def test_logits_whose_rows_fall_into_the_same_cache_sets_take_what_was_measured_for_them() -> None:
+def test_logits_whose_rows_share_cache_sets_have_a_measured_cost_of_their_own() -> None:
     cpu = DEVICE.model_copy(
         update={"logit_ns": {"bf16": 1.0}, "aliased_logit_ns": {"bf16": 3.0}, "kind": "cpu"}
     )

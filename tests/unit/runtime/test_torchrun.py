@@ -16,7 +16,7 @@ from megatron_distill.runtime.torchrun import run_child, threads_per_process, to
 PATIENCE = 240.0  # nothing takes that long but a hang
 
 # A launcher with two ranks in sessions of their own, as torchrun's are. A rank writes its process
-# id, then waits; on SIGTERM it says `saved` and leaves with 0, or ignores it.
+# id, then waits; on SIGTERM it prints `saved` and leaves with 0, or ignores it.
 RANK = textwrap.dedent(
     """
     import os, pathlib, signal, sys, time

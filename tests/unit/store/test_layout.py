@@ -21,7 +21,7 @@ FORMATS = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i32": "i", "f16": "e"
 
 
 class Plain:
-    """Reads a record as the document says, without the package's layout."""
+    """Reads a record by the documented layout, without the package's layout."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content

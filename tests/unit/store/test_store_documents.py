@@ -170,7 +170,7 @@ def test_a_damaged_list_is_moved_away_and_its_records_stay(tmp_path: Path, damag
     assert "start the capture" not in problem.text
     moved = repair(store, report)
     assert [one.name for one in moved] == ([] if damage == "missing" else [documents_name(1)])
-    # The records serve whoever finds them by number, and the capture knows what to list again.
+    # Records are found by number still, and a capture lists the documents again.
     assert begin(store, settings(), samples=len(samples)).holes() == []
     assert unlisted_shards(store, plan) == [1]
     with StoreReader.open(store) as reader:

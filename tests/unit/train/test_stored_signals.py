@@ -212,7 +212,7 @@ def test_signals_shared_by_terms_stay_shared_on_a_device() -> None:
 
 
 def test_the_path_is_not_used_up(tmp_path: Path) -> None:
-    """A record read again says the same: decoding does not write into the bytes."""
+    """A record read again is the same: decoding does not write into the bytes."""
     wanted = settings(vocab_size=40)
     packed = pack(record_of(2, wanted), wanted, UID)
     before = bytes(packed)

@@ -109,13 +109,13 @@ def test_the_responses_and_their_ends_are_in_chunks_of_equal_text(
         assert all(own == other or (own, other) == ends for own, other in found)
         texts.append("".join(own for own, _ in found))
     # All responses, each with its end, and nothing of prompts and headers.
-    said = [m["content"] for row in corpus for m in row["messages"] if m["role"] == "assistant"]
+    answers = [m["content"] for row in corpus for m in row["messages"] if m["role"] == "assistant"]
     whole = "".join(texts)
     pieces = [piece.strip() for piece in whole.split(ends[0])][:-1]
     # A token may reach over the edge of a content, as a space before a word does.
-    assert len(pieces) == len(said)
+    assert len(pieces) == len(answers)
     for piece in pieces:
-        assert any(text.endswith(piece) and len(text) - len(piece) <= 4 for text in said), piece
+        assert any(text.endswith(piece) and len(text) - len(piece) <= 4 for text in answers), piece
 
 
 def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path: Path) -> None:

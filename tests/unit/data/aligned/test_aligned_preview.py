@@ -110,7 +110,7 @@ def test_a_token_in_no_chunk_among_those_of_one_is_in_its_row(tmp_path: Path, si
     assert len(cells(tables[0])) > 20
 
 
-def test_coverage_counts_what_the_samples_hold(tmp_path: Path) -> None:
+def test_coverage_counts_the_tokens_of_the_samples(tmp_path: Path) -> None:
     found, student, teacher = samples(tmp_path, 4)
     sides = (TokenBytes(student), TokenBytes(teacher))
     total = Coverage()

@@ -88,7 +88,7 @@ def test_chunks_are_the_same_text_in_both_tokenizers(
         shared += int((sides[0][0] != NO_CHUNK).sum())
         labels += int((sample.flags_S1 > 0)[1:].sum())
     assert chunks > 100
-    # What is missing are the labels at the beginnings of documents.
+    # Labels at the beginnings of documents are missing.
     assert shared > 0.85 * labels
 
 

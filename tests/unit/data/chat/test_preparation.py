@@ -213,7 +213,7 @@ def test_workers_prepare_the_same_as_one_process(tmp_path: Path) -> None:
         "{% for c in m.tool_calls or [] %}{{ '{' + c.function.arguments + '}' }}{% endfor %}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    rows = [{"messages": tool_dialogue(says=None, also=["why " * 900, "so"])} for _ in range(400)]
+    rows = [{"messages": tool_dialogue(answer=None, also=["why " * 900, "so"])} for _ in range(400)]
     path = write_rows(tmp_path / "a.jsonl", rows)
     assert path.stat().st_size > 1 << 20  # several blocks
     spec = ConversationSpec(chat_template=str(template))

@@ -158,20 +158,20 @@ def test_plain_turns_are_ended_by_an_end_of_document_that_is_not_special() -> No
 
 
 @pytest.mark.parametrize(
-    ("style", "says"),
+    ("style", "answer"),
     [
         ("llama3", None), ("llama3", ""), ("llama3", "Wait."), ("phi3", None), ("gemma", ""),
         ("mistral", "Wait."), ("generation_blocks", None),
     ],
 )  # fmt: skip
 def test_calls_that_the_template_does_not_write_are_refused_by_name(
-    style: str, says: str | None
+    style: str, answer: str | None
 ) -> None:
     refusal = "message 1: the chat template does not write its tool calls; set"
     if style in ("gemma", "mistral"):
         refusal = "roles must alternate"
     with pytest.raises(BadConversationError, match=refusal):
-        ResponseFinder(template_of(style)).find(tool_dialogue(says=says), TOOLS)
+        ResponseFinder(template_of(style)).find(tool_dialogue(answer=answer), TOOLS)
 
 
 def test_the_second_of_two_calls_must_be_written_too() -> None:
@@ -195,7 +195,7 @@ def test_a_text_that_the_template_does_not_write_is_refused_by_name() -> None:
 def test_arguments_that_a_template_refuses_as_an_object_are_given_as_text(
     content: str | None, arguments: Any
 ) -> None:
-    messages = tool_dialogue(says=content)
+    messages = tool_dialogue(answer=content)
     messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
     before = deepcopy(messages)
     one = finder(AS_TEXT, ("<|end|>", "<|call|>", "<|done|>", *_ROLES))
@@ -206,7 +206,7 @@ def test_arguments_that_a_template_refuses_as_an_object_are_given_as_text(
 
 def test_a_null_is_given_to_the_template_and_never_written() -> None:
     one = finder(WRITES_NULL, ("<|end|>", *_ROLES))
-    assert responses(one, tool_dialogue(says=None), TOOLS) == [
+    assert responses(one, tool_dialogue(answer=None), TOOLS) == [
         ' {"city": "Paris"}<|end|>',
         "It is.<|end|>",
     ]
@@ -214,5 +214,5 @@ def test_a_null_is_given_to_the_template_and_never_written() -> None:
         "+ message.content | string",
         "+ (message.content if message.content is not none else '(no text)')",
     )
-    asked = finder(tells, ("<|end|>", *_ROLES)).find(tool_dialogue(says=None), TOOLS)
+    asked = finder(tells, ("<|end|>", *_ROLES)).find(tool_dialogue(answer=None), TOOLS)
     assert '<|assistant|>(no text) {"city": "Paris"}<|end|>' in asked.text

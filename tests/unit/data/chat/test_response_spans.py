@@ -61,7 +61,7 @@ MARKED = {
     ),
     "qwen25, a text and a tool call": (
         "qwen25",
-        tool_dialogue(says="Wait."),
+        tool_dialogue(answer="Wait."),
         QWEN_SYSTEM + "<|im_end|>\n<|im_start|>user\nIs it sunny?<|im_end|>\n"
         f"<|im_start|>assistant\n[*Wait.\n{CALL}<|im_end|>*]\n<|im_start|>user\n{RESULT}"
         "<|im_end|>\n<|im_start|>assistant\n[*It is.<|im_end|>*]\n",

@@ -114,8 +114,8 @@ def test_the_last_box(text: str, inside: str | None) -> None:
 def test_answers_of_mathematics_by_their_text(pair: answers.Pair) -> None:
     box = f"\\boxed{{{pair.wanted}}}"
     assert hendrycks_math(f"so ${pair.found}$", box) == pair.by_hendrycks
-    said = f"Final Answer: The final answer is ${pair.found}$. I hope it is correct. Problem"
-    assert minerva_math(said, box) == pair.by_minerva
+    written = f"Final Answer: The final answer is ${pair.found}$. I hope it is correct. Problem"
+    assert minerva_math(written, box) == pair.by_minerva
     assert not minerva_math(f"${pair.found}$", box)
 
 

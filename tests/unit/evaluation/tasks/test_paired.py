@@ -33,7 +33,7 @@ def test_the_error_is_that_of_the_differences_of_pairs() -> None:
     assert found["n"] == 4000
 
 
-def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_true_difference_at_its_nominal_rate() -> None:
     generator = np.random.default_rng(5)
     covered = 0
     for _ in range(200):

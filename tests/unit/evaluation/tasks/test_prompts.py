@@ -302,7 +302,7 @@ WRONG += [
 
 
 @pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=lambda one: str(one)[:30])
-def test_errors_say_which_task_file_and_key(
+def test_errors_name_the_task_file_and_key(
     tmp_path: Path, changes: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     rows = [{"q": f"Is {n} odd?", "right": ["no", "yes"][n % 2]} for n in range(3)]

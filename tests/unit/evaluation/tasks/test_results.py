@@ -178,7 +178,7 @@ def test_perplexities_that_are_no_numbers_are_null(tmp_path: Path) -> None:
             assert found["bits_per_byte"] > 0
 
 
-def test_results_of_generated_texts_have_what_qualifies_them(tmp_path: Path) -> None:
+def test_results_of_generated_texts_have_their_reservations(tmp_path: Path) -> None:
     """Shares with errors, texts that were cut, not judged in time or at all, and versions."""
     files = lines(
         tmp_path / "a.jsonl", [{"q": f"{n}?", "a": str(n), "kind": n % 2} for n in range(4)]

@@ -91,14 +91,14 @@ def written(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_entries_say_the_shape_without_transformers(tmp_path: Path, name: str) -> None:
+def test_published_entries_give_the_shape_without_transformers(tmp_path: Path, name: str) -> None:
     kind = name.partition(" ")[0].strip(",")
     folder = folder_of(tmp_path, {**SIZES, **PUBLISHED[name], "model_type": kind})
     assert written(folder) == describe(folder).architecture
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_entries_that_transformers_writes_say_the_same_shape(tmp_path: Path, name: str) -> None:
+def test_entries_that_transformers_writes_give_the_same_shape(tmp_path: Path, name: str) -> None:
     import transformers
 
     kind, settings = MODELS[name]
