@@ -74,10 +74,10 @@ def steps() -> dict[str, list[float]]:
 
 
 @cache
-def losses(record: str) -> dict[tuple[str, str, str], tuple[float, float, float]]:
-    """Median, best and extra memory of each case, loss and subject of a record."""
+def losses() -> dict[tuple[str, str, str], tuple[float, float, float]]:
+    """Median, best and extra memory of each case, loss and subject."""
     found, case = {}, ""
-    for line in (RESULTS / record).read_text(encoding="utf-8").splitlines():
+    for line in (RESULTS / "losses.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## v"):
             case = line.removeprefix("## ")
         row = cells(line)
@@ -107,7 +107,7 @@ def test_the_losses_are_those_of_the_record(page: Path) -> None:
     for name, *figures in found:
         # Three speeds are of prepared memory, two of a plain loop; a table may end with memory.
         in_turns = len(figures) == len(CASES) + 2
-        record = losses("losses_without_compiler.md" if in_turns else "losses_plain_loop.md")
+        record = losses()
         loss, ours, peer, ranks = LOSSES[name]
         speeds, memory = (figures[:3], figures[3:]) if in_turns else (figures[:2], figures[2:])
         timed = loss if in_turns else f"{loss}, plain loop"
