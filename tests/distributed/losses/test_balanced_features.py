@@ -47,7 +47,7 @@ CASES: dict[str, tuple[int, Setting]] = {
     "norms, TP2+sequence x PP2": (4, replace(NORMS, layout={**SEQUENCE, **PP2})),
     "norms, CP2xPP2": (4, replace(NORMS, layout={"context": 2, **PP2}, recompute="full")),
 }
-QUICK = ("TP2+sequence x PP2", "norms, TP2+sequence x PP2")
+QUICK = ("TP2+sequence x PP2",)
 
 
 def oracle(

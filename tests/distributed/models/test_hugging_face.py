@@ -29,13 +29,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2xEP2": (4, {"tensor": 2, "sequence": True, "expert": 2}),
     "PP2xEP2": (4, {"pipeline": 2, "expert": 2}),
 }
-# One of each kind of rules, and its layout in the fast tests: windows, biases and two KV heads;
-# fused matrices; post norms; transposed; experts in every layer with a shared one, of which a rank
-# has a half; experts in some layers.
-OFTEN = {
-    "qwen2, windows": "TP4", "phi3": "TP2xPP2", "gemma3": "TP2xPP2", "gpt2": "TP2xPP2",
-    "qwen2_moe": "TP2xEP2", "glm4_moe": "PP2xEP2",
-}  # fmt: skip
+# One of each kind of rules: windows, biases and two KV heads; fused matrices; post norms;
+# transposed; experts in every layer with a shared one, of which a rank has a half, or in some.
+KINDS = ("qwen2, windows", "phi3", "gemma3", "gpt2", "qwen2_moe", "glm4_moe")
+QUICK = {"gemma3": "TP2xPP2", "gpt2": "TP2xPP2", "glm4_moe": "PP2xEP2"}  # in the fast tests
 
 
 def all_cases() -> list[Any]:
@@ -43,10 +40,10 @@ def all_cases() -> list[Any]:
     cases = []
     for name in MODELS:
         layouts = ["TP2xEP2", "PP2xEP2"] if name in WITH_EXPERTS else ["TP2xPP2"]
-        if name in OFTEN and name not in WITH_EXPERTS:
+        if name in KINDS and name not in WITH_EXPERTS:
             layouts.append("TP4")
         for layout in layouts:
-            marks = () if layout == OFTEN.get(name) else pytest.mark.slow
+            marks = () if layout == QUICK.get(name) else pytest.mark.slow
             cases.append(pytest.param(name, *LAYOUTS[layout], marks=marks, id=f"{name}-{layout}"))
     return cases
 
@@ -163,7 +160,7 @@ def convert(rank: int, world: int, folder: Path, out: Path) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", quick_and_slow(MODELS, OFTEN))
+@pytest.mark.parametrize("name", quick_and_slow(MODELS, QUICK))
 def test_the_tool_s_import_and_export_are_inverse(pool: Pool, tmp_path: Path, name: str) -> None:
     folder = save_model(tmp_path / "hf", name)
     pool.run(3, convert, folder, tmp_path)

@@ -31,14 +31,10 @@ def plain(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) 
     return path, run(pool, 1, path, tmp_path_factory.mktemp("plain"), *SHORT, WIDE)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "student", "teacher"),
-    [
-        pytest.param(1, 304, 400, marks=pytest.mark.slow),
-        (2, 600, 301),
-        pytest.param(4, 320, 1100, marks=pytest.mark.slow),
-    ],
-)  # four ranks share two KV heads
+@pytest.mark.slow
+@pytest.mark.parametrize(  # four ranks share two KV heads
+    ("tensor", "student", "teacher"), [(1, 304, 400), (2, 600, 301), (4, 320, 1100)]
+)
 def test_the_padding_of_either_model_changes_nothing(
     pool: Pool, plain: Any, tmp_path: Path, tensor: int, student: int, teacher: int
 ) -> None:

@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[str, Run, Run]] = {
     "EP2xDP2 to TP2xEP2": ("moe", (4, (EXPERT,)), (4, (TENSOR, SEQUENCE, EXPERT))),
     "TP2xEP2 to DP2, whole": ("moe", (4, (TENSOR, SEQUENCE, EXPERT, WHOLE)), (2, (WHOLE,))),
 }  # fmt: skip
-QUICK = ("DP4 to TP2xPP2, bf16", "TP2xDP2 whole to PP2xDP2")
+QUICK = ("DP4 to TP2xPP2, bf16",)
 
 
 def expected(shard: Shard) -> Tensor:
