@@ -124,6 +124,7 @@ class LiveStorages(TorchDispatchMode):
         self.current = 0
         self.peak = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
         # Held, so that no later storage gets the address of one of these.
         with warnings.catch_warnings():
             # Listing all objects includes deprecated ones of torch, which warn on access.
@@ -131,6 +132,12 @@ class LiveStorages(TorchDispatchMode):
             tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
         self._before = [tensor.untyped_storage() for tensor in tensors]
         self._known = {storage.data_ptr() for storage in self._before}
+
+    @property
+    def held(self) -> int:
+        """The bytes that are alive now; a storage that was emptied has none."""
+        alive = [storage for one in self._alive.values() if (storage := one()) is not None]
+        return sum(storage.nbytes() for storage in alive)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -148,8 +155,14 @@ class LiveStorages(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address, size = storage.data_ptr(), storage.nbytes()
-        if size == 0 or address in self._known:
+        if size == 0:
             return
+        if address in self._known:
+            before = self._alive[address]() if address in self._alive else None
+            if before is None or before.data_ptr() == address:
+                return
+            # That one was emptied, and its memory is another's now.
+            self.current -= self._sizes[address]
 
         def gone(_: object) -> None:
             self._known.discard(address)
@@ -158,6 +171,7 @@ class LiveStorages(TorchDispatchMode):
 
         self._known.add(address)
         self._alive[address] = weakref.ref(storage, gone)
+        self._sizes[address] = size
         self.current += size
         self.peak = max(self.peak, self.current)
 

@@ -145,13 +145,25 @@ class SlurmJob:
     def requeue(self, *, without: Sequence[str], silent: Sequence[str]) -> str | None:
         """Put the job back into its queue, to start on other nodes than `without`.
 
-        Returns the reason where Slurm refuses. The job ends soon after.
+        A silent one may be back: it is not excluded where the partition has too few others. Returns
+        the reason where Slurm refuses, or where the job would wait for ever. The job ends soon
+        after.
         """
-        del silent  # Slurm finds out by itself whether a node is there
-        excluded = [*_excluded(self.shown), *without] if without else []
+        job, lack, added = _shown(self.shown), None, list(without)
+        if added:
+            lack = _lack(job, added, wanted=len(self.nodes))
+        if lack is not None and not set(added).isdisjoint(silent):
+            _LOGGER.warning("%s: a node that has not answered may be back", lack)
+            added = [node for node in without if node not in silent]
+            lack = _lack(job, added, wanted=len(self.nodes)) if added else None
+        if lack is not None:
+            return (
+                f"{lack}: repair {'it' if len(added) == 1 else 'them'}, remove the lines in "
+                "`launches/bad_nodes`, and submit the job again"
+            )
         failure = _failure("scontrol", "requeue", self.shown)
-        if failure is None and excluded:
-            nodes = f"ExcNodeList={','.join(excluded)}"
+        if failure is None and added:
+            nodes = f"ExcNodeList={','.join([*_excluded(job), *added])}"
             # Slurm now ends all processes of the job, and takes this only of a job that waits.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             refused = _failure("scontrol", "update", f"JobId={self.shown}", nodes)
@@ -160,7 +172,10 @@ class SlurmJob:
         return None if failure is None else f"{failure}; submit the job again"
 
     def exclude_later(self, nodes: Sequence[str]) -> None:
-        """Let waiting jobs of the same script and words start on other nodes than these."""
+        """Let waiting jobs of the same script and words start on other nodes than these.
+
+        Not where the partition has too few others, so that none waits for ever.
+        """
         try:
             own = _answer("squeue", "--noheader", f"--jobs={self.job}", "--format=%o")
             user = f"--user={os.getuid()}"
@@ -173,8 +188,13 @@ class SlurmJob:
         command = own.partition("\n")[0].strip()  # an array has a line for each of its tasks
         found = [line.strip().partition(" ") for line in waiting.splitlines()]
         for later in [name for name, _, its in found if command and its == command]:
-            excluded = ",".join([*_excluded(later), *nodes])
-            refused = _failure("scontrol", "update", f"JobId={later}", f"ExcNodeList={excluded}")
+            job = _shown(later)
+            refused = _lack(job, nodes, wanted=len(self.nodes))
+            if refused is None:
+                excluded = ",".join([*_excluded(job), *nodes])
+                refused = _failure(
+                    "scontrol", "update", f"JobId={later}", f"ExcNodeList={excluded}"
+                )
             if refused is not None:
                 _LOGGER.warning("job %s does not exclude %s: %s", later, ", ".join(nodes), refused)
 
@@ -187,13 +207,38 @@ class SlurmJob:
         return bool(_RUNNING & set(found.split()))
 
 
-def _excluded(job: str) -> list[str]:
-    """Return the nodes that a job excludes so far, as Slurm writes them."""
+def _shown(job: str) -> Mapping[str, str]:
+    """Return the fields of a job, none where Slurm gives no answer."""
     with suppress(ConfigError):
-        found = _fields(_answer("scontrol", "show", "job", job, "--oneliner"))
-        known = found.get("ExcNodeList", "(null)")
-        return [] if known == "(null)" else [known]
-    return []
+        return _fields(_answer("scontrol", "show", "job", job, "--oneliner"))
+    return {}
+
+
+def _excluded(job: Mapping[str, str]) -> list[str]:
+    """Return the nodes that a job excludes so far, as Slurm writes them."""
+    known = job.get("ExcNodeList", "(null)")
+    return [] if known == "(null)" else [known]
+
+
+def _lack(job: Mapping[str, str], nodes: Sequence[str], *, wanted: int) -> str | None:
+    """Return how many nodes a job's partition has besides these, where they are too few.
+
+    None: they are enough, or Slurm does not say. Nodes that are down count: they may be back.
+    """
+    partition, excluded = job.get("Partition"), ",".join([*_excluded(job), *nodes])
+    if partition is None:
+        return None
+    try:
+        there = _answer(
+            "sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"
+        ).split()
+        names = _answer("scontrol", "show", "hostnames", excluded).split()
+    except ConfigError:
+        return None
+    left = len(set(there) - set(names))
+    if not there or left >= wanted:
+        return None
+    return f"{left} of {wanted} nodes are left in partition {partition} without {', '.join(nodes)}"
 
 
 def _answer(*command: str) -> str:

@@ -213,7 +213,9 @@ class OwnTokens(MoETokenDispatcher):
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
         """Return the sums [n, H] over each token's experts."""
-        return _FromExperts.apply(rows, self.places)
+        places = self.places
+        del self.places  # two numbers a row, which only a backward pass keeps
+        return _FromExperts.apply(rows, places)
 
     def token_combine(self, tokens: Tensor) -> Tensor:
         """Return the tokens: no other rank has a part of them."""
@@ -254,7 +256,9 @@ class SentTokens(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Return the sums over each token's experts, in the shape in which the tokens came."""
-        sums_nH: Tensor = _FromExperts.apply(permutated_local_input_tokens, self.places)
+        places = self.places
+        del self.places
+        sums_nH: Tensor = _FromExperts.apply(permutated_local_input_tokens, places)
         return sums_nH.view(self.hidden_shape)
 
 

@@ -59,7 +59,14 @@ def layer_bytes(
     # The output of a post norm goes into a sum, which saves nothing.
     norms = 2 * hidden * width * across
     inputs = count * norm_input(shape, width, is_fused=is_fused) * across
-    scores = _core_attention(shape, width / split, is_fused=is_fused)
+    again = choice.recompute == "selective" and "attention" in choice.modules
+    scores = _core_attention(
+        shape,
+        width,
+        split=split,
+        is_fused=is_fused,
+        holds_part=layout.context > 1 and not again,
+    )
     if has_experts:
         inner = _experts(run, choice, is_fused=is_fused)
     else:
@@ -71,10 +78,12 @@ def layer_bytes(
         return LayerBytes(saved, hidden * width * across, saved)
     if choice.recompute != "selective":
         return LayerBytes(saved, saved, 0.0)
+    # A norm that is computed again keeps its input, the stream; post norms are not.
+    beside = norm_input(shape, width, is_fused=is_fused) - hidden * width
     dropped = {
         "attention": scores[1],
         "mlp": inner,
-        "layernorm": norms,
+        "layernorm": norms + 2 * beside * across,
     }
     gone = sum(dropped[module] for module in choice.modules)
     return LayerBytes(saved, saved - gone, max(dropped[module] for module in choice.modules))
@@ -87,21 +96,33 @@ def norm_input(shape: Architecture, width: int, *, is_fused: bool) -> float:
     return 2 * _FP32 * shape.hidden_size + _FP32
 
 
-def _core_attention(shape: Architecture, width: float, *, is_fused: bool) -> tuple[float, float]:
-    """Return the bytes around the scores, and those that recomputing the core attention drops."""
-    queries = shape.num_attention_heads * shape.head_size
-    keys = shape.num_kv_heads * shape.head_size
+def _core_attention(
+    shape: Architecture, width: int, *, split: int, is_fused: bool, holds_part: bool
+) -> tuple[float, float]:
+    """Return the bytes around the scores, and those that recomputing the core attention drops.
+
+    split: ranks that divide the heads. holds_part: keys and values are a copy of this rank's, of
+    which the whole is gathered again (models/context_keys.py).
+    """
+    heads, groups = shape.num_attention_heads, shape.num_kv_heads
+    queries, keys = heads * shape.head_size, groups * shape.head_size
     joint = queries + 2 * keys
     around = queries  # the input of the output projection
+    angles = normed = 0
     if shape.positions == "rope":
         # Turned queries and keys, and the values: alone, or as a view of the joint projection.
-        around += queries + keys + (keys if is_fused else joint)
-        around += 0 if is_fused else 4 * shape.head_size  # cosines and sines
+        around += queries + keys + (keys if is_fused or holds_part else joint)
+        angles = 0 if is_fused else 4 * shape.head_size * width  # cosines and sines
     else:
-        around += joint
+        around += joint + (2 * keys if holds_part else 0)
     if shape.qk_norm:
-        around += queries + keys if is_fused else 2 * queries + keys
-    return around * width, _FP32 * shape.num_attention_heads
+        # Their inputs, of which only the queries are copies. Of torch's RMSNorm the quotients too,
+        # and below fp32 the inputs in fp32.
+        normed = (queries + (keys if is_fused else 0)) * width
+        if not is_fused and shape.norm != "layernorm":
+            normed = _FP32 * (2 * (queries + keys) - (keys if width == _FP32 else 0))
+        normed += _FP32 * (heads + groups)
+    return (around * width + normed) / split + angles, _FP32 * heads / split
 
 
 def _feed_forward(shape: Architecture, inner: int, *, is_fused: bool) -> float:

@@ -45,6 +45,10 @@ _IMBALANCE: Final = 1.2
 # read and written for the gradient; the teacher's are read for both.
 _STUDENT_LOGIT_PASSES: Final = 3
 _TEACHER_LOGIT_PASSES: Final = 2
+# A choice of ids (ops/topk.py) reads the logits for statistics and for maxima of segments, copies
+# them without the chosen ones, and reads that. A sort has 16 passes over 8 bytes of each number.
+_CHOICE_PASSES: Final = 5
+_SEGMENT, _SORT_BYTES = 32, 16 * 8
 
 
 @dataclass(frozen=True)
@@ -406,13 +410,13 @@ def head_passes(
     rank: Rank,
     *,
     chunks: int,
-    chooses: bool = False,
+    chosen: int = 0,
 ) -> Passes:
     """Return the time of the heads and the losses of a micro-batch on the last stage.
 
     teacher: its head runs here too; None: there is none, or its answers are ready. student None:
-    the teacher's head alone. chunks: of the logits, each with one exchange of statistics. chooses:
-    the most probable ids are chosen, for a store or a message; there is no loss.
+    the teacher's head alone. chunks: of the logits, each with one exchange of statistics. chosen:
+    so many most probable ids, for a store or a message; there is no loss then.
     """
     forward = backward = 0.0
     split = rank.layout.tensor
@@ -424,7 +428,7 @@ def head_passes(
         forward += rank.product(rows, shape.hidden_size, columns, count=chunks)
         if shape is student:
             backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
-        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chooses=chooses)
+        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=chosen)
     statistics, edge, back = _head_messages(student, rank, chunks=chunks)
     return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
 
@@ -464,17 +468,20 @@ def measuring_passes(
 
 
 def _logit_seconds(
-    rank: Rank, columns: float, *, passes: int, chunks: int, chooses: bool = False
+    rank: Rank, columns: float, *, passes: int, chunks: int, chosen: int = 0
 ) -> float:
     """Return the time of a micro-batch's logits of one model, without products.
 
-    In the losses, or in a choice of the most probable ids.
+    In the losses, or in a choice of so many most probable ids.
     """
     logits = rank.tokens * columns
-    measured = rank.device.logit_seconds(rank.precision, columns, chooses=chooses)
+    measured = rank.device.logit_seconds(rank.precision, columns, chooses=chosen > 0)
     if measured is not None:
         return logits * measured
-    return rank.passes(logits * rank.width * passes, kernels=chunks)
+    sorted_numbers = rank.tokens * (columns / _SEGMENT + _SEGMENT * chosen) if chosen else 0.0
+    passes = _CHOICE_PASSES if chosen else passes
+    byte_count = logits * rank.width * passes + sorted_numbers * _SORT_BYTES
+    return rank.passes(byte_count, kernels=chunks)
 
 
 def _head_messages(

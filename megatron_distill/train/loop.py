@@ -87,7 +87,10 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class LoopInputs:
-    """Inputs of the loop; the loader and the run state are its only mutable parts."""
+    """Inputs of the loop; the loader and the run state are its only mutable parts.
+
+    logged_validation: the figures of the resumed step's, where the log has them.
+    """
 
     state: RunState
     teacher: Teacher | None
@@ -102,6 +105,7 @@ class LoopInputs:
     device: torch.device
     memory: PeakMemory
     evaluation: RunEvaluation | None = None
+    logged_validation: Mapping[str, object] | None = None
 
 
 class _Vote(IntEnum):
@@ -117,7 +121,8 @@ def train(
 ) -> bool:
     """Train from the state's step to the plan's last; return whether it got there.
 
-    An evaluation that an earlier start owes comes first, also where no step is left.
+    A validation and an evaluation that an earlier start owes come first, the latter also where no
+    step is left.
     A termination signal on any rank ends the loop after the current step, which is saved.
     Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
     the log can no longer be written.
@@ -151,7 +156,7 @@ def _train(
     """Step until the last step or until a signal; return whether a signal was the reason."""
     state, timers = parts.state, parts.state.student.timers
     watch = ClampWatch(parts.balancing.ratios.clamp)
-    stopping = _evaluated_before(parts, plan, log)
+    stopping = _measured_before(parts, plan, log)
     first = state.step + 1
     while state.step < plan.steps and not stopping:
         step = state.step + 1
@@ -200,12 +205,13 @@ def _tell_start(clock: StartClock, state: RunState, seconds: float) -> None:
         _LOGGER.info("%s", line)
 
 
-def _evaluated_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
-    """Evaluate tasks before the first step of this start; return whether a signal ended it.
+def _measured_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
+    """Measure what an earlier start owes before the first step; return whether a signal ended it.
 
-    A step whose evaluation is made up may be the best: it is saved again, as the best.
+    A step whose measures are made up may be the best: it is saved again, as the best.
     """
     state, found = parts.state, Evaluated()
+    measures = _validated_before(parts, plan, log)
     if parts.evaluation is not None:
         is_last = state.step == plan.steps
         try:
@@ -213,7 +219,8 @@ def _evaluated_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
                 found = parts.evaluation.before_training(state.step, is_last=is_last)
         except Interrupted:
             return True
-    if state.step and state.note_best(plan.best, named_measures(found.results)) and plan.save:
+    measures |= named_measures(found.results)
+    if state.step and state.note_best(plan.best, measures) and plan.save:
         state.save(parts.loader)
     if found.results:
         # Logged last: a start that is killed before evaluates again.
@@ -222,6 +229,37 @@ def _evaluated_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
         done = f"{counted(state.step, 'step')} {'is' if state.step == 1 else 'are'} done"
         _LOGGER.info("nothing to do: %s, train.steps is %d", done, plan.steps)
     return False
+
+
+def _validated_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> dict[str, float]:
+    """Return the measures of the resumed step's validation, made up where none is logged.
+
+    A stop saves before it validates, and a kill may end it there, or before it saves the best.
+    """
+    step = parts.state.step
+    if not 0 < step < plan.steps or not _validates(parts, plan, step):
+        return {}
+    if parts.logged_validation is not None:
+        return _validation_measures(parts.logged_validation)
+    return _validated(parts, plan, log)
+
+
+def _validated(parts: LoopInputs, plan: LoopPlan, log: _Log) -> dict[str, float]:
+    """Validate after the state's step, log the figures, and return the measures by name."""
+    began = time.perf_counter()
+    validation = _validation(parts)
+    seconds = time.perf_counter() - began
+    log.write({"step": parts.state.step, "validation": validation, "validation_seconds": seconds})
+    found = _validation_measures(validation)
+    missing = "" if plan.best is None else plan.best.missing_figure(found)
+    if missing and torch.distributed.get_rank() == 0:
+        _LOGGER.warning("%s", missing)
+    return found
+
+
+def _validation_measures(validation: Mapping[str, object]) -> dict[str, float]:
+    numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
+    return {f"validation.{name}": value for name, value in numbers.items()}
 
 
 def _measures(
@@ -234,15 +272,7 @@ def _measures(
     found: dict[str, float] = {}
     is_end = step == plan.steps
     if _validates(parts, plan, step):
-        began = time.perf_counter()
-        validation = _validation(parts)
-        seconds = time.perf_counter() - began
-        log.write({"step": step, "validation": validation, "validation_seconds": seconds})
-        numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
-        found |= {f"validation.{name}": value for name, value in numbers.items()}
-        missing = "" if plan.best is None else plan.best.missing_figure(found)
-        if missing and torch.distributed.get_rank() == 0:
-            _LOGGER.warning("%s", missing)
+        found |= _validated(parts, plan, log)
     evaluation = parts.evaluation
     if evaluation is None or stopping:  # a signal came before it began
         return found, False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -116,3 +119,23 @@ def evaluating(student: Student) -> Iterator[None]:
         for chunk in gathered:
             if not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()
+
+
+def logged_records(log: Path, kind: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the records of a log of metrics that have this key, of whole lines alone."""
+    if not log.is_file():
+        return
+    for line in log.read_text(encoding="utf-8").split("\n")[:-1]:
+        if f'"{kind}"' in line:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill; the log drops it
+            if isinstance(record, dict) and kind in record:
+                yield record
+
+
+def logged_validation(log: Path, step: int) -> Mapping[str, Any] | None:
+    """Return the figures of a step's validation in a log of metrics, None where it has none."""
+    of_step = (one for one in logged_records(log, "validation") if one["step"] == step)
+    return next((one["validation"] for one in of_step), None)

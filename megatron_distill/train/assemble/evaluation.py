@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -68,7 +67,7 @@ from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.resting import HostWeights, RestingTeacher
 from megatron_distill.train.teachers.several import SeveralTeachers
-from megatron_distill.train.validation import evaluating
+from megatron_distill.train.validation import evaluating, logged_records
 
 __all__ = [
     "ModelRole",
@@ -128,16 +127,11 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
 
 def _logged(path: Path) -> frozenset[tuple[str, int]]:
     """Return the roles and steps of the evaluations in a log."""
-    found = set()
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for line in lines:
-        if '"evaluation"' in line:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill; the log drops it
-            found |= {(role, record["step"]) for role in record.get("evaluation", ())}
-    return frozenset(found)
+    return frozenset(
+        (role, record["step"])
+        for record in logged_records(path, "evaluation")
+        for role in record["evaluation"]
+    )
 
 
 def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:

@@ -60,6 +60,7 @@ from megatron_distill.train.start_clock import StartClock
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.several import on_own_ranks
 from megatron_distill.train.throughput import PeakMemory
+from megatron_distill.train.validation import logged_validation
 
 _LOGGER = get_logger(__name__)
 
@@ -136,6 +137,8 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         state.balance = balancing.resumed(state.balance)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     note_start(config, resumed=newest)
+    log = Path(config.output) / "metrics.jsonl"
+    logged = from_first_rank(lambda: logged_validation(log, state.step))
     if state.step < config.train.steps:
         _LOGGER.info("%s", opened_run_banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
@@ -161,6 +164,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         device=device,
         memory=PeakMemory(device),
         evaluation=evaluation,
+        logged_validation=logged,
     )
     return parts, loop_plan(config)
 

@@ -95,16 +95,26 @@ class _KilledError(Exception):
     """Ends a run as a kill does."""
 
 
-def killed_while_it_validates(
-    rank: int, world: int, config_path: Path, overrides: Sequence[str], step: int
+def killed_beside_a_validation(
+    rank: int, world: int, config_path: Path, overrides: Sequence[str], step: int, place: str
 ) -> None:
+    """Train until a signal in `step`; a kill ends its validation, or what follows it."""
     from megatron_distill.train import loop
+    from megatron_distill.train.run_state import RunState
 
-    def end(_: Any) -> Any:
+    def end(*_: Any) -> Any:
         raise _KilledError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_validation", end)
+        if place == "in it":
+            patch.setattr(loop, "_validation", end)
+        else:
+            noted = RunState.note_best
+            patch.setattr(
+                RunState,
+                "note_best",
+                lambda state, *others: (end if state.step == step else noted)(state, *others),
+            )
         with pytest.raises(_KilledError):
             train_here(rank, world, config_path, overrides, step)
 
@@ -114,8 +124,30 @@ def test_a_step_with_a_signal_is_saved_before_it_is_validated(
 ) -> None:
     config = inputs.folder / "dense.yaml"
     words = [f"output={tmp_path}", *COMMON]
-    pool.run(1, killed_while_it_validates, config, words, 3, timeout=SECONDS)
+    pool.run(1, killed_beside_a_validation, config, words, 3, "in it", timeout=SECONDS)
     assert checkpoints(tmp_path) == ["step_0000003"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "logged"), [("in it", []), ("after it", [3])])
+def test_a_validation_that_a_kill_ended_is_made_up_by_the_next_start(
+    pool: Pool, inputs: Inputs, tmp_path: Path, place: str, logged: list[int]
+) -> None:
+    """A signal saves the step first; its validation is the best, which no checkpoint knows."""
+    config = inputs.folder / "dense.yaml"
+    best = "checkpoint.keep_best={metric: validation.ce_loss, mode: max}"
+    words = (*COMMON, *DROPOUT, best, "checkpoint.keep=1")
+    expected = run(pool, 1, config, tmp_path / "whole", *words)
+    cut = tmp_path / "cut"
+    arguments = [f"output={cut}", *words]
+    pool.run(1, killed_beside_a_validation, config, arguments, 3, place, timeout=SECONDS)
+    assert checkpoints(cut) == ["step_0000003"]
+    assert [record["step"] for record in validations(cut)] == logged
+    assert course(run(pool, 1, config, cut, *words)) == course(expected)
+    assert validations(cut) == validations(tmp_path / "whole")
+    assert [record["step"] for record in validations(cut)] == [3, 6]
+    held = ["best.json", "step_0000003", "step_0000006"]
+    assert checkpoints(cut) == checkpoints(tmp_path / "whole") == held
 
 
 @pytest.mark.slow

@@ -17,6 +17,20 @@ esac
 """
 
 
+PARTITION = """#!/bin/sh
+echo "$@" >> {log}
+case "$1 $2" in
+    "show job") echo "JobId=$3 Partition=gpu ExcNodeList={excluded} NodeList=n1,n2" ;;
+    "show hostnames") echo "$3" | tr , '\\n' ;;
+esac
+"""
+
+
+SINFO = """#!/bin/sh
+test "$*" = "--noheader --Node --partition=gpu --format=%N" && printf 'n1\\nn2\\nn3\\nn2\\n'
+"""
+
+
 SQUEUE = """#!/bin/sh
 case "$*" in
     *--jobs=7*) echo "/runs/a/job.sbatch a b" ;;
@@ -26,6 +40,26 @@ case "$*" in
         echo "12_3 /runs/a/job.sbatch a b" ;;
 esac
 """
+
+
+def programs(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    scontrol: str,
+    excluded: str = "(null)",
+    failing: str = "none",
+    **others: str,
+) -> Path:
+    """Put programs of Slurm into a folder on the path; returns the log of scontrol's calls."""
+    log = folder / "log"
+    log.touch()
+    texts = {"scontrol": scontrol.format(log=log, excluded=excluded, failing=failing), **others}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return log
 
 
 def test_a_job_knows_its_end_and_its_wait_in_the_queue(
@@ -62,10 +96,7 @@ def test_a_requeued_job_excludes_bad_nodes_beside_those_that_it_excluded_before(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program, log = tmp_path / "scontrol", tmp_path / "log"
-    program.write_text(SCONTROL.format(log=log, excluded=excluded, failing=failing))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    log = programs(tmp_path, monkeypatch, scontrol=SCONTROL, excluded=excluded, failing=failing)
     job = SlurmJob("7", "7", 0, ("n1", "n2"), None)
     assert (job.requeue(without=without, silent=[]) is not None) == refusal
     calls = log.read_text().splitlines()
@@ -73,19 +104,57 @@ def test_a_requeued_job_excludes_bad_nodes_beside_those_that_it_excluded_before(
     assert [call for call in calls if call.startswith("update")] == ([update] if update else [])
 
 
+LACK = "1 of 2 nodes are left in partition gpu without "
+
+
+@pytest.mark.parametrize(
+    ("excluded", "without", "silent", "update", "refusal"),
+    [
+        ("(null)", ["n2"], [], "n2", ""),
+        ("(null)", ["n2", "n3"], ["n3"], "n2", ""),
+        ("(null)", ["n2", "n3"], ["n2", "n3"], None, ""),
+        ("n3", ["n1"], ["n1"], None, ""),
+        ("(null)", ["n2", "n3"], [], None, f"{LACK}n2, n3: repair them, remove the lines"),
+        ("n3", ["n2"], [], None, f"{LACK}n2: repair it, remove the lines in"),
+        ("n3", ["n1", "n2"], ["n1"], None, f"{LACK}n2: repair it"),
+    ],
+)
+def test_a_job_for_which_the_partition_has_no_other_nodes_is_not_left_to_wait(
+    excluded: str,
+    without: list[str],
+    silent: list[str],
+    update: str | None,
+    refusal: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = programs(tmp_path, monkeypatch, scontrol=PARTITION, excluded=excluded, sinfo=SINFO)
+    job = SlurmJob("7", "7", 0, ("n1", "n2"), None)
+    refused = job.requeue(without=without, silent=silent)
+    assert (refused is None) == (not refusal)
+    assert (refused or "").startswith(refusal)
+    calls = log.read_text().splitlines()
+    assert ("requeue 7" in calls) == (not refusal)
+    updates = [call for call in calls if call.startswith("update")]
+    assert updates == ([] if update is None else [f"update JobId=7 ExcNodeList={update}"])
+
+
+@pytest.mark.parametrize(("nodes", "count"), [(["n1"], 2), (["n1", "n2"], 0)])
+def test_waiting_jobs_keep_the_nodes_without_which_they_would_wait_for_ever(
+    nodes: list[str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = programs(tmp_path, monkeypatch, scontrol=PARTITION, sinfo=SINFO, squeue=SQUEUE)
+    SlurmJob("7", "7", 0, ("n1", "n2"), None).exclude_later(nodes)
+    assert log.read_text().count("update") == count
+
+
 @pytest.mark.parametrize("failing", ["none", "update"])
 def test_waiting_jobs_of_the_same_words_exclude_bad_nodes_as_well(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = tmp_path / "log"
-    programs = {
-        "scontrol": SCONTROL.format(log=log, excluded="n5", failing=failing),
-        "squeue": SQUEUE,
-    }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    log = programs(
+        tmp_path, monkeypatch, scontrol=SCONTROL, excluded="n5", failing=failing, squeue=SQUEUE
+    )
     job = SlurmJob("7", "7", 0, ("n1", "n2"), None)
     job.exclude_later(["n1", "n2"])
     calls = [call for call in log.read_text().splitlines() if call.startswith("update")]

@@ -112,6 +112,27 @@ def test_a_teacher_that_sends_its_top_ids_takes_the_time_of_their_choice() -> No
     assert seconds(RUN, cpu) == seconds(RUN, plain)
 
 
+def test_a_choice_on_a_gpu_takes_the_bytes_of_its_passes() -> None:
+    """Five passes over the logits, and the sort of maxima and candidates, at 10^15 bytes/s."""
+    gpu = DEVICE.model_copy(update={"memory_gb_per_s": 1e6})
+    choice = Choice(
+        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,),
+        place="own ranks", teacher_layout=Layout(), teacher_layers=(TEACHER.num_layers,),
+        teacher_ranks=1,
+    )  # fmt: skip
+
+    def choosing(count: int, device: DeviceProfile) -> float:
+        return sum(teacher_seconds(replace(RUN, sent_ids=count), choice, device))
+
+    tokens, columns = BATCH * LENGTH, TEACHER.vocab_size
+    few, many = choosing(16, gpu), choosing(64, gpu)
+    assert many - few == pytest.approx(1e-15 * tokens * (64 - 16) * 32 * 128, rel=1e-6)
+    without = sum(teacher_seconds(RUN, choice, gpu))
+    products = tokens * head_flops_per_token(TEACHER) / PEAK
+    numbers = columns * (5 * 2 + 128 / 32) + 16 * 32 * 128
+    assert few - without - products == pytest.approx(1e-15 * tokens * numbers, rel=1e-3)
+
+
 def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -> None:
     student, teacher = map(head_flops_per_token, (STUDENT, TEACHER))
     heads = BATCH * LENGTH * (3 * student + teacher)

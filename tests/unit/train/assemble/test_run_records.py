@@ -12,6 +12,7 @@ from megatron_distill.config import KeepBestConfig
 from megatron_distill.data.blending import next_source
 from megatron_distill.train.assemble.evaluation import _logged, best_rule
 from megatron_distill.train.assemble.stores.source import most_samples
+from megatron_distill.train.validation import logged_validation
 
 
 def test_a_source_named_evaluation_is_none_in_the_log(tmp_path: Path) -> None:
@@ -23,6 +24,19 @@ def test_a_source_named_evaluation_is_none_in_the_log(tmp_path: Path) -> None:
     log.write_text("".join(json.dumps(one) + "\n" for one in records) + '{"step": 3, "evaluation"')
     assert _logged(log) == {("student", 2), ("teacher", 2)}
     assert _logged(tmp_path / "none.jsonl") == frozenset()
+
+
+def test_a_validation_is_that_of_its_step_in_a_whole_line(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    records = [
+        {"step": 2, "validation": {"ce_loss": 3.0}},
+        {"step": 4, "sources": {"validation": {"ce_loss": 2.0}}},
+        {"step": 4, "validation": {"ce_loss": 1.0}},
+    ]
+    log.write_text("\n".join(map(json.dumps, records)))  # a kill came before the last line's end
+    assert logged_validation(log, 2) == {"ce_loss": 3.0}
+    assert logged_validation(log, 4) is None
+    assert logged_validation(tmp_path / "none.jsonl", 2) is None
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (2, 1), (0.1, 0.2, 0.7), (1, 1, 1, 1), (5, 3, 1, 1)])
