@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -285,9 +285,10 @@ def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") ->
 
     Must come before any other import of `megatron.core`; a second call does nothing.
     `transformer_engine` is "auto" (used on CUDA if it can be imported), "on" or "off". Raises
-    ConfigError for "on" where it cannot be used, and if there is no CUDA and the installed release
-    of Megatron-Core is not supported.
+    ConfigError for "on" where it cannot be used, and if the installed release of Megatron-Core is
+    not supported: see `require_release`.
     """
+    require_release(on_cuda=on_cuda)
     for message in _UPSTREAM_REMARKS if on_cuda else _UPSTREAM_REMARKS + _CUDA_REMARKS:
         warnings.filterwarnings("ignore", message=message)
     if transformer_engine == "on" and not on_cuda:
@@ -314,6 +315,43 @@ def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") ->
     mend_gradient_norm()
     mend_loading()
     mend_recomputed_norms()
+
+
+def require_release(*, on_cuda: bool) -> None:
+    """Raise ConfigError where Megatron-Core is missing or of a release that is not supported.
+
+    On CUDA another release of the same series is a warning: functions are wrapped there, not
+    rewritten. So is a source tree on the path, whose release is not known.
+    """
+    wanted = SUPPORTED_RELEASES[-1]
+    remedy = f"python -m pip install megatron-core=={wanted}"
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        if find_spec("megatron") is None or find_spec("megatron.core") is None:
+            raise ConfigError(f"megatron-core is not installed: {remedy}") from None
+        if not on_cuda:
+            raise ConfigError(
+                "megatron.core is a source tree of an unknown release, and its functions are "
+                f"changed without CUDA: {remedy}"
+            ) from None
+        _LOGGER.warning(
+            "megatron.core is a source tree of an unknown release; tested is %s: %s", wanted, remedy
+        )
+        return
+    release = found.partition("+")[0]
+    if release in SUPPORTED_RELEASES:
+        return
+    if on_cuda and _series(release) in {_series(one) for one in SUPPORTED_RELEASES}:
+        _LOGGER.warning("megatron-core %s is installed; tested is %s: %s", found, wanted, remedy)
+        return
+    raise ConfigError(
+        f"megatron-core {found} is installed, and this program needs {wanted}: {remedy}"
+    )
+
+
+def _series(release: str) -> tuple[str, ...]:
+    return tuple(release.split(".")[:2])
 
 
 def has_transformer_engine() -> bool:
@@ -347,12 +385,6 @@ def _require_no_transformer_engine(wanted: str) -> None:
 def _patch_for_cpu() -> None:
     if torch.cuda.current_device is _host_device:
         return
-    release = version("megatron-core")
-    if release not in SUPPORTED_RELEASES:
-        raise ConfigError(
-            f"megatron-core {release} is installed; without CUDA only "
-            f"{', '.join(SUPPORTED_RELEASES)} are tested: install one of them"
-        )
     # Decorators compile fused element-wise functions at import. This package does not use them, and
     # loading the compiler costs every process four seconds.
     with patch.object(torch, "compile", _leave_uncompiled):

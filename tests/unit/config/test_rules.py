@@ -188,6 +188,9 @@ parallel.tensor=2
 parallel.sequence=true
 student.architecture.moe={num_experts: 4, ffn_hidden_size: 33}
     -> parallel.tensor = 2: does not divide student.architecture.moe.ffn_hidden_size = 33
+parallel={tensor: 2, sequence: true, expert: 2}
+student.architecture.moe={num_experts: 4, ffn_hidden_size: 33, shared_ffn_hidden_size: 35}
+    -> parallel.tensor = 2: does not divide student.architecture.moe.shared_ffn_hidden_size = 35
 parallel.pipeline=2
 parallel.virtual_pipeline=2
 student.architecture.num_layers=3
