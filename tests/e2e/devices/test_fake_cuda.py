@@ -229,8 +229,8 @@ FUSED: dict[str, tuple[str, int, Sequence[str], Sequence[str], set[str]]] = {
         set(),
     ),
     "FP8": ("dense", 1, FP8, (), {"fp8"}),
-    # Its grouped product takes the rows of each expert as numbers of the host.
-    "experts": ("moe", 1, (EIGHT,), ("experts.py:forward",), {"grouped"}),
+    # Those of one rank are torch's, whose grouped product reads the rows of each on the device.
+    "experts": ("moe", 1, (EIGHT,), (), set()),
     "experts of two ranks": (
         "moe",
         2,
