@@ -3,8 +3,8 @@
 Where one rank has all experts, nothing here waits for the device. The number of rows is that of the
 tokens times the experts per token, and the experts' counts stay on the device. With several ranks
 the host waits once per layer and forward pass, for the sizes of the exchange: see
-docs/internals/scaling.md. The experts of Transformer Engine wait too, since their grouped product
-takes the counts as numbers of the host.
+docs/internals/scaling.md. The experts of Transformer Engine, which run with FP8 or on several
+ranks, wait too: their grouped product takes the counts as numbers of the host.
 """
 
 from __future__ import annotations

@@ -226,11 +226,8 @@ def _layer_spec(
     is_empty: bool,
 ) -> ModuleSpec:
     experts = architecture.moe.num_experts if architecture.moe and has_experts else None
-    layer = (
-        _transformer_engine_layer(architecture, experts)
-        if transformer_engine_runs(device)
-        else _torch_layer(architecture, config, experts, device)
-    )
+    make = _transformer_engine_layer if transformer_engine_runs(device) else _torch_layer
+    layer = make(architecture, config, experts, device)
     assert layer.module is TransformerLayer
     layer.module = TappedLayer
     is_fused = transformer_engine_runs(device)
@@ -282,21 +279,35 @@ def _torch_layer(
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = TorchNorm
         attention.k_layernorm = TorchNorm
-    share = config.expert_tensor_parallel_size or 1
-    if experts is not None and grouped_experts_run(
-        architecture, config.params_dtype, device, tensor=share
-    ):
+    if experts is not None and _groups_experts(architecture, config, device):
         layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     return layer
 
 
-def _transformer_engine_layer(architecture: Architecture, experts: int | None) -> ModuleSpec:
+def _groups_experts(
+    architecture: Architecture, config: TransformerConfig, device: torch.device
+) -> bool:
+    share = config.expert_tensor_parallel_size or 1
+    return grouped_experts_run(architecture, config.params_dtype, device, tensor=share)
+
+
+def _transformer_engine_layer(
+    architecture: Architecture,
+    config: TransformerConfig,
+    experts: int | None,
+    device: torch.device,
+) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts,
         moe_grouped_gemm=not architecture.linear_bias,  # refused upstream
         qk_layernorm=architecture.qk_norm,
     )
     if experts is not None:
+        # Transformer Engine's grouped product takes the rows of each expert as numbers of the host.
+        # Those of an exchange are there anyway; one rank with all experts would wait for them.
+        is_alone = config.expert_model_parallel_size == 1
+        if is_alone and config.fp8 is None and _groups_experts(architecture, config, device):
+            layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
         # Before experts the norm is a separate module; this gives it one name in all checkpoints.
         layer.submodules.sharded_state_dict_keys_map = {
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"

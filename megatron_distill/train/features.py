@@ -37,7 +37,7 @@ from megatron_distill.runtime.collectives import sum_over
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.segments import copied
 from megatron_distill.signals import Signals, WithFeatures
-from megatron_distill.train.optimizer import allocate_adam
+from megatron_distill.train.optimizer import allocate_adam, clip_factor, step_unless
 
 # Report entry of the weighted sum of all pairs.
 FEATURES_LOSS = "features_loss"
@@ -336,7 +336,7 @@ class Projectors:
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         self._adam = _adam(parameters, optimization)
-        allocate_adam(self._adam)
+        allocate_adam(self._adam, device)
 
     def of(self, pair: FeaturePair) -> Projector:
         """Return a pair's projector."""
@@ -370,15 +370,17 @@ class Projectors:
                 dist.all_reduce(self._gradient, group=group)
         return self._gradient.norm()
 
-    def apply_gradients(self, schedule: OptimizerParamScheduler, *, norm: float) -> None:
-        """Clip and apply the gradients, whose norm is finite."""
+    def apply_gradients(
+        self, schedule: OptimizerParamScheduler, *, norm: Tensor, skipped: Tensor
+    ) -> None:
+        """Clip and apply the gradients of this norm, unless the bool scalar `skipped` is true."""
         optimization = self._optimization
         if optimization.clip_grad_norm > 0.0:
-            self._gradient *= min(1.0, optimization.clip_grad_norm / (norm + 1e-6))
+            self._gradient *= clip_factor(norm, optimization.clip_grad_norm)
         rate = schedule.get_lr({}) * (optimization.learning_rate / schedule.max_lr)
         for group in self._adam.param_groups:
             group["lr"] = rate
-        self._adam.step()
+        step_unless(skipped, [self._adam], self._adam.step)
 
     def sharded_state(self) -> dict[str, ShardedTensor]:
         """Describe parameters and moments to a checkpoint, by the tensors themselves."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron_distill.config import OptimizerConfig, ScheduleConfig
 from megatron_distill.models.gpt import HiddenStateGPT
@@ -79,7 +80,7 @@ def build_optimizer(
         list(wrapped),
         use_gloo_process_groups=False,
     )
-    allocate_moments(optimizer)
+    allocate_moments(optimizer, next(wrapped[0].parameters()).device)
     return optimizer
 
 
@@ -116,10 +117,16 @@ def build_schedule(
 
 @dataclass(frozen=True)
 class Update:
-    """Result of one optimizer step."""
+    """One optimizer step, launched on the device.
 
-    grad_norm: float
-    applied: bool
+    Attributes:
+        squares: of the gradients' global norm, by kind of parameter (dense, experts) or of both
+            together; fp32 [k].
+        skipped: whether weights and states stay as they are; a bool scalar.
+    """
+
+    squares: Tensor
+    skipped: Tensor
 
 
 def connect_schedule(
@@ -149,7 +156,7 @@ def connect_schedule(
         model_config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
 
 
-def wait_for_parameter(wrapped: DistributedDataParallel, parameter: torch.Tensor) -> None:
+def wait_for_parameter(wrapped: DistributedDataParallel, parameter: Tensor) -> None:
     """Wait until a parameter's updated values have arrived, as upstream's hook on its module does.
 
     For a parameter that is read without a call of its module. Does nothing if the parameters were
@@ -178,13 +185,13 @@ def finish_gathers(wrapped: Sequence[DistributedDataParallel]) -> None:
 class _Division:
     factor: float
 
-    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+    def __call__(self, loss: Tensor) -> Tensor:
         return loss * self.factor
 
 
 def _finalise(
     wrapped: list[DistributedDataParallel],
-    _: torch.Tensor | None = None,
+    _: Tensor | None = None,
     pg_collection: object = None,
     force_all_reduce: bool = False,
 ) -> None:
@@ -195,29 +202,95 @@ def _finalise(
     )
 
 
+@torch.no_grad()
 def apply_gradients(
-    optimizer: ChainedOptimizer, *, clip_grad_norm: float, loss_is_finite: bool
+    optimizer: ChainedOptimizer, *, clip_grad_norm: float, checked: Sequence[Tensor]
 ) -> Update:
-    """Clip and apply the gradients, unless the loss or their global norm is not finite.
+    """Clip and apply the gradients, unless their norm or one of the checked scalars is not finite.
 
-    Every rank makes the same decision: the norm and the loss are global.
+    Every rank makes the same decision: the norm is global, and so must the scalars be. The host
+    reads nothing, except where `step_unless` says so.
 
-    Collective: one all-reduce of a float per parameter kind (dense, experts).
+    Collective: one all-reduce of a float per parameter kind (dense, experts), and those of the
+    optimizer, whether the step is skipped or not.
     """
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not (loss_is_finite and math.isfinite(norm)):
-        return Update(norm, applied=False)
+    squares = _squared_norms(optimizer, device=checked[0].device)
+    parts = optimizer.chained_optimizers
     if clip_grad_norm > 0.0:
-        for part in optimizer.chained_optimizers:
-            parameters = part.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad_norm, total_norm=norm)
-    optimizer.step_with_ready_grads()
-    return Update(norm, applied=True)
+        factor = clip_factor(squares.double().sum().sqrt(), clip_grad_norm)
+        parameters = [one for part in parts for one in part.get_parameters()]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+    skipped = ~torch.cat([torch.stack(list(checked)), squares]).isfinite().all()
+    adams = [part.optimizer for part in parts if part.optimizer is not None]
+    step_unless(skipped, adams, optimizer.step_with_ready_grads)
+    return Update(squares, skipped)
 
 
-def allocate_moments(optimizer: ChainedOptimizer) -> None:
+def _squared_norms(optimizer: ChainedOptimizer, *, device: torch.device) -> Tensor:
+    """Return the square of the gradients' norm, fp32 [k], as upstream's `get_grad_norm` sums it.
+
+    Upstream copies the sum to the host, which takes the root.
+    """
+    parts = optimizer.chained_optimizers
+    together = optimizer.grads_states_parallel_group_is_shared()
+    squares = []
+    for some in [parts] if together else [[part] for part in parts]:
+        gradients = [one for part in some for one in part.get_main_grads_for_grad_norm()]
+        norm = torch.zeros(1, device=device)
+        if gradients:
+            unused = torch.zeros(1, dtype=torch.int, device=device)
+            norm, _ = clip_grads.multi_tensor_applier(
+                clip_grads.l2_norm_impl, unused, [gradients], False
+            )
+        square = norm**2.0
+        dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())
+        squares.append(square)
+    return torch.cat(squares)
+
+
+def gradient_norm(squares: Sequence[float]) -> float:
+    """Return the global norm of an update's squares, in upstream's order of operations."""
+    roots = [square**0.5 for square in squares]
+    return roots[0] if len(roots) == 1 else math.sqrt(sum(root**2 for root in roots))
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Return what gradients of this norm are multiplied by, an fp32 scalar of at most one.
+
+    One leaves every bit as it is. The quotient is in fp64, as upstream's is on the host.
+    """
+    norm = norm.double()
+    return (torch.full_like(norm, limit) / (norm + 1.0e-6)).clamp(max=1.0).float()
+
+
+def step_unless(
+    skipped: Tensor, adams: Sequence[torch.optim.Optimizer], step: Callable[[], object]
+) -> None:
+    """Call `step`, which steps these optimizers, unless the bool scalar `skipped` is true.
+
+    torch's fused Adam reads the decision on the device: its kernel then writes nothing and its
+    count of steps stays, as with torch's GradScaler. Of any other the host decides: on a GPU it
+    waits, as with Transformer Engine's Adam, which has no such argument.
+    """
+    if not all(isinstance(one, torch.optim.Adam) and _is_fused(one) for one in adams):
+        if not skipped.item():
+            step()
+        return
+    for adam in adams:
+        vars(adam)["found_inf"] = skipped.float()
+    step()
+    for adam in adams:
+        del vars(adam)["found_inf"]
+
+
+def _is_fused(adam: torch.optim.Adam) -> bool:
+    return all(group["fused"] for group in adam.param_groups)
+
+
+def allocate_moments(optimizer: ChainedOptimizer, device: torch.device) -> None:
     """Allocate the state that the first step of Adam would create, torch's or a fused one.
 
     Megatron-Core derives the checkpoint's entries from the existing state. Without it torch's Adam
@@ -225,19 +298,20 @@ def allocate_moments(optimizer: ChainedOptimizer) -> None:
     """
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.Adam):
-            allocate_adam(part.optimizer)
+            allocate_adam(part.optimizer, device)
         elif part.optimizer is not None:  # None: this rank has none of the part's parameters
             part.init_state_fn(part.optimizer, part.config)
 
 
-def allocate_adam(adam: torch.optim.Adam) -> None:
+def allocate_adam(adam: torch.optim.Adam, device: torch.device) -> None:
     """Allocate the state that the first step of one Adam would create; on a GPU it is fused.
 
     One kernel reads gradient, moments and weight once; torch's default there has one per operation.
+    All groups are fused, also those without a parameter on this rank: `step_unless` must choose
+    alike on all ranks.
     """
     for group in adam.param_groups:
-        on_cuda = bool(group["params"]) and all(one.is_cuda for one in group["params"])
-        group["fused"] = on_cuda or group["fused"]
+        group["fused"] = device.type == "cuda" or group["fused"]
         on_device = group["capturable"] or group["fused"]
         for parameter in group["params"]:
             adam.state[parameter] = {

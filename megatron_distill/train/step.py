@@ -28,7 +28,7 @@ from megatron_distill.train.objective import (
     TokenObjective,
     reduce_report,
 )
-from megatron_distill.train.optimizer import apply_gradients, wait_for_parameter
+from megatron_distill.train.optimizer import apply_gradients, gradient_norm, wait_for_parameter
 from megatron_distill.train.phase_timers import COMMUNICATION, LOSS, OPTIMIZER, PhaseTimers
 from megatron_distill.train.several_loss import TeacherFigures
 
@@ -239,7 +239,8 @@ def train_step(
     """Take one optimizer step; each micro-batch has its own objective.
 
     A loss or gradient that is not finite leaves weights, optimizer states and the learning-rate
-    schedule unchanged, and the feature projectors with their optimizer too.
+    schedule unchanged, and the feature projectors with their optimizer too. The device decides,
+    and the losses and the norm are copied to the host once, after the update was launched.
     """
     timers = student.timers
     projectors = objectives[0].features.projectors if objectives[0].features else None
@@ -250,11 +251,27 @@ def train_step(
         if projectors is not None:
             projectors.zero_gradients()
     means = run_student(student, signals, objectives, step)
+    checked = [means["total"]]
     if projectors is not None:
         with timers.phase(COMMUNICATION):
             means[PROJECTOR_NORM] = projectors.reduce_gradients()
-    values = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
-    projector_norm = values.get(PROJECTOR_NORM, 0.0)
+        checked.append(means[PROJECTOR_NORM])
+    learning_rate = float(optimizer.param_groups[0]["lr"])
+    with timers.phase(OPTIMIZER):
+        update = apply_gradients(optimizer, clip_grad_norm=clip_grad_norm, checked=checked)
+        if projectors is not None:
+            norm = means[PROJECTOR_NORM]
+            projectors.apply_gradients(schedule, norm=norm, skipped=update.skipped)
+    # The host's only look at the device, when all work of the step has been launched.
+    figures = torch.cat([torch.stack(list(means.values())), update.squares]).tolist()
+    values = dict(zip(means, figures, strict=False))
+    grad_norm = gradient_norm(figures[len(means) :])
+    # As `update.skipped`, from the same numbers.
+    judged = (values["total"], values.get(PROJECTOR_NORM, 0.0), grad_norm)
+    is_applied = all(map(math.isfinite, judged))
+    if is_applied:
+        # As in Megatron's loop, an update's rate is computed from the number of updates before.
+        schedule.step(1)
     teachers = objectives[0].take_teacher_figures(values, LabelTotals.of([step], ()).whole)
     sources = step_figures(
         values,
@@ -263,19 +280,7 @@ def train_step(
         terms=[term.name for term in objectives[0].terms],
         on_chunks=objectives[0].on_chunks,
     )
-    learning_rate = float(optimizer.param_groups[0]["lr"])
-    with timers.phase(OPTIMIZER):
-        update = apply_gradients(
-            optimizer,
-            clip_grad_norm=clip_grad_norm,
-            loss_is_finite=math.isfinite(values["total"]) and math.isfinite(projector_norm),
-        )
-        if update.applied:
-            if projectors is not None:
-                projectors.apply_gradients(schedule, norm=projector_norm)
-            # As in Megatron's loop, an update's rate is computed from the number of updates before.
-            schedule.step(1)
-    return StepReport(values, update.grad_norm, learning_rate, update.applied, sources, teachers)
+    return StepReport(values, grad_norm, learning_rate, is_applied, sources, teachers)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 Regimes: a row in another expert's group; gate and rows up exchanged; an expert without a row; the
 sum over a token's experts in an order that changes; a count read on the host; a rank without a row;
-a checkpoint of one kind read by the other.
+a checkpoint of one kind read by the other; a layer of Transformer Engine, with and without FP8.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.models.test_parameters import transformer_engine_layers
 from tests.distributed.pool import Pool
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "renormalize": False}
@@ -201,21 +203,53 @@ def test_a_rank_without_a_row_has_gradients_of_zero(pool: Pool) -> None:
         assert not gradient.any()
 
 
+def kinds(rank: int, world: int, expert: int, number_format: str | None) -> str:
+    """The experts of a layer of Transformer Engine, whose own are sequential ones here."""
+    with megatron_groups(expert=expert) as groups, transformer_engine_layers():
+        from megatron.core.transformer import transformer_config
+
+        from megatron_distill.models import gpt, transformer_engine
+        from megatron_distill.models.execution import Execution, Fp8
+
+        fp8 = None if number_format is None else Fp8(number_format, "train.fp8")
+        execution = Execution(torch.bfloat16, torch.device("cpu"), fp8=fp8)
+        with (  # there is no GPU, and no release to ask for its version
+            patch.object(transformer_config, "is_te_min_version", lambda *_: True),
+            patch.object(gpt, "check_fp8", lambda *_, **__: None),
+            patch.object(transformer_engine, "device_capability", lambda _: (8, 0)),
+        ):
+            (model,) = gpt.build_gpt(
+                small_architecture(moe=MOE), groups=groups, execution=execution, seed=None
+            )
+        return type(model.decoder.layers[0].mlp.experts).__name__
+
+
+@pytest.mark.parametrize(
+    ("expert", "number_format", "kind"),
+    [(1, None, "GroupedExperts"), (1, "hybrid", "SequentialMLP"), (2, None, "SequentialMLP")],
+)
+def test_transformer_engine_has_own_experts_for_fp8_and_several_ranks_alone(
+    pool: Pool, expert: int, number_format: str | None, kind: str
+) -> None:
+    assert pool.run(expert, kinds, expert, number_format) == [kind] * expert
+
+
+@pytest.mark.parametrize("is_engine", [False, True], ids=["torch", "engine"])
 @pytest.mark.parametrize("first", ["grouped", "sequential"])
 def test_a_checkpoint_of_one_kind_is_read_by_the_other(
-    pool: Pool, tmp_path: Path, first: str
+    pool: Pool, tmp_path: Path, first: str, is_engine: bool
 ) -> None:
-    (pairs,) = pool.run(1, through_a_checkpoint, tmp_path, first)
+    (pairs,) = pool.run(1, through_a_checkpoint, tmp_path, first, is_engine)
     assert len(pairs) > 20
     for key, (ours, theirs) in pairs.items():
         assert ours.equal(theirs), key
 
 
 def through_a_checkpoint(
-    rank: int, world: int, folder: Path, first: str
+    rank: int, world: int, folder: Path, first: str, is_engine: bool
 ) -> dict[Any, tuple[Tensor, Tensor]]:
     """Save a model with one kind of experts, load it with the other; tensors of both by place."""
-    with megatron_groups() as groups:
+    with megatron_groups() as groups, transformer_engine_layers() if is_engine else nullcontext():
         from megatron_distill.models import layers
         from megatron_distill.models.weights import fill, sharded_tensors
         from megatron_distill.train.checkpoint.description import Description

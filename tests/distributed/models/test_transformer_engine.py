@@ -96,7 +96,7 @@ def attended(rank: int, world: int, shape: dict[str, Any]) -> list[tuple[str, Te
                 patch.object(layers, "transformer_engine_runs", lambda _, runs=runs: runs),
                 patch.object(layers, "fused_rope_config", lambda _: None),
                 patch.object(layers, "fused_config", lambda config: config),
-                patch.object(layers, "_transformer_engine_layer", in_torch),
+                patch.object(layers, "_transformer_engine_layer", layers._torch_layer),
                 patch.object(layers, "_norm", lambda _: layers.TorchNorm),
                 patch.object(transformer_engine, "device_capability", lambda _: (9, 0)),
             ):
@@ -104,16 +104,6 @@ def attended(rank: int, world: int, shape: dict[str, Any]) -> list[tuple[str, Te
             kind = type(model.decoder.layers[1].self_attention.core_attention).__name__
             found.append((kind, run_model(model, batch, context_size=1).detach()))
         return found
-
-
-def in_torch(architecture: Any, experts: int | None) -> Any:
-    """Return torch's layer in place of Transformer Engine's."""
-    from types import SimpleNamespace
-
-    from megatron_distill.models import layers
-
-    config = SimpleNamespace(normalization="RMSNorm", expert_tensor_parallel_size=1)
-    return layers._torch_layer(architecture, config, experts, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,10 +1,11 @@
 """A run on a GPU equals that on a CPU: in fp32 to rounding, in bf16 nearly; it can be resumed.
 
-With two GPUs a run on both, over NCCL, equals that on one.
+With two GPUs a run on both, over NCCL, equals that on one. Two ranks on one GPU, over gloo, do too.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -182,6 +183,24 @@ def test_answers_by_cuda_ipc_give_the_course_of_one_gpu(
     run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
     expected = train(GPU, "dense", *both)
     assert_same_course(step_records(tmp_path), expected, first=FIRST, last=LAST)
+
+
+@pytest.mark.parametrize("backend", ["ipc", "gloo"])
+def test_a_teacher_on_a_rank_of_its_own_may_share_the_gpu(
+    inputs: Inputs,
+    train: Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    # Each rank takes the only GPU that it sees. NCCL refuses that, and gloo reduces no shards.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.split(",")[0])
+    words = ["--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path}"]
+    words += [f"runtime.device={GPU}", "runtime.backend=gloo", "optimizer.distributed=false"]
+    words += ["teacher.ranks=1", f"teacher.transfer.backend={backend}"]
+    run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
+    assert_same_course(step_records(tmp_path), train(GPU, "dense"), first=FIRST, last=LAST)
 
 
 @two_gpus

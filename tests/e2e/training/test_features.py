@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.hugging_face_models import stored_tensors
@@ -169,7 +170,9 @@ def schedule_of(rank: int, world: int, config: Path, overrides: list[str]) -> li
         assert features.projectors is not None
         rates = []
         for _ in range(found.train.steps):
-            features.projectors.apply_gradients(schedule, norm=0.0)
+            features.projectors.apply_gradients(
+                schedule, norm=torch.tensor(0.0), skipped=torch.tensor(False)
+            )
             groups = features.projectors._adam.param_groups
             rates.append((parts.state.optimizer.param_groups[0]["lr"], *(g["lr"] for g in groups)))
             schedule.step(1)

@@ -85,10 +85,12 @@ def results(attend: Callable[..., Tensor], inputs: list[Tensor], gradient: Tenso
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
-def found(attend: Attend, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    *inputs, gradient = case.tensors(dtype)
-    with_case = partial(attend, segments=case.segments, rule=case.rule)
-    return results(with_case, inputs, gradient)
+def found(
+    attend: Attend, case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> list[Tensor]:
+    *inputs, gradient = (x.to(device) for x in case.tensors(dtype))
+    with_case = partial(attend, segments=case.segments.to(device), rule=case.rule)
+    return [x.cpu() for x in results(with_case, inputs, gradient)]
 
 
 def assert_is_definition(attend: Attend, case: Case) -> None:
@@ -330,6 +332,7 @@ CHOICES = {
     ("cpu", torch.float32, None, 0.0): "tiles",
     ("cpu", torch.bfloat16, None, 0.0): "tiles",
     ("cpu", torch.float32, 30.0, 0.0): "blocked",
+    ("cpu", torch.bfloat16, 30.0, 0.0): "blocked",
     ("cpu", torch.float32, None, 0.1): "blocked",
     ("cuda", torch.bfloat16, None, 0.0): "varlen",
     ("cuda", torch.float16, None, 0.0): "varlen",
@@ -348,6 +351,34 @@ def test_the_kernel_follows_from_device_dtype_and_scores(
     query = _Described(torch.device(device), dtype, (8, 1, 4, 64))
     rule = AttentionRule(SCALE, softcap=softcap, dropout=dropout)
     assert kernel_for(query, rule).name == CHOICES[inputs]  # type: ignore[arg-type]
+
+
+# FlexAttention compiles for each case with a soft cap.
+CAPPED = (replace(LONG, softcap=50.0), Case(BLOCKS, softcap=2.0, rank=1, size=2, head_size=16))
+ON_DEVICES = [
+    *(replace(random_case(seed, softcap=False), head_size=16) for seed in SEEDS),
+    LONG,
+    *CAPPED,
+]
+# Of the largest result, by the norm: the kernels round weights of a row before their products.
+DEVICE_ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", DEVICE_ERRORS, ids=str)
+@pytest.mark.parametrize("case", ON_DEVICES, ids=range(len(ON_DEVICES)))
+def test_the_kernel_of_a_device_is_the_definition(
+    case: Case, dtype: torch.dtype, device: str
+) -> None:
+    query, *_ = case.tensors(dtype)
+    kernel = kernel_for(query.to(device), case.rule)
+    capped = None if case.softcap is None else 30.0
+    assert kernel.name == CHOICES[device, dtype, capped, 0.0]
+    exact = case.definition(dtype)
+    scale = max(float(x.norm()) for x in exact)
+    for ours, other in zip(found(kernel.attend, case, dtype, device), exact, strict=True):
+        assert ours.dtype is dtype
+        assert float((ours.double() - other).norm()) < DEVICE_ERRORS[dtype] * scale
 
 
 @dataclass(frozen=True)

@@ -47,3 +47,23 @@ def test_the_boundary_does_not_depend_on_the_order_of_additions() -> None:
     ]
     assert torch.equal(found[0].key, found[1].key)
     assert torch.equal(found[0].ties, found[1].ties)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_boundary_has_the_same_bits_in_each_run_on_each_device(device: str) -> None:
+    tokens, vocab = 64, 4096  # a bin gets many additions at once
+    logits = torch.randn(tokens, vocab, generator=torch.Generator().manual_seed(2)) * 3
+    probabilities = logits.softmax(1)
+
+    def found(place: str) -> tuple[Tensor, Tensor]:
+        parts = (one.to(place) for one in (logits, probabilities, probabilities))
+        block = TeacherBlock(slice(0, tokens), *parts)
+        boundary = adaptive_kl._Boundary.find(
+            lambda: [block], tokens, head_mass=0.5, group=None, device=torch.device(place)
+        )
+        return boundary.key.cpu(), boundary.ties.cpu()
+
+    expected = found("cpu")
+    for _ in range(3):
+        for one, other in zip(found(device), expected, strict=True):
+            assert torch.equal(one, other)
