@@ -107,8 +107,12 @@ class ChunkTerm:
         if self.alignment not in get_args(Alignment):
             known = ", ".join(get_args(Alignment))
             raise ValueError(f"alignment is {self.alignment!r}; known: {known}")
-        if self._divergence.head_mass is not None:
-            self._check_order()
+        if self._divergence.head_mass is not None and self.alignment != "common":
+            raise ValueError(
+                f"{self.divergence} is not defined with alignment {self.alignment!r}: it orders "
+                "tokens by the teacher's probability, and these classes are not tokens; use "
+                "forward_kl, reverse_kl or js_divergence"
+            )
         for name, value in (("temperature", self.temperature), ("weight", self.weight)):
             if not math.isfinite(value) or (name == "temperature" and value <= 0):
                 wanted = "positive and finite" if name == "temperature" else "finite"
@@ -121,21 +125,6 @@ class ChunkTerm:
             raise ValueError(
                 f"divergence is {self.divergence}; the published projection is defined for "
                 f"{' and '.join(get_args(PublishedDivergence))}"
-            )
-
-    def _check_order(self) -> None:
-        """Refuse a divergence that orders classes, except on ids that are known on every rank."""
-        if self.alignment != "common":
-            raise ValueError(
-                f"{self.divergence} is not defined with alignment {self.alignment!r}: it orders "
-                "tokens by the teacher's probability, and these classes are not tokens; use "
-                "forward_kl, reverse_kl or js_divergence"
-            )
-        if self.top_k is None:
-            raise ValueError(
-                f"{self.divergence} with alignment 'common' needs top_k: it orders the classes, "
-                "and the rest is split over the ranks otherwise. Set top_k, at most to the number "
-                "of common tokens"
             )
 
     @property

@@ -9,8 +9,9 @@ sorted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,12 +45,18 @@ def head_share(
     head_mass: float,
     group: dist.ProcessGroup | None,
     device: torch.device,
+    shared_class: Tensor | None = None,
 ) -> Tensor:
     """The head's share ``[N, 1]`` of ``sum |p - q|``, fp64; one half where p and q are equal.
+
+    ``shared_class``: the teacher's logit ``[N]`` of a class of which each rank's last column is an
+    equal part. It is the last class in the order of ids.
 
     Collective: six all-gathers over ``group``: four of 2 KiB per token, two of 8 and 16 bytes.
     """
     gaps = torch.zeros(tokens, 2, dtype=torch.float64, device=device)
+    if group is not None and shared_class is not None:
+        blocks = partial(_with_whole_class, blocks, shared_class, group)
     if group is None and device.type == "cpu":
         for block in blocks():
             gaps[block.rows] = _gaps_alone(block, head_mass)
@@ -61,6 +68,27 @@ def head_share(
     head, tail = gather_ranks(gaps, group).sum(0).unbind(1)
     share = torch.where(head + tail > 0, head / (head + tail).clamp_min(1e-300), 0.5)
     return share.unsqueeze(1)
+
+
+def _with_whole_class(
+    blocks: Callable[[], Iterable[TeacherBlock]], logit: Tensor, group: dist.ProcessGroup
+) -> Iterator[TeacherBlock]:
+    """The blocks with a class that all ranks share whole on the last rank, and on no other.
+
+    A part of it would have a lower place in the order than the class.
+    """
+    ranks = dist.get_world_size(group)
+    is_last = dist.get_rank(group) == ranks - 1
+    for block in blocks():
+        logits, teacher, student = (
+            values[:, :-1] for values in (block.logits, block.teacher, block.student)
+        )
+        if is_last:
+            whole = logit[block.rows].to(logits.dtype).unsqueeze(1)
+            logits = torch.cat([logits, whole], 1)
+            teacher = torch.cat([teacher, block.teacher[:, -1:] * ranks], 1)
+            student = torch.cat([student, block.student[:, -1:] * ranks], 1)
+        yield TeacherBlock(block.rows, logits, teacher, student)
 
 
 def _split(gap: Tensor, is_tail: Tensor) -> Tensor:

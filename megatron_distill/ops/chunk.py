@@ -73,9 +73,15 @@ class Chunk:
         return merged, normalizers.values
 
     def solve(
-        self, local: LocalStatistics, group: dist.ProcessGroup | None
+        self,
+        local: LocalStatistics,
+        group: dist.ProcessGroup | None,
+        *,
+        shared_class: Tensor | None = None,
     ) -> tuple[GlobalStatistics, Normalizers]:
         """Fill the local statistics; compute values of all terms and normalisers of gradients.
+
+        ``shared_class``: see `head_share`.
 
         Collective: over ``group`` that of `LocalStatistics.merge`. One all-gather of 24 bytes per
         token and term with slopes, if there is one; those of `head_share` for each blend.
@@ -83,7 +89,7 @@ class Chunk:
         self.measure(local)
         merged = local.merge(group)
         normalizers = Normalizers.of(local, merged)
-        normalizers.blends.update(self.rows.blends(local, normalizers, group))
+        normalizers.blends.update(self.rows.blends(local, normalizers, group, shared_class))
         of_slopes = self._sum_slopes(local, merged, normalizers, group)
         for term in self.spec.terms:
             normalizers.set_value(term, merged, of_slopes.get(term.key))

@@ -46,9 +46,15 @@ class RowExecutor(Protocol):
         ...
 
     def blends(
-        self, local: LocalStatistics, normalizers: Normalizers, group: dist.ProcessGroup | None
+        self,
+        local: LocalStatistics,
+        normalizers: Normalizers,
+        group: dist.ProcessGroup | None,
+        shared_class: Tensor | None,
     ) -> dict[str, Tensor]:
         """The share of forward KL ``[N, 1]`` in each term that blends two divergences.
+
+        ``shared_class``: see `head_share`.
 
         Collective: over ``group`` those of `head_share` for each such term.
         """

@@ -267,7 +267,11 @@ class TorchRows:
                 self._measure_near(own, near, self._load(_at(rows, near), self._double))
 
     def blends(
-        self, local: LocalStatistics, normalizers: Normalizers, group: dist.ProcessGroup | None
+        self,
+        local: LocalStatistics,
+        normalizers: Normalizers,
+        group: dist.ProcessGroup | None,
+        shared_class: Tensor | None,
     ) -> dict[str, Tensor]:
         """See `RowExecutor`."""
         found = {}
@@ -279,6 +283,7 @@ class TorchRows:
                     head_mass=term.divergence.head_mass,
                     group=group,
                     device=local.values.device,
+                    shared_class=shared_class,
                 )
                 found[term.key] = blend.to(local.dtype)
         return found

@@ -141,12 +141,6 @@ def _term(path: str, term: TermConfig) -> Iterator[Problem]:
         if term.alignment in others and value != default:
             reason = f"with {path}.alignment = {term.alignment!r}"
             yield without_effect(f"{path}.{name}", value, reason, instead=default)
-    if term.divergence == _ORDERED and term.alignment == "common" and term.top_k is None:
-        yield Problem(
-            (f"{path}.divergence", f"{path}.top_k"),
-            f"{path}.divergence = {term.divergence!r} with {path}.alignment = 'common' orders the "
-            f"classes, and so needs {path}.top_k; set it, at most to the number of common tokens",
-        )
     if term.divergence == _ORDERED and term.alignment not in ("common", "uld"):
         yield Problem(
             (f"{path}.divergence", f"{path}.alignment"),

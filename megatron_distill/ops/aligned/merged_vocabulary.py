@@ -3,7 +3,8 @@
 It is defined on chunks of one token on each side: both models then predict the next token of the
 same text. The further tokens of each vocabulary are one class. Its logit is split evenly over the
 ranks. An f-divergence has the same value and slope on equal parts of a class, since its summands
-are homogeneous in (p, q). So each rank has one more column, and nothing else is sent.
+are homogeneous in (p, q). So each rank has one more column, and nothing else is sent. Adaptive KL
+blends two f-divergences; only for the blend, which orders the classes, this one is whole.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ class CommonTerm:
         key: name in reports.
         columns: the columns of common tokens on this rank. Without ``top_k`` those of the teacher
             lie on the rank of the student's, see `TeacherLayout`.
-        weighted: a divergence with its temperature; the coefficient must be one. Without ``top_k``
-            it must be an f-divergence.
+        weighted: a divergence with its temperature; the coefficient must be one.
         top_k: number of common tokens, the teacher's most probable ones; None for all of them.
         recorded: those of the M teacher rows, if they are known without its logits: ids are numbers
             of the student's classes; see `common_top_k`.
@@ -55,8 +55,6 @@ class CommonTerm:
 
     def __post_init__(self) -> None:
         is_dense = self.top_k is None and self.recorded is None
-        if is_dense and self.weighted.divergence.head_mass is not None:
-            raise ValueError(f"{self.weighted.divergence.name} is not an f-divergence")
         if is_dense and not self.columns.is_aligned:
             raise ValueError(
                 "the teacher's common columns are not on the ranks of the student's: arrange them "
@@ -101,10 +99,12 @@ class CommonTerm:
             rests.fill_class_(student.logits, rests.student)
         mass = None
         if teacher is not None and is_dense:
+            of_rest = None
             if rests is not None:
                 assert rests.teacher is not None, "it was measured with the student's"
                 rests.fill_class_(teacher.logits, rests.teacher)
-            values, write = self._between(student, teacher, group)
+                of_rest = rests.teacher * temperature
+            values, write = self._between(student, teacher, of_rest, group)
         else:
             target = self._target(tile, teacher, rests, group)
             values, write = self._on_top_k(student, target, group)
@@ -115,9 +115,12 @@ class CommonTerm:
         return SolvedCommon(whole, self, tile, student, rests, written, mass)
 
     def _between(
-        self, student: _Compact, teacher: _Compact, group: _Group
+        self, student: _Compact, teacher: _Compact, of_rest: Tensor | None, group: _Group
     ) -> tuple[Tensor, _Write]:
-        """Values ``[P]`` and the gradient between the logits of all common tokens."""
+        """Values ``[P]`` and the gradient between the logits of all common tokens.
+
+        ``of_rest``: the teacher's logit ``[P]`` fp64 of the whole class of further tokens.
+        """
         of_student, of_teacher = student.logits, teacher.logits
         spec = StatisticsSpec(("student", "teacher"), (self.weighted,), full=False, infinite=True)
         raw = {"student": of_student, "teacher": of_teacher}
@@ -127,7 +130,7 @@ class CommonTerm:
         shard = self.columns.student_shard
         chunk = Chunk(spec, raw, rules, shard, scratch)  # type: ignore[arg-type]
         local = LocalStatistics.empty(spec, rows, of_student.dtype, of_student.device)
-        _, normalizers = chunk.solve(local, group)
+        _, normalizers = chunk.solve(local, group, shared_class=of_rest)
 
         def write(weights: Tensor) -> Tensor:
             softmax = softmax_weights(spec, weights, None, None, shard)

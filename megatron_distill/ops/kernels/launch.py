@@ -46,10 +46,14 @@ class TritonRows:
         return None
 
     def blends(
-        self, local: LocalStatistics, normalizers: Normalizers, group: dist.ProcessGroup | None
+        self,
+        local: LocalStatistics,
+        normalizers: Normalizers,
+        group: dist.ProcessGroup | None,
+        shared_class: Tensor | None,
     ) -> dict[str, Tensor]:
         """See `RowExecutor`. In torch: `head_share` has no kernel."""
-        return self.torch_rows.blends(local, normalizers, group)
+        return self.torch_rows.blends(local, normalizers, group, shared_class)
 
     def measure(self, local: LocalStatistics) -> None:
         """See `RowExecutor`: one pass per temperature."""

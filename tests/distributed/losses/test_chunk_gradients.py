@@ -32,6 +32,7 @@ TERMS = (
     ChunkTerm("likelihood", "js_divergence", weight=5.0, temperature=4.0),
     ChunkTerm("common", temperature=2.0),
     ChunkTerm("common", "adaptive_kl", weight=0.5, top_k=6),
+    ChunkTerm("common", "adaptive_kl", weight=0.4, parameters={"adaptive_alpha": 0.7}),
     ChunkTerm("projection", "reverse_kl", weight=0.5, top_k=9),
     ChunkTerm("gold", weight=0.3, uncommon_top_k=12),
     ChunkTerm("uld", weight=0.7, temperature=2.0, uncommon_top_k=20),

@@ -3,6 +3,8 @@ ranks: two vocabularies with sizes and padding of their own, per chunk and in tr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,7 +90,12 @@ def losses_on_shard(
 
 
 def losses(problem: AlignedProblem) -> list[Loss]:
-    return [loss_of(form, problem, "reverse_kl", temperature=2.0) for form in FORMS]
+    each = [loss_of(form, problem, "reverse_kl", temperature=2.0) for form in FORMS]
+    # The class of further tokens is in the head, and in the tail of some chunks.
+    return each + [
+        loss_of("common", problem, "adaptive_kl", temperature=2.0, adaptive_alpha=alpha)
+        for alpha in (0.3, 0.8)
+    ]
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(2, PADDED[0]), (4, PADDED[0]), (4, PADDED[1])])
@@ -113,6 +120,36 @@ def test_values_per_chunk(pool: Pool, world: int, sizes: tuple[int, int]) -> Non
             assert set(collectives) <= {"_allgather_base_"}
 
 
+def ties_on_shard(rank: int, world: int, ties: AlignedProblem, loss: Loss) -> list[Found]:
+    """Both models have whole numbers as logits: those of the hidden states themselves."""
+    shards, at = shards_for(rank, world, PADDED[0]), ties.at
+    sides = (
+        AlignedSide(at.student_chunks, at.student_labels, shards[0]),
+        AlignedSide(at.teacher_chunks, at.teacher_labels, shards[1]),
+    )
+    return [on_shard(loss, (ties.hidden, ties.teacher_hidden), sides, at.count)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_rest_is_the_last_of_equally_probable_classes(pool: Pool, world: int) -> None:
+    """One token of the teacher is no common one; its level has a third of all tokens."""
+    problem, generator = AlignedProblem.random(seed=6), torch.Generator().manual_seed(1)
+    hidden, teacher = (
+        torch.randint(3, (len(rows), size), generator=generator).float()
+        for rows, size in zip((problem.hidden, problem.teacher_hidden), SIZES, strict=True)
+    )
+    teacher[:, -1] = 1.0
+    student_ids = torch.randperm(SIZES[0], generator=generator)[:60].sort().values
+    ids = student_ids, torch.randperm(60, generator=generator)
+    ties = replace(problem, hidden=hidden, teacher_hidden=teacher, ids=ids)
+    # The boundary is in that level, of e over 1 + e + e^2.
+    loss = loss_of("common", ties, "adaptive_kl", adaptive_alpha=0.25)
+    expected = oracle(hidden, teacher, problem.at, loss)
+    assert int((expected > 0).sum()) > 3
+    for ((values, _, _),) in pool.run(world, ties_on_shard, ties, loss):
+        torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=0)
+
+
 def equal_models_on_shard(
     rank: int, world: int, problem: AlignedProblem, sizes: tuple[int, int]
 ) -> dict[str, Found]:
@@ -123,6 +160,7 @@ def equal_models_on_shard(
     every = torch.arange(SIZES[0])
     losses = {"likelihood": loss_of("likelihood", problem)}
     losses |= {form: loss_of(form, problem, common_ids=(ids, ids)) for form in ("common", "top_k")}
+    losses["common, ordered"] = loss_of("common", problem, "adaptive_kl", common_ids=(ids, ids))
     losses["common, all"] = loss_of("common", problem, common_ids=(every, every))
     losses["projection"] = loss_of("projection", problem, map_rows=identity_rows(SIZES[0]))
     losses["gold"] = loss_of("gold", problem, common_ids=(ids, ids))
@@ -154,6 +192,7 @@ TERMS = {
         "likelihood": ChunkTerm("likelihood", "js_divergence", temperature=2.0),
         "common": ChunkTerm("common", "reverse_kl", temperature=2.0),
         "top_k": ChunkTerm("common", "reverse_kl", temperature=2.0, top_k=5),
+        "common, ordered": ChunkTerm("common", "adaptive_kl", temperature=2.0),
     },
     "columns": {
         "projection": ChunkTerm("projection", "js_divergence", top_k=7),
@@ -245,9 +284,11 @@ def test_objective_from_hidden_states(pool: Pool, world: int, tile_tokens: int, 
     sums = [(label_weights * cross_entropy(student, problem.at.student_labels)).sum()]
     weights = torch.linspace(0, 1, problem.at.count).double()
     for form, term in TERMS[kind].items():
+        form = form.removesuffix(", ordered")
         loss = loss_of(form, problem, term.divergence, temperature=term.temperature)
         sums.append((weights * oracle(student, teacher, problem.at, loss)).sum())
-    total = sum(factor * one for factor, one in zip((0.3, 0.5, 1.5, 2.5), sums, strict=True))
+    factors = [0.3, *(0.5 + i for i in range(len(TERMS[kind])))]
+    total = sum(factor * one for factor, one in zip(factors, sums, strict=True))
     assert isinstance(total, Tensor)
     of_hidden, of_weight = torch.autograd.grad(total, (hidden, weight))
     found_total, found_sums, _, _ = answers[0]

@@ -279,13 +279,18 @@ def test_losses_between_tokenizers_on_sixteen_ranks_are_those_of_one(
     train: Runner, weights: Callable[[str], str], inputs: Inputs, tmp_path: Path
 ) -> None:
     world, overrides = layout("TP4xPP2xCP2+sequence")
-    every = MEANS_TERMS.replace("[", "[{alignment: likelihood}, {alignment: common, top_k: 8}, ", 1)
+    further = (
+        "{alignment: likelihood}, {alignment: common, top_k: 8}, "
+        "{alignment: common, divergence: adaptive_kl}, "
+    )
+    every = MEANS_TERMS.replace("[", f"[{further}", 1)
     given = (weights("aligned"), "train.steps=4", every)
     config = inputs.folder / "aligned.yaml"
     with closing(Pool(world)) as sixteen_ranks:
         found = run(sixteen_ranks, world, config, tmp_path, *given, *overrides)
     expected = train("aligned", 1, *given[1:])
-    names = ("likelihood_forward_kl", "common_forward_kl_top8", *MEANS_NAMES)
+    of_pairs = ("common_forward_kl_top8", "common_adaptive_kl")
+    names = ("likelihood_forward_kl", *of_pairs, *MEANS_NAMES)
     assert min(expected[0][name] for name in names) > 0.001
     assert_same_course(found, expected, (*QUANTITIES, *names))
 

@@ -330,9 +330,6 @@ objective.balance.alpha_schedule={steps: 3}
 OF_ALIGNMENTS = """
 objective.terms=[{alignment: gold, divergence: adaptive_kl}]
     -> objective.terms.0.divergence = 'adaptive_kl' divides one vocabulary into head and tail; it
-objective.terms=[{alignment: common, divergence: adaptive_kl}]
-    -> objective.terms.0.divergence = 'adaptive_kl' with objective.terms.0.alignment = 'common'
-       orders the classes, and so needs objective.terms.0.top_k; set it
 objective.terms=[{alignment: likelihood}, {}]
     -> objective.terms.1.alignment = null next to terms with an alignment: a teacher has one
        tokenizer; give this term an alignment, or remove it from the others

@@ -78,3 +78,12 @@ def test_memory_is_that_of_a_tile(term: ChunkTerm) -> None:
     assert peak_of(SMALL, term, chunks=160, tile_tokens=TILE // SMALL[0]) < 1.3 * small
     # The same rows in a tile would show the vocabulary.
     assert peak_of(LARGE, term, chunks=40, tile_tokens=TILE // SMALL[0]) > 2 * small
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE])
+def test_the_order_of_classes_takes_no_further_memory(sizes: tuple[int, int]) -> None:
+    reverse, adaptive = (
+        peak_of(sizes, ChunkTerm("common", name), chunks=40, tile_tokens=TILE // sizes[0])
+        for name in ("reverse_kl", "adaptive_kl")
+    )
+    assert adaptive < 1.05 * reverse

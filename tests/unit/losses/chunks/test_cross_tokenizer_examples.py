@@ -279,6 +279,32 @@ def test_common_tokens_with_the_rest_and_alone(name: str) -> None:
                 assert of_pair == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-12)
 
 
+# The most mass of the tail, and the share of forward KL. In order of p the classes are a and the
+# rest with 0.1 each, b with 0.2 and d with 0.6; the distance is 0.3 in the rest and 0.3 in d.
+BLENDS = {0.05: 1.0, 0.15: 1.0, 0.25: 0.5, 0.5: 0.5}
+
+
+@pytest.mark.parametrize("alpha", BLENDS)
+def test_adaptive_kl_orders_the_rest_by_its_probability(alpha: float) -> None:
+    """Of classes of one probability the rest is the last; its blend is a constant to the slope."""
+    ids = {"common_ids": (ints(0, 1, 3), ints(0, 1, 2))}
+
+    def values_of(rows: Tensor, count: int, name: str, **given: float) -> Tensor:
+        loss = {"alignment": "common", "divergence": name, **ids, **given}
+        return divergence(rows, TEACHER.repeat(count, 1), copies(EXAMPLE, count), loss)
+
+    def of_blend(rows: Tensor, count: int) -> Tensor:
+        if count == 1:
+            return values_of(rows, count, "adaptive_kl", adaptive_alpha=alpha)
+        forward, reverse = (values_of(rows, count, name) for name in DIRECTIONS.values())
+        return BLENDS[alpha] * forward + (1 - BLENDS[alpha]) * reverse
+
+    found = assert_slopes(of_blend, STUDENT)
+    forward, reverse = (values_of(STUDENT, 1, name) for name in DIRECTIONS.values())
+    expected = BLENDS[alpha] * forward + (1 - BLENDS[alpha]) * reverse
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
+
+
 # No probability of the student is another one or the teacher's of the same rank: there the sorted
 # distance has a corner.
 APART_IN_RANK = logs([0.12, 0.23, 0.37, 0.28], [0.22, 0.07, 0.58, 0.13], EVEN)
