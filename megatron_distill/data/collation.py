@@ -99,12 +99,14 @@ class UnitRows:
     `units[i]` are numbers of units; the teacher runs them before the student's micro-batch i. Unit
     g has the rows from `g * micro_batch_size` on; the teacher's context ranks share its positions.
     They are in the student's tokens, or in those of a teacher with a tokenizer of its own.
+    `has_trained_rows`: as in `Batch.with_trained_rows`, where the teacher's head runs on them.
     """
 
     units: tuple[tuple[int, ...], ...]
     context_rank: int
     context_size: int
     has_own_tokens: bool = False
+    has_trained_rows: bool = False
 
     def batches(
         self,
@@ -121,7 +123,8 @@ class UnitRows:
             whole = micro_batch(batch, rows, isolate_documents=isolate_documents)
             own = whole.teacher if self.has_own_tokens else replace(whole, teacher=None)
             assert own is not None, "samples have the teacher's tokens"
-            found.append(own.context_shard(self.context_rank, self.context_size))
+            shard = own.context_shard(self.context_rank, self.context_size)
+            found.append(shard.with_trained_rows() if self.has_trained_rows else shard)
         return tuple(found)
 
 

@@ -128,7 +128,10 @@ def stage_need(
     # A teacher's forward pass comes before the student's. Then the loss, the backward pass of the
     # last layer, and that of the embedding follow each other.
     peak = max(
-        *(_teacher_forward(one, its, device) + arriving for one, its, _ in teachers),
+        *(
+            _teacher_forward(one, its, device) + _choosing_chunk(one, its, device) + arriving
+            for one, its, _ in teachers
+        ),
         held.in_flight + chunk,
         held.in_flight + held.live,
         held.in_flight - held.one + _embedding_gradient(run, choice, stage),
@@ -172,7 +175,7 @@ def _embedding_gradient(run: PlannedRun, choice: Choice, stage: int) -> float:
 
 def _heads_of_teachers(run: PlannedRun, choice: Choice) -> int:
     """Return the number of teachers whose heads run at once on the student's last stage."""
-    return run.mixed if run.keeps_head(choice.place) else 0
+    return run.mixed if choice.keeps_head(run) else 0
 
 
 def _head_inputs(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
@@ -226,17 +229,18 @@ def _hidden_states(
     length = run.teacher_length or run.sequence_length
     tokens = choice.micro_batch_size * length / layout.context
     per_token = run.teacher.hidden_size * run.width / (layout.tensor if layout.sequence else 1)
+    if choice.sends_ids(run):
+        per_token = run.answer_bytes
     layers = _layer_answers(run, choice, stage, tokens=tokens)
     if choice.runs_within and not runs_ahead:
         return tokens * run.teacher.hidden_size * run.width + layers
     count = choice.micro_batches(run)
     is_last = stage == layout.pipeline - 1
     if choice.place == "own ranks":
-        if run.sent_ids is not None:
-            per_token = run.answer_bytes
         return (layers + tokens * per_token * is_last) * count * (run.steps_ahead + 1)
     if run.offloads_hidden:  # the one in use and the next; of features in backward as well
-        return layers * min(4, count) + tokens * per_token * is_last * min(2, count)
+        kept = count if choice.sends_ids(run) else min(2, count)
+        return layers * min(4, count) + tokens * per_token * is_last * kept
     return (layers + tokens * per_token * is_last) * count
 
 
@@ -325,6 +329,20 @@ def _layer_numbers(run: PlannedRun, choice: Choice, stage: int) -> int:
     return min(numbers[index].total, layers * numbers[index].largest_layer)
 
 
+def _choosing_chunk(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
+    """Return the bytes of the logits from which a teacher's last stage chooses the ids it sends."""
+    if not choice.sends_ids(run):
+        return 0.0
+    assert run.teacher is not None
+    layout = choice.teacher_layout
+    assert layout is not None
+    length = run.teacher_length or run.sequence_length
+    tokens = choice.micro_batch_size * length / layout.context
+    columns = run.teacher.padded_vocab_size(layout.tensor) // layout.tensor
+    rows = min(tokens, run.chunk_tokens or max(1, _CHUNK[device.kind] // columns))
+    return rows * columns * (run.width + _FP32)
+
+
 def teacher_rank_need(run: PlannedRun, choice: Choice, device: DeviceProfile) -> MemoryNeed:
     """Return the need of a rank that runs the teacher alone."""
     assert run.teacher is not None
@@ -339,11 +357,7 @@ def teacher_rank_need(run: PlannedRun, choice: Choice, device: DeviceProfile) ->
     )
     alive = _teacher_forward(run, choice, device)
     answers = tokens * shape.hidden_size * run.width * 2
-    chunk = 0.0
-    if run.sent_ids is not None:
-        columns = shape.padded_vocab_size(layout.tensor) // layout.tensor
-        rows = min(tokens, run.chunk_tokens or max(1, _CHUNK[device.kind] // columns))
-        chunk = rows * columns * (run.width + _FP32)
+    chunk = _choosing_chunk(run, choice, device)
     slack = _SLACK if device.kind == "gpu" else 0.0
     return MemoryNeed(
         teacher=weights,

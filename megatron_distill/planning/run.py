@@ -73,7 +73,8 @@ class PlannedRun:
         document_length: mean tokens of a document; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
         chunk_tokens: of the losses; None: chosen by the device.
-        sent_ids: ids per token that a teacher on its own ranks sends; None: hidden states.
+        sent_ids: ids per token that a teacher with its own ranks or layout sends; None: hidden
+            states.
         store_ids: ids per token of a store.
         row_blocks: whether the losses on a GPU take fp32 blocks of rows besides the logits; the
             kernels of whole divergences take none.
@@ -131,21 +132,6 @@ class PlannedRun:
         if self.sent_ids is None:
             return float(self.teacher.hidden_size * self.width)
         return 8.0 * self.sent_ids + 16.0
-
-    def keeps_head(self, place: TeacherPlace) -> bool:
-        """Whether the losses on the student's last stage run a live teacher's head.
-
-        One that sends top-k ids has run it on its own ranks.
-        """
-        is_live = place == "shared" or (place == "own ranks" and self.sent_ids is None)
-        return is_live and self.teacher is not None
-
-    def head_in_stages(self, place: TeacherPlace) -> Architecture | None:
-        """Return the teacher whose head the balance of the student's stages counts.
-
-        Of several, the samples decide whose heads run, and a run's balance counts none of them.
-        """
-        return self.teacher if self.keeps_head(place) and not self.several else None
 
     def attended(self, shape: Architecture, length: int) -> tuple[float, float]:
         """Return the mean attended positions of layers without and with a window."""
@@ -207,6 +193,27 @@ class Choice:
     def runs_within(self) -> bool:
         """Whether the teacher runs inside the student's forward step, a micro-batch at a time."""
         return self.is_same_layout and self.layout.pipeline == 1
+
+    def sends_answers(self, run: PlannedRun) -> bool:
+        """Whether a live teacher is elsewhere, or in another layout than the student."""
+        is_live = self.place in ("shared", "own ranks") and run.teacher is not None
+        return is_live and not self.is_same_layout
+
+    def sends_ids(self, run: PlannedRun) -> bool:
+        """Whether a live teacher sends top-k ids, for which it has run its head."""
+        return run.sent_ids is not None and self.sends_answers(run)
+
+    def keeps_head(self, run: PlannedRun) -> bool:
+        """Whether the losses on the student's last stage run a live teacher's head."""
+        is_live = self.place in ("shared", "own ranks") and run.teacher is not None
+        return is_live and not self.sends_ids(run)
+
+    def head_in_stages(self, run: PlannedRun) -> Architecture | None:
+        """Return the teacher whose head the balance of the student's stages counts.
+
+        Of several, the samples decide whose heads run, and a run's balance counts none of them.
+        """
+        return run.teacher if self.keeps_head(run) and not run.several else None
 
     def micro_batches(self, run: PlannedRun) -> int:
         """Return the micro-batches of one replica of the student in a step."""

@@ -109,7 +109,7 @@ class Search:
     places: Sequence[TeacherPlace]
     _tried: int = 0
     _least: dict[_Sizes, MemoryNeed] = field(default_factory=dict)
-    _layers: dict[tuple[int, TeacherPlace, bool], tuple[int, ...]] = field(default_factory=dict)
+    _layers: dict[tuple[int, bool, bool], tuple[int, ...]] = field(default_factory=dict)
     _refused: dict[_Sizes, str] = field(default_factory=dict)
 
     def ranking(self, *, shown: int) -> Ranking:
@@ -186,39 +186,37 @@ class Search:
         modules: tuple[str, ...],
         place: TeacherPlace,
     ) -> Choice:
-        layers = self._stage_layers(layout.stages, place, full=recompute == "full")
         choice = Choice(
             layout=layout,
             ranks=ranks,
             micro_batch_size=size,
-            layers=layers,
+            layers=(),
             recompute=recompute,
             modules=modules,
             place=place,
         )
         if place == "shared":
-            return self._with_teacher(choice, layout.without_virtual_stages(), 0)
-        return choice
+            choice = self._with_teacher(choice, layout.without_virtual_stages(), 0)
+        return self._with_stages(choice)
 
-    def _stage_layers(self, stages: int, place: TeacherPlace, *, full: bool) -> tuple[int, ...]:
-        key = (stages, place, full)
+    def _with_stages(self, choice: Choice) -> Choice:
+        """Return the choice with the layers of the student's stages that a run has then."""
+        run, full = self.run, choice.recompute == "full"
+        key = (choice.layout.stages, choice.keeps_head(run), full)
         if key not in self._layers:
-            run = self.run
             self._layers[key] = balanced_stages(
                 run.student,
-                run.head_in_stages(place),
+                choice.head_in_stages(run),
                 sequence_length=run.sequence_length,
                 teacher_length=run.teacher_length,
-                stages=stages,
+                stages=choice.layout.stages,
                 is_recomputed=full,
             )
-        return self._layers[key]
+        return replace(choice, layers=self._layers[key])
 
-    def _moved(self, choice: Choice, place: TeacherPlace) -> Choice:
-        """Return the choice with the teacher elsewhere, and the stages that a run has then."""
-        full = choice.recompute == "full"
-        layers = self._stage_layers(choice.layout.stages, place, full=full)
-        return replace(choice, place=place, layers=layers)
+    def _moved(self, choice: Choice, place: TeacherPlace, layout: Layout, ranks: int) -> Choice:
+        """Return the choice with the teacher elsewhere, on `ranks` of its own if there are any."""
+        return self._with_stages(self._with_teacher(replace(choice, place=place), layout, ranks))
 
     def _with_teacher(self, choice: Choice, layout: Layout, ranks: int) -> Choice:
         assert self.run.teacher is not None
@@ -298,7 +296,7 @@ class Search:
         """Return choices whose teacher has a layout of its own on the student's ranks."""
         alone = _best_of_each(self._fitting(self._choices(self.devices, "none"), is_partner=True))
         choices = (
-            self._with_teacher(self._moved(one.choice, "shared"), layout, 0)
+            self._moved(one.choice, "shared", layout, 0)
             for layout, one in self._partners(self.devices, alone)
             if layout != one.choice.layout.without_virtual_stages()
         )
@@ -321,7 +319,7 @@ class Search:
             choices_alone = self._choices(self.devices - size, "none")
             alone = _best_of_each(self._fitting(choices_alone, is_partner=True))
             choices += [
-                self._with_teacher(self._moved(one.choice, "own ranks"), layout, size)
+                self._moved(one.choice, "own ranks", layout, size)
                 for layout, one in self._partners(size, alone)
             ]
         return self._all_fitting(iter(choices))

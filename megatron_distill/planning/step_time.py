@@ -137,8 +137,8 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     rank = student_rank(run, choice, device)
     last = choice.layout.pipeline - 1
     chunks = loss_chunks(run, choice, device)
-    heads = head_passes(run.student, run.head_in_stages(choice.place), rank, chunks=chunks)
-    several = run.several and run.keeps_head(choice.place)
+    heads = head_passes(run.student, choice.head_in_stages(run), rank, chunks=chunks)
+    several = run.several and choice.keeps_head(run)
     for one, _, share in teachers_apart(run, choice) if several else ():
         heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
     precision, loss = run.precision, device.factor("loss", run.precision)
@@ -173,12 +173,12 @@ def measuring_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
     chunks, of_gradients = loss_chunks(run, choice, device), run.measures == "gradients"
     heads = measuring_passes(
         run.student,
-        run.head_in_stages(choice.place),
+        choice.head_in_stages(run),
         rank,
         chunks=chunks,
         of_gradients=of_gradients,
     )
-    several = run.several and run.keeps_head(choice.place)
+    several = run.several and choice.keeps_head(run)
     for one, _, share in teachers_apart(run, choice) if several else ():
         heads += measuring_passes(
             None, one.teacher, rank, chunks=chunks, of_gradients=of_gradients
@@ -245,7 +245,7 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     )
     last = layout.pipeline - 1
     heads = Passes()
-    if choice.place == "own ranks" and run.sent_ids is not None:
+    if choice.sends_ids(run):
         chunks = loss_chunks(run, choice, device)
         heads = head_passes(None, teacher, rank, chunks=chunks, chosen=run.sent_ids)
     ranks = choice.teacher_ranks or choice.ranks
@@ -403,9 +403,10 @@ def teacher_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> t
     gathered = max(0.0, micro_batches * received - work)
     if choice.place == "shared" and not choice.is_same_layout:
         assert run.teacher is not None
-        sent = run.tokens / choice.data / choice.layout.context
-        sent *= run.teacher.hidden_size * run.width
-        gathered += device.link(choice.ranks).message(sent / choice.layout.tensor)
+        sent = run.tokens / choice.data / choice.layout.context * run.answer_bytes
+        # Every tensor rank has a part of the hidden states, but all of the ids.
+        split = 1 if choice.sends_ids(run) else choice.layout.tensor
+        gathered += device.link(choice.ranks).message(sent / split)
     return work + gathered, sum(times) - max(times)
 
 

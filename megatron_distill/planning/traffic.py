@@ -6,7 +6,7 @@ it receives twice that. Of several stages it is the rank that receives most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.operations import Recomputed, layer_kinds
@@ -162,14 +162,12 @@ def _of_teachers(run: PlannedRun, choice: Choice, stage: int) -> float:
 
 def _answers(run: PlannedRun, choice: Choice, stage: int) -> float:
     """Return the bytes of answers that a rank of the student's last stage receives."""
-    moves = choice.place == "own ranks" or (choice.place == "shared" and not choice.is_same_layout)
-    if not moves or run.teacher is None or stage != choice.layout.pipeline - 1:
+    if not choice.sends_answers(run) or stage != choice.layout.pipeline - 1:
         return 0.0
     length = run.teacher_length or run.sequence_length
     tokens = run.global_batch_size / choice.data * length / choice.layout.context
-    sent = replace(run, sent_ids=None) if choice.place == "shared" else run
-    split = choice.layout.tensor if choice.layout.sequence and sent.sent_ids is None else 1
-    return tokens * sent.answer_bytes / split
+    split = choice.layout.tensor if choice.layout.sequence and run.sent_ids is None else 1
+    return tokens * run.answer_bytes / split
 
 
 def _updates(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> float:

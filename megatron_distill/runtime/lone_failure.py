@@ -26,6 +26,7 @@ from typing import Final
 import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
+from megatron_distill.runtime import heartbeats
 from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, living, take_leave
 from megatron_distill.runtime.main_thread import MainThread
 from megatron_distill.runtime.roles import Roles
@@ -264,10 +265,11 @@ class PeerWatch:
 
     It looks every few seconds; without a store it does nothing. With several roles it notes its
     host, and gives signs of life for `Launch.together`. Then it also ends the process when the next
-    rank has given no sign for `patience_seconds`. A role may wait without limit for another, and a
-    stopped process or a lost machine closes no connection. A rank of the student also ends if its
-    main thread does not run for so long, once its first step has begun. The teachers' ranks wait
-    for its commands without limit.
+    rank has given no sign for `patience_seconds`, or `SILENT_SECONDS` once its own first step has
+    begun. A role may wait without limit for another, and a stopped process or a lost machine closes
+    no connection. A rank of the student also ends if its main thread does not run for
+    `patience_seconds`, once its first step has begun. The teachers' ranks wait for its commands
+    without limit.
     """
 
     def __init__(self, alone: LoneFailure, *, patience_seconds: float) -> None:
@@ -307,7 +309,7 @@ class PeerWatch:
             while not self._ended.wait(_WATCH_SECONDS):
                 if self._roles.are_split:
                     give_sign(self._store, self._rank)
-                    if signs.silent_looks() * _WATCH_SECONDS > self._patience:
+                    if signs.silent_looks() * _WATCH_SECONDS >= self._silence:
                         self._end_without(watched)
                     self._look_at(main_thread)
                 if self._store.check([_FAILED]):
@@ -316,6 +318,19 @@ class PeerWatch:
                         name = self._roles.name
                         _end_after(name(int(failed)), name(self._rank))
                     return
+
+    @property
+    def _silence(self) -> float:
+        """Seconds without a sign after which a rank is given up.
+
+        A thread gives the signs, whatever the rank does; only an extension that keeps the
+        interpreter for itself delays them. Before the first step that may be an import or a read of
+        weights. After it the short time and torchrun's 30 s for a stopped process end a launch
+        within a minute.
+        """
+        if self._alone.progress.step is None:
+            return self._patience
+        return min(self._patience, heartbeats.SILENT_SECONDS)
 
     def _look_at(self, main_thread: MainThread) -> None:
         """End this process if its main thread, on a rank of the student, does not run."""
@@ -328,13 +343,14 @@ class PeerWatch:
 
     def _end_without(self, silent: int) -> None:
         assert self._store is not None
-        name = self._roles.name
+        name, seconds = self._roles.name, f"{self._silence:g} s"
+        if self._silence == self._patience:
+            seconds = f"runtime.timeout_seconds = {seconds}"
         try:
             host = self._store.get(host_key(silent)).decode()
             text = (
-                f"error: {name(silent)} on {host} gave no sign of life for runtime.timeout_seconds "
-                f"= {self._patience:g} s, and {name(self._rank)} ends; check its process and its "
-                "machine"
+                f"error: {name(silent)} on {host} gave no sign of life for {seconds}, and "
+                f"{name(self._rank)} ends; check its process and its machine"
             )
             if not tell_torchrun(text):
                 sys.stderr.write(f"{text}\n")

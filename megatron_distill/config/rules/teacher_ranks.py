@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from megatron_distill.config.messages import Problem, without_effect
+from megatron_distill.config.rules.teacher_parallel import teacher_parallel
 from megatron_distill.config.rules.teacher_tokenizers import own_tokenizers
 from megatron_distill.config.schema import (
     CaptureConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "own_rank_roles",
     "ranks_key",
     "role_problems",
+    "sends_top_k",
     "teacher_ranks",
     "teacher_ranks_problems",
 ]
@@ -39,6 +41,23 @@ def has_own_ranks(config: JobConfig, role: str = "teacher") -> bool:
     if teacher is None or role == "student":
         return False
     return teacher.ranks is not None or teacher.nodes is not None
+
+
+def sends_top_k(config: JobConfig, role: str = "teacher") -> bool:
+    """Return whether a live teacher sends a top-k, from its own ranks or its own layout."""
+    if config.models[role].transfer.what != "top_k":
+        return False
+    return has_own_ranks(config, role) or _has_other_layout(config, role)
+
+
+def _has_other_layout(config: JobConfig, role: str) -> bool:
+    """Return whether a live teacher on the student's ranks has another layout than the student."""
+    model = config.models[role]
+    if model.parallel is None or model.store is not None:
+        return False
+    left_out = {"virtual_pipeline", "layers_per_stage"}
+    own, of_student = teacher_parallel(config, role), config.parallel
+    return own.model_dump(exclude=left_out) != of_student.model_dump(exclude=left_out)
 
 
 def own_rank_roles(config: JobConfig) -> list[str]:
@@ -96,7 +115,7 @@ def _of_student(student: ModelConfig) -> Iterator[Problem]:
 
 def _of_teacher(config: RunConfig, role: str, teacher: ModelConfig) -> Iterator[Problem]:
     if not has_own_ranks(config, role):
-        yield from _without_ranks(role, teacher)
+        yield from _without_ranks(config, role, teacher)
         return
     if teacher.ranks is not None and teacher.nodes is not None:
         yield Problem(
@@ -121,13 +140,20 @@ def _keys(role: str) -> tuple[str, str]:
     return f"{role}.ranks", f"{role}.nodes"
 
 
-def _without_ranks(role: str, teacher: ModelConfig) -> Iterator[Problem]:
+def _without_ranks(config: RunConfig, role: str, teacher: ModelConfig) -> Iterator[Problem]:
     reason = f"without {role}.ranks or {role}.nodes"
     if teacher.steps_ahead != 1:
         yield without_effect(f"{role}.steps_ahead", teacher.steps_ahead, reason, instead=1)
+    has_effect = _has_other_layout(config, role)
     for name, value in teacher.transfer.model_dump(exclude_defaults=True).items():
         default = TransferConfig.model_fields[name].default
-        yield without_effect(f"{role}.transfer.{name}", value, reason, instead=default)
+        if name == "backend":
+            yield without_effect(f"{role}.transfer.{name}", value, reason, instead=default)
+        elif not has_effect:
+            further = f"without {role}.ranks, {role}.nodes or another layout in {role}.parallel"
+            yield without_effect(f"{role}.transfer.{name}", value, further, instead=default)
+    if has_effect:
+        yield from _transfer(config, role, teacher.transfer)
 
 
 def _resting(role: str, teacher: ModelConfig) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_distill.config.messages import Problem
-from megatron_distill.config.rules.teacher_ranks import has_own_ranks
+from megatron_distill.config.rules.teacher_ranks import sends_top_k
 from megatron_distill.config.rules.teacher_tokenizers import own_tokenizers
 from megatron_distill.config.schema import ModelConfig, RunConfig, TermConfig
 
@@ -72,8 +72,7 @@ def _few_ids(config: RunConfig, name: str) -> str | None:
         return None
     if model.store is not None:
         return f"teachers.{name}.store"
-    sends_few = model.transfer.what == "top_k" and has_own_ranks(config, f"teachers.{name}")
-    return f"teachers.{name}.transfer.k" if sends_few else None
+    return f"teachers.{name}.transfer.k" if sends_top_k(config, f"teachers.{name}") else None
 
 
 def _mixture(path: str, term: TermConfig, config: RunConfig) -> Iterator[Problem]:

@@ -298,7 +298,7 @@ class TeacherParallelConfig(Section):
 
 
 class TransferConfig(Section):
-    """Answers of a teacher on ranks of its own, on their way to the student's ranks."""
+    """Answers of a teacher on ranks or in a layout of its own, on their way to the student."""
 
     what: Literal["hidden", "top_k"] = Field(
         default="hidden",
@@ -310,10 +310,10 @@ class TransferConfig(Section):
     )
     backend: Literal["auto", "nccl", "ipc", "gloo"] = Field(
         default="auto",
-        description="`gloo`: through host memory and the network. `nccl`: between GPUs. `ipc`: "
-        "within one machine, the teacher writes into the student's memory, by CUDA IPC between "
-        "GPUs. `auto`: `nccl` where `runtime.backend` is that, `ipc` on a CPU where all ranks that "
-        "exchange answers are on one machine, else `gloo`.",
+        description="With ranks of its own. `gloo`: through host memory and the network. `nccl`: "
+        "between GPUs. `ipc`: within one machine, the teacher writes into the student's memory, by "
+        "CUDA IPC between GPUs. `auto`: `nccl` where `runtime.backend` is that, `ipc` on a CPU "
+        "where all ranks that exchange answers are on one machine, else `gloo`.",
     )
 
 
@@ -420,7 +420,8 @@ class ModelConfig(Section):
     )
     transfer: TransferConfig = Field(
         default=TransferConfig(),
-        description="Teacher only, on ranks of its own: how its answers reach the student.",
+        description="Teacher only, on ranks of its own or in another layout than the student's: "
+        "what it sends to the student, and how.",
     )
 
     @property

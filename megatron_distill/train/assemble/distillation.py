@@ -175,10 +175,10 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
 def _head_in_stages(section: ModelConfig | None, teacher: OpenTeacher) -> Architecture | None:
     """Return the teacher whose head runs in the student's losses, on its last stage.
 
-    One that sends top-k ids has run it on its own ranks. Of several the samples decide.
+    One that sends top-k ids has run it in its own layout. Of several the samples decide.
     """
     sends_ids = section is not None and section.transfer.what == "top_k"
-    return None if teacher.remotes and sends_ids else teacher.shapes.get("teacher")
+    return None if sends_ids else teacher.shapes.get("teacher")
 
 
 def _of_student(

@@ -23,6 +23,7 @@ from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import Live, TeacherTokenizer
 from megatron_distill.train.assemble.answers.plan import answer_metrics
+from megatron_distill.train.assemble.answers.signals import moved_top_k
 from megatron_distill.train.assemble.models import resolve_model, teacher_execution, teacher_seed
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
 from megatron_distill.train.assemble.routing import members
@@ -35,6 +36,7 @@ from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
 from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher, RemoteHead
 from megatron_distill.train.teachers.resting import RestingTeacher
+from megatron_distill.train.teachers.sent_topk import SentTopK
 from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.teachers.stored import stored_metrics
 
@@ -97,17 +99,19 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
             teachers[name] = stores[name].teacher
             continue
         tokens = fit.own if name in foreign else None
+        sends_ids = section.transfer.what == "top_k"
+        if sends_ids and tokens is None:
+            metrics.append(answer_metrics(section.transfer, plain))
         if site.device.bridge is not None and has_own_ranks(config, own.key):
             teachers[name] = remotes[own.key] = open_own_ranks(config, own.key, fit, site)
-            sends_ids = section.transfer.what == "top_k"
             if tokens is not None:
                 head = None if sends_ids else remotes[own.key].head
                 aligned = _on_own_ranks(tokens, head, own, chunk_tokens, fit, site)
-            elif sends_ids:
-                metrics.append(answer_metrics(section.transfer, plain))
             continue
         live = _live(config, own, section, fit, site, layouts, tokens)
-        if tokens is not None:
+        if tokens is not None and sends_ids:
+            _, aligned = _connected(tokens, None, own, chunk_tokens, fit, site)
+        elif tokens is not None:
             live, aligned = _connected(tokens, live, own, chunk_tokens, fit, site)
         models[name] = teachers[name] = live
         if section.offload and isinstance(live, OnlineTeacher):
@@ -143,9 +147,9 @@ class _Layouts:
     teachers: int = 0
 
     def builder(
-        self, layout: Layout, *, has_own_tokens: bool
+        self, layout: Layout, *, has_own_tokens: bool, top_k: SentTopK | None
     ) -> Callable[..., OnlineTeacher | OwnLayout]:
-        """Return a function that builds a model in a layout.
+        """Return a function that builds a model in a layout; `top_k`: as of `OwnLayout`.
 
         Collective: the whole world, group creation, where the layout is new.
         """
@@ -161,6 +165,7 @@ class _Layouts:
             timeout_seconds=self.timeout_seconds,
             number=number,
             has_own_tokens=has_own_tokens,
+            top_k=top_k,
         )
 
 
@@ -179,8 +184,16 @@ def _live(
     source = resolve_model(config, own.key, vocabulary)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = fit.student if tokens is None else source.architecture
-    layout = layout_of(teacher_parallel(config, own.key))
-    return layouts.builder(layout, has_own_tokens=tokens is not None)(
+    layout, has_own_tokens = layout_of(teacher_parallel(config, own.key)), tokens is not None
+    top_k = moved_top_k(
+        config,
+        own.key,
+        fit.terms,
+        site.execution.device,
+        tokens=vocabulary.size,
+        has_own_tokens=has_own_tokens,
+    )
+    return layouts.builder(layout, has_own_tokens=has_own_tokens, top_k=top_k)(
         source,
         teacher_execution(site.execution, section, None, own.key),
         seed=teacher_seed(config.seed) + own.number,

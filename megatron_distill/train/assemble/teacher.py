@@ -16,6 +16,7 @@ from megatron_distill.signals import Teacher
 from megatron_distill.train.aligned_loss import AlignedLoss
 from megatron_distill.train.assemble.alignment import Live, TeacherTokenizer
 from megatron_distill.train.assemble.answers.plan import answer_metrics
+from megatron_distill.train.assemble.answers.signals import moved_top_k
 from megatron_distill.train.assemble.models import resolve_model, teacher_execution, teacher_seed
 from megatron_distill.train.assemble.own_ranks import open_own_ranks
 from megatron_distill.train.assemble.several import open_several
@@ -23,7 +24,7 @@ from megatron_distill.train.assemble.shapes import layout_of
 from megatron_distill.train.assemble.site import Site, TeacherFit
 from megatron_distill.train.assemble.stores.teacher import SeveralStores, Stored, open_stored
 from megatron_distill.train.several_loss import SeveralLoss
-from megatron_distill.train.teachers.live import OnlineTeacher, live_metrics
+from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
 from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 from megatron_distill.train.teachers.resting import RestingTeacher
@@ -80,11 +81,14 @@ def open_teacher(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
     if section.store is not None:
         return _stored(config, fit, site)
     online, aligned = _live(config, section, fit, site), None
-    if fit.own is not None:
-        online, aligned = _connected(fit.own, online, config.objective.chunk_tokens, fit, site)
+    chunk_tokens = config.objective.chunk_tokens
+    if fit.own is not None and section.transfer.what == "top_k":
+        _, aligned = _connected(fit.own, None, chunk_tokens, fit, site)
+    elif fit.own is not None:
+        online, aligned = _connected(fit.own, online, chunk_tokens, fit, site)
     opened = OpenTeacher(
         signals=online,
-        metrics=live_metrics(fit.terms),
+        metrics=answer_metrics(section.transfer, fit.terms),
         models={"teacher": online},
         shapes={"teacher": online.architecture},
         aligned=aligned,
@@ -105,7 +109,7 @@ def _live(
     build: Callable[..., OnlineTeacher | OwnLayout] = OnlineTeacher.of_source
     layout = layout_of(teacher_parallel(config))
     if layout != site.groups.layout.without_virtual_stages():
-        build = _in_own_layout(layout, config.runtime.timeout_seconds, fit)
+        build = _in_own_layout(config, layout, fit, site)
     # The head's rows are those of the student's vocabulary, unless the teacher has another one.
     of_head = fit.student if fit.own is None else source.architecture
     return build(
@@ -120,15 +124,25 @@ def _live(
 
 
 def _in_own_layout(
-    layout: Layout, timeout_seconds: float, fit: TeacherFit
+    config: RunConfig, layout: Layout, fit: TeacherFit, site: Site
 ) -> Callable[..., OwnLayout]:
     """Create the groups of the teacher's layout. Collective: world, group creation."""
-    own_groups = create_second_groups(layout, timeout_minutes=timeout_seconds / 60)
+    timeout_seconds, has_own_tokens = config.runtime.timeout_seconds, fit.own is not None
+    tokens = fit.vocabulary if fit.own is None else fit.own.vocabulary
+    top_k = moved_top_k(
+        config,
+        "teacher",
+        fit.terms,
+        site.execution.device,
+        tokens=tokens.size,
+        has_own_tokens=has_own_tokens,
+    )
     return partial(
         OwnLayout.of_source,
-        own_groups=own_groups,
+        own_groups=create_second_groups(layout, timeout_minutes=timeout_seconds / 60),
         timeout_seconds=timeout_seconds,
-        has_own_tokens=fit.own is not None,
+        has_own_tokens=has_own_tokens,
+        top_k=top_k,
     )
 
 

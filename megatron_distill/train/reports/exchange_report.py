@@ -75,14 +75,15 @@ def movement_report(
     name: of the teacher. shapes: of the models by role. Raises ConfigError: a feature loss names a
     layer that its model does not have.
     """
-    precision = PRECISIONS[config.train.precision]
+    precision, records = PRECISIONS[config.train.precision], sent_records(config, name)
     role = Role(name, 0, roles.student.size)
-    plan = answer_plan(config, role, roles, shapes[name], shapes["student"], precision, None)
+    plan = answer_plan(config, role, roles, shapes[name], shapes["student"], precision, records)
     # Positions that a rank has in both layouts stay there.
     moved = {route: count for route, count in plan.step_bytes().items() if route[0] != route[1]}
     most = "at most " if share_of_units(members(config).get(name)).number is not None else ""
+    what = "hidden states" if records is None else f"the {records.k} most probable ids"
     yield (
-        f"movement of {name}: {most}{size(sum(moved.values()))} of hidden states per step from its "
+        f"movement of {name}: {most}{size(sum(moved.values()))} of {what} per step from its "
         f"layout to the student's, {plan.outputs[0].bytes_per_token:,} bytes per token of another "
         "rank"
     )

@@ -330,24 +330,16 @@ def configured_choice(config: RunConfig, run: PlannedRun, *, ranks: int, teacher
         place = "shared"
     is_live = place in ("shared", "own ranks")
     given = config.parallel.layers_per_stage
-    layers = given.student or balanced_stages(
-        run.student,
-        run.head_in_stages(place),
-        sequence_length=run.sequence_length,
-        teacher_length=run.teacher_length,
-        stages=layout.stages,
-        is_recomputed=train.recompute == "full" and train.recompute_layers is None,
-    )
     # One of several has no section `teacher`, and this is the student's layout.
     own = layout_of(teacher_parallel(config)) if is_live else None
     teacher_layers: tuple[int, ...] = ()
     if own is not None and run.teacher is not None:
         teacher_layers = given.teacher or even_layers(run.teacher.num_layers, own.pipeline)
-    return Choice(
+    choice = Choice(
         layout=layout,
         ranks=ranks - teachers,
         micro_batch_size=train.micro_batch_size,
-        layers=layers,
+        layers=given.student or (),
         recompute=train.recompute,
         modules=train.recompute_modules if train.recompute == "selective" else (),
         recomputed_layers=train.recompute_layers,
@@ -356,6 +348,17 @@ def configured_choice(config: RunConfig, run: PlannedRun, *, ranks: int, teacher
         teacher_layers=teacher_layers,
         teacher_ranks=teachers,
     )
+    if given.student:
+        return choice
+    layers = balanced_stages(
+        run.student,
+        choice.head_in_stages(run),
+        sequence_length=run.sequence_length,
+        teacher_length=run.teacher_length,
+        stages=layout.stages,
+        is_recomputed=train.recompute == "full" and train.recompute_layers is None,
+    )
+    return replace(choice, layers=layers)
 
 
 def shape_rule(config: JobConfig, shapes: Mapping[str, Architecture]) -> ShapeRule:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.train.teachers.answers import Column
 from megatron_distill.train.teachers.attention_heads import (
     FeatureKind,
     attention_messages,
@@ -14,7 +19,7 @@ from megatron_distill.train.teachers.attention_heads import (
 )
 from megatron_distill.train.teachers.units import Grid, Message, Units, messages
 
-__all__ = ["StageTensor", "Ways"]
+__all__ = ["StageTensor", "Ways", "message_group"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,12 @@ class StageTensor:
     """A tensor of the teacher's stage `source` that the student's stage `destination` needs.
 
     Attributes:
-        layer: from 1; None: the last hidden state.
+        layer: from 1; None: the last hidden state, or a column of its top-k.
         kind: of a layer: its output, or the queries or keys of its attention.
         part: of the heads of queries and keys, by number; see `attention_parts`.
+        column: of a top-k, which every tensor rank has and needs for all positions of its context
+            rank; None: a state of the model.
+        is_whole: whether each context rank of the student needs a column's whole sequence.
     """
 
     layer: int | None
@@ -32,6 +40,8 @@ class StageTensor:
     destination: int
     kind: FeatureKind = "output"
     part: int = 0
+    column: Column | None = None
+    is_whole: bool = False
 
 
 class Ways:
@@ -72,9 +82,17 @@ class Ways:
         self, output: StageTensor, replicas: tuple[int, int], length: int
     ) -> tuple[Message, ...]:
         if output.kind == "output":
+            teacher, student = self.teacher, self.student
+            if output.column is not None:
+                teacher, student = (replace(grid, sequence=False) for grid in (teacher, student))
             return messages(
-                self.teacher.holdings(length, replica=replicas[0], stage=output.source),
-                self.student.holdings(length, replica=replicas[1], stage=output.destination),
+                teacher.holdings(length, replica=replicas[0], stage=output.source),
+                student.holdings(
+                    length,
+                    replica=replicas[1],
+                    stage=output.destination,
+                    is_whole=output.is_whole,
+                ),
             )
         of_heads = attention_messages(
             (self.teacher, self.student),
@@ -95,6 +113,11 @@ class Ways:
         """Whether this rank's student needs a part of the output of a unit."""
         return self.places[1] == (unit % self.student.replicas, output.destination)
 
+    def stays(self, own: Tensor, found: Sequence[Message]) -> bool:
+        """Whether the rank's own tensor is all that it needs, in the same order."""
+        needed = [message for message in found if message.destination == self.rank]
+        return needed == [Message(self.rank, 0, self.rank, 0, own.shape[0])]
+
 
 def _place(groups: Groups, grid: Grid) -> tuple[int, int]:
     """Return this rank's replica and stage, compared with the grid."""
@@ -103,3 +126,14 @@ def _place(groups: Groups, grid: Grid) -> tuple[int, int]:
     expected = grid.rank(tensor=tensor, context=context, replica=replica, stage=stage)
     assert expected == groups.world.rank(), (expected, groups.world.rank(), grid)
     return replica, stage
+
+
+def message_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup:
+    """Return a group of all ranks for messages, connected.
+
+    Collective: world, creation of a group; the new group, one all-reduce of 4 bytes.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+    assert group is not None
+    dist.all_reduce(torch.zeros((), device=device), group=group)
+    return group

@@ -263,6 +263,15 @@ class HeadOwner(Protocol):
 
 
 @dataclass(frozen=True)
+class ModelHead:
+    """The output head of a model on its own last stage, in its own layout; a `HeadOwner`."""
+
+    head_weight: Tensor
+    architecture: Architecture
+    groups: Groups
+
+
+@dataclass(frozen=True)
 class ModelOutput:
     """A teacher's last hidden states as its model leaves them, and its head; a `Signal`.
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.data.collation import UnitRows
@@ -29,7 +27,8 @@ from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import OnDemand, WithFeatures
+from megatron_distill.runtime.host_copy import HostCopy
+from megatron_distill.signals import OnDemand, Signal, WithFeatures
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.step import run_schedule
 from megatron_distill.train.teachers.attention_heads import (
@@ -39,12 +38,21 @@ from megatron_distill.train.teachers.attention_heads import (
     sizes_per_position,
 )
 from megatron_distill.train.teachers.host_states import HostFeatures, HostStates
-from megatron_distill.train.teachers.layout_ways import StageTensor, Ways
-from megatron_distill.train.teachers.live import ModelOutput
+from megatron_distill.train.teachers.layout_ways import StageTensor, Ways, message_group
+from megatron_distill.train.teachers.live import ModelHead, ModelOutput
+from megatron_distill.train.teachers.sent_topk import (
+    SentTopK,
+    TopKColumns,
+    serving_capture,
+    top_k_columns,
+)
 from megatron_distill.train.teachers.transfer import Movement, move_head, transfer
-from megatron_distill.train.teachers.units import Message, Units, moved_rows
+from megatron_distill.train.teachers.units import Units, moved_rows
 
 __all__ = ["OwnLayout"]
+
+# Of a micro-batch on this rank.
+_Given = Signal | WithFeatures | None
 
 
 @dataclass(frozen=True)
@@ -57,18 +65,24 @@ class OwnLayout:
     holds the hidden states of a whole step, on the device or in `host_states`. Each rank has the
     positions that it would have in a shared layout, so that the loss is the same.
 
+    With `top_k` its last stage chooses ids of each token, and they move in place of hidden states.
+    The host waits for them, makes them a signal as of a store's records, and copies that back.
+
     Attributes:
-        head_weight: rows of the student's vocabulary shard; on the student's last stage only.
+        head_weight: rows of the student's vocabulary shard; on the student's last stage only. None
+            with `top_k`.
         groups: the student's.
         own_groups: the teacher's.
-        outputs: that move: the last hidden state, and features. Of queries and keys each part of
-            the heads moves by itself.
+        outputs: that move: the last hidden state or the columns of its top-k, and features. Of
+            queries and keys each part of the heads moves by itself.
         offload_hidden: `host_states` exist on the student's last stage, and `host_features` on each
             that needs some; all ranks run waves.
         captured: features of the layers on this rank, of the units that run.
         buffers: received outputs of a step, where the student has several stages.
         number: among the teachers with their own layout, whose units a batch has in this order.
         has_own_tokens: whether it has a tokenizer of its own, in whose tokens the units are then.
+        top_k: None: hidden states move.
+        chooses: the ids, on the teacher's last stage.
     """
 
     model: HiddenStateGPT
@@ -86,6 +100,8 @@ class OwnLayout:
     buffers: dict[tuple[StageTensor, int], Tensor] = field(default_factory=dict)
     number: int = 0
     has_own_tokens: bool = False
+    top_k: SentTopK | None = None
+    chooses: TopKColumns | None = None
 
     @classmethod
     def of_source(
@@ -102,43 +118,52 @@ class OwnLayout:
         offload_hidden: bool = False,
         number: int = 0,
         has_own_tokens: bool = False,
+        top_k: SentTopK | None = None,
     ) -> OwnLayout:
         """Build the frozen model in its layout; its head moves to the columns of `shard` once.
 
-        Raises CheckpointError on all ranks.
+        With `top_k` the head stays. Raises CheckpointError on all ranks.
 
-        Collective: world, creation of a group, and the messages of `move_head`.
+        Collective: world, creation of a group, and without `top_k` the messages of `move_head`.
         """
         with own_groups.in_use():
             (model,) = source.build(execution, groups=own_groups, seed=seed, interleaved=False)
         model.freeze()
-        group = _message_group(execution.device, timeout_seconds)
-        ways = Ways(own_groups, groups, group)
-        own = vocab_shard(source.architecture, own_groups, tokens=shard.size)
-        head = move_head(
-            model.head_weight().detach() if own_groups.is_last_stage else None,
-            own=own,
-            wanted=shard if groups.is_last_stage else None,
-            rows=(own.stop - own.start, shard.stop - shard.start),
-            width=source.architecture.hidden_size,
-            grids=(ways.teacher, ways.student),
-            execution=execution,
-            group=group,
-        )
+        shape = source.architecture
+        ways = Ways(own_groups, groups, message_group(execution.device, timeout_seconds))
+        weight = model.head_weight().detach() if own_groups.is_last_stage else None
+        head, chooses = None, None
+        if top_k is None:
+            own = vocab_shard(shape, own_groups, tokens=shard.size)
+            head = move_head(
+                weight,
+                own=own,
+                wanted=shard if groups.is_last_stage else None,
+                rows=(own.stop - own.start, shard.stop - shard.start),
+                width=shape.hidden_size,
+                grids=(ways.teacher, ways.student),
+                execution=execution,
+                group=ways.group,
+            )
+        elif weight is not None:
+            owner = ModelHead(weight, shape, own_groups)
+            chooses = serving_capture(top_k.settings, owner, own_groups, top_k.chunk_tokens)
         return cls(
             model=model,
-            architecture=source.architecture,
+            architecture=shape,
             head_weight=head,
             groups=groups,
             own_groups=own_groups,
             ways=ways,
             sequence_length=sequence_length,
-            outputs=(StageTensor(None, ways.teacher.pipeline - 1, ways.student.pipeline - 1),),
+            outputs=_last_outputs(ways, top_k, is_whole=has_own_tokens),
             offload_hidden=offload_hidden,
             host_states=HostStates.of_stage(groups, execution.device) if offload_hidden else None,
             host_features=HostFeatures(execution.device) if offload_hidden else None,
             number=number,
             has_own_tokens=has_own_tokens,
+            top_k=top_k,
+            chooses=chooses,
         )
 
     def with_features(self, pairs: Sequence[FeaturePair], of_student: Sequence[int]) -> OwnLayout:
@@ -175,39 +200,48 @@ class OwnLayout:
         for wave in self._waves(units):
             table[wave.start] = own(wave, replica)
         context = self.own_groups.context
-        return UnitRows(tuple(table), context.rank(), context.size(), self.has_own_tokens)
+        return UnitRows(
+            tuple(table),
+            context.rank(),
+            context.size(),
+            self.has_own_tokens,
+            has_trained_rows=self.top_k is not None,
+        )
 
     def moved_bytes(self, micro_batches: int, micro_batch_size: int) -> int:
         """Return the bytes that all ranks together send in a step."""
         units = self.ways.units(micro_batches)
-        numbers = sum(
-            moved_rows(self.ways.messages(output, unit, self.sequence_length))
-            * math.prod(self._sizes[output.kind])
-            for unit in units.of_wave(range(micro_batches))
-            for output in self.outputs
-        )
-        return numbers * micro_batch_size * self.model.config.params_dtype.itemsize
+        found = 0
+        for output in self.outputs:
+            shape, dtype = self._of_position(output)
+            rows = sum(
+                moved_rows(self.ways.messages(output, unit, self.sequence_length))
+                for unit in units.of_wave(range(micro_batches))
+            )
+            found += rows * math.prod(shape) * dtype.itemsize
+        return found * micro_batch_size
 
-    @property
-    def _sizes(self) -> dict[FeatureKind, tuple[int, ...]]:
-        return sizes_per_position(self.architecture, self.ways.teacher.tensor)
+    def _of_position(self, output: StageTensor) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape of an output at one position, and its dtype."""
+        if output.column is not None:
+            return output.column.shape, output.column.dtype
+        sizes = sizes_per_position(self.architecture, self.ways.teacher.tensor)
+        return sizes[output.kind], self.model.config.params_dtype
 
-    def signals(
-        self, batches: Sequence[Batch]
-    ) -> OnDemand[ModelOutput | WithFeatures | None] | Sequence[ModelOutput | WithFeatures | None]:
+    def signals(self, batches: Sequence[Batch]) -> OnDemand[_Given] | Sequence[_Given]:
         """Return one signal per micro-batch: on the student's last stage, features elsewhere too.
 
         Every rank of the world must take the signals in the same order.
 
         Collective: the forward half of `run_schedule` in the teacher's groups. Then between ranks
         of the world one message for each `Message`. It has 2 bytes (in bf16) per value and position
-        that the rank of the student does not hold itself.
+        that the rank of the student does not hold itself; of a top-k those of `top_k_columns`.
         """
         return self.signals_of(batches, range(len(batches)))
 
     def signals_of(
         self, batches: Sequence[Batch], wanted: Collection[int]
-    ) -> OnDemand[ModelOutput | WithFeatures | None] | Sequence[ModelOutput | WithFeatures | None]:
+    ) -> OnDemand[_Given] | Sequence[_Given]:
         """Return the signals of some micro-batches of the step, None for the remaining ones.
 
         The units of the micro-batches `wanted` alone run, and their outputs alone move. All ranks
@@ -244,9 +278,7 @@ class OwnLayout:
             yield range(start, min(start + size, units.micro_batches))
 
     @torch.no_grad()
-    def run(
-        self, wave: range, batches: Sequence[Batch], wanted: Collection[int]
-    ) -> list[ModelOutput | WithFeatures | None]:
+    def run(self, wave: range, batches: Sequence[Batch], wanted: Collection[int]) -> list[_Given]:
         """Run the wanted units of some micro-batches; return the signals of these micro-batches."""
         units = self.ways.units(len(batches))
         running = [number for number in wave if number in wanted]
@@ -263,7 +295,7 @@ class OwnLayout:
                 own_messages = self.ways.messages(output, unit, self.sequence_length)
                 received = None
                 if self.ways.needs(output, unit):
-                    if own is not None and _stays(own, own_messages, self.ways.rank):
+                    if own is not None and self.ways.stays(own, own_messages):
                         found[output, micro_batch] = own
                     else:
                         received = self._buffer(output, micro_batch, rows)
@@ -319,22 +351,29 @@ class OwnLayout:
             )
         found = {}
         for index, unit in enumerate(units):
-            for output in self.outputs:
+            for place, output in enumerate(self.outputs):  # those of the last stage are first
                 if self.ways.holds(output, unit):
                     layer = output.layer
-                    kind = output.kind
-                    state = last[index] if layer is None else self.captured[kind, layer, index]
+                    if layer is None:
+                        state = last[index][place]
+                    else:
+                        state = self.captured[output.kind, layer, index]
                     found[output, unit] = state.contiguous()
         self.captured.clear()
         return found
 
     def _forward(
         self, iterator: Iterator[tuple[int, Batch]], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[..., Tensor]]:
+    ) -> tuple[Tensor, Callable[..., Sequence[Tensor]]]:
         number, batch = next(iterator)
         context_size = self.own_groups.context.size()
         output = run_model(model, batch, context_size=context_size, micro_batch=number)
-        return output, _collected
+        return output, partial(self._last, batch)
+
+    def _last(self, batch: Batch, hidden_sbh: Tensor, *, non_loss_data: bool) -> Sequence[Tensor]:
+        """Return the outputs of the last stage for a unit."""
+        assert non_loss_data
+        return (hidden_sbh,) if self.chooses is None else self.chooses(hidden_sbh, batch)
 
     def _put_out(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
         self.captured["output", layer, micro_batch] = hidden_sbH
@@ -355,18 +394,20 @@ class OwnLayout:
 
     def _buffer(self, output: StageTensor, micro_batch: int, rows: int) -> Tensor:
         """Return memory for a received output `[s, b, ...]`; a step's is allocated once."""
-        layout, config = self.groups.layout, self.model.config
+        layout = self.groups.layout
         shards = {
             "output": layout.context * (layout.tensor if layout.sequence else 1),
             "query": layout.context,
             "key": 1,
         }
-        length = self.sequence_length // shards[output.kind]
-        shape = (length, rows, *self._sizes[output.kind])
+        parts = shards[output.kind]
+        if output.column is not None:
+            parts = 1 if output.is_whole else layout.context
+        size, dtype = self._of_position(output)
         make = partial(
             torch.empty,
-            shape,
-            dtype=config.params_dtype,
+            (self.sequence_length // parts, rows, *size),
+            dtype=dtype,
             device=next(self.model.parameters()).device,
         )
         if self.runs_in_step or self.offload_hidden:
@@ -377,20 +418,13 @@ class OwnLayout:
 
     def _signal(
         self, number: int, batch: Batch, found: Mapping[tuple[StageTensor, int], Tensor]
-    ) -> ModelOutput | WithFeatures | None:
-        signal = None
-        hidden_sbh = found.get((self.outputs[0], number))
-        if hidden_sbh is not None:
-            side = batch.teacher if self.has_own_tokens else batch
-            assert side is not None, "samples have the teacher's tokens"
-            take = partial(_itself, hidden_sbh)
-            if self.host_states is not None:
-                self.host_states.put(number, hidden_sbh)
-                take = partial(self.host_states.take, number)
-            signal = ModelOutput(
-                side.tokens_bs.numel(), take, self, whole_context=self.has_own_tokens
-            )
-        if len(self.outputs) == 1:
+    ) -> _Given:
+        last = [output for output in self.outputs if output.layer is None]
+        signal: Signal | None = None
+        if (last[0], number) in found:
+            tensors = [found[output, number] for output in last]
+            signal = self._of_last(number, batch, tensors)
+        if len(self.outputs) == len(last):
             return signal
         features = joined_parts(
             ((output.kind, output.layer), state)
@@ -402,6 +436,19 @@ class OwnLayout:
         for feature, tensor in features.items():
             self.host_features.put(feature, number, tensor)
         return WithFeatures(signal, self.host_features.of(number, list(features)))
+
+    def _of_last(self, number: int, batch: Batch, tensors: Sequence[Tensor]) -> Signal:
+        """Return the signal of a micro-batch's hidden states or top-k on this rank."""
+        if self.top_k is not None:
+            return self.top_k.signal_of(HostCopy.begin(*tensors).read(), batch)
+        (hidden_sbh,) = tensors
+        side = batch.teacher if self.has_own_tokens else batch
+        assert side is not None, "samples have the teacher's tokens"
+        take = partial(_itself, hidden_sbh)
+        if self.host_states is not None:
+            self.host_states.put(number, hidden_sbh)
+            take = partial(self.host_states.take, number)
+        return ModelOutput(side.tokens_bs.numel(), take, self, whole_context=self.has_own_tokens)
 
 
 class _Waves:
@@ -416,9 +463,9 @@ class _Waves:
     ) -> None:
         self._teacher, self._batches, self._waves = teacher, batches, waves
         self._wanted = wanted
-        self._held: tuple[range, list[ModelOutput | WithFeatures | None]] | None = None
+        self._held: tuple[range, list[_Given]] | None = None
 
-    def signal(self, micro_batch: int) -> ModelOutput | WithFeatures | None:
+    def signal(self, micro_batch: int) -> _Given:
         """Return a signal; the units of its wave run unless they have run last."""
         if self._held is None or micro_batch not in self._held[0]:
             self._held = None  # its memory is free for the next one
@@ -428,27 +475,16 @@ class _Waves:
         return signals[micro_batch - wave.start]
 
 
-def _collected(hidden_sbh: Tensor, *, non_loss_data: bool) -> Tensor:
-    assert non_loss_data
-    return hidden_sbh
-
-
 def _itself(hidden_sbh: Tensor) -> Tensor:
     return hidden_sbh
 
 
-def _stays(own: Tensor, found: Sequence[Message], rank: int) -> bool:
-    """Whether the rank's own tensor is all that it needs, in the same order."""
-    needed = [message for message in found if message.destination == rank]
-    return needed == [Message(rank, 0, rank, 0, own.shape[0])]
-
-
-def _message_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup:
-    """Return a group of all ranks for messages, connected.
-
-    Collective: world, creation of a group; the new group, one all-reduce of 4 bytes.
-    """
-    group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
-    assert group is not None
-    dist.all_reduce(torch.zeros((), device=device), group=group)
-    return group
+def _last_outputs(ways: Ways, top_k: SentTopK | None, *, is_whole: bool) -> tuple[StageTensor, ...]:
+    """Return what moves from the teacher's last stage; `is_whole`: see `StageTensor`."""
+    stages = ways.teacher.pipeline - 1, ways.student.pipeline - 1
+    if top_k is None:
+        return (StageTensor(None, *stages),)
+    return tuple(
+        StageTensor(None, *stages, column=column, is_whole=is_whole)
+        for column in top_k_columns(top_k.settings)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import hidden_for_head, vocab_shard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import HiddenState, Recorded
+from megatron_distill.signals import HiddenState, Recorded, Signal
 from megatron_distill.store import CaptureSettings, PositionScalars, SampleRecord
 from megatron_distill.train.capture.positions import PositionCapture
 from megatron_distill.train.teachers.answers import Column
@@ -26,7 +26,14 @@ from megatron_distill.train.teachers.record_signals import (
 )
 from megatron_distill.train.teachers.stored import HostBatch, on_device
 
-__all__ = ["TopKColumns", "sent_settings", "serving_capture", "signal_of_columns", "top_k_columns"]
+__all__ = [
+    "SentTopK",
+    "TopKColumns",
+    "sent_settings",
+    "serving_capture",
+    "signal_of_columns",
+    "top_k_columns",
+]
 
 _SCALARS = 3  # log-sum-exp, entropy and label's log-probability, at temperature one
 
@@ -63,6 +70,21 @@ def top_k_columns(settings: CaptureSettings) -> tuple[Column, ...]:
         Column("ids", torch.int32, (settings.k,)),
         Column("values", torch.float32, (floats,), has_logarithms=True),
     )
+
+
+@dataclass(frozen=True)
+class SentTopK:
+    """A top-k that moves in place of hidden states between two layouts on the same ranks.
+
+    Attributes:
+        settings: of its records.
+        signal_of: makes the columns of a micro-batch, in host memory, its signal.
+        chunk_tokens: tokens whose logits exist at one time; None: the objective's default.
+    """
+
+    settings: CaptureSettings
+    signal_of: Callable[[Sequence[Tensor], Batch], Signal]
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True)

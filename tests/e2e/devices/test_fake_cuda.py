@@ -197,6 +197,18 @@ def test_a_step_stays_on_its_device_and_waits_no_more(
     assert (seen["to_host"] > 0) == ("on the host" in case)
 
 
+def test_a_top_k_of_another_layout_is_waited_for_once_per_micro_batch(
+    device: FakeDevice, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Both tensor ranks of the teacher have all of it, and two replicas of the student take it."""
+    terms = "objective.terms=[{top_k: 8}, {top_k: 4, support: renormalized, temperature: 2.0}]"
+    sent = ("teacher.transfer={what: top_k, k: 8}", "teacher.parallel={tensor: 2}")
+    seen = train(device, inputs, tmp_path, "dense", 1, 2, terms, *sent, TWO_REPLICAS)
+    assert seen["waits"].pop("own_layout.py:_of_last") == STEPS * MICRO_BATCHES
+    assert seen["waits"] == LOOP_WAITS
+    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
+
+
 def test_experts_of_two_ranks_wait_once_per_layer_for_the_sizes_of_their_exchange(
     device: FakeDevice, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -114,6 +114,10 @@ WITH_TOP_K: dict[str, tuple[int, Sequence[str]]] = {
         4, (FAR, NEAR, SENT, sent("near"), "teachers.far.parallel={tensor: 1}",
             "teachers.near.parallel={tensor: 1}", "parallel.tensor=2", "parallel.sequence=true"),
     ),
+    "CP2, and TP2+sequence and PP2 on the same ranks": (
+        2, ("teachers.far.parallel={tensor: 2, sequence: true}", SENT,
+            "teachers.near.parallel={pipeline: 2}", sent("near"), "parallel.context=2"),
+    ),
 }  # fmt: skip
 
 

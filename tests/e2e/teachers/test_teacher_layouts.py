@@ -85,15 +85,20 @@ def test_replicas_of_both_need_not_divide_each_other(inputs: Inputs, tmp_path: P
     """Three stages of two teacher replicas, two stages of three student replicas: six ranks."""
     common = (*STEPS, *VALIDATED, PIPELINE, FEATURES, "train.global_batch_size=12")
     common += ("teacher.architecture.num_layers=3",)
-    layouts = {"shared": (), "own": ("teacher.parallel={pipeline: 3}",)}
+    own = "teacher.parallel={pipeline: 3}"
+    layouts = {
+        "shared": (), "own": (own,), "shared, ids": (TOP_K,), "own, ids": (TOP_K, SENT, own),
+    }  # fmt: skip
     with closing(Pool(6)) as six_ranks:
-        for name, own in layouts.items():
-            run(six_ranks, 6, inputs.folder / "dense.yaml", tmp_path / name, *common, *own)
-    shared, found = (records(tmp_path / name) for name in layouts)
+        for name, further in layouts.items():
+            run(six_ranks, 6, inputs.folder / "dense.yaml", tmp_path / name, *common, *further)
+    shared, found, live, moved = (records(tmp_path / name) for name in layouts)
     assert shared[0]["features_loss"] > 0.1
     assert_same(found, shared, is_exact=True)
     for ours, other in zip(found, shared, strict=True):
         assert ours.get("features_loss") == other.get("features_loss")
+    steps, _ = zip(*map(_divided, (moved, live)), strict=True)
+    assert_same_course(*steps, ("kd_loss", "features_loss", "grad_norm"), last=2e-4)
 
 
 def assert_same(found: Course, expected: Course, *, is_exact: bool) -> None:
@@ -115,6 +120,41 @@ def _divided(records: Course) -> tuple[Course, Course]:
         [record for record in records if "validation" not in record],
         [record for record in records if "validation" in record],
     )
+
+
+# As in `tests/e2e/teachers/test_teacher_ranks.py`.
+TOP_K = (
+    "objective.terms=[{top_k: 8}, {top_k: 6, temperature: 2.0, divergence: reverse_kl}, "
+    "{top_k: 8, temperature: 3.0, support: renormalized}]"
+)
+SENT = "teacher.transfer={what: top_k, k: 8}"
+OFFLOADED = "teacher.offload_hidden=true"
+# Ranks, the student's layout, and the teacher's, whose last stage chooses the ids.
+OF_TOP_K: dict[str, tuple[int, Sequence[str], str]] = {
+    "p1 to p2, virtual": (2, (PIPELINE, VIRTUAL), "pipeline: 1"),
+    "t2 with a split sequence to t1": (2, (), "tensor: 2, sequence: true"),
+    "t1 to t2 with a split sequence": (2, (TENSOR, SEQUENCE), "tensor: 1"),
+    "p2 to c2": (2, (CONTEXT,), "pipeline: 2"),
+    "c2 to p2, host memory": (2, (PIPELINE, OFFLOADED), "context: 2"),
+    "e2 to t2": (2, (TENSOR, SEQUENCE, EXPERTS), "expert: 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick_and_slow(OF_TOP_K, []))
+def test_a_moved_top_k_gives_the_losses_of_hidden_states(
+    train: Callable[..., Course], case: str
+) -> None:
+    world, common, layout = OF_TOP_K[case]
+    live = (EXPERTS,) if EXPERTS in common else ()
+    expected = train("dense", 2, *VALIDATED, TOP_K, *live)
+    found = train(
+        "dense", world, *VALIDATED, TOP_K, *common, SENT, f"teacher.parallel={{{layout}}}"
+    )
+    steps, held_out = zip(*map(_divided, (found, expected)), strict=True)
+    assert_same_course(*steps, ("ce_loss", "kd_loss", "grad_norm"), last=2e-4)
+    (ours,), (other,) = held_out
+    assert ours["validation"]["kd_loss"] == pytest.approx(other["validation"]["kd_loss"], rel=2e-4)
+    assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
 
 
 OF_MAPS = ("features_loss", "feature_attention_2_1", "feature_mse_1_2", "feature_attention_4_2")
@@ -211,6 +251,25 @@ def test_a_step_sends_the_bytes_of_the_formula(pool: Pool, inputs: Inputs, case:
     units, size, width = 4, 2, 40
     assert sum(sent for sent, _, _ in found) == units * rows * size * width * 4
     assert {formula for _, formula, _ in found} == {units * rows * size * width * 4}
+
+
+# Each tensor rank of the student needs the ids of all its positions.
+MOVED_IDS = {
+    "both ranks have all": ((), "tensor: 2, sequence: true", 0),
+    "pieces of context ranks": ((), "context: 2", 16),
+    "every other unit is whole elsewhere": ((TENSOR, SEQUENCE), "tensor: 1", 32),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(MOVED_IDS, ["pieces of context ranks"]))
+def test_a_moved_top_k_has_the_bytes_of_its_columns(pool: Pool, inputs: Inputs, case: str) -> None:
+    common, layout, rows = MOVED_IDS[case]
+    own = (TOP_K, SENT, f"teacher.parallel={{{layout}}}", f"output={inputs.folder}/moved-ids")
+    found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", [*STEPS, *common, *own])
+    # k ids, k log-probabilities, two sums for each of two temperatures, two of the whole.
+    units, size, width = 4, 2, 4 * (8 + 8 + 2 * 2 + 2)
+    assert sum(sent for sent, _, _ in found) == units * rows * size * width
+    assert {formula for _, formula, _ in found} == {units * rows * size * width}
 
 
 @pytest.mark.slow

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.config import check_layout, has_own_tokenizer, teacher_ranks
+from megatron_distill.config import (
+    TransferConfig,
+    check_layout,
+    has_own_tokenizer,
+    teacher_ranks,
+)
 from tests.support.sample_configs import (
     ARCHITECTURE,
     MINIMAL,
@@ -93,6 +98,36 @@ def test_a_sent_top_k_does_not_go_by_nccl(tmp_path: Path) -> None:
     config = load_tree(tmp_path, TREE, sent, "objective.terms=[{top_k: 8}]")
     assert config.teacher is not None
     assert config.teacher.transfer.backend == "gloo"
+
+
+MOVED = ("teacher.transfer={what: top_k, k: 8, backend: ipc}", "teacher.parallel={tensor: 2}")
+
+
+def test_a_teacher_with_its_own_layout_moves_a_top_k_that_its_terms_need(tmp_path: Path) -> None:
+    terms = "objective.terms=[{top_k: 8}]"
+    config = load_tree(tmp_path, TAUGHT, *MOVED, terms)
+    assert config.teacher is not None
+    # It moves with the collectives of the ranks.
+    assert config.teacher.transfer == TransferConfig(what="top_k", k=8)
+    (text,) = complaints(lambda: load_tree(tmp_path, TAUGHT, *MOVED))
+    assert text.startswith("objective.terms.0 compares the whole vocabulary, and teacher.transfer")
+    (text,) = complaints(lambda: load_tree(tmp_path, TAUGHT, *MOVED, terms.replace("8", "9")))
+    assert text.startswith("objective.terms.0.top_k = 9: more than the 8 ids of teacher.transfer.k")
+    # In the student's layout nothing moves.
+    same = load_tree(tmp_path, TAUGHT, *MOVED, terms, "parallel.tensor=2")
+    assert same.teacher is not None
+    assert same.teacher.transfer == TransferConfig()
+
+
+def test_a_moved_top_k_is_in_no_mean_with_another_one(tmp_path: Path) -> None:
+    sent = "transfer: {what: top_k, k: 8}"
+    changes = (
+        f"teachers.law={{parallel: {{tensor: 2}}, {sent}}}",
+        f"teachers.math={{{sent}}}",
+        "objective.terms=[{top_k: 4}, {top_k: 4, teachers: [math, law]}]",
+    )
+    (text,) = complaints(lambda: load_tree(tmp_path, SEVERAL, *changes))
+    assert "teachers.math.transfer.k and teachers.law.transfer.k: none has probabilities" in text
 
 
 def test_keys_of_own_ranks_have_no_effect_without_them(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice
 from megatron_distill.planning.traffic import StepBytes, stage_bytes, step_bytes
 from megatron_distill.runtime.layout import Layout
-from megatron_distill.runtime.roles import Roles
+from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.train.assemble.answers.plan import answer_plan, sent_records
 from megatron_distill.train.reports.planned_run import configured_choice, open_shapes, planned_run
 from tests.support.sample_configs import TAUGHT, load_tree
@@ -30,6 +30,9 @@ SENT = ("teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 4}]")
         (2, 3, ()),
         (2, 1, ("parallel.tensor=2", "parallel.sequence=true", "teacher.parallel={tensor: 1}")),
         (4, 2, ("parallel.pipeline=2", "parallel.context=2", "teacher.parallel={tensor: 2}")),
+        # On the student's ranks, in a layout of its own; rows that stay count as well.
+        (2, 0, ("parallel.tensor=2", "parallel.sequence=true", "teacher.parallel={tensor: 1}")),
+        (4, 0, ("parallel.pipeline=2", "parallel.context=2", "teacher.parallel={tensor: 2}")),
     ],
 )
 def test_answers_have_the_bytes_of_the_routes(
@@ -37,14 +40,15 @@ def test_answers_have_the_bytes_of_the_routes(
 ) -> None:
     import torch
 
-    given = (f"teacher.ranks={teachers}", "train.global_batch_size=12", *changes, *what)
+    own = f"teacher.ranks={teachers or 'null'}"
+    given = (own, "train.global_batch_size=12", *changes, *what)
     config = load_tree(tmp_path, TAUGHT, "train.precision=bf16", *given)
     shapes = open_shapes(config)
     run = planned_run(config, shapes)
     ranks = students + teachers
     choice = configured_choice(config, run, ranks=ranks, teachers=teachers)
-    roles = Roles(ranks, (("teacher", teachers),))
-    (role,) = roles.teachers
+    roles = Roles(ranks, (("teacher", teachers),) if teachers else ())
+    (role,) = roles.teachers or [Role("teacher", 0, ranks)]
     plan = answer_plan(
         config, role, roles, shapes["teacher"], shapes["student"], torch.bfloat16,
         sent_records(config, "teacher"),

@@ -133,6 +133,18 @@ def test_a_choice_on_a_gpu_takes_the_bytes_of_its_passes() -> None:
     assert few - without - products == pytest.approx(1e-15 * tokens * numbers, rel=1e-3)
 
 
+def test_ids_of_another_layout_take_the_teachers_head_out_of_the_losses() -> None:
+    """Its two tensor ranks run it in the teacher's pass, beside two replicas of the student."""
+    own = {"ranks": 2, "teacher_layout": Layout(2)}
+    hidden, ids = work(RUN, **own), work(replace(RUN, sent_ids=64), **own)
+    half = BATCH * LENGTH * head_flops_per_token(TEACHER) / 2
+    assert (hidden.heads - ids.heads) * PEAK == pytest.approx(half, rel=1e-6)
+    assert (ids.teacher - hidden.teacher) * PEAK == pytest.approx(half, rel=1e-6)
+    assert replace(hidden, heads=0.0, teacher=0.0) == replace(ids, heads=0.0, teacher=0.0)
+    # In the student's layout hidden states stay.
+    assert work(replace(RUN, sent_ids=64)) == work(RUN)
+
+
 def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -> None:
     student, teacher = map(head_flops_per_token, (STUDENT, TEACHER))
     heads = BATCH * LENGTH * (3 * student + teacher)

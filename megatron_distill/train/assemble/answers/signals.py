@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_distill.config import RunConfig
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Signal
 from megatron_distill.store import CaptureSettings
-from megatron_distill.train.assemble.answers.plan import terms_of
+from megatron_distill.train.assemble.answers.plan import answer_settings, terms_of
+from megatron_distill.train.assemble.routing import members
 from megatron_distill.train.assemble.stores.source import OneOfSeveral
 from megatron_distill.train.teachers.live import ModelOutput
 from megatron_distill.train.teachers.own_ranks import RemoteHead
-from megatron_distill.train.teachers.sent_topk import signal_of_columns
+from megatron_distill.train.teachers.sent_topk import SentTopK, signal_of_columns
 
-__all__ = ["signal_maker"]
+__all__ = ["moved_top_k", "signal_maker"]
 
 
 def signal_maker(
@@ -36,6 +38,39 @@ def signal_maker(
     """
     if settings is None:
         return _HiddenStates(head, has_own_tokens)
+    return _top_k_signals(among, terms, settings, device, has_own_tokens=has_own_tokens)
+
+
+def moved_top_k(
+    config: RunConfig,
+    role: str,
+    terms: Sequence[Term | ChunkTerm],
+    device: torch.device,
+    *,
+    tokens: int,
+    has_own_tokens: bool,
+) -> SentTopK | None:
+    """Return the top-k of a teacher with its own layout on these ranks; None: hidden states move.
+
+    `tokens`: of its tokenizer. Raises ConfigError: it has fewer than k.
+    """
+    settings = answer_settings(config, role, terms, tokens=tokens)
+    if settings is None:
+        return None
+    signal_of = _top_k_signals(
+        members(config).get(role), terms, settings, device, has_own_tokens=has_own_tokens
+    )
+    return SentTopK(settings, signal_of, config.objective.chunk_tokens)
+
+
+def _top_k_signals(
+    among: OneOfSeveral | None,
+    terms: Sequence[Term | ChunkTerm],
+    settings: CaptureSettings,
+    device: torch.device,
+    *,
+    has_own_tokens: bool,
+) -> Callable[[Sequence[torch.Tensor], Batch], Signal]:
     own = terms_of(among, terms)
     names = () if among is None else tuple(term.name for term in own)
     return _TopKIds(own, names, settings, device, has_own_tokens)

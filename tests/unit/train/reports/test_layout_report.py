@@ -91,14 +91,25 @@ def test_every_world_of_several_teachers_has_its_ranks_and_answers(tmp_path: Pat
     assert float(found[1]) * int(found[2]) == pytest.approx(100, rel=0.05)
 
 
-def test_a_layout_on_the_same_ranks_has_routes_and_their_bytes(tmp_path: Path) -> None:
+SENT = ("teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 8}]")
+# What moves, in words and in bytes per token.
+OUTPUTS = {
+    (): ("hidden states", ARCHITECTURE["hidden_size"] * 4),
+    SENT: ("the 8 most probable ids", 8 * 8 + 16),
+}
+
+
+@pytest.mark.parametrize("given", OUTPUTS, ids=["hidden states", "top-k"])
+def test_a_layout_on_the_same_ranks_has_routes_and_their_bytes(
+    tmp_path: Path, given: tuple[str, ...]
+) -> None:
     # Each rank trains on whole sequences; of each the teacher has one half on the other rank.
-    config = load_tree(tmp_path, TAUGHT, "teacher.parallel={context: 2}")
+    config = load_tree(tmp_path, TAUGHT, "teacher.parallel={context: 2}", *given)
     lines = layout_report(config, ranks=2, teachers=()).splitlines()
-    width = config.models["teacher"].architecture.hidden_size * 4
+    what, width = OUTPUTS[given]
     moved = config.train.global_batch_size * 64 // 2 * width
     (at,) = [index for index, line in enumerate(lines) if line.startswith("movement of teacher: ")]
-    assert f": {moved / 1e3:.3g} kB of hidden states per step" in lines[at], lines[at]
+    assert f": {moved / 1e3:.3g} kB of {what} per step" in lines[at], lines[at]
     assert f", {width:,} bytes per token of another rank" in lines[at]
     assert lines[at + 1 : at + 3] == [
         f"  rank {one} to rank {1 - one}: {moved / 2e3:.3g} kB per step" for one in (0, 1)
@@ -148,7 +159,7 @@ def test_the_best_division_is_one_that_starts(
     ("given", "of_student", "of_teacher"),
     [
         ((), 1, -1),
-        (("teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 8}]"), 0, 0),
+        (SENT, 0, 0),
         (("objective.terms=[]", "objective.features=[{match: last}]"), 0, -1),
     ],
 )

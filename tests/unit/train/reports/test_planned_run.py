@@ -170,13 +170,34 @@ def test_slots_of_layers_are_those_of_the_answers(tmp_path: Path, layout: str, o
         assert need.hidden_states == plan.slot_bytes(plan.student.rank(stage=stage))
 
 
-@pytest.mark.parametrize(
-    ("sent", "layers"),
-    [
-        ([], (7, 1)),
-        (["teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 8}]"], (6, 2)),
-    ],
-)
+# Layers of two stages of the student; the head of a teacher that sends ids is not on the second.
+OF_WHAT_IS_SENT: list[tuple[list[str], tuple[int, ...]]] = [
+    ([], (7, 1)),
+    (["teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 8}]"], (6, 2)),
+]
+
+
+@pytest.mark.parametrize(("sent", "layers"), OF_WHAT_IS_SENT)
+def test_stages_of_a_teacher_in_another_layout_count_its_head_where_the_losses_run_it(
+    tmp_path: Path, sent: list[str], layers: tuple[int, ...]
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    given = ["parallel.pipeline=2", "teacher.parallel={tensor: 2}", *sent]
+    config = load_config(tmp_path / "run.yaml", given)
+    run = planned_run(config, open_shapes(config))
+    assert configured_choice(config, run, ranks=2, teachers=0).layers == layers
+    found = Search(run, load_device("h100-80gb"), 4, lambda role, layout: None, ("shared",))
+    own = {
+        one.choice.layers
+        for one in found.ranking(shown=1).fitting
+        if one.choice.layout.stages == 2
+        and one.choice.recompute != "full"
+        and not one.choice.is_same_layout
+    }
+    assert own == {layers}
+
+
+@pytest.mark.parametrize(("sent", "layers"), OF_WHAT_IS_SENT)
 def test_stages_count_the_head_of_a_teacher_elsewhere_where_the_losses_run_it(
     tmp_path: Path, sent: list[str], layers: tuple[int, ...]
 ) -> None:
