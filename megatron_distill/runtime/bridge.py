@@ -7,12 +7,14 @@ gloo group of all ranks over the same rendezvous, for messages between two ranks
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -84,6 +86,26 @@ class Bridge:
         assert tensor_host.is_contiguous()
         return self.group.recv([tensor_host], source, tag)
 
+    def send_object(self, value: Any, to: int, *, tag: int) -> None:
+        """Send a value of this package to another rank, and wait until it is on its way.
+
+        Collective: the bridge, 8 bytes and the pickled value.
+        """
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for part in (torch.tensor([content.numel()]), content):
+            self.send(part, to, tag=tag).wait()
+
+    def receive_object(self, source: int, *, tag: int) -> Any:
+        """Wait for the value of `send_object`, and return it.
+
+        Collective: that of `send_object`.
+        """
+        size = torch.empty(1, dtype=torch.int64)
+        self.receive(size, source, tag=tag).wait()
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self.receive(content, source, tag=tag).wait()
+        return pickle.loads(content.numpy().tobytes())
+
     def nccl(self, name: str) -> dist.ProcessGroup:
         """Create an NCCL group of all ranks, for messages between two GPUs; once per name.
 
@@ -125,6 +147,11 @@ class Bridge:
     def publish(self, name: str, value: Any) -> None:
         """Make a value of JSON known to all ranks of the launch; once per name."""
         self.store.set(f"published/{name}", json.dumps(value))
+
+    def has_published(self, name: str) -> bool:
+        """Whether a rank has made the value of this name known."""
+        found: bool = self.store.check([f"published/{name}"])
+        return found
 
     def published(self, name: str) -> Any:
         """Return a value that a rank has published before a meeting that this rank was in."""

@@ -76,8 +76,8 @@ class EvaluationConfig(Section):
     at_start: bool = Field(default=True, description="Evaluate the student before the first step.")
     teacher: bool = Field(
         default=True,
-        description="Evaluate each live teacher on the student's ranks once, before the first "
-        "step, as the baseline of `minus`. false: results have no `minus`, also where the folder "
+        description="Evaluate each live teacher once, before the first step, as the baseline of "
+        "`minus`. false: results have no `minus`, also where the folder "
         "has the baselines of an earlier start.",
     )
     limit: int | None = Field(

@@ -113,6 +113,11 @@ class TeacherTokenizer:
     reading: TeacherReading | None
     tokens_map: VocabularyMap | None
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, on the first rank; None elsewhere."""
+        return None if self.reading is None else self.reading.tokenizer
+
     def connect(
         self,
         online: Live,

@@ -194,7 +194,7 @@ def _of_student(
     `own`: of a teacher with a tokenizer of its own.
     """
     if own is not None and section.teacher:
-        tasks.check_template(None if own.reading is None else own.reading.tokenizer)
+        tasks.check_template(own.tokenizer)
     positions = longest_input(student, section)
     return tasks.encoded(tokenizer, positions, site.execution.device)
 

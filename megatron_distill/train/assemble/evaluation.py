@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from megatron_distill import __version__
 from megatron_distill.config import (
@@ -26,17 +23,13 @@ from megatron_distill.evaluation.tasks.paired import TaskItems, differences
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.execution import Execution
-from megatron_distill.models.generation.model import CachedGPT
-from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
-from megatron_distill.models.sharded_weights import has_sharded_weights
 from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.runtime.termination import is_requested
 from megatron_distill.train.assemble.alignment import own_tokens
 from megatron_distill.train.assemble.distillation import OpenRun
+from megatron_distill.train.assemble.evaluated_model import evaluated_model, without_texts
 from megatron_distill.train.assemble.models import (
     job_groups,
     resolve_model,
@@ -53,14 +46,14 @@ from megatron_distill.train.assemble.tasks import (
 )
 from megatron_distill.train.checkpoint.best import BestRule
 from megatron_distill.train.evaluation.baselines import Baselines
-from megatron_distill.train.evaluation.pass_scoring import PassScorer
+from megatron_distill.train.evaluation.elsewhere import AskedRanks
 from megatron_distill.train.evaluation.phase import (
     EvaluatedModel,
+    ModelElsewhere,
     Results,
     RunEvaluation,
     evaluate_model,
 )
-from megatron_distill.train.evaluation.scoring import ModelScorer, ModelWriter
 from megatron_distill.train.model_source import ModelSource, live_digest, teacher_digest
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.teachers.live import OnlineTeacher
@@ -76,7 +69,6 @@ __all__ = [
     "best_rule",
     "evaluate_weights",
     "open_evaluation",
-    "shared_tokenizer",
 ]
 
 _LOGGER = get_logger(__name__)
@@ -97,7 +89,7 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
     section, log = config.evaluation, Path(config.output) / "metrics.jsonl"
     groups, device = opened.site.groups, opened.site.execution.device
     student = state.student
-    found = _evaluated(
+    found = evaluated_model(
         "student",
         student.chunks,
         state.architecture,
@@ -134,32 +126,41 @@ def _logged(path: Path) -> frozenset[tuple[str, int]]:
     )
 
 
-def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
-    """Yield the teachers whose models are on these ranks; their weights are read for a digest.
+def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel | ModelElsewhere]:
+    """Yield the teachers that have models; their weights are read for a digest.
 
     Collective: world, those of `OpenTasks.encoded` and of `teacher_origin`, per teacher.
     """
     section, teacher = config.evaluation, opened.teacher
-    for role in (*teacher.stored_samples, *teacher.remotes):
+    for role in teacher.stored_samples:
         name, measured = role, ""
         if role == "teacher":
             name, measured = "the teacher", "; `megatron-distill evaluate` measures it"
         _LOGGER.info("no baseline of %s: its model is not on the student's ranks%s", name, measured)
     reading = opened.samples.options.teacher
-    device = opened.site.execution.device
+    site, device = opened.site, opened.site.execution.device
     tasks, opened = opened.tasks, replace(opened, tasks=NO_TASKS)  # no text outlives its tokens
-    for role, model in teacher.models.items():
+    for role in (*teacher.models, *teacher.remotes):
         tokenizer = opened.samples.tokenizer
         if reading is not None and role == aligned_role(config):
             tokenizer = reading.tokenizer
-        positions = longest_input(model.architecture, section)
+        positions = longest_input(teacher.shapes[role], section)
         prepared = tasks.encoded(tokenizer, positions, device)
-        prepared = _without_texts(role, model.model, prepared)
+        if role in teacher.models:
+            prepared = without_texts(role, teacher.models[role].model, prepared)
         if not prepared:
             continue
         vocabulary = from_first_rank(partial(_facts, tokenizer))
+        origin = teacher_origin(config, role, vocabulary, prepared, site.groups.world)
+        if role in teacher.remotes:
+            assert site.device.bridge is not None, "it leads to the teacher's ranks"
+            asked = AskedRanks(role, teacher.remotes[role], site.device.bridge, device)
+            results = partial(asked.results, prepared)
+            yield ModelElsewhere(role, prepared, vocabulary.identity, origin, results)
+            continue
+        model = teacher.models[role]
         groups = model.own_groups if isinstance(model, OwnLayout) else model.groups
-        found = _evaluated(
+        found = evaluated_model(
             role,
             [model.model],
             model.architecture,
@@ -172,8 +173,7 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel]:
             vocabulary=vocabulary,
             in_use=partial(awake, opened, role, model),
         )
-        world = opened.site.groups.world
-        yield replace(found, origin=teacher_origin(config, role, vocabulary, prepared, world))
+        yield replace(found, origin=origin)
 
 
 def _facts(tokenizer: Tokenizer | None) -> Vocabulary:
@@ -204,74 +204,6 @@ def _resting_weights(opened: OpenRun, role: str) -> HostWeights | None:
     if isinstance(signals, SeveralTeachers):
         signals = signals.teachers[role.removeprefix("teachers.")]
     return signals.weights if isinstance(signals, RestingTeacher) else None
-
-
-def _without_texts(
-    role: str, model: HiddenStateGPT, tasks: tuple[PreparedTask, ...]
-) -> tuple[PreparedTask, ...]:
-    """Return the tasks that a model can do; without those of generated text if it is sharded."""
-    texts = [task.task.name for task in tasks if task.task.kind == "generation"]
-    if not texts or not has_sharded_weights(model):
-        return tasks
-    _LOGGER.info(
-        "%s: no results of %s: a model with sharded weights generates no text; set "
-        "%s.shard_weights=false to evaluate it",
-        *(role, ", ".join(texts), role),
-    )
-    return tuple(task for task in tasks if task.task.kind != "generation")
-
-
-def _evaluated(
-    role: str,
-    chunks: Sequence[HiddenStateGPT],
-    shape: Architecture,
-    tasks: Sequence[PreparedTask],
-    *,
-    section: EvaluationConfig,
-    cache_gib: float,
-    groups: Groups,
-    device: torch.device,
-    tokenizer: Tokenizer | None,
-    vocabulary: Vocabulary,
-    in_use: Callable[[], AbstractContextManager[object]] = nullcontext,
-    writes: bool = False,
-) -> EvaluatedModel:
-    """Return the model of these chunks with its scorer, and its writer if a task needs one.
-
-    vocabulary: of its tokenizer. writes: it writes text without a task.
-
-    Collective: with a writer that of `shared_tokenizer`, as stop strings need it everywhere.
-    """
-    settings = (longest_input(shape, section), section.batch_tokens, is_requested)
-    if has_sharded_weights(chunks[0]):
-        shard = vocab_shard(shape, groups, tokens=vocabulary.size)
-        scorer = PassScorer(chunks[0], shape, shard, groups, device, *settings)
-        return EvaluatedModel(role, scorer, tasks, in_use, tokenizer=vocabulary.identity)
-    cached = CachedGPT(
-        chunks,
-        shape,
-        groups,
-        device,
-        vocab_size=vocabulary.size,
-        cache_gib=cache_gib,
-    )
-    writer: ModelWriter | None = None
-    if writes or any(task.task.kind == "generation" for task in tasks):
-        decoding = replace(cached, decode=shared_tokenizer(tokenizer).decode)
-        writer = ModelWriter(decoding, stop_requested=is_requested)
-    own = ModelScorer(cached, *settings)
-    return EvaluatedModel(role, own, tasks, in_use, writer, tokenizer=vocabulary.identity)
-
-
-def shared_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Return the first rank's tokenizer on every rank.
-
-    Collective: world, one broadcast of the tokenizer.
-    """
-    shared = [tokenizer]
-    dist.broadcast_object_list(shared, src=0)
-    assert shared[0] is not None, "the first rank has it"
-    return shared[0]
 
 
 @dataclass(frozen=True)
@@ -316,8 +248,7 @@ def _teacher_roles(config: RunConfig, student: ModelRole) -> Iterator[ModelRole]
         )
         if has_own_tokenizer(config, role):
             own = own_tokens(config, student.vocabulary)
-            tokenizer = None if own.reading is None else own.reading.tokenizer
-            found = replace(found, tokenizer=tokenizer, vocabulary=own.vocabulary)
+            found = replace(found, tokenizer=own.tokenizer, vocabulary=own.vocabulary)
         yield found
 
 
@@ -358,8 +289,8 @@ class Resolved:
         execution = role.execution
         (model,) = self.source.build(execution, groups=groups, seed=role.seed, interleaved=False)
         model.freeze()
-        tasks = _without_texts(role.name, model, self.tasks)
-        return _evaluated(
+        tasks = without_texts(role.name, model, self.tasks)
+        return evaluated_model(
             role.name,
             [model],
             shape,

@@ -13,7 +13,8 @@ from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.models.execution import Execution
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.launch import PRECISIONS, Device
-from megatron_distill.train.assemble.evaluation import ModelRole, Resolved, shared_tokenizer
+from megatron_distill.train.assemble.evaluated_model import shared_tokenizer
+from megatron_distill.train.assemble.evaluation import ModelRole, Resolved
 from megatron_distill.train.assemble.models import job_groups
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.tasks import NO_TASKS

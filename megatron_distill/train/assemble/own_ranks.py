@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     DataConfig,
+    EvaluationConfig,
     RunConfig,
     TrainConfig,
     has_own_tokenizer,
@@ -22,6 +24,8 @@ from megatron_distill.config import (
 from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.prefetch import PrefetchedUnits, exchange_group
 from megatron_distill.data.samples import State
+from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
+from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch
@@ -40,6 +44,7 @@ from megatron_distill.train.assemble.answers.plan import (
 from megatron_distill.train.assemble.answers.signals import signal_maker
 from megatron_distill.train.assemble.answers.way import student_backend, student_way, teacher_way
 from megatron_distill.train.assemble.data import RunSamples
+from megatron_distill.train.assemble.evaluated_model import evaluated_model, without_texts
 from megatron_distill.train.assemble.models import (
     build_terms,
     job_groups,
@@ -56,6 +61,8 @@ from megatron_distill.train.assemble.sources import (
     publish_files,
     require_same_files,
 )
+from megatron_distill.train.evaluation.elsewhere import answer_evaluation
+from megatron_distill.train.evaluation.phase import EvaluatedModel
 from megatron_distill.train.phase_report import PhaseNotes
 from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
 from megatron_distill.train.profile import StepProfiler
@@ -198,9 +205,14 @@ def run_teacher(config: RunConfig, device: Device) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A teacher's model, its samples, the plan of its answers, and its share of the units."""
+    """A teacher's model, its samples, the plan of its answers, and its share of the units.
+
+    tokenizer: of the teacher, on the first rank; `vocabulary` is its tokens.
+    """
 
     teacher: OnlineTeacher
+    tokenizer: Tokenizer | None
+    vocabulary: Vocabulary
     samples: RunSamples
     plan: AnswerPlan
     head_parts: tuple[Message, ...]
@@ -215,7 +227,6 @@ def _open_teacher(
     bridge = device.bridge
     assert bridge is not None
     role, roles = bridge.role, bridge.roles
-    section = config.models[role.name]
     among = members(config).get(role.name)
     options = data_options(config.data, Path(config.output), shows_progress=False)
     tokenizer, vocabulary = open_tokenizer(config, options)
@@ -228,18 +239,14 @@ def _open_teacher(
     reading = None if aligned is None else aligned.reading
     options = replace(options, teacher=reading, routing=sample_routing(config))
     source = resolve_model(config, role.name, tokens)
+    samples_of_unit = config.train.micro_batch_size
+    overlap = tensor_overlap(
+        config.runtime, samples=samples_of_unit, length=length, resources=resources
+    )
+    precision = PRECISIONS[config.train.precision]
     execution = teacher_execution(
-        Execution(
-            PRECISIONS[config.train.precision],
-            device.torch_device,
-            tensor_overlap=tensor_overlap(
-                config.runtime,
-                samples=config.train.micro_batch_size,
-                length=length,
-                resources=resources,
-            ),
-        ),
-        section,
+        Execution(precision, device.torch_device, tensor_overlap=overlap),
+        config.models[role.name],
         teacher_parallel(config, role.name).layers_per_stage.teacher,
         role.name,
     )
@@ -263,10 +270,17 @@ def _open_teacher(
     settings = answer_settings(config, role.name, terms, tokens=tokens.size)
     shape, dtype = source.architecture, execution.dtype
     plan = answer_plan(config, role, roles, shape, student, dtype, settings)
-    of_head = student if own is None else source.architecture
-    parts = head_parts(plan, source.architecture, of_head, tokens.size)
-    share = share_of_units(among)
-    return _Opened(teacher, samples, plan, () if settings else parts, settings, share)
+    parts = head_parts(plan, shape, student if own is None else shape, tokens.size)
+    return _Opened(
+        teacher=teacher,
+        tokenizer=tokenizer if own is None else own.tokenizer,
+        vocabulary=tokens,
+        samples=samples,
+        plan=plan,
+        head_parts=() if settings else parts,
+        settings=settings,
+        share=share_of_units(among),
+    )
 
 
 def _open_server(
@@ -299,6 +313,8 @@ def _open_server(
         )
         resources.callback(sender.stop)
     units = units_of_round(plan, opened.teacher)
+    cache_gib = config.generation.cache_gib
+    evaluated = partial(_evaluated, config.evaluation, cache_gib, opened, device)
     exchange = exchange_group(timeout_seconds=bridge.timeout_seconds)
     loader = _open_loader(config.train, device, opened, held_out=False, exchange=exchange)
     steps = resources.enter_context(
@@ -324,6 +340,7 @@ def _open_server(
         sender=sender,
         device=device.torch_device,
         alone=device.alone,
+        evaluate=partial(answer_evaluation, bridge, evaluated),
         share=opened.share,
         has_own_tokens=has_own_tokenizer(config, plan.role),
     )
@@ -356,6 +373,31 @@ def _served_steps(
         stage=groups.pipeline.rank(),
     )
     return ServedSteps(timers, resources.enter_context(profiler), notes, sender)
+
+
+def _evaluated(
+    section: EvaluationConfig,
+    cache_gib: float,
+    opened: _Opened,
+    device: Device,
+    tasks: tuple[PreparedTask, ...],
+    stop_requested: Callable[[], bool],
+) -> EvaluatedModel:
+    """Return the teacher with the tasks that it can do. Collective: that of `evaluated_model`."""
+    role, teacher = opened.plan.role, opened.teacher
+    return evaluated_model(
+        role,
+        [teacher.model],
+        teacher.architecture,
+        without_texts(role, teacher.model, tasks),
+        section=section,
+        cache_gib=cache_gib,
+        groups=teacher.groups,
+        device=device.torch_device,
+        tokenizer=opened.tokenizer,
+        vocabulary=opened.vocabulary,
+        stop_requested=stop_requested,
+    )
 
 
 def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> LastColumns:

@@ -35,6 +35,7 @@ from megatron_distill.train.evaluation.baselines import Baselines, Origin, keep_
 __all__ = [
     "Evaluated",
     "EvaluatedModel",
+    "ModelElsewhere",
     "RunEvaluation",
     "evaluate_model",
     "kept_random_states",
@@ -68,6 +69,25 @@ class EvaluatedModel:
     tokenizer: str = ""
     origin: Origin | None = None
     digest: Callable[[], str] | None = None
+
+    def results(self) -> tuple[Results, dict[str, TaskItems]]:
+        """Return the results with the measures of each item, by task; see `evaluate_model`."""
+        items: dict[str, TaskItems] = {}
+        return evaluate_model(self, items=items), items
+
+
+@dataclass(frozen=True)
+class ModelElsewhere:
+    """A teacher on ranks of its own, and the tasks in its tokens; as `EvaluatedModel`.
+
+    results: asks its ranks; as `EvaluatedModel.results`, the same on every rank of the student.
+    """
+
+    role: str
+    tasks: Sequence[PreparedTask]
+    tokenizer: str
+    origin: Origin
+    results: Callable[[], tuple[Results, dict[str, TaskItems]]]
 
 
 def evaluate_model(model: EvaluatedModel, *, items: dict[str, TaskItems] | None = None) -> Results:
@@ -187,13 +207,14 @@ class RunEvaluation:
     Attributes:
         interval: steps between evaluations; 0: only at the end.
         at_start: whether the student is evaluated before the first step.
-        teachers: evaluated once, before the first step or after a resume.
+        teachers: evaluated once, before the first step or after a resume. The ranks of one
+            elsewhere run only where a step is left.
         baselines: the teachers' items, to which the student is compared under `minus`.
         logged: roles with the steps of their results that the log of an earlier start has.
     """
 
     student: EvaluatedModel
-    teachers: Sequence[EvaluatedModel]
+    teachers: Sequence[EvaluatedModel | ModelElsewhere]
     interval: int
     at_start: bool
     baselines: Baselines
@@ -214,7 +235,10 @@ class RunEvaluation:
         # A resumed run drops what an earlier start logged of later steps.
         roles = {role for role, logged in self.logged if logged <= step}
         models = [
-            one for one in self.teachers if one.role not in roles & self.baselines.known.keys()
+            one
+            for one in self.teachers
+            if one.role not in roles & self.baselines.known.keys()
+            and not (is_last and _has_ended(one))
         ]
         # The student's results of this step are compared with another teacher, or with none.
         is_anew = any(teacher.role in roles for teacher in models)
@@ -227,12 +251,12 @@ class RunEvaluation:
         """Return the student's results; raises Interrupted as `evaluate_model`."""
         return self._evaluated([self.student])
 
-    def _evaluated(self, models: Sequence[EvaluatedModel]) -> Evaluated:
+    def _evaluated(self, models: Sequence[EvaluatedModel | ModelElsewhere]) -> Evaluated:
         found = Evaluated()
         with kept_random_states():
             for model in models:
-                items: dict[str, TaskItems] = {}
-                results = found.results[model.role] = evaluate_model(model, items=items)
+                results, items = model.results()
+                found.results[model.role] = results
                 found.weights[model.role] = _digest(model)
                 found.tokenizers[model.role] = model.tokenizer
                 if model is not self.student:
@@ -243,10 +267,22 @@ class RunEvaluation:
         return found
 
 
-def _digest(model: EvaluatedModel) -> str:
+def _has_ended(model: EvaluatedModel | ModelElsewhere) -> bool:
+    """Whether a teacher's ranks have ended, as no step is left for them; a line of the log says so.
+
+    The others of a run whose steps are done are evaluated late.
+    """
+    if not isinstance(model, ModelElsewhere):
+        return False
+    _LOGGER.info("no baseline of %s: no step is left, and its ranks have ended", model.role)
+    return True
+
+
+def _digest(model: EvaluatedModel | ModelElsewhere) -> str:
     """Return the digest of a model's weights: a teacher's is known, a student's changes."""
     if model.origin is not None:
         return model.origin.weights
+    assert isinstance(model, EvaluatedModel), "a teacher has an origin"
     assert model.digest is not None, "a student in a run has one"
     with model.in_use():
         return model.digest()

@@ -25,6 +25,7 @@ __all__ = [
     "COMMAND_TAG",
     "CONNECT_TAG",
     "CREDIT_TAG",
+    "EVALUATION_TAG",
     "HEADER_TAG",
     "HEAD_TAG",
     "ROWS_TAG",
@@ -45,6 +46,7 @@ ROWS_TAG: Final = 3
 HEAD_TAG: Final = 4
 CONNECT_TAG: Final = 5
 CREDIT_TAG: Final = 6
+EVALUATION_TAG: Final = 7
 
 _HASH_BYTES: Final = 7  # fits an int64 without its sign
 
@@ -64,6 +66,7 @@ class RequestKind(IntEnum):
     STOP = 0
     STEP = 1
     HELD_OUT = 2
+    EVALUATE = 3
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class RoundRequest:
             RequestKind.STOP: "the end",
             RequestKind.STEP: f"step {self.number}",
             RequestKind.HELD_OUT: f"held-out batch {self.number}",
+            RequestKind.EVALUATE: "the evaluation",
         }[self.request]
 
 

@@ -74,6 +74,13 @@ class Asking:
             self.ring.close(command)
         self._free.append(command.block)
 
+    def evaluate(self) -> None:
+        """Let the teacher evaluate the tasks that it is sent; see `train.evaluation.elsewhere`.
+
+        Collective: as `ask`.
+        """
+        self._send(RoundRequest(RequestKind.EVALUATE))
+
     def stop(self) -> None:
         """Let the teacher end, and wait until it has the message."""
         self._send(RoundRequest(RequestKind.STOP))
@@ -259,6 +266,10 @@ class OwnRanksTeacher:
         if self._used is not None:
             self._asking.close(self._used)
             self._used = None
+
+    def evaluate(self) -> None:
+        """Let the teacher evaluate tasks before the first round, as `Asking.evaluate`."""
+        self._asking.evaluate()
 
     def held_out(self, batches: int) -> HeldOutAnswers:
         """Return the teacher of so many held-out batches."""

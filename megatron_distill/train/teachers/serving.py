@@ -278,6 +278,7 @@ class TeacherServer:
         share: the units of a round that have an answer; a round without any runs nothing.
         has_own_tokens: whether the teacher has a tokenizer of its own. The units of another one may
             have such tokens too, of a teacher elsewhere.
+        evaluate: evaluates the tasks that the student sends, and sends their results.
     """
 
     plan: AnswerPlan
@@ -292,6 +293,7 @@ class TeacherServer:
     sender: AnswerSender | None
     device: torch.device
     alone: LoneFailure
+    evaluate: Callable[[], None]
     layers: dict[tuple[FeatureKind, int], Tensor] = field(default_factory=dict)
     share: UnitShare = UnitShare()
     has_own_tokens: bool = False
@@ -329,12 +331,16 @@ class TeacherServer:
         data, and raises the error where its own steps come to it.
 
         Collective: the bridge, one command and this rank's messages of a round; the teacher's
-        world, those of the loader and of its model's forward pass.
+        world, those of the loader, of its model's forward pass and of `evaluate`.
         """
         has_failed = False
         while (command := self._command()).request != RequestKind.STOP:
             if is_requested():
                 self.bridge.ask_to_stop()
+            if command.request == RequestKind.EVALUATE:
+                self.evaluate()
+                self.layers.clear()  # of passes that the taps have seen
+                continue
             if command.request == RequestKind.HELD_OUT:
                 self._run(command, self.held_out[command.number - 1])
                 continue

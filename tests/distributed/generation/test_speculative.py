@@ -77,6 +77,12 @@ def _expected(blocks: Any) -> list[float]:
 LAYOUTS = [
     pytest.param(2, "windows", {"tensor": 2}, id="TP2", marks=pytest.mark.slow),
     pytest.param(2, "windows", {"pipeline": 2}, id="PP2", marks=pytest.mark.slow),
+    pytest.param(
+        *(2, "windows", {"pipeline": 2, "virtual_pipeline": 2}), id="VPP2", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        *(4, "windows", {"tensor": 2, "pipeline": 2}), id="TP2xPP2", marks=pytest.mark.slow
+    ),
     pytest.param(2, "windows", {}, id="DP2", marks=pytest.mark.slow),
     pytest.param(2, "experts", {"expert": 2}, id="EP2", marks=pytest.mark.slow),
 ]

@@ -25,7 +25,7 @@ from megatron_distill.train.assemble.trained_config import (
 from tests.distributed.pool import Pool
 from tests.e2e.failing import call_alone, call_script
 from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, run_program
-from tests.e2e.runs import CPU, Inputs, records, run
+from tests.e2e.runs import CPU, VIRTUAL, Inputs, records, run
 
 PROMPT = "def __init__(self"
 EVALUATE, GENERATE = (ROOT / "launch" / name for name in ("evaluate.py", "generate.py"))
@@ -97,6 +97,8 @@ def test_an_evaluation_repeats_the_runs_own_validation(
     [
         pytest.param(["parallel.tensor=2", "parallel.sequence=true"], marks=pytest.mark.slow),
         ["parallel.pipeline=2"],
+        # The student's stages have two chunks each, and the teacher's one.
+        pytest.param(["parallel.pipeline=2", VIRTUAL], marks=pytest.mark.slow),
         ["parallel.context=2"],
         pytest.param([], marks=pytest.mark.slow),
     ],

@@ -226,7 +226,7 @@ def test_the_peak_memory_of_a_run_leaves_its_evaluations_out(
 def asked_after(calls: int) -> Iterator[None]:
     """A signal that an evaluation sees at its n-th look."""
     looks = iter(range(10**9))
-    place = "megatron_distill.train.assemble.evaluation.is_requested"
+    place = "megatron_distill.train.assemble.evaluated_model.is_requested"
     with patch(place, lambda: next(looks) >= calls):
         yield
 

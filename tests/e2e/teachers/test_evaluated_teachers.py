@@ -1,10 +1,11 @@
-"""Teachers on tasks: each in its own tokens, with its weights on the device or in shards."""
+"""Teachers on tasks: in their own tokens, on their own ranks, with resting or sharded weights."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,18 @@ from tests.distributed.pool import Pool
 from tests.e2e.evaluation.test_evaluation import _results, evaluations, quiz
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import STUDENT, Inputs, logged, one_of_several, run, train_here
+from tests.e2e.runs import (
+    STUDENT,
+    Inputs,
+    course,
+    logged,
+    one_of_several,
+    records,
+    run,
+    step_records,
+    train_here,
+)
+from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
 from tests.e2e.tokenizers.test_several_tokenizers import write_config
 
 SHORT = ("train.steps=1", "schedule.warmup_steps=1", "checkpoint.save=true")
@@ -226,3 +238,94 @@ def test_a_teacher_with_sharded_weights_is_scored_and_writes_no_text(
     assert set(results["teacher"]) == {"quiz"}
     assert results["teacher"]["quiz"]["acc_norm"] == whole["teacher"]["quiz"]["acc_norm"]
     assert "teacher: no results of write: a model with sharded weights generates no text" in text
+
+
+def _ended(
+    rank: int, world: int, config: Path, overrides: Sequence[str], asked: int
+) -> tuple[bool, str]:
+    """Train with a teacher on the last rank, whose evaluation a signal to one rank ends.
+
+    Its last look comes after the student's ranks have told of a signal to one of them.
+    """
+    from megatron_distill.train.evaluation import elsewhere, phase
+
+    stream, configure = io.StringIO(), log.configure
+    evaluate = phase.evaluate_model
+
+    def late(model: Any, **named: Any) -> Any:
+        wait_for(model.scorer.stop_requested)
+        return evaluate(model, **named)
+
+    with (
+        patch.object(elsewhere, "is_requested", lambda: rank == asked),
+        patch.object(phase, "evaluate_model", late),
+        patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)),
+    ):
+        return train_in_roles(rank, world, config, overrides, None), stream.getvalue()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Look until it is true, at most for a minute."""
+    ends = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [1, 2], ids=["the student's", "the teacher's"])
+def test_a_signal_to_a_rank_of_either_side_ends_the_evaluation_of_a_teacher_elsewhere(
+    pool: Pool, inputs: Inputs, tmp_path: Path, asked: int
+) -> None:
+    config, tasks, output = inputs.folder / "dense.yaml", quiz(tmp_path), tmp_path / "run"
+    given = [f"output={output}", "teacher.ranks=1", *SHORT, *tasks]
+    found = pool.run(3, _ended, config, given, asked)
+    assert [has_ended for has_ended, _ in found[:2]] == [False, False]
+    assert "stopped by a signal after step 0" in found[0][1]
+    assert records(output) == []
+    run_apart(pool, 2, 1, config, output, *SHORT, *tasks)
+    assert [set(results) for _, results in evaluations(output)] == [
+        {"student", "teacher"},
+        {"student"},
+    ]
+
+
+@pytest.mark.slow
+def test_a_teacher_on_ranks_of_its_own_has_the_baseline_of_shared_ranks(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    """In another layout, with the same training as without an evaluation."""
+    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    given = (*SHORT, "train.steps=2", "student.architecture.hidden_dropout=0.1")
+    apart = (*given, "teacher.parallel.tensor=2")
+    plain = run_apart(pool, 1, 2, config, tmp_path / "plain", *apart)
+    output = tmp_path / "apart"
+    run_apart(pool, 1, 2, config, output, *apart, *tasks)
+    assert course(step_records(output)) == course(plain)
+    run(pool, 1, config, tmp_path / "shared", *given, *tasks)
+    (_, found), *later = evaluations(output)
+    (_, expected), *_ = evaluations(tmp_path / "shared")
+    assert [set(results) for _, results in later] == [{"student"}]
+    assert set(found) == {"student", "teacher"}
+    for role in found:
+        wanted, figures = dict(_figures(expected[role])), dict(_figures(found[role]))
+        assert set(figures) == set(wanted)
+        for name, value in wanted.items():
+            near = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            assert figures[name] == near, (role, name)
+    baselines = [tmp_path / name / "baselines.json" for name in ("apart", "shared")]
+    one, other = (json.loads(file.read_text())["teacher"]["of"] for file in baselines)
+    assert one == other
+
+    # A finished run is evaluated without its teacher, whose ranks have nothing to do.
+    baselines[0].unlink()
+    words = [f"output={output}", "teacher.ranks=2", *apart, *tasks]
+    text = pool.run(3, _logged_in_roles, config, words)[0]
+    assert "no baseline of teacher: no step is left, and its ranks have ended" in text
+
+
+def _logged_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
+    stream, configure = io.StringIO(), log.configure
+    with patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)):
+        assert train_in_roles(rank, world, config, overrides, None)
+    return stream.getvalue()
