@@ -86,12 +86,6 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
     section = config.models.get(role)
     if section is not None and section.store is not None:
         yield from _stored(config, role)
-    if config.objective.balance.per_microbatch:
-        yield Problem(
-            ("objective.balance.per_microbatch", "objective.terms"),
-            "objective.balance.per_microbatch = true: terms with an alignment are means over the "
-            "chunks of a whole batch, not of one micro-batch; set it to false",
-        )
     if not config.teachers or len(own_tokenizers(config)) == 1:
         yield from two_tokenizers_problems(config, "objective.terms")
 

@@ -180,9 +180,6 @@ UNALIGNED = {
         ALIGNED, "teachers.code.sequence_length=31", "parallel.context=2",
         "teachers.code.sequence_length = 31",
     ),
-    "micro-batches": (
-        ALIGNED, "objective.balance={mode: magnitude, per_microbatch: true}", "of a whole batch",
-    ),
 }  # fmt: skip
 
 
