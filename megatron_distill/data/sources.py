@@ -54,7 +54,7 @@ _COUNTED_BYTES: Final = 64 << 20  # seconds of tokenising: small beside a run
 # Held-out samples read per sample used: a larger factor draws from more documents.
 _HELD_OUT_CHOICE: Final = 8
 
-_OfName = Callable[[str], Tokenization[Any]]
+_OfSource = Callable[[SourceSpec], Tokenization[Any]]
 _Finite = IndexedSource | PackedStream[Any] | ConversationSource
 
 
@@ -65,7 +65,8 @@ class TeacherReading:
     max_unaligned: largest share of documents without a chunk that both tokenizers share. workers:
     processes that tokenise and align for all sources together, 0: none. distils_all: labels outside
     of chunks are distilled too, by teachers with the student's tokenizer. index: of a store whose
-    records are found by documents; None where there is no such store.
+    records are found by documents; None where there is no such store. name: among several teachers;
+    None: it is the only one. takes_all: whether a term takes it on every sample.
     """
 
     tokenizer: Tokenizer
@@ -74,6 +75,17 @@ class TeacherReading:
     workers: int
     distils_all: bool = False
     index: DocumentIndex | None = None
+    name: str | None = None
+    takes_all: bool = True
+
+    def records(self, spec: SourceSpec) -> RecordsOfDocuments | None:
+        """What finds the records of a source's documents; None without such a store."""
+        if self.index is None:
+            return None
+        takes = self.takes_all or spec.teacher in (None, self.name)
+        key = "teacher.store" if self.name is None else f"teachers.{self.name}.store"
+        index = self.index if takes else None
+        return RecordsOfDocuments(index, spec.name, self.max_unaligned, key)
 
 
 @dataclass(frozen=True)
@@ -253,7 +265,7 @@ def all_held_out(
 
 
 def _held_out_parts(
-    spec: SourceSpec, tokenizer: StreamTokenizer, tokenization: _OfName, options: DataOptions
+    spec: SourceSpec, tokenizer: StreamTokenizer, tokenization: _OfSource, options: DataOptions
 ) -> Sequence[_Finite]:
     """The finite streams of a source's held-out documents."""
     if not spec.kind.is_text:
@@ -335,32 +347,31 @@ def _reader(spec: SourceSpec, files: Sequence[Path], options: DataOptions) -> Do
 
 def _tokenization(
     tokenizer: StreamTokenizer, options: DataOptions
-) -> tuple[_OfName, DocumentCache | None]:
-    """The tokenization of each source by its name; all share worker processes and the cache."""
+) -> tuple[_OfSource, DocumentCache | None]:
+    """The tokenization of each source; all share worker processes and the cache."""
     length, teacher = options.sequence_length, options.teacher
     begin = begin_token(tokenizer, options.add_bos)
     if teacher is None:
         one = OneTokenizer(tokenizer, length, begin)
-        return (lambda _name: one), None
+        return (lambda _spec: one), None
     begins = (begin, begin_token(teacher.tokenizer, options.add_bos))
     encoder = PairEncoder(cast(Tokenizer, tokenizer), teacher.tokenizer, begins)
     pool = encoding_pool(encoder, teacher.workers)
     cache = _document_cache(encoder, options)
 
-    def of_name(name: str) -> Tokenization[Any]:
-        share, index = teacher.max_unaligned, teacher.index
+    def of_source(spec: SourceSpec) -> Tokenization[Any]:
         return TwoTokenizers(
             encoder,
             length,
             teacher.sequence_length,
             pool,
-            Unaligned(name, share),
+            Unaligned(spec.name, teacher.max_unaligned),
             teacher.distils_all,
-            None if index is None else RecordsOfDocuments(index, name, share),
+            teacher.records(spec),
             cache,
         )
 
-    return of_name, cache
+    return of_source, cache
 
 
 def _document_cache(encoder: PairEncoder, options: DataOptions) -> DocumentCache | None:
@@ -376,7 +387,7 @@ def _document_cache(encoder: PairEncoder, options: DataOptions) -> DocumentCache
 
 def _stream(
     spec: SourceSpec,
-    tokenization: _OfName,
+    tokenization: _OfSource,
     options: DataOptions,
     order: Order,
     *,
@@ -385,7 +396,7 @@ def _stream(
     files = source_files(spec)
     return PackedStream(
         _reader(spec, files, options),
-        tokenization(spec.name),
+        tokenization(spec),
         order=order,
         name=spec.name,
         fingerprint=fingerprint(files)

@@ -247,7 +247,7 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     heads = Passes()
     if choice.sends_ids(run):
         chunks = loss_chunks(run, choice, device)
-        heads = head_passes(None, teacher, rank, chunks=chunks, chosen=run.sent_ids)
+        heads = head_passes(None, teacher, rank, chunks=chunks, chosen=run.sent_ids or 0)
     ranks = choice.teacher_ranks or choice.ranks
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
     times = LayerTimes(teacher, rank)

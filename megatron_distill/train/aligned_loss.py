@@ -24,7 +24,7 @@ from megatron_distill.signals import HiddenState, IdTarget, LogitSource, Signals
 from megatron_distill.train.metrics import part_of
 from megatron_distill.train.several_loss import TeacherFigures
 
-__all__ = ["AlignedLoss"]
+__all__ = ["AlignedLoss", "chunk_share"]
 
 _OF = "#"
 
@@ -198,6 +198,16 @@ class AlignedLoss:
             share = 1.0 if ranked.teachers is not None else own[int(ranked.is_of_pairs)]
             found["topk_mass"] = part_of(own[2], share)
         return {self.teacher[0]: found}
+
+
+def chunk_share(batch: Batch, step: StepBatches, *, of_pairs: bool) -> Tensor:
+    """Return a micro-batch's share of the step's chunks, or of those of one token on each side.
+
+    A scalar; of the chunks of this context rank.
+    """
+    rows = batch.planned
+    assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
+    return _shares(rows, step, of_pairs=of_pairs).sum()
 
 
 def _in_units(count: float) -> float:

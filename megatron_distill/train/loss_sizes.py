@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distill.losses import RawLosses
+from megatron_distill.losses import ChunkTerm, RawLosses, Term
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups, repeated_dropout
 from megatron_distill.signals import Signal, Signals
+from megatron_distill.train.aligned_loss import chunk_share
 from megatron_distill.train.features import FEATURES_LOSS, FeatureLosses
 from megatron_distill.train.objective import Head, TokenObjective
 from megatron_distill.train.step import Student, run_student, student_reports
@@ -41,6 +42,8 @@ def local_loss_values(
 ) -> list[RawLosses]:
     """Return the mean of each raw loss over this rank's trained tokens, for each micro-batch.
 
+    The mean of a term between two tokenizers is over this rank's chunks.
+
     All stages of a pipeline get the values; other data and context ranks do not. A loss of no
     token is zero.
 
@@ -61,21 +64,34 @@ def local_loss_values(
         shares = torch.cat([shares, objective.features.finish_each()], dim=1)
     means = torch.stack(
         [
-            share * _batches_in(batch, step, share)
+            share * batches_in(batch, step, objective.terms, losses=len(share))
             for batch, share in zip(batches, shares.unbind(), strict=True)
         ]
     )
     return [raw_losses(objective, row) for row in means.tolist()]
 
 
-def _batches_in(batch: Batch, step: StepBatches, share: Tensor) -> Tensor:
-    """Factor from a micro-batch's share of the global mean to its local mean."""
+def batches_in(
+    batch: Batch, step: StepBatches, terms: Sequence[Term | ChunkTerm], *, losses: int
+) -> Tensor:
+    """Return the factors from a micro-batch's shares of global means to its local means.
+
+    In the order of `raw_names`, so many `losses`.
+    """
     counts = (batch.ce_weights_bs.sum(), batch.kd_weights_bs.sum())
     ce, kd = (
         total / torch.where(count == 0, 1.0, count)
         for total, count in zip((step.ce_tokens, step.kd_tokens), counts, strict=True)
     )
-    return torch.stack([ce, *[kd] * (len(share) - 1)])
+    of_terms = [
+        kd if isinstance(term, Term) else _chunk_batches(batch, step, term) for term in terms
+    ]
+    return torch.stack([ce, *of_terms, *[kd] * (losses - 1 - len(of_terms))])
+
+
+def _chunk_batches(batch: Batch, step: StepBatches, term: ChunkTerm) -> Tensor:
+    share = chunk_share(batch, step, of_pairs=term.is_of_pairs)
+    return 1 / torch.where(share == 0, 1.0, share)
 
 
 def gradient_norms(

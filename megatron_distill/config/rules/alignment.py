@@ -82,14 +82,10 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
             "objective.features compare layers position by position, and terms with an alignment "
             "have a teacher with other positions; remove one of the two",
         )
-    if teacher is not None and teacher.store is not None:
-        yield from _stored(config)
-    if config.objective.balance.per_microbatch:
-        yield Problem(
-            ("objective.balance.per_microbatch", "objective.terms"),
-            "objective.balance.per_microbatch = true: terms with an alignment are means over the "
-            "chunks of a whole batch, not of one micro-batch; set it to false",
-        )
+    role = aligned_role(config)
+    section = config.models.get(role)
+    if section is not None and section.store is not None:
+        yield from _stored(config, role)
     if not config.teachers or len(own_tokenizers(config)) == 1:
         yield from two_tokenizers_problems(config, "objective.terms")
 
@@ -101,22 +97,22 @@ def two_tokenizers_problems(config: JobConfig, cause: str) -> Iterator[Problem]:
     yield from _lengths(config, config.models.get(role), role)
 
 
-def _stored(config: RunConfig) -> Iterator[Problem]:
+def _stored(config: RunConfig, role: str) -> Iterator[Problem]:
     """Terms that the records of a store cannot serve."""
     for index, term in enumerate(config.objective.terms):
         path = f"objective.terms.{index}"
         if term.alignment is not None and term.alignment not in _STORED:
             yield Problem(
-                (f"{path}.alignment", "teacher.store"),
+                (f"{path}.alignment", f"{role}.store"),
                 f"{path}.alignment = {term.alignment!r}: needs whole distributions, and "
-                "teacher.store has a part. Use 'likelihood' or 'common' with top_k, or set "
-                "teacher.hf or teacher.checkpoint in place of the store",
+                f"{role}.store has a part. Use 'likelihood' or 'common' with top_k, or set "
+                f"{role}.hf or {role}.checkpoint in place of the store",
             )
         if term.alignment == "common" and term.top_k is None:
             yield Problem(
-                (f"{path}.top_k", "teacher.store"),
-                f"{path}.top_k = null: compares all common tokens, and teacher.store has a part. "
-                "Set top_k to at most store.k, or set teacher.hf or teacher.checkpoint in place of "
+                (f"{path}.top_k", f"{role}.store"),
+                f"{path}.top_k = null: compares all common tokens, and {role}.store has a part. "
+                f"Set top_k to at most store.k, or set {role}.hf or {role}.checkpoint in place of "
                 "the store",
             )
     size = config.data.tokenizer.train_vocab_size

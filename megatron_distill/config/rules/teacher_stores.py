@@ -18,7 +18,12 @@ def stored_teachers_of(config: RunConfig, term: TermConfig) -> list[str]:
         is_stored = config.teacher is not None and config.teacher.store is not None
         return ["teacher"] if is_stored else []
     named = [term.teacher] if term.teacher else list(term.teachers or config.teachers)
-    return [f"teachers.{name}" for name in named if _is_stored(config, name)]
+    own, is_aligned = own_tokenizers(config), term.alignment is not None
+    return [
+        f"teachers.{name}"
+        for name in named
+        if (name in own) == is_aligned and _is_stored(config, name)
+    ]
 
 
 def _is_stored(config: RunConfig, name: str) -> bool:
@@ -35,14 +40,15 @@ def several_stores_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _mixture(f"objective.terms.{index}", term, config)
     if not stored:
         return
-    first = f"teachers.{next(iter(stored))}"
-    for name in own_tokenizers(config):
-        if name in stored:
-            continue  # refused by itself
+    first, own = f"teachers.{next(iter(stored))}", own_tokenizers(config)
+    for name in stored:
+        if not own or name in own:
+            continue
+        key, other = f"teachers.{name}", f"teachers.{own[0]}"
         yield Problem(
-            (f"{first}.store", f"teachers.{name}"),
-            f"{first}.store has samples of one tokenizer, but with teachers.{name} the samples are "
-            f"packed for two; set {first}.hf in place of its store, or remove teachers.{name}",
+            (f"{key}.store", other),
+            f"{key}.store has samples of one tokenizer, but with {other} the samples are packed "
+            f"for two; set {key}.hf in place of its store, or remove {other}",
         )
     for index, source in enumerate(config.data.sources):
         if source.teacher_field is not None:

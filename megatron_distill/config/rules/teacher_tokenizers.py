@@ -47,8 +47,6 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
             "aligned with one of them; give one of them a run of its own, under teacher",
         )
         return
-    for name in own:
-        yield from _store(f"teachers.{name}", (config.teachers or {})[name])
     yield from _terms(config, own)
     trains = {
         is_aligned: [n for n in routed if _is_aligned(config, n) == is_aligned]
@@ -73,17 +71,6 @@ def teacher_tokenizer_problems(config: RunConfig, routed: list[int]) -> Iterator
             return
     if own and routed:
         yield from _samples(config, own[0], trains)
-
-
-def _store(key: str, model: ModelConfig) -> Iterator[Problem]:
-    """Refuse a store, whose records of another tokenizer are not joined among several teachers."""
-    if model.store is not None:
-        yield Problem(
-            (f"{key}.store", "teachers"),
-            f"{key}.store: among several teachers a store has records of the run's own samples, "
-            f"found by number. {key} has a tokenizer of its own, so its records are found by "
-            f"document. Set {key}.hf in place of its store, or teacher.store in place of teachers",
-        )
 
 
 def _terms(config: RunConfig, own: tuple[str, ...]) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,9 @@ from megatron_distill.data.samples import NO_CHUNK
 from megatron_distill.data.tokenizers.protocol import Tokenizer, encoded_or_refused
 from megatron_distill.errors import DataError
 
-__all__ = ["AlignedDocument", "PairEncoder", "Side", "UnknownTokens", "is_unknown"]
+__all__ = ["AlignedDocument", "NOT_WANTED", "PairEncoder", "Side", "UnknownTokens", "is_unknown"]
+
+NOT_WANTED: Final = -2  # in place of a record, where the store's teacher takes no sample
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class AlignedDocument:
     flags_n: uint8, loss masks and weights of the student's tokens as labels, as in `Sample`;
     distillation trains those in chunks. None: cross-entropy trains all. unknown: of the tokens.
     places_m2: int32, record and position in a store that predict each token of the teacher, -1 for
-    none. None: records are not found by documents.
+    none, `NOT_WANTED` where no term takes a record. None: records are not found by documents.
     """
 
     student: Side

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from megatron_distill.log import get_logger
 __all__ = ["AlignedPacker", "Window"]
 
 _LOG = get_logger(__name__)
+_LACKING: Final = -1  # in place of a record
 
 Mark = TypeVar("Mark")
 
@@ -202,7 +203,7 @@ def _valid_chunks(piece: _Piece) -> NDArray[np.bool_]:
     if places_m2 is not None:
         part = piece.tokens(piece.document.teacher)
         chunks_n = piece.document.teacher.chunks_n[part] - piece.first
-        valid[chunks_n[(chunks_n >= 0) & (places_m2[part, 0] < 0)]] = False
+        valid[chunks_n[(chunks_n >= 0) & (places_m2[part, 0] == _LACKING)]] = False
     return valid
 
 

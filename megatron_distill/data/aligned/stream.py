@@ -8,8 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from megatron_distill.data.aligned.cache import CachedDocument, DocumentCache, document_key
-from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder, UnknownTokens
+from megatron_distill.data.aligned.documents import (
+    NOT_WANTED,
+    AlignedDocument,
+    PairEncoder,
+    UnknownTokens,
+)
 from megatron_distill.data.aligned.packing import AlignedPacker, Window
 from megatron_distill.data.samples import State
 from megatron_distill.data.text.documents import Document
@@ -104,16 +111,18 @@ class Unaligned:
 
 @dataclass
 class RecordsOfDocuments:
-    """Finds the records of a source's documents in a store.
+    """Finds the records of a source's documents in a store, whose key in a run is `key`.
 
+    `index` None: the store's teacher takes no sample of the source, and its documents need none.
     A document without any is left out. More than a share of documents that the store lacks, or has
     a part of, is an error. With any share it is one that the store has none of many documents: no
     sample would ever be full.
     """
 
-    index: DocumentIndex
+    index: DocumentIndex | None
     name: str
     share: float
+    key: str = "teacher.store"
     documents: int = field(default=0, init=False)
     lacking: int = field(default=0, init=False)
     absent: int = field(default=0, init=False)
@@ -124,7 +133,10 @@ class RecordsOfDocuments:
         Raises DataError: the store lacks more documents than the share allows. Raises StoreError:
         a record has other tokens of it.
         """
-        places_m2 = self.index.places(document.text_digest, len(found.teacher.tokens_n))
+        tokens = len(found.teacher.tokens_n)
+        if self.index is None:
+            return replace(found, places_m2=np.full((tokens, 2), NOT_WANTED, np.int32))
+        places_m2 = self.index.places(document.text_digest, tokens)
         self.documents += 1
         if places_m2 is None or (places_m2[1:, 0] < 0).any():
             self.lacking += 1
@@ -135,10 +147,10 @@ class RecordsOfDocuments:
     def _check(self, place: str, *, is_absent: bool) -> None:
         had = "has none of" if is_absent else "has only a part of"
         if self.lacking <= _REPORTED or self.lacking.bit_count() == 1:
-            _LOG.warning("%s: %s: teacher.store %s it", self.name, place, had)
+            _LOG.warning("%s: %s: %s %s it", self.name, place, self.key, had)
         if self.lacking > self.share * max(self.documents, _FEWEST_JUDGED):
             raise DataError(
-                f"data.max_unaligned={self.share:g}: teacher.store does not have "
+                f"data.max_unaligned={self.share:g}: {self.key} does not have "
                 f"{self.lacking} of {counted(self.documents, 'document')} of data source "
                 f"{self.name} as a whole; it {had} {place}. Use the corpus of the capture with its "
                 "data.validation_fraction and data.add_bos, capture more samples of it, or raise "
@@ -146,7 +158,7 @@ class RecordsOfDocuments:
             )
         if self.absent == self.documents == _MOST_ABSENT:
             raise DataError(
-                f"teacher.store has none of the first {self.documents:,} documents of data source "
+                f"{self.key} has none of the first {self.documents:,} documents of data source "
                 f"{self.name}, the last of which is {place}. Use the corpus of the capture, or "
                 "remove this source"
             )
@@ -174,13 +186,16 @@ class EpochCount:
         is_first = position.block == position.document == 0
         return cls(position.epoch, is_first)
 
-    def require_used(self, name: str, share: float) -> None:
-        """Raise DataError if the epoch, seen as a whole, had no document to be used."""
+    def require_used(self, name: str, share: float, *, store: str) -> None:
+        """Raise DataError if the epoch, seen as a whole, had no document to be used.
+
+        store: its key, if the documents are joined with one.
+        """
         if not self.is_whole or self.documents > self.unaligned + self.absent:
             return
         reasons = {
             "have no chunk that both tokenizers share": self.unaligned,
-            "are not in teacher.store": self.absent,
+            f"are not in {store}": self.absent,
         }
         found = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
         raise DataError(
@@ -313,7 +328,8 @@ class TwoTokenizers:
         """Check an epoch that has ended, and write what it has added; None before the first one."""
         if count is None:
             return
-        count.require_used(self.unaligned.name, self.unaligned.share)
+        store = "" if self.records is None else self.records.key
+        count.require_used(self.unaligned.name, self.unaligned.share, store=store)
         if self.cache is not None and self.cache.is_open and count.cached < count.documents:
             self.cache.flush()
             _LOG.info(

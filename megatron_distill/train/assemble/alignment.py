@@ -15,7 +15,13 @@ from torch import Tensor
 
 from megatron_distill.align.map_file import cached_vocabulary_map, map_bytes, map_from_bytes
 from megatron_distill.align.vocabulary_map import CommonTokenRule, VocabularyMap
-from megatron_distill.config import JobConfig, ModelConfig, RunConfig, aligned_role
+from megatron_distill.config import (
+    JobConfig,
+    ModelConfig,
+    RunConfig,
+    aligned_role,
+    named_teachers,
+)
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.sources import TeacherReading
 from megatron_distill.data.tokenizers.open import (
@@ -300,7 +306,12 @@ def read_teacher(
     distils_all = isinstance(config, RunConfig) and any(
         term.alignment is None for term in config.objective.terms
     )
-    return TeacherReading(teacher, length, data.max_unaligned, workers, distils_all)
+    found = TeacherReading(teacher, length, data.max_unaligned, workers, distils_all)
+    if not isinstance(config, RunConfig) or not config.teachers:
+        return found
+    name = role.removeprefix("teachers.")
+    takes_all = name in named_teachers(config.objective.terms)
+    return replace(found, name=name, takes_all=takes_all)
 
 
 def read_teacher_tokenizer(section: ModelConfig, role: str = "teacher") -> Tokenizer:

@@ -89,7 +89,7 @@ class RunSamples:
             coverage=None if held_out or self.planner is None else self._coverage(),
             exchange=exchange,
             units=self.units,
-            has_places=isinstance(stored, Stored) and stored.is_by_document and not held_out,
+            has_places=stored is not None and stored.is_by_document and not held_out,
         )
 
     def open_training(self) -> SampleSource:

@@ -50,7 +50,6 @@ from megatron_distill.train.assemble.models import (
 from megatron_distill.train.assemble.routing import sample_routing
 from megatron_distill.train.assemble.site import Site, TeacherFit
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
-from megatron_distill.train.assemble.stores.teacher import Stored
 from megatron_distill.train.assemble.tasks import NO_TASKS, OpenTasks, longest_input
 from megatron_distill.train.assemble.teacher import OpenTeacher, open_teacher, with_movement
 from megatron_distill.train.balancing import Balancing, Schedules
@@ -155,7 +154,7 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     )
     if section.features:
         objective, teacher = _with_features(config, objective, teacher, student, layers, site)
-    if isinstance(teacher.stored, Stored) and options.teacher is not None:
+    if teacher.stored is not None and options.teacher is not None:
         options = replace(options, teacher=replace(options.teacher, index=teacher.stored.index))
     samples = RunSamples(
         data=config.data,

@@ -14,6 +14,7 @@ from megatron_distill.config import (
     routed_terms,
     teacher_parallel,
 )
+from megatron_distill.errors import ConfigError
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.models.sharded_weights import needs_every_replica
@@ -90,15 +91,15 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
     known = members(config)
     for own in known.values():
         name, section = own.name, config.teachers[own.name]
-        if section.store is not None:
-            stores[name] = open_stored(
-                config, plain, fit.student, fit.vocabulary, groups, site.execution.device, among=own
-            )
-            site.resources.callback(stores[name].close)
-            metrics.append(stored_metrics(stores[name].settings, plain))
-            teachers[name] = stores[name].teacher
-            continue
         tokens = fit.own if name in foreign else None
+        if section.store is not None:
+            stores[name] = _stored(config, own, fit, site, tokens)
+            teachers[name] = stores[name].teacher
+            if tokens is None:
+                metrics.append(stored_metrics(stores[name].settings, plain))
+            else:
+                _, aligned = _connected(tokens, None, own, chunk_tokens, fit, site)
+            continue
         sends_ids = section.transfer.what == "top_k"
         if sends_ids and tokens is None:
             metrics.append(answer_metrics(section.transfer, plain))
@@ -135,6 +136,35 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
         own_layouts=tuple(model for model in models.values() if isinstance(model, OwnLayout)),
         remotes=remotes,
     )
+
+
+def _stored(
+    config: RunConfig,
+    own: OneOfSeveral,
+    fit: TeacherFit,
+    site: Site,
+    tokens: TeacherTokenizer | None,
+) -> Stored:
+    """Open the store of a teacher; `tokens`: of a tokenizer of its own."""
+    found = open_stored(
+        config,
+        fit.terms,
+        fit.student,
+        fit.vocabulary if tokens is None else tokens.vocabulary,
+        site.groups,
+        site.execution.device,
+        student_tokenizer=None if tokens is None else fit.vocabulary.identity,
+        among=own,
+    )
+    site.resources.callback(found.close)
+    apart = [key for key in members(config) if has_own_ranks(config, key)]
+    if found.is_by_document and apart:
+        raise ConfigError(
+            f"{own.key}.store: its records are found by text, and the ranks of {apart[0]} pack the "
+            f"samples without it. Capture a store with capture.aligned=true, or run {apart[0]} on "
+            f"the student's ranks (remove {apart[0]}.ranks and {apart[0]}.nodes)"
+        )
+    return found
 
 
 @dataclass

@@ -283,40 +283,48 @@ class HostBatch:
         one rank's positions after another's, as in `ChunkRows`.
         """
         host = batch.on_host
-        if host.teacher is not None:
-            return cls._of_teacher(host)
-        is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1).tolist()
-        numbers = tuple(host.sample_ids_b.tolist())
+        numbers, taken = tuple(host.sample_ids_b.tolist()), (True,) * len(host.sample_ids_b)
         if joined is not None:
             numbers, taken = joined.of(host)
-            is_trained = [own and other for own, other in zip(is_trained, taken, strict=True)]
+        if host.teacher is not None:
+            return cls._of_teacher(host, numbers, taken)
+        is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1).tolist()
         return cls(
             tokens_bs=host.tokens_bs.numpy(),
             labels_bs=host.labels_bs.numpy(),
             document_ids_bS=host.document_ids_bS.numpy() if host.isolate_documents else None,
             sequence_index_s=host.sequence_index_s.numpy(),
             sample_ids=numbers,
-            is_trained_b=tuple(is_trained),
+            is_trained_b=_both(is_trained, taken),
         )
 
     @classmethod
-    def _of_teacher(cls, host: Batch) -> HostBatch:
+    def _of_teacher(
+        cls, host: Batch, numbers: tuple[int, ...], taken: tuple[bool, ...]
+    ) -> HostBatch:
         own, teacher = host.teacher, host.whole_teacher or host.teacher
         assert own is not None
         assert teacher is not None
         length = teacher.tokens_bs.shape[1]
         size = length // len(own.sequence_index_s)
         index_s = torch.cat([zigzag_index(length, rank=rank, size=size) for rank in range(size)])
-        places = teacher.record_places_bs2
+        places_bs2 = teacher.record_places_bs2
+        if places_bs2 is not None:
+            is_taken_b11 = torch.tensor(taken).view(-1, 1, 1)
+            places_bs2 = places_bs2[:, index_s].where(is_taken_b11, -1)
         return cls(
             tokens_bs=teacher.tokens_bs[:, index_s].numpy(),
             labels_bs=teacher.labels_bs[:, index_s].numpy(),
             document_ids_bS=teacher.document_ids_bS.numpy(),
             sequence_index_s=index_s.numpy(),
-            sample_ids=tuple(teacher.sample_ids_b.tolist()),
-            is_trained_b=tuple(teacher.kd_mask_bs.any(1).tolist()),
-            places_bs2=None if places is None else places[:, index_s].numpy(),
+            sample_ids=numbers,
+            is_trained_b=_both(teacher.kd_mask_bs.any(1).tolist(), taken),
+            places_bs2=None if places_bs2 is None else places_bs2.numpy(),
         )
+
+
+def _both(one: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
+    return tuple(first and second for first, second in zip(one, other, strict=True))
 
 
 def require_same_tokens(

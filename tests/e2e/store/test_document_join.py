@@ -21,7 +21,9 @@ from tests.e2e.runs import (
     layout,
     quick_and_slow,
     resumed,
+    run,
 )
+from tests.e2e.store import test_aligned_among_teachers as among
 from tests.e2e.store.test_aligned_offline import (
     FIGURES,
     OWN,
@@ -151,6 +153,34 @@ def test_the_same_store_serves_other_lengths_and_another_tokenizer(
             for name in names:
                 tolerance = 5e-6 if ours["step"] == 1 else 1e-4
                 assert ours[name] == pytest.approx(expected[name], rel=tolerance), name
+
+
+@pytest.mark.slow
+def test_among_several_teachers_the_store_has_the_texts_of_its_own_samples(
+    pool: Pool, inputs: Inputs, store: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """A teacher of the student's tokenizer trains a source of further texts."""
+    config = among.write_config(inputs)
+    sources = ", ".join(
+        f"{{format: jsonl, paths: {path}, teacher: {name}}}"
+        for path, name in ((inputs.corpus, "near"), (corpus, "far"))
+    )
+    given = (
+        f"objective.terms=[{', '.join(among.ROUTED)}]", "objective.routing_weights=null",
+        f"data.sources=[{sources}]", "data.validation_fraction=0", "schedule.warmup_steps=1",
+        f"data.sequence_length={LENGTH}", f"teachers.far.sequence_length={OF_TEACHER}",
+    )  # fmt: skip
+    stored = among.of_store(store)
+    live = run(pool, 1, config, tmp_path / "live", *given)
+    among.assert_same(
+        run(pool, 1, config, tmp_path / "stored", *given, *stored), live, among.OF_ROUTED
+    )
+    # A term of all samples needs records of the further texts too.
+    every = "objective.terms=[{teacher: near}, {alignment: likelihood, teacher: far}]"
+    unrouted = f"data.sources=[{{format: jsonl, paths: [{inputs.corpus}, {corpus}]}}]"
+    text = failure(pool, 1, config, tmp_path / "all", *given, *stored, every, unrouted)
+    assert "teachers.far.store does not have" in text
+    assert str(inputs.corpus) in text
 
 
 @pytest.mark.slow

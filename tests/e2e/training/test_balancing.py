@@ -156,6 +156,22 @@ def test_losses_between_tokenizers_have_schedules_and_a_balance(
         assert record["total_loss"] == pytest.approx(1.5 * record["ce_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_the_one_micro_batch_of_a_step_has_the_balance_of_the_step(train: KnownRuns) -> None:
+    terms = OF_CHUNKS["tokens"][0]
+    whole = train("aligned", 1, *MAGNITUDE, terms)
+    given = ("objective.balance={mode: magnitude, alpha: 0.5, per_microbatch: true}", terms)
+    one = train("aligned", 1, *given, "train.micro_batch_size=8")
+    for ours, other in zip(one, whole, strict=True):
+        assert ours["balance"] == pytest.approx(other["balance"], rel=LAST)
+        assert ours["total_loss"] == pytest.approx(other["total_loss"], rel=LAST)
+    several = train("aligned", 2, *given, "train.micro_batch_size=2", PIPELINE)
+    scales = [record["balance"]["kd_scale"] for record in several]
+    expected = [record["balance"]["kd_scale"] for record in whole]
+    assert scales == pytest.approx(expected, rel=0.2)
+    assert all(abs(ours - other) > 1e-5 for ours, other in zip(scales, expected, strict=True))
+
+
 BALANCES = {"magnitude": MAGNITUDE, "gradient norms": NORMS}
 
 

@@ -338,10 +338,6 @@ objective.features=[{student: 1, teacher: 2}]
     -> objective.features compare layers position by position, and terms with an alignment have a
        teacher with other positions; remove one of the two
 objective.terms=[{alignment: likelihood}]
-objective.balance={mode: magnitude, per_microbatch: true}
-    -> objective.balance.per_microbatch = true: terms with an alignment are means over the chunks
-       of a whole batch, not of one micro-batch; set it to false
-objective.terms=[{alignment: likelihood}]
 data={isolate_documents: false}
     -> data.isolate_documents = false: a chunk's tokens must not be predicted from another
        document; set it to true for terms with an alignment

@@ -170,7 +170,7 @@ UNALIGNED = {
     ),
     "store": (
         ALIGNED, "teachers.code={store: x, sequence_length: 32}",
-        "teachers.code.store: among several teachers a store has records of the run's own samples",
+        "objective.terms.1.alignment = 'uld': needs whole distributions, and teachers.code.store",
     ),
     "length in its own layout": (
         ALIGNED, "teachers.code={sequence_length: 30, parallel: {context: 2}}",
@@ -179,9 +179,6 @@ UNALIGNED = {
     "length": (
         ALIGNED, "teachers.code.sequence_length=31", "parallel.context=2",
         "teachers.code.sequence_length = 31",
-    ),
-    "micro-batches": (
-        ALIGNED, "objective.balance={mode: magnitude, per_microbatch: true}", "of a whole batch",
     ),
 }  # fmt: skip
 
@@ -208,6 +205,10 @@ BOTH = (STORE, "teachers.code={store: y}")
          "support: renormalized}]"),
         (*BOTH, "objective.terms=[{teachers: [math, code], mixture: lowest_loss, top_k: 4}]"),
         (STORE, "objective.terms=[{teachers: {math: 1, code: 2}, score: cross_entropy}]"),
+        (STORE, "objective.terms=[{alignment: common, top_k: 4, teacher: math}, {teacher: code}]"),
+        # The schedule is of the terms of code, which is no store.
+        (DRAWN, STORE, SCHEDULED, "teachers.math.sequence_length=32",
+         "objective.terms=[{alignment: likelihood}, {temperature_schedule: {to: 2, steps: 3}}]"),
     ],
 )  # fmt: skip
 def test_stores_among_several_teachers_load(tmp_path: Path, overrides: tuple[str, ...]) -> None:
@@ -247,8 +248,8 @@ REFUSED_STORES = {
         "teachers.math.store has samples of one tokenizer",
     ),
     "a tokenizer of its own": (
-        "objective.terms=[{alignment: likelihood, teacher: math}, {teacher: code}]", STORE,
-        "math has a tokenizer of its own, so its records are found by document",
+        "objective.terms=[{alignment: common, teacher: math}, {teacher: code}]", STORE,
+        "objective.terms.0.top_k = null: compares all common tokens, and teachers.math.store has",
     ),
     "scheduled": (
         DRAWN, STORE, SCHEDULED, "objective.terms=[{temperature_schedule: {to: 2, steps: 3}}]",

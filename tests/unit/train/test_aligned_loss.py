@@ -21,6 +21,7 @@ from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.runtime.batch import Batch, StepBatches, zigzag_index
 from megatron_distill.signals import HiddenState, SignalsByTeacher
 from megatron_distill.train.aligned_loss import AlignedLoss
+from megatron_distill.train.loss_sizes import batches_in
 from tests.reference.cross_tokenizer import Alignment, common, likelihood
 
 STUDENT, TEACHER, HIDDEN, LENGTH = 23, 31, 6, 16
@@ -114,6 +115,39 @@ def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
     names = {"ce", "kd", "likelihood_forward_kl", "common_js_divergence"}
     assert set(report) == names
     assert min(float(report[name]) for name in names) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_local_means_are_over_the_chunks_of_a_rank(size: int) -> None:
+    """A chunk is of the last rank that has a part of it; weights of its labels count."""
+    batch, step = two_sided_batch(weighted=True)
+    assert batch.chunks_bs is not None
+    assert batch.teacher is not None
+    assert batch.teacher.chunks_bs is not None
+    assert batch.label_weights_bs is not None
+    rank_S = torch.empty(LENGTH, dtype=torch.int64)
+    for rank in range(size):
+        rank_S[zigzag_index(LENGTH, rank=rank, size=size)] = rank
+    chunks, pairs = torch.zeros(2, size, dtype=torch.float64)
+    for chunk in range(batch.chunk_count):
+        is_here = batch.chunks_bs == chunk
+        owner = int(rank_S.expand_as(is_here)[is_here].max())
+        weight = float(batch.label_weights_bs[is_here].max())
+        chunks[owner] += weight
+        is_pair = int(is_here.sum()) == int((batch.teacher.chunks_bs == chunk).sum()) == 1
+        pairs[owner] += weight * is_pair
+    assert float(chunks.sum()) == step.chunks
+    assert float(pairs.sum()) == step.pairs
+    for rank in range(size):
+        planned = ChunkPlanner(4, 9, rank, size).planned(batch)
+        found = batches_in(planned, step, TERMS, losses=4)
+        expected = [step.ce_tokens / float(planned.ce_weights_bs.sum())]
+        expected += [
+            step.chunks / float(chunks[rank]),
+            step.pairs / float(pairs[rank] or step.pairs),
+        ]
+        expected.append(step.kd_tokens / float(planned.kd_weights_bs.sum()))
+        assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_rows_without_a_chunk_or_label_change_nothing() -> None:

@@ -6,6 +6,7 @@ Memory is that of the rows that a sample uses, in however many records they are.
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,12 @@ from megatron_distill.store import (
     unpack,
 )
 from megatron_distill.train.teachers.record_signals import require_tokens_at, wanted_rows
-from megatron_distill.train.teachers.stored import HostBatch, read_records, recorded_signal
+from megatron_distill.train.teachers.stored import (
+    HostBatch,
+    JoinedSamples,
+    read_records,
+    recorded_signal,
+)
 from tests.support.store_samples import made_up, settings, tokens_of, top_k_of, write_store
 
 UID = b"12345678"
@@ -111,6 +117,33 @@ def test_each_label_has_the_values_of_its_place(ranks: int) -> None:
             assert torch.equal(getattr(common, name)[row], getattr(expected, name)[position])
         labels += 1
     assert labels == sum(count for runs in RUNS for _, _, count in runs)
+
+
+@pytest.mark.parametrize("is_by_document", [True, False])
+def test_one_of_several_teachers_reads_the_records_of_its_own_samples(
+    is_by_document: bool,
+) -> None:
+    samples = [
+        replace(sample_of(runs), sample_id=20 + number, teacher_number=number, number_in_source=3)
+        for number, runs in enumerate(RUNS)
+    ]
+    if not is_by_document:
+        samples = [
+            replace(one, teacher=replace(one.teacher, places_U12=None))  # type: ignore[type-var]
+            for one in samples
+        ]
+    batch = batch_of(*samples)
+    routed = HostBatch.of(batch, JoinedSamples(1, takes_all=False, of_source=False))
+    named = HostBatch.of(batch, JoinedSamples(1, takes_all=True, of_source=False))
+    assert (routed.is_trained_b, named.is_trained_b) == ((False, True), (True, True))
+    assert routed.record_numbers == ((6, 9) if is_by_document else (20, 21))
+    assert named.record_numbers == ((4, 6, 9) if is_by_document else (20, 21))
+    of_source = HostBatch.of(batch, JoinedSamples(1, takes_all=False, of_source=True))
+    assert of_source.sample_ids == (3, 3)
+    if routed.places_bs2 is not None:
+        assert named.places_bs2 is not None
+        assert (routed.places_bs2[0] == -1).all()
+        assert np.array_equal(routed.places_bs2[1], named.places_bs2[1])
 
 
 def test_a_batch_of_padding_needs_no_record() -> None:

@@ -124,6 +124,16 @@ class SeveralStores:
     parts: tuple[Stored, ...]
     names: tuple[str, ...] = ()
 
+    @property
+    def is_by_document(self) -> bool:
+        """See `Stored`; it is the store of the teacher with a tokenizer of its own."""
+        return any(one.is_by_document for one in self.parts)
+
+    @property
+    def index(self) -> DocumentIndex | None:
+        """See `Stored`."""
+        return next((one.index for one in self.parts if one.is_by_document), None)
+
     def ahead_of(self, loader: StepSource, *, last_step: int) -> Lookahead:
         """See `Stored`: each store reads ahead."""
         identities = {one.key.removeprefix("teachers."): one.identities for one in self.parts}
@@ -156,7 +166,7 @@ def open_stored(
     """
     key = "teacher" if among is None else among.key
     section = config.models[key]
-    fits = TokensOfRun.of(config.data, section, vocabulary, student, student_tokenizer)
+    fits = TokensOfRun.of(config.data, section, vocabulary, student, student_tokenizer, key=key)
     assert section.store is not None, "a stored teacher has stores"
     own = tuple(terms) if among is None else among.terms(terms)
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
@@ -238,6 +248,7 @@ class TokensOfRun:
         student_tokenizer: see `open_stored`.
         student_length: positions of the student's samples; None with one tokenizer.
         has_sources: whether the run reads a corpus.
+        key: of the teacher in the configuration.
     """
 
     vocabulary: Vocabulary
@@ -246,6 +257,7 @@ class TokensOfRun:
     student_tokenizer: str | None
     student_length: int | None
     has_sources: bool = True
+    key: str = "teacher"
 
     @classmethod
     def of(
@@ -255,12 +267,14 @@ class TokensOfRun:
         vocabulary: Vocabulary,
         student: Architecture,
         student_tokenizer: str | None,
+        *,
+        key: str,
     ) -> TokensOfRun:
         """The tokens of a run, for the stores of one teacher."""
         length = teacher.sequence_length or data.sequence_length
         student_length = None if student_tokenizer is None else data.sequence_length
         has_sources = bool(data.sources)
-        return cls(vocabulary, student, length, student_tokenizer, student_length, has_sources)
+        return cls(vocabulary, student, length, student_tokenizer, student_length, has_sources, key)
 
     def is_by_document(self, store: StoreReader) -> bool:
         """Whether the samples of a store are in the teacher's tokens alone, and the run's not."""
@@ -282,8 +296,8 @@ class TokensOfRun:
         raise StoreError(
             f"{store.folder}: its samples have {found[0]} positions of the student and {found[1]} "
             f"of the teacher, this run's {self.student_length} and {self.length}. Set "
-            f"data.sequence_length={found[0]} and teacher.sequence_length={found[1]}, or capture a "
-            "store for this run"
+            f"data.sequence_length={found[0]} and {self.key}.sequence_length={found[1]}, or "
+            "capture a store for this run"
         )
 
     def _check_sides(self, store: StoreReader) -> None:
@@ -315,7 +329,8 @@ class TokensOfRun:
                 store.folder,
             )
         elif there != here:
-            key = "data.tokenizer" if self.student_tokenizer is None else "teacher.tokenizer"
+            own = f"{self.key}.tokenizer"
+            key = "data.tokenizer" if self.student_tokenizer is None else own
             raise StoreError(
                 f"{store.folder}: its tokenizer is {there[:12]}, not {here[:12]} as in this run. "
                 f"Remove {key} to use that of the store, or capture a store with this one"

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_distill.data.collation import pack_samples, unpack_samples
 from megatron_distill.data.formats import SourceSpec
+from megatron_distill.data.routing import Routing
 from megatron_distill.data.samples import NO_CHUNK, Sample
 from megatron_distill.data.sources import DataOptions, TeacherReading, open_training
 from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
@@ -204,6 +205,38 @@ def test_each_chunk_has_the_records_of_its_own_bytes(
     (again, _) = unpack_samples(batch, slice(0, 2))
     assert again.teacher is not None
     np.testing.assert_array_equal(again.teacher.places_U12, other.places_U12)
+
+
+def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
+    student: Tokenizer, teacher: Tokenizer, spec: SourceSpec, tmp_path: Path
+) -> None:
+    """Of two sources the store has the second; the first is of another teacher."""
+    store_of(tmp_path / "store", spec, teacher, samples=70)
+    other = replace(written(tmp_path / "other.jsonl", [text + "." for text in TEXTS]), teacher="b")
+    specs = [other, replace(spec, teacher="a")]
+    with StoreSet.open([str(tmp_path / "store")]).stores[0] as store:
+        index = DocumentIndex(StoreSet([store]))
+    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0, name="a", takes_all=False)
+    live, stored = (
+        open_training(
+            specs, tokenizer=student, seed=5,
+            options=replace(options(STUDENT, one), routing=Routing(("a", "b"))),
+        )
+        for one in (reading, replace(reading, index=index))
+    )  # fmt: skip
+    for _ in range(40):
+        plain, sample = live.next_sample(), stored.next_sample()
+        assert plain.teacher is not None
+        assert sample.teacher is not None
+        assert sample.teacher.places_U12 is not None
+        np.testing.assert_array_equal(sample.tokens_S1, plain.tokens_S1)
+        np.testing.assert_array_equal(sample.teacher.chunks_U1, plain.teacher.chunks_U1)
+        has_record = sample.teacher.places_U12[sample.teacher.chunks_U1 != NO_CHUNK, 0] >= 0
+        assert has_record.all() if sample.teacher_number == 0 else not has_record.any()
+    takes_all = replace(reading, index=index, takes_all=True)
+    stream = open_training(specs, tokenizer=student, options=options(STUDENT, takes_all), seed=5)
+    with pytest.raises(DataError, match=r"teachers\.a\.store does not have 2 of .*other\.jsonl"):
+        list(islice(iter(stream.next_sample, None), 40))
 
 
 def test_what_a_store_lacks_is_left_out_up_to_a_share_of_documents(

@@ -1,0 +1,40 @@
+"""A store whose records are found by text, beside a teacher whose ranks pack the samples."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.train.assemble import several
+from megatron_distill.train.assemble.routing import members
+from tests.support.sample_configs import ARCHITECTURE, MINIMAL, load_tree
+
+TREE = MINIMAL | {
+    "teachers": {"near": {"architecture": ARCHITECTURE}, "far": {"store": "x"}},
+    "objective": {"terms": [{"teacher": "near"}, {"alignment": "likelihood", "teacher": "far"}]},
+}
+
+
+@pytest.mark.parametrize(("is_by_document", "ranks"), [(True, 1), (True, None), (False, 1)])
+def test_ranks_that_lack_the_store_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_document: bool, ranks: int | None
+) -> None:
+    config = load_tree(tmp_path, TREE, *([] if ranks is None else [f"teachers.near.ranks={ranks}"]))
+    opened = SimpleNamespace(is_by_document=is_by_document, close=lambda: None)
+    monkeypatch.setattr(several, "open_stored", lambda *_, **__: opened)
+    execution, vocabulary = SimpleNamespace(device=None), SimpleNamespace(identity="s")
+    fit: Any = SimpleNamespace(terms=(), student=None, vocabulary=vocabulary)
+    site: Any = SimpleNamespace(groups=None, execution=execution, resources=ExitStack())
+    tokens: Any = SimpleNamespace(vocabulary=vocabulary)
+    far = members(config)["teachers.far"]
+    if not is_by_document or ranks is None:
+        assert several._stored(config, far, fit, site, tokens) is opened
+        return
+    message = "teachers.far.store: its records are found by text, and the ranks of teachers.near"
+    with pytest.raises(ConfigError, match=message):
+        several._stored(config, far, fit, site, tokens)
