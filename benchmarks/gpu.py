@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _ONE = Ranks("TP1", 1)
 _CHUNK = 2048
 # ModelOpt keeps several fp32 copies of a micro-batch's logits: 8,192 tokens of them do not fit.
 _PEER_LENGTH = 4096
+_RUN_STEPS, _RUN_WARMUP = 20, 4
 _TEST_PROCESSES = 8
 _TEST_LINES = 60  # of the output of tests that failed
 # As pytest writes it in processes and in its summary, and as it does in one process.
@@ -391,6 +393,36 @@ def _utilisation(case: Case, tokens_per_second: float) -> tuple[float, str]:
     return flops * tokens_per_second, "" if share is None else f"{share:.0%}"
 
 
+def _run(settings: Settings, part: Part) -> None:
+    """Steps of `train` with its loader, vote, timers and log, beside the same steps alone.
+
+    Both models have the student's shape: a run draws its weights on the host.
+    """
+    work = settings.workload
+    shape = {name: value for name, value in asdict(work.student).items() if value is not None}
+    words = [f"{role}.architecture={json.dumps(shape)}" for role in ("student", "teacher")]
+    words += [f"data.sequence_length={work.sequence_length}", "validation.interval=0"]
+    words += [f"train.steps={_RUN_STEPS}", f"train.precision={settings.precision}"]
+    words += [f"train.global_batch_size={work.micro_batches}", "checkpoint.save=false"]
+    with tempfile.TemporaryDirectory() as folder:
+        words.append(f"output={folder}/run")
+        found = part.measure(
+            "run",
+            lambda seconds: run_child(
+                "workers/loop.py", words, processes=1, name="run", seconds=seconds
+            ),
+        )
+    if found is None:
+        return
+    loop, alone = (1e3 * median(found[name][_RUN_WARMUP:]) for name in ("loop", "alone"))
+    part.lines += [
+        "| work | ms a step |",
+        "|---|---:|",
+        f"| `train` | {loop:.1f} |",
+        f"| its step alone | {alone:.1f} |",
+    ]
+
+
 def _capture(settings: Settings, part: Part) -> None:
     """A top-64 capture beside the teacher's forward pass alone."""
     case = Case(settings.workload, _ONE, settings.precision, chunk_tokens=_CHUNK)
@@ -425,6 +457,7 @@ class Kind:
 
 PARTS: dict[str, Kind] = {
     "step": Kind(_step, 7),
+    "run": Kind(_run, 3),
     "capture": Kind(_capture, 2),
     "attention": Kind(_attention, 2),
     "kernels": Kind(_kernels, 1),

@@ -22,7 +22,7 @@ from benchmarks.harness.op_profile import LOSS_RANGE, markdown
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import environment
 
-PARTS = ("attention", "step", "capture", "kernels", "losses")
+PARTS = ("attention", "step", "run", "capture", "kernels", "losses")
 SECONDS = 400
 
 
@@ -56,6 +56,9 @@ def test_every_part_is_measured_and_written(tmp_path: Path) -> None:
     assert all(raw.values())
     assert "tokens/s" in text
     assert "slower" in text
+    loop, alone = raw["run"]["run"]["loop"], raw["run"]["run"]["alone"]
+    assert (len(loop), len(alone)) == (19, 20)  # between the starts of 20 steps
+    assert min(*loop, *alone) > 0
     assert raw["kernels"]["kernels"]["js_divergence, near its teacher"]["all"] > 0
     assert "aten::" in (tmp_path / "gpu_profile.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
@@ -88,7 +91,8 @@ def test_an_unknown_part_is_refused(
     with pytest.raises(SystemExit):
         gpu.main()
     assert (
-        "the parts are step, capture, attention, kernels, losses, tests" in capsys.readouterr().err
+        "the parts are step, run, capture, attention, kernels, losses, tests"
+        in capsys.readouterr().err
     )
 
 
