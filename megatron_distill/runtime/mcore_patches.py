@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -31,11 +31,15 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.imports import hidden, hide, uncollected_import
+from megatron_distill.runtime.imports import (
+    SUPPORTED_RELEASES,
+    hidden,
+    hide,
+    require_release,
+    uncollected_import,
+)
 
 _LOGGER = get_logger(__name__)
-
-SUPPORTED_RELEASES = ("0.16.1",)
 
 # Warnings about optional packages or Megatron-Core's own use of deprecated functions.
 _UPSTREAM_REMARKS = (
@@ -315,43 +319,6 @@ def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") ->
     mend_gradient_norm()
     mend_loading()
     mend_recomputed_norms()
-
-
-def require_release(*, on_cuda: bool) -> None:
-    """Raise ConfigError where Megatron-Core is missing or of a release that is not supported.
-
-    On CUDA another release of the same series is a warning: functions are wrapped there, not
-    rewritten. So is a source tree on the path, whose release is not known.
-    """
-    wanted = SUPPORTED_RELEASES[-1]
-    remedy = f"python -m pip install megatron-core=={wanted}"
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
-        if find_spec("megatron") is None or find_spec("megatron.core") is None:
-            raise ConfigError(f"megatron-core is not installed: {remedy}") from None
-        if not on_cuda:
-            raise ConfigError(
-                "megatron.core is a source tree of an unknown release, and its functions are "
-                f"changed without CUDA: {remedy}"
-            ) from None
-        _LOGGER.warning(
-            "megatron.core is a source tree of an unknown release; tested is %s: %s", wanted, remedy
-        )
-        return
-    release = found.partition("+")[0]
-    if release in SUPPORTED_RELEASES:
-        return
-    if on_cuda and _series(release) in {_series(one) for one in SUPPORTED_RELEASES}:
-        _LOGGER.warning("megatron-core %s is installed; tested is %s: %s", found, wanted, remedy)
-        return
-    raise ConfigError(
-        f"megatron-core {found} is installed, and this program needs {wanted}: {remedy}"
-    )
-
-
-def _series(release: str) -> tuple[str, ...]:
-    return tuple(release.split(".")[:2])
 
 
 def has_transformer_engine() -> bool:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.runtime import mcore_patches
+from megatron_distill.runtime import imports
 from megatron_distill.runtime.imports import hidden, uncollected_import
 from tests.guards.source_tree import ROOT
 
@@ -84,11 +84,11 @@ def test_a_release_of_megatron_core_is_checked_on_all_devices(
             raise PackageNotFoundError(name)
         return release
 
-    monkeypatch.setattr(mcore_patches, "version", version)
+    monkeypatch.setattr(imports, "version", version)
     expected = RELEASES[release, on_cuda]
     fails = pytest.raises(ConfigError) if expected == "error" else nullcontext()
     with caplog.at_level("WARNING"), fails as raised:
-        mcore_patches.require_release(on_cuda=on_cuda)
+        imports.require_release(on_cuda=on_cuda)
     said = caplog.text if raised is None else str(raised.value)
     assert bool(said) == bool(expected)
     if expected:
@@ -102,7 +102,7 @@ def test_a_missing_megatron_core_is_an_error_with_the_command(
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(mcore_patches, "version", version)
-    monkeypatch.setattr(mcore_patches, "find_spec", lambda _: None)
+    monkeypatch.setattr(imports, "version", version)
+    monkeypatch.setattr(imports, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^megatron-core is not installed: python -m pip"):
-        mcore_patches.prepare_megatron_core(on_cuda=True)
+        imports.require_release(on_cuda=True)
