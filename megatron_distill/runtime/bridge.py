@@ -7,7 +7,7 @@ gloo group of all ranks over the same rendezvous, for messages between two ranks
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,6 +129,20 @@ class Bridge:
     def published(self, name: str) -> Any:
         """Return a value that a rank has published before a meeting that this rank was in."""
         return json.loads(self.store.get(f"published/{name}"))
+
+    def note(self, name: str, value: Any) -> None:
+        """Replace a value of JSON that another rank may look at; no rank waits for it."""
+        self.store.set(f"noted/{name}", json.dumps(value))
+
+    def noted(self, names: Sequence[str]) -> list[Any] | None:
+        """Return the newest values of some names; None while one of them has none.
+
+        It takes two requests at the store, of any number of names.
+        """
+        keys = [f"noted/{name}" for name in names]
+        if not self.store.check(keys):
+            return None
+        return [json.loads(value) for value in self.store.multi_get(keys)]
 
 
 def open_bridge(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +24,35 @@ OPTIMIZER = "optimizer"
 OTHER = "other"
 PHASES: Final = (DATA, TEACHER, FORWARD, LOSS, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER)
 
+# Of a teacher on ranks of its own. It waits for the student's command; an answer is a top-k, or the
+# count of values that are not finite.
+WAITING = "waiting"
+ANSWER = "answer"
+TEACHER_PHASES: Final = (WAITING, DATA, FORWARD, ANSWER, COMMUNICATION, OTHER)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Changes of phase in a step that has ended: on the host, or as events of a device."""
+
+    phases: Sequence[str]
+    changes: Sequence[tuple[str, float]]
+    events: Sequence[tuple[str, torch.cuda.Event]]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has done the step's work; the host does not wait for it."""
+        return not self.events or self.events[-1][1].query()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase; they are known."""
+        found = dict.fromkeys(self.phases, 0.0)
+        for (phase, start), (_, end) in pairwise(self.changes):
+            found[phase] += end - start
+        for (phase, began), (_, ended) in pairwise(self.events):
+            found[phase] += began.elapsed_time(ended) / 1000.0
+        return found
+
 
 class PhaseTimers:
     """Divides the time of a step into phases, which add up to the step.
@@ -37,8 +66,9 @@ class PhaseTimers:
         annotates: whether phases are ranges of torch's profiler too.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, phases: Sequence[str] = PHASES) -> None:
         self.annotates = False
+        self._names = tuple(phases)
         self._on_cuda = device.type == "cuda"
         self._runs = False
         self._phases: list[str] = []
@@ -49,27 +79,36 @@ class PhaseTimers:
 
     def start_step(self) -> None:
         """Begin a step; one that an error has left unfinished is forgotten."""
-        for marks in (self._phases, self._ranges, self._changes, self._events):
-            marks.clear()
+        self._phases.clear()
+        self._ranges.clear()
+        self._unused += [event for _, event in self._events]
+        self._changes, self._events = [], []
         self._runs = True
         self._change(OTHER)
 
     def end_step(self) -> dict[str, float]:
-        """End the step; return the seconds of each phase, in the order of `PHASES`.
+        """End the step; return the seconds of each phase, in the order of `phases`.
 
         On CUDA it waits for the step's last event: call after the step's own synchronisation.
         """
+        times = self.close_step()
+        if times.events:
+            times.events[-1][1].synchronize()
+        return self.read(times)
+
+    def close_step(self) -> StepTimes:
+        """End the step; `read` has its seconds once they are known, without a wait."""
         assert not self._phases, f"{self._phases[-1]} has not ended"
         self._change(OTHER)
         self._runs = False
-        seconds = dict.fromkeys(PHASES, 0.0)
-        for (phase, start), (_, end) in pairwise(self._changes):
-            seconds[phase] += end - start
-        if self._on_cuda:
-            self._events[-1][1].synchronize()
-            for (phase, began), (_, ended) in pairwise(self._events):
-                seconds[phase] += began.elapsed_time(ended) / 1000.0
-            self._unused += [event for _, event in self._events]
+        closed = StepTimes(self._names, self._changes, self._events)
+        self._changes, self._events = [], []
+        return closed
+
+    def read(self, times: StepTimes) -> dict[str, float]:
+        """Return `StepTimes.seconds`, once for each step: its events are used again."""
+        seconds = times.seconds()
+        self._unused += [event for _, event in times.events]
         return seconds
 
     def enter(self, phase: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.train.phase_timers import PhaseTimers
 
 __all__ = ["StepProfiler", "consecutive"]
@@ -27,6 +28,8 @@ class StepProfiler:
     The step before a sequence warms the profiler up. Ranges of the phases of `timers` are in the
     trace. Outside of these steps, and on all other ranks, nothing is recorded. A context that
     closes the profiler.
+
+    `ranks` are those of the launch. With a `bridge` these are ranks of teachers too.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class StepProfiler:
         stacks: bool,
         timers: PhaseTimers,
         device: torch.device,
+        bridge: Bridge | None = None,
     ) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
+        if bridge is not None:
+            rank, world = bridge.rank, bridge.roles.size
         self._folder = output / "profile"
         self._rank = rank
         self._sequences = list(consecutive(steps)) if rank in ranks else []

@@ -226,13 +226,15 @@ class LoggingConfig(Section):
         default=0,
         ge=0,
         description="Steps between log lines with the mean time of each phase, smallest and "
-        "largest over the ranks; 0: none. `metrics.jsonl` has rank 0's phases of every step.",
+        "largest over the ranks; 0: none. `metrics.jsonl` has rank 0's phases of every step. A "
+        "teacher on ranks of its own has lines of its own.",
     )
     straggler_interval: int = Field(
         default=100,
         ge=0,
         description="Steps between log lines with the slowest rank of each phase, compared with "
-        "the ranks of its pipeline stage; 0: none. A run of one rank has none.",
+        "the ranks of its pipeline stage; 0: none. A run of one rank has none. A teacher on ranks "
+        "of its own has lines of its own.",
     )
 
 
@@ -250,7 +252,8 @@ class ProfileConfig(Section):
         default=(0,),
         strict=False,
         min_length=1,
-        description="Ranks that write a trace: a Chrome trace (`json.gz`) for Perfetto.",
+        description="Ranks of the launch that write a trace: a Chrome trace (`json.gz`) for "
+        "Perfetto. A teacher on ranks of its own has the last ones, see `--print-layout`.",
     )
     memory_snapshot: bool = Field(
         default=False,

@@ -56,6 +56,9 @@ from megatron_distill.train.assemble.sources import (
     publish_files,
     require_same_files,
 )
+from megatron_distill.train.phase_report import PhaseNotes
+from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
+from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answers import AnswerPlan
 from megatron_distill.train.teachers.live import OnlineTeacher
@@ -66,6 +69,7 @@ from megatron_distill.train.teachers.own_ranks import (
     RemoteHead,
 )
 from megatron_distill.train.teachers.sent_topk import serving_capture
+from megatron_distill.train.teachers.served_steps import ServedSteps
 from megatron_distill.train.teachers.serving import (
     AnswerSender,
     LastColumns,
@@ -315,6 +319,7 @@ def _open_server(
         columns=_sent_columns(config.objective.chunk_tokens, opened, groups),
         units=units,
         loader=steps,
+        steps=_served_steps(config, groups, device, sender, resources),
         held_out=_held_out(config.train, device, opened, units),
         sender=sender,
         device=device.torch_device,
@@ -325,6 +330,32 @@ def _open_server(
     if plan.has_features:
         server.tap()
     return server
+
+
+def _served_steps(
+    config: RunConfig,
+    groups: Groups,
+    device: Device,
+    sender: AnswerSender | None,
+    resources: ExitStack,
+) -> ServedSteps:
+    bridge = device.bridge
+    assert bridge is not None
+    timers = PhaseTimers(device.torch_device, TEACHER_PHASES)
+    profiler = StepProfiler(
+        Path(config.output),
+        **config.profile.model_dump(),
+        timers=timers,
+        device=device.torch_device,
+        bridge=bridge,
+    )
+    notes = PhaseNotes(
+        bridge,
+        timers_interval=config.logging.timers_interval,
+        straggler_interval=config.logging.straggler_interval,
+        stage=groups.pipeline.rank(),
+    )
+    return ServedSteps(timers, resources.enter_context(profiler), notes, sender)
 
 
 def _sent_columns(chunk_tokens: int | None, opened: _Opened, groups: Groups) -> LastColumns:

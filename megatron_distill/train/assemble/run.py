@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
+    LoggingConfig,
     RunConfig,
     RuntimeConfig,
     TrainConfig,
@@ -48,7 +49,7 @@ from megatron_distill.train.optimizer import (
     connect_schedule,
     wrap_data_parallel,
 )
-from megatron_distill.train.phase_report import PhaseReports
+from megatron_distill.train.phase_report import PhaseReports, TeacherReports
 from megatron_distill.train.phase_timers import PhaseTimers
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.progress import TrainingProgress
@@ -140,8 +141,13 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         _LOGGER.info("%s", opened_run_banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
-    profiling = config.profile.model_dump() | {"timers": state.student.timers, "device": device}
-    profiler = resources.enter_context(StepProfiler(Path(config.output), **profiling))
+    profiler = StepProfiler(
+        Path(config.output),
+        **config.profile.model_dump(),
+        timers=state.student.timers,
+        device=device,
+        bridge=site.device.bridge,
+    )
     parts = LoopInputs(
         state=state,
         teacher=opened.teacher.signals,
@@ -151,18 +157,27 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         held_out=held_out,
         metrics=metrics,
         throughput=opened.throughput(config.train),
-        reports=PhaseReports(
-            timers_interval=config.logging.timers_interval,
-            straggler_interval=config.logging.straggler_interval,
-            stage=site.groups.pipeline.rank(),
-            device=device,
-        ),
-        profiler=profiler,
+        reports=_phase_reports(config.logging, site),
+        profiler=resources.enter_context(profiler),
         device=device,
         memory=PeakMemory(device),
         evaluation=evaluation,
     )
     return parts, loop_plan(config)
+
+
+def _phase_reports(logging: LoggingConfig, site: Site) -> PhaseReports:
+    intervals = {
+        "timers_interval": logging.timers_interval,
+        "straggler_interval": logging.straggler_interval,
+    }
+    bridge = site.device.bridge
+    return PhaseReports(
+        **intervals,
+        stage=site.groups.pipeline.rank(),
+        device=site.execution.device,
+        teachers=None if bridge is None else TeacherReports(bridge, **intervals),
+    )
 
 
 def _execution(config: RunConfig, device: Device, resources: ExitStack) -> Execution:

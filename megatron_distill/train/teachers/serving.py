@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Queue
@@ -22,6 +24,7 @@ from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.termination import is_requested
+from megatron_distill.train.phase_timers import ANSWER, COMMUNICATION, DATA, FORWARD
 from megatron_distill.train.step import run_schedule
 from megatron_distill.train.teachers.answer_ways import (
     AnswerWay,
@@ -43,6 +46,7 @@ from megatron_distill.train.teachers.answers import (
 )
 from megatron_distill.train.teachers.attention_heads import FeatureKind
 from megatron_distill.train.teachers.live import OnlineTeacher
+from megatron_distill.train.teachers.served_steps import SENDING, SLOT, ServedSteps
 from megatron_distill.train.teachers.units import Message
 
 __all__ = ["AnswerSender", "TeacherServer", "UnitShare", "send_head", "units_of_round"]
@@ -67,6 +71,9 @@ class AnswerSender:
 
     It ends the process with `alone` where a message fails. Answers wait on the device for their
     turn: at most those of the rounds that the student has requested, since it has room for them.
+
+    Attributes:
+        seconds: since the start, with claims of slots and with rows.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class AnswerSender:
         self._bridge = bridge
         self._alone = alone
         self._rows = plan.sent_rows(bridge.rank)
+        self.seconds = dict.fromkeys((SLOT, SENDING), 0.0)
         self._work: Queue[_Answer | None] = Queue()
         self._thread = Thread(target=self._send_all, name="answers", daemon=True)
         self._thread.start()
@@ -168,20 +176,29 @@ class AnswerSender:
             answer.computed.wait()  # this thread's stream alone
         under_way: list[Sending] = []
         for rank, parts in sent.items():
-            self._way.claim(command, rank)
+            with self._counted(SLOT):
+                self._way.claim(command, rank)
             if answer.columns and self._way.writes_slots:
                 place = SlotPlace(rank, command.block, micro_batch)
-                under_way += self._way.send(answer.columns, parts, place)
+                with self._counted(SENDING):
+                    under_way += self._way.send(answer.columns, parts, place)
         if answer.computed is not None:
             answer.computed.synchronize()  # the headers have its number of values
-        for rank, parts in sent.items():
-            header = self._header(answer, rank)
-            under_way.append(self._bridge.send(header, rank, tag=HEADER_TAG))
-            if answer.columns and not self._way.writes_slots:
-                place = SlotPlace(rank, command.block, micro_batch)
-                under_way += self._way.send(answer.columns, parts, place)
-        for sending in under_way:
-            sending.wait()
+        with self._counted(SENDING):
+            for rank, parts in sent.items():
+                header = self._header(answer, rank)
+                under_way.append(self._bridge.send(header, rank, tag=HEADER_TAG))
+                if answer.columns and not self._way.writes_slots:
+                    place = SlotPlace(rank, command.block, micro_batch)
+                    under_way += self._way.send(answer.columns, parts, place)
+            for sending in under_way:
+                sending.wait()
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
 
     def _header(self, answer: _Answer, rank: int) -> Tensor:
         return AnswerHeader(
@@ -254,6 +271,7 @@ class TeacherServer:
     Attributes:
         units: of a round that this replica runs, as of `units_of_round`.
         columns: turn the last hidden state of a unit into the tensors of its answer.
+        steps: times and profiles the steps.
         held_out: this replica's units of each held-out batch.
         sender: on ranks whose stage has an output, None elsewhere; it is stopped by its owner.
         layers: outputs, queries and keys of layers on this rank, of the unit that runs.
@@ -269,6 +287,7 @@ class TeacherServer:
     columns: LastColumns
     units: tuple[int, ...]
     loader: PrefetchedUnits
+    steps: ServedSteps
     held_out: Sequence[Sequence[Batch]]
     sender: AnswerSender | None
     device: torch.device
@@ -316,25 +335,26 @@ class TeacherServer:
         while (command := self._command()).request != RequestKind.STOP:
             if is_requested():
                 self.bridge.ask_to_stop()
-            batches: Sequence[Batch] | None = None
             if command.request == RequestKind.HELD_OUT:
-                batches = self.held_out[command.number - 1]
-            elif not has_failed:
-                batches = self._step(command.number)
+                self._run(command, self.held_out[command.number - 1])
+                continue
+            with self.steps.step(command.number):
+                batches = None if has_failed else self._step(command.number)
                 has_failed = batches is None
-            if batches is None:
-                self._refuse(command)
-            else:
-                self._run(command, batches)
+                if batches is None:
+                    self._refuse(command)
+                else:
+                    self._run(command, batches)
 
     def _step(self, number: int) -> Sequence[Batch] | None:
         """Return the units of a step; None, on all ranks, where the first one cannot read them."""
         self.alone.progress.begin(number)
-        try:
-            return self.loader.take(number)
-        except (DataError, StoreError) as error:
-            self.bridge.note_failure(str(error))
-            return None
+        with self.steps.timers.phase(DATA):
+            try:
+                return self.loader.take(number)
+            except (DataError, StoreError) as error:
+                self.bridge.note_failure(str(error))
+                return None
 
     def _refuse(self, command: RoundRequest) -> None:
         if self.sender is not None:
@@ -343,22 +363,24 @@ class TeacherServer:
 
     def _command(self) -> RoundRequest:
         sent = torch.empty(4, dtype=torch.int64)
-        self.bridge.receive(sent, 0, tag=COMMAND_TAG).wait()
+        with self.steps.waiting():
+            self.bridge.receive(sent, 0, tag=COMMAND_TAG).wait()
         return RoundRequest.of(sent)
 
     def _run(self, command: RoundRequest, batches: Sequence[Batch]) -> None:
         turns, left_out = self._turns(batches)
         if turns:
-            run_schedule(
-                partial(self._forward, command=command),
-                [self.teacher.model],
-                turns,
-                groups=self.groups,
-                micro_batch_size=self.plan.sequences,
-                sequence_length=self.plan.length,
-                forward_only=True,
-                collect_outputs=True,
-            )
+            with self.steps.timers.phase(COMMUNICATION):  # between stages; the rest has its own
+                run_schedule(
+                    partial(self._forward, command=command),
+                    [self.teacher.model],
+                    turns,
+                    groups=self.groups,
+                    micro_batch_size=self.plan.sequences,
+                    sequence_length=self.plan.length,
+                    forward_only=True,
+                    collect_outputs=True,
+                )
         self._leave_out(command, left_out)
 
     def _turns(self, batches: Sequence[Batch]) -> tuple[list[_Turn], list[int]]:
@@ -398,17 +420,14 @@ class TeacherServer:
         *,
         command: RoundRequest,
     ) -> tuple[Tensor, Callable[..., None]]:
-        turn = next(iterator)
+        turn, timers = next(iterator), self.steps.timers
         unit, whole = turn.unit, turn.batch
         self.alone.progress.unit = unit
         context = self.groups.context
-        own = whole if self.has_own_tokens else replace(whole, teacher=None)
-        shard = own.context_shard(context.rank(), context.size()).with_trained_rows()
-        if self.device.type == "cuda":
-            shard = shard.pinned()  # else the host would wait for the stream
-        batch = shard.to(self.device)
-        batch = batch.teacher or batch
-        output = run_model(model, batch, context_size=context.size(), micro_batch=unit)
+        with timers.phase(DATA):
+            batch = self._on_device(whole)
+        with timers.phase(FORWARD):
+            output = run_model(model, batch, context_size=context.size(), micro_batch=unit)
         layers = self._taken_layers()
 
         def send(last: Sequence[Tensor]) -> None:
@@ -419,11 +438,23 @@ class TeacherServer:
 
         def collected(hidden_sbh: Tensor, *, non_loss_data: bool) -> None:
             assert non_loss_data
-            send(self.columns(hidden_sbh, batch))
+            with timers.phase(ANSWER):
+                send(self.columns(hidden_sbh, batch))
 
         if not self.groups.is_last_stage:
-            send(())
+            with timers.phase(ANSWER):
+                send(())
         return output, collected
+
+    def _on_device(self, whole: Batch) -> Batch:
+        """Return this context rank's part of a unit, as the model reads it."""
+        context = self.groups.context
+        own = whole if self.has_own_tokens else replace(whole, teacher=None)
+        shard = own.context_shard(context.rank(), context.size()).with_trained_rows()
+        if self.device.type == "cuda":
+            shard = shard.pinned()  # else the host would wait for the stream
+        batch = shard.to(self.device)
+        return batch.teacher or batch
 
     def _taken_layers(self) -> dict[int, Tensor]:
         """Return what this stage sends of layers of the unit that has run, by number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 import time
@@ -16,9 +17,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_distill.train.phase_timers import PhaseTimers
+from megatron_distill import log
+from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
 from tests.distributed.pool import Pool
 from tests.e2e.runs import SECONDS, Inputs, course, logged, quick_and_slow, run, step_records
+from tests.e2e.teachers.test_teacher_ranks import train_in_roles
 
 STEPS, MICRO_BATCHES = 6, 4
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
@@ -123,6 +126,69 @@ def test_the_log_names_a_slow_rank(pool: Pool, inputs: Inputs, tmp_path: Path) -
     records = step_records(tmp_path / "run")
     waited = sorted(record["timers"]["communication"] for record in records)[len(records) // 2]
     assert waited > 0.5 * slept  # rank 0, for its peer
+
+
+def serve_unevenly(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
+    """Train with a teacher on two ranks, the last one slow; returns the log of this rank."""
+    from megatron_distill.train.teachers import serving
+
+    run_model, configure, stream = serving.run_model, log.configure, io.StringIO()
+
+    def slow(*given: Any, **named: Any) -> Any:
+        if rank == world - 1:
+            time.sleep(SLOW_SECONDS)
+        return run_model(*given, **named)
+
+    with (
+        patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)),
+        patch.object(serving, "run_model", slow),
+    ):
+        train_in_roles(rank, world, config, overrides, None)
+    return stream.getvalue()
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
+    pool: Pool, inputs: Inputs, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    own = (
+        "teacher.ranks=2", "logging.timers_interval=2", "logging.straggler_interval=2",
+        "profile={steps: [3, 4], ranks: [0, 2]}",
+    )  # fmt: skip
+    overrides = [f"output={output}", *SHORT, *own, "validation.samples=16", "validation.interval=3"]
+    began = time.perf_counter()
+    config = inputs.folder / "dense.yaml"
+    first, *others = pool.run(3, serve_unevenly, config, overrides, timeout=SECONDS)
+    milliseconds = 1000.0 * (time.perf_counter() - began)
+    assert "this run has no ranks" not in first
+    assert all("slowest" not in other for other in others)
+    # Means may be a step late.
+    lines = re.findall(r"step (\d+), teacher: slowest ranks, mean of 2 steps: (.*)", first)
+    assert [step for step, _ in lines][:2] == ["2", "4"]
+    slept = 1000.0 * SLOW_SECONDS * MICRO_BATCHES / 2
+    for _, line in lines:
+        found = re.search(r"forward teacher\.1 on \S+ ([\d.]+) ms", line)
+        assert found is not None, line
+        assert slept <= float(found.group(1))
+        assert "waiting" not in line
+    timed = [one["teacher_timers"]["teacher"] for one in step_records(output)[1:]]
+    by_step = {one.pop("step"): one for one in timed}
+    assert len(by_step) >= STEPS - 2
+    for phases in by_step.values():
+        beside = phases.pop("beside")
+        assert tuple(phases) == TEACHER_PHASES
+        assert beside["sending"] > 0.0
+        assert min(phases["waiting"], phases["data"], phases["forward"], phases["answer"]) > 0.0
+    assert sum(sum(phases.values()) for phases in by_step.values()) <= milliseconds
+    traces = sorted(path.name for path in (output / "profile").iterdir())
+    name = "step_0000003-0000004_rank_000"
+    assert traces == [f"{name}{rank}.json.gz" for rank in (0, 2)]
+    events = trace_events(output / "profile" / f"{name}2.json.gz")
+    ranges = Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
+    # Held-out units between the two steps are in the trace, too.
+    assert ranges["forward"] >= 2 * MICRO_BATCHES / 2
+    assert any(event["name"] == "aten::mm" for event in events)
 
 
 def test_a_profile_that_is_not_possible_is_a_warning(

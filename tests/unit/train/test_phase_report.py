@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_distill.config.schema.training import LoggingConfig
+from megatron_distill.runtime.bridge import Bridge
+from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.phase_report import (
+    PhaseNotes,
     PhaseReports,
     RankPhases,
+    TeacherReports,
     straggler_text,
     timers_text,
 )
@@ -23,6 +29,8 @@ from megatron_distill.train.phase_timers import (
     LOSS,
     PHASES,
     TEACHER,
+    TEACHER_PHASES,
+    WAITING,
 )
 
 HOSTS = [f"node{rank // 2}" for rank in range(6)]
@@ -102,3 +110,93 @@ def test_a_run_of_several_ranks_names_slow_ones_by_itself(
     place = f"forward rank 1 on {socket.gethostname()}"
     text = f"mean of 100 steps: {place} 300.0 ms (3.00x the median)"
     assert all(found[step] == {"slowest_ranks": text} for step in due)
+
+
+# Two ranks of the student, then those of two teachers.
+ROLES = Roles(5, (("small", 1), ("large", 2)))
+INTERVAL = 2
+
+
+class Teachers:
+    """The notes of three ranks of teachers, and the student's reports of them."""
+
+    def __init__(self, *, stages: tuple[int, int] = (0, 0)) -> None:
+        store = dist.HashStore()
+        intervals = {"timers_interval": INTERVAL, "straggler_interval": INTERVAL}
+
+        def bridge(rank: int) -> Bridge:
+            group = cast(dist.ProcessGroup, None)  # nothing is sent
+            return Bridge(rank, ROLES, store, group, lambda _: nullcontext(), 1.0)
+
+        self.reports = TeacherReports(bridge(0), **intervals)
+        self.notes = {
+            rank: PhaseNotes(bridge(rank), stage=stage, **intervals)
+            for rank, stage in zip((2, 3, 4), (0, *stages), strict=True)
+        }
+
+    def note(self, rank: int, step: int, **milliseconds: float) -> dict[str, float]:
+        """Note a step; returns its phases."""
+        phases = {**dict.fromkeys(TEACHER_PHASES, 0.0), **milliseconds}
+        self.notes[rank].after_step(step, phases, {"sending": 4.0})
+        return phases
+
+    def step(self, step: int, *ranks: int) -> dict[str, Any]:
+        """A step on these ranks, the last of which is slow; returns the entries of its record."""
+        for rank in ranks:
+            usual = {FORWARD: 100.0 + step, WAITING: 50.0}
+            self.note(rank, step, **usual | ({FORWARD: 160.0, WAITING: 0.0} if rank == 4 else {}))
+        return self.reports.after_step(step)
+
+
+def test_every_record_has_the_newest_phases_of_each_teachers_first_rank() -> None:
+    teachers = Teachers()
+    assert teachers.reports.after_step(1) == {}  # none has done a step
+    found = teachers.step(2, 4, 3)["teacher_timers"]
+    assert list(found) == ["large"]
+    assert (found["large"][FORWARD], found["large"]["beside"]) == (102.0, {"sending": 4.0})
+    found = teachers.step(3, 2)["teacher_timers"]
+    assert {name: phases["step"] for name, phases in found.items()} == {"small": 3, "large": 2}
+
+
+def test_the_log_has_the_phases_of_all_ranks_and_the_slowest_of_each_teacher(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    teachers = Teachers()
+    with caplog.at_level("INFO"):
+        assert set(teachers.step(1, 2, 3, 4)) == {"teacher_timers"}
+        found = teachers.step(2, 2, 3, 4)
+    least, most = found["teacher_timers_min"], found["teacher_timers_max"]
+    assert (least["large"][FORWARD], most["large"][FORWARD]) == (101.5, 160.0)
+    assert least["small"] == most["small"]
+    host = socket.gethostname()
+    slowest = f"mean of 2 steps: forward large.1 on {host} 160.0 ms (1.58x the median)"
+    assert found["slowest_teacher_ranks"] == {"large": slowest}  # one rank has no peer
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2, small: ms, mean of 2 steps: waiting 50.0, forward 101.5",
+        "step 2, large: (min, max) ms over 2 ranks, mean of 2 steps: waiting (0.0, 50.0), "
+        "forward (101.5, 160.0)",
+        f"step 2, large: slowest ranks, {slowest}",
+    ]
+
+
+def test_means_that_are_late_are_in_the_record_in_which_they_are_there() -> None:
+    teachers = Teachers()
+    teachers.step(1, 2, 3, 4)
+    assert set(teachers.step(2, 2, 3)["teacher_timers_min"]) == {"small"}
+    assert set(teachers.step(3, 2, 3)) == {"teacher_timers"}
+    teachers.note(4, 2)
+    found = teachers.step(4, 2)  # the next one is due, too
+    assert set(found["teacher_timers_min"]) == {"small", "large"}
+    assert set(found["slowest_teacher_ranks"]) == {"large"}
+    assert set(teachers.reports.after_step(5)) == {"teacher_timers"}  # and is not there
+    teachers.note(3, 4)
+    teachers.note(4, 3)
+    teachers.note(4, 4)
+    assert set(teachers.reports.after_step(6)["teacher_timers_min"]) == {"large"}
+
+
+def test_stages_of_a_teacher_are_not_compared() -> None:
+    teachers = Teachers(stages=(0, 1))
+    teachers.step(1, 2, 3, 4)
+    found = teachers.step(2, 2, 3, 4)
+    assert set(found) == {"teacher_timers", "teacher_timers_min", "teacher_timers_max"}

@@ -26,6 +26,7 @@ class DeviceEvent:
     """An event of a device that takes a second for the work between two records."""
 
     now = 0.0
+    done = 0.0  # of the device, where the host does not wait
     waits = 0
     made = 0
 
@@ -40,6 +41,9 @@ class DeviceEvent:
     def synchronize(self) -> None:
         assert self.at == DeviceEvent.now, "an event after this one is waited for"
         DeviceEvent.waits += 1
+
+    def query(self) -> bool:
+        return self.at <= DeviceEvent.done
 
     def elapsed_time(self, end: DeviceEvent) -> float:
         return (end.at - self.at) * 1000.0  # milliseconds, as CUDA's
@@ -104,6 +108,24 @@ def test_on_cuda_events_are_reused_and_only_the_last_is_waited_for(
         assert DeviceEvent.waits == steps - 1
         timers.end_step()
     assert (DeviceEvent.waits, DeviceEvent.made) == (3, sum(EXPECTED.values()) + 1)
+
+
+def test_a_step_is_read_later_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    monkeypatch.setattr(DeviceEvent, "waits", 0)
+    monkeypatch.setattr(DeviceEvent, "done", DeviceEvent.now)
+    timers = PhaseTimers(torch.device("cuda"))
+    timers.start_step()
+    run_step(timers)
+    first = timers.close_step()
+    timers.start_step()  # the next step, while the device is at the first
+    assert (first.is_known, DeviceEvent.waits) == (False, 0)
+    monkeypatch.setattr(DeviceEvent, "done", DeviceEvent.now - 1.0)
+    monkeypatch.setattr(DeviceEvent, "synchronize", lambda _: None)
+    assert first.is_known
+    assert timers.read(first) == EXPECTED
+    run_step(timers)
+    assert timers.read(timers.close_step()) == EXPECTED
 
 
 def test_a_step_that_an_error_left_is_forgotten(timers: PhaseTimers) -> None:
