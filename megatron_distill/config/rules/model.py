@@ -27,7 +27,7 @@ def architecture_problems(
     yield from _rotations(architecture, name)
     yield from _windows(architecture, name)
     yield from _extras(architecture, name)
-    yield from _tensor(architecture, name, parallel.tensor)
+    yield from _tensor(architecture, name, parallel)
     chunks = 1 if role != "student" else parallel.virtual_pipeline or 1
     yield from _layers(architecture, name, parallel.pipeline, chunks)
     yield from _layers_per_stage(architecture, role, parallel, chunks)
@@ -144,12 +144,15 @@ def _extras(shape: ArchitectureConfig, name: str) -> Iterator[Problem]:
         )
 
 
-def _tensor(shape: ArchitectureConfig, name: str, tensor: int) -> Iterator[Problem]:
+def _tensor(shape: ArchitectureConfig, name: str, parallel: ParallelConfig) -> Iterator[Problem]:
+    tensor = parallel.tensor
     sizes = {
         "num_attention_heads": shape.num_attention_heads,
         "ffn_hidden_size": shape.ffn_hidden_size,
     }
-    if shape.moe is not None and shape.moe.ffn_hidden_size is not None:
+    # Spread over expert ranks, each expert is whole on its rank.
+    cuts_experts = parallel.expert == 1
+    if shape.moe is not None and shape.moe.ffn_hidden_size is not None and cuts_experts:
         sizes["moe.ffn_hidden_size"] = shape.moe.ffn_hidden_size
     if shape.moe is not None and shape.moe.shared_ffn_hidden_size is not None:
         sizes["moe.shared_ffn_hidden_size"] = shape.moe.shared_ffn_hidden_size

@@ -149,6 +149,7 @@ UNEVEN = (f"{ARCHITECTURE}num_layers=5", "teacher.architecture.num_layers=3")
 SWITCH = (
     f"{ARCHITECTURE}moe={{num_experts: 4, top_k: 1, ffn_hidden_size: 24, renormalize: false}}",
 )
+ODD = (f"{ARCHITECTURE}moe={{num_experts: 4, top_k: 2, ffn_hidden_size: 25}}",)
 # Windows, norms, caps of scores: test_family_layouts.py, and gradients in test_model_layouts.py.
 FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "PP2+virtual, tied": (TIED, ()),
@@ -160,6 +161,8 @@ FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         UNEVEN, ("parallel.layers_per_stage.student=[1, 1, 2, 1]",),
     ),
     "EP2, one expert each": (SWITCH, ()),
+    # Tensor ranks have whole experts then.
+    "TP2xDP2+sequence, experts of odd width": (ODD, (EXPERT,)),
 }  # fmt: skip
 
 

@@ -184,12 +184,13 @@ parallel={layers_per_stage: {teacher: [1]}}
 parallel.tensor=2
 student.architecture.ffn_hidden_size=129
     -> parallel.tensor = 2: does not divide student.architecture.ffn_hidden_size = 129
-parallel.tensor=2
-parallel.sequence=true
+parallel={tensor: 2, sequence: true}
 student.architecture.moe={num_experts: 4, ffn_hidden_size: 33}
     -> parallel.tensor = 2: does not divide student.architecture.moe.ffn_hidden_size = 33
-parallel.pipeline=2
-parallel.virtual_pipeline=2
+parallel={tensor: 2, sequence: true, expert: 2}
+student.architecture.moe={num_experts: 4, ffn_hidden_size: 33, shared_ffn_hidden_size: 35}
+    -> parallel.tensor = 2: does not divide student.architecture.moe.shared_ffn_hidden_size = 35
+parallel={pipeline: 2, virtual_pipeline: 2}
 student.architecture.num_layers=3
     -> parallel.pipeline = 2 times parallel.virtual_pipeline = 2: more stages than
        student.architecture.num_layers = 3; each stage needs a layer
