@@ -1,4 +1,4 @@
-"""Imports of the start-up: optional packages not loaded, and objects never collected."""
+"""Imports of the start-up: releases, optional packages not loaded, objects never collected."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from megatron_distill.errors import ConfigError
+from megatron_distill.log import get_logger
+
+_LOGGER = get_logger(__name__)
+
+# Of Megatron-Core.
+SUPPORTED_RELEASES = ("0.16.1",)
 
 
 def hide(package: str) -> None:
@@ -60,3 +70,40 @@ def permanent_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def require_release(*, on_cuda: bool) -> None:
+    """Raise ConfigError where Megatron-Core is missing or of a release that is not supported.
+
+    On CUDA another release of the same series is a warning: functions are wrapped there, not
+    rewritten. So is a source tree on the path, whose release is not known.
+    """
+    wanted = SUPPORTED_RELEASES[-1]
+    remedy = f"python -m pip install megatron-core=={wanted}"
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        if find_spec("megatron") is None or find_spec("megatron.core") is None:
+            raise ConfigError(f"megatron-core is not installed: {remedy}") from None
+        if not on_cuda:
+            raise ConfigError(
+                "megatron.core is a source tree of an unknown release, and its functions are "
+                f"changed without CUDA: {remedy}"
+            ) from None
+        _LOGGER.warning(
+            "megatron.core is a source tree of an unknown release; tested is %s: %s", wanted, remedy
+        )
+        return
+    release = found.partition("+")[0]
+    if release in SUPPORTED_RELEASES:
+        return
+    if on_cuda and _series(release) in {_series(one) for one in SUPPORTED_RELEASES}:
+        _LOGGER.warning("megatron-core %s is installed; tested is %s: %s", found, wanted, remedy)
+        return
+    raise ConfigError(
+        f"megatron-core {found} is installed, and this program needs {wanted}: {remedy}"
+    )
+
+
+def _series(release: str) -> tuple[str, ...]:
+    return tuple(release.split(".")[:2])

@@ -31,11 +31,15 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.imports import hidden, hide, uncollected_import
+from megatron_distill.runtime.imports import (
+    SUPPORTED_RELEASES,
+    hidden,
+    hide,
+    require_release,
+    uncollected_import,
+)
 
 _LOGGER = get_logger(__name__)
-
-SUPPORTED_RELEASES = ("0.16.1",)
 
 # Warnings about optional packages or Megatron-Core's own use of deprecated functions.
 _UPSTREAM_REMARKS = (
@@ -285,9 +289,10 @@ def prepare_megatron_core(*, on_cuda: bool, transformer_engine: str = "auto") ->
 
     Must come before any other import of `megatron.core`; a second call does nothing.
     `transformer_engine` is "auto" (used on CUDA if it can be imported), "on" or "off". Raises
-    ConfigError for "on" where it cannot be used, and if there is no CUDA and the installed release
-    of Megatron-Core is not supported.
+    ConfigError for "on" where it cannot be used, and if the installed release of Megatron-Core is
+    not supported: see `require_release`.
     """
+    require_release(on_cuda=on_cuda)
     for message in _UPSTREAM_REMARKS if on_cuda else _UPSTREAM_REMARKS + _CUDA_REMARKS:
         warnings.filterwarnings("ignore", message=message)
     if transformer_engine == "on" and not on_cuda:
@@ -347,12 +352,6 @@ def _require_no_transformer_engine(wanted: str) -> None:
 def _patch_for_cpu() -> None:
     if torch.cuda.current_device is _host_device:
         return
-    release = version("megatron-core")
-    if release not in SUPPORTED_RELEASES:
-        raise ConfigError(
-            f"megatron-core {release} is installed; without CUDA only "
-            f"{', '.join(SUPPORTED_RELEASES)} are tested: install one of them"
-        )
     # Decorators compile fused element-wise functions at import. This package does not use them, and
     # loading the compiler costs every process four seconds.
     with patch.object(torch, "compile", _leave_uncompiled):

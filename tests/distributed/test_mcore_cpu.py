@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.runtime import imports
 from megatron_distill.runtime import mcore_patches as mcore_cpu
 from megatron_distill.runtime.mcore_patches import (
     LITERAL_CHANGES,
@@ -97,7 +98,7 @@ def test_a_function_that_is_gone_is_an_error_that_names_it() -> None:
 
 
 def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcore_cpu, "version", lambda _: "9.9.9")
+    monkeypatch.setattr(imports, "version", lambda _: "9.9.9")
     monkeypatch.setattr(mcore_cpu, "_host_device", object())
     with pytest.raises(ConfigError, match="megatron-core 9.9.9 is installed"):
         prepare_megatron_core(on_cuda=False)
