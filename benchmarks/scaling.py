@@ -1,27 +1,52 @@
 """Arithmetic of a large run, not a measurement: memory, time and exposed communication per GPU.
 
-    python benchmarks/scaling.py          # writes benchmarks/results/scaling.md
+    python benchmarks/scaling.py            # writes benchmarks/results/scaling.md
+    python benchmarks/scaling.py --measure  # also rates of this machine: results/scaling_start.json
 
 A 70B teacher and an 8B student on H100s. docs/internals/scaling.md explains the terms.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import multiprocessing
+import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.environment import describe
+from benchmarks.workers.start import created_groups, drawn_weights, store_requests
 
 RESULT = Path(__file__).parent / "results" / "scaling.md"
+RATES = RESULT.with_name("scaling_start.json")
 
 # One H100 SXM: peak and sustained rates in FLOP/s and bytes/s.
 PEAK = 989e12
 PRODUCTS = 600e12
 FLASH_FORWARD, FLASH_BACKWARD = 450e12, 350e12
+FP8_SPEEDUP = 1.65  # of products, with the conversion of their operands
 MEMORY = 3.35e12
 NVLINK = 370e9  # bus rate of an all-gather inside a node
 NETWORK = 45e9  # of one GPU between nodes
 # Backward of flash attention recomputes the scores: five products where forward has two.
 FLASH_BACKWARD_FACTOR = 2.5
 GB = 1e9
+
+# Of a start, and of the work beside the steps: bytes/s.
+SHARED_DISK = 20e9
+HOST_COPY = 25e9  # from a GPU to page-locked memory
+GLOO = 3e9  # of one connection
+PAGE_CACHE = 0.91e9  # a rank that reads Hugging Face files, results/convert.md
+TOKENISED, LOADED = 508_820, 5_231_102  # tokens/s of one core, results/data.md
+BATCH_BYTES = 8  # of a token in the broadcast
+SAVED_BYTES = 14  # of a parameter in bf16 training
+WATCH_SECONDS = 5.0  # runtime/lone_failure.py
+# At the store: of one look for a failed rank, and with teachers on ranks of their own.
+LOOK_REQUESTS, LOOK_REQUESTS_OF_ROLES = 1, 5
+BARRIER_REQUESTS = 3  # of a rank at a new group, with TORCH_DIST_INIT_BARRIER=1
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,7 @@ class Run:
     document: int  # tokens of a document, at most the length
     sequences: int  # global batch
     overlap: bool = False  # runtime.tp_comm_overlap
+    fp8_teacher: bool = False  # teacher.fp8
 
     @property
     def data(self) -> int:
@@ -93,7 +119,11 @@ RUNS = (
     Run(64, 8, 1, 32_768, 32_768, 256),
     Run(64, 8, 1, 32_768, 2048, 256),
     Run(64, 8, 1, 8192, 8192, 1024, overlap=True),
+    Run(64, 8, 1, 8192, 8192, 1024, fp8_teacher=True),
+    Run(64, 8, 1, 8192, 8192, 1024, overlap=True, fp8_teacher=True),
+    Run(1024, 8, 8, 8192, 8192, 1024),
 )
+STARTS = RUNS[:3]
 USER_BUFFERS = 12  # of each model, with the overlap
 
 
@@ -110,8 +140,11 @@ def micro_batch_seconds(run: Run) -> dict[str, float]:
     if run.overlap:
         # All of the student's behind products; of the teacher's, without gradients, the scatters.
         teacher_messages, student_messages = 2 * TEACHER.layers, 0
+    # Transformer Engine's layers are in FP8, the head is not.
+    teacher_layers = 2.0 * TEACHER.layers * TEACHER.layer_parameters
+    saved = teacher_layers * (1 - 1 / FP8_SPEEDUP) if run.fp8_teacher else 0.0
     return {
-        "teacher products": tokens * TEACHER.product_flops() / split / PRODUCTS,
+        "teacher products": tokens * (TEACHER.product_flops() - saved) / split / PRODUCTS,
         "teacher attention": tokens * attention[TEACHER] / split / FLASH_FORWARD,
         "student products": 3 * tokens * STUDENT.product_flops() / split / PRODUCTS,
         "student attention": tokens * student_attention / split,
@@ -147,7 +180,11 @@ def memory_bytes(run: Run) -> dict[str, float]:
     activations = STUDENT.activation_bytes() * STUDENT.layers / run.pipeline * in_flight
     hidden = run.length * TEACHER.hidden * 2 / run.tensor
     return {
-        "teacher": TEACHER.parameters * 2 / stage,
+        # FP8 copies of the layers' weights are held beside those in bf16.
+        "teacher": (
+            TEACHER.parameters * 2 + run.fp8_teacher * TEACHER.layers * TEACHER.layer_parameters
+        )
+        / stage,
         "student, gradients": STUDENT.parameters * 6 / stage,
         "optimizer": STUDENT.parameters * 12 / stage / run.data,
         "activations": activations * run.length / run.tensor,
@@ -171,19 +208,66 @@ def _named(run: Run) -> str:
     layout = f"{run.gpus} GPUs, TP{run.tensor} PP{run.pipeline} DP{run.data}"
     documents = "" if run.document == run.length else f", documents of {run.document:,}"
     overlap = ", tp_comm_overlap" if run.overlap else ""
-    return f"{layout}, {run.length:,}{documents}{overlap}"
+    fp8 = ", teacher.fp8" if run.fp8_teacher else ""
+    return f"{layout}, {run.length:,}{documents}{overlap}{fp8}"
 
 
-def _table(title: str, rows: list[tuple[str, dict[str, str]]]) -> list[str]:
+def start_figures(run: Run, rates: dict[str, Any]) -> dict[str, str]:
+    """Figures of a start and of the work beside the steps, by name."""
+    ranks, stage = run.gpus, run.tensor * run.pipeline
+    (groups,) = [one for one in rates["groups"] if one["ranks"] == ranks]
+    capacity = rates["store"]["requests per second"]
+    barriers = BARRIER_REQUESTS * ranks * groups["groups"]
+    plain, of_roles = (
+        count * ranks / WATCH_SECONDS for count in (LOOK_REQUESTS, LOOK_REQUESTS_OF_ROLES)
+    )
+    teacher = TEACHER.parameters * 2 / stage
+    tokens = run.sequences * run.length
+    speed = tokens / sum(step_seconds(run).values())
+    batch, depth = BATCH_BYTES * tokens, math.ceil(math.log2(ranks))
+    drawn = STUDENT.parameters / stage / rates["weights per second"]
+    saved = SAVED_BYTES * STUDENT.parameters / ranks
+    return {
+        "process groups, those of one rank": f"{groups['groups']:,}, {groups['of a rank']}",
+        "store: requests/s of 200 clients, measured": f"{capacity:,.0f}",
+        "store: requests of a barrier per group; time (s)": f"{barriers / 1e6:.2f} M; "
+        f"{barriers / capacity:.0f}",
+        "gloo: pairs of ranks; connections of a broadcast": f"{ranks * (ranks - 1) // 2:,}; "
+        f"{ranks - 1:,}",
+        "teacher's files: GB of a rank; of all ranks": f"{teacher / GB:.1f}; "
+        f"{teacher * ranks / GB:,.0f}",
+        "teacher's files: from the page cache; a shared disk (s)": f"{teacher / PAGE_CACHE:.0f}; "
+        f"{teacher * ranks / SHARED_DISK:.0f}",
+        "random weights of the student (s)": f"{drawn:.0f}",
+        "tokens/s; cores that tokenise; that load tokens": f"{speed:,.0f}; "
+        f"{speed / TOKENISED:.2f}; {speed / LOADED:.2f}",
+        "batch: MB; broadcast beside a step (s)": f"{batch / 1e6:.0f}; {batch * depth / GLOO:.2f}",
+        "checkpoint: GB of a rank; a step waits (ms); written after (s)": f"{saved / GB:.2f}; "
+        f"{1e3 * saved / HOST_COPY:.0f}; {saved * ranks / SHARED_DISK:.1f}",
+        "watch: requests/s; of the store": f"{plain:,.0f}; {plain / capacity:.1%}",
+        "watch with teachers on own ranks: requests/s; of the store": f"{of_roles:,.0f}; "
+        f"{of_roles / capacity:.1%}",
+    }
+
+
+def starts() -> list[tuple[str, dict[str, str]]]:
+    """The rows of the table of starts, with a column for each number of GPUs."""
+    rates = json.loads(RATES.read_text(encoding="utf-8"))
+    columns = {f"{run.gpus:,} GPUs": start_figures(run, rates) for run in STARTS}
+    names = next(iter(columns.values()))
+    return [(name, {gpus: found[name] for gpus, found in columns.items()}) for name in names]
+
+
+def _table(title: str, rows: list[tuple[str, dict[str, str]]], first: str = "run") -> list[str]:
     names = list(rows[0][1])
-    lines = [f"## {title}", "", f"| run | {' | '.join(names)} |"]
+    lines = [f"## {title}", "", f"| {first} | {' | '.join(names)} |"]
     lines.append("|---|" + "---:|" * len(names))
     lines += [f"| {name} | {' | '.join(cells.values())} |" for name, cells in rows]
     return [*lines, ""]
 
 
 def report() -> str:
-    """The three tables."""
+    """The four tables."""
     micro, steps, memory = [], [], []
     for run in RUNS:
         name = _named(run)
@@ -215,9 +299,27 @@ def report() -> str:
             *_table("One micro-batch of one sequence on a TP group (ms)", micro),
             *_table("One step (s)", steps),
             *_table("Memory of a GPU (GB)", memory),
+            *_table("A start, and work beside the steps (TP8 PP1)", starts(), "what"),
         ]
     )
 
 
+def measured() -> dict[str, Any]:
+    """Measure the rates of this machine, each in a process of its own."""
+    environment = describe("benchmarks/scaling.py", sys.argv[1:])
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        groups = [
+            pool.apply(partial(created_groups, ranks=run.gpus, tensor=run.tensor, pipeline=1))
+            for run in STARTS
+        ]
+        weights = pool.apply(drawn_weights)
+    store = store_requests(clients=200, processes=2)
+    return {
+        "environment": environment, "groups": groups, "weights per second": weights, "store": store,
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
+    if "--measure" in sys.argv[1:]:
+        RATES.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
     RESULT.write_text(report(), encoding="utf-8")
