@@ -45,14 +45,12 @@ class StepTimes:
         return not self.events or self.events[-1][1].query()
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase; on CUDA it waits for the step's last event."""
+        """Return the seconds of each phase; they are known."""
         found = dict.fromkeys(self.phases, 0.0)
         for (phase, start), (_, end) in pairwise(self.changes):
             found[phase] += end - start
-        if self.events:
-            self.events[-1][1].synchronize()
-            for (phase, began), (_, ended) in pairwise(self.events):
-                found[phase] += began.elapsed_time(ended) / 1000.0
+        for (phase, began), (_, ended) in pairwise(self.events):
+            found[phase] += began.elapsed_time(ended) / 1000.0
         return found
 
 
@@ -93,10 +91,13 @@ class PhaseTimers:
 
         On CUDA it waits for the step's last event: call after the step's own synchronisation.
         """
-        return self.read(self.close_step())
+        times = self.close_step()
+        if times.events:
+            times.events[-1][1].synchronize()
+        return self.read(times)
 
     def close_step(self) -> StepTimes:
-        """End the step; `read` has its seconds, later where the device is not to be waited for."""
+        """End the step; `read` has its seconds once they are known, without a wait."""
         assert not self._phases, f"{self._phases[-1]} has not ended"
         self._change(OTHER)
         self._runs = False

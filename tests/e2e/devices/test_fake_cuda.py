@@ -124,7 +124,7 @@ LOOP_WAITS = {
 }
 
 # The means over two intervals of a step and over one of two, and the names of the hosts.
-REPORT_WAITS = {"phase_report.py:_gather": STEPS + 1, "phase_report.py:after_step": 1}
+REPORT_WAITS = {"phase_report.py:_gather": STEPS + 1, "phase_report.py:_after_stragglers": 1}
 
 PREVIOUS = "objective.balance.raw_losses=previous"
 ON_HOST = "teacher.offload_hidden=true"
