@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.bridge import Bridge
+from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.roles import Role
 from megatron_distill.runtime.segments import copied
 from megatron_distill.train.phase_timers import COMMUNICATION, PHASES, WAITING
@@ -76,6 +77,21 @@ class PhaseReports:
         self._device = device
         self._hosts: list[str] = []
         self._teachers = teachers
+
+    @classmethod
+    def of(
+        cls,
+        groups: Groups,
+        device: torch.device,
+        bridge: Bridge | None,
+        *,
+        timers_interval: int,
+        straggler_interval: int,
+    ) -> PhaseReports:
+        """Return the reports of a run; `bridge`: to teachers on ranks of their own."""
+        intervals = {"timers_interval": timers_interval, "straggler_interval": straggler_interval}
+        teachers = None if bridge is None else TeacherReports(bridge, **intervals)
+        return cls(stage=groups.pipeline.rank(), device=device, teachers=teachers, **intervals)
 
     def after_step(self, step: int, milliseconds: Mapping[str, float]) -> dict[str, object]:
         """Add a step's phases; return entries of its record.

@@ -135,7 +135,8 @@ def logged_records(log: Path, kind: str) -> Iterator[Mapping[str, Any]]:
                 yield record
 
 
-def logged_validation(log: Path, step: int) -> Mapping[str, Any] | None:
-    """Return the figures of a step's validation in a log of metrics, None where it has none."""
-    of_step = (one for one in logged_records(log, "validation") if one["step"] == step)
+def logged_validation(output: str | Path, step: int) -> Mapping[str, Any] | None:
+    """Return the figures of a step's validation in the log of a run, None where it has none."""
+    records = logged_records(Path(output) / "metrics.jsonl", "validation")
+    of_step = (one for one in records if one["step"] == step)
     return next((one["validation"] for one in of_step), None)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_distill.config import (
     CheckpointConfig,
-    LoggingConfig,
     RunConfig,
     RuntimeConfig,
     TrainConfig,
@@ -49,7 +48,7 @@ from megatron_distill.train.optimizer import (
     connect_schedule,
     wrap_data_parallel,
 )
-from megatron_distill.train.phase_report import PhaseReports, TeacherReports
+from megatron_distill.train.phase_report import PhaseReports
 from megatron_distill.train.phase_timers import PhaseTimers
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.progress import TrainingProgress
@@ -101,9 +100,7 @@ def _assemble(
         warn_of_memory(config, device, ranks=groups.world.size())
         if device.bridge is not None:
             publish_data(config.data, device.bridge)
-        tasks = NO_TASKS
-        if config.evaluation.tasks:
-            tasks = open_run_tasks(config, device.torch_device)
+        tasks = open_run_tasks(config, device.torch_device) if config.evaluation.tasks else NO_TASKS
         site = Site(groups, _execution(config, device, resources), device, resources)
         opened = open_run(config, site, tasks)
     with device.meet("student"):
@@ -138,19 +135,14 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         state.balance = balancing.resumed(state.balance)
         _LOGGER.info("resumed from %s at step %d", newest, state.step)
     note_start(config, resumed=newest)
-    log = Path(config.output) / "metrics.jsonl"
-    logged = from_first_rank(lambda: logged_validation(log, state.step))
+    logged = from_first_rank(lambda: logged_validation(config.output, state.step))
     if state.step < config.train.steps:
         _LOGGER.info("%s", opened_run_banner(config, opened, state))
     metrics = resources.enter_context(_open_metrics(config, resume_step=state.step))
     found.has_started()
-    profiler = StepProfiler(
-        Path(config.output),
-        **config.profile.model_dump(),
-        timers=state.student.timers,
-        device=device,
-        bridge=site.device.bridge,
-    )
+    profiling = config.profile.model_dump() | {"timers": state.student.timers, "device": device}
+    profiler = StepProfiler(Path(config.output), bridge=site.device.bridge, **profiling)
+    intervals = config.logging.model_dump(include={"timers_interval", "straggler_interval"})
     parts = LoopInputs(
         state=state,
         teacher=opened.teacher.signals,
@@ -160,7 +152,7 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         held_out=held_out,
         metrics=metrics,
         throughput=opened.throughput(config.train),
-        reports=_phase_reports(config.logging, site),
+        reports=PhaseReports.of(site.groups, device, site.device.bridge, **intervals),
         profiler=resources.enter_context(profiler),
         device=device,
         memory=PeakMemory(device),
@@ -168,20 +160,6 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         logged_validation=logged,
     )
     return parts, loop_plan(config)
-
-
-def _phase_reports(logging: LoggingConfig, site: Site) -> PhaseReports:
-    intervals = {
-        "timers_interval": logging.timers_interval,
-        "straggler_interval": logging.straggler_interval,
-    }
-    bridge = site.device.bridge
-    return PhaseReports(
-        **intervals,
-        stage=site.groups.pipeline.rank(),
-        device=site.execution.device,
-        teachers=None if bridge is None else TeacherReports(bridge, **intervals),
-    )
 
 
 def _execution(config: RunConfig, device: Device, resources: ExitStack) -> Execution:
@@ -286,9 +264,8 @@ def _open_training(train: TrainConfig, runtime: RuntimeConfig, opened: OpenRun) 
     device, last_step = site.execution.device, train.steps
     exchange = exchange_group(timeout_seconds=runtime.timeout_seconds)
     loader = samples.loader(train, site.groups, device, held_out=False, exchange=exchange)
-    steps = site.resources.enter_context(
-        PrefetchedSteps(loader, last_step=last_step, device=device, group=exchange)
-    )
+    prefetched = PrefetchedSteps(loader, last_step=last_step, device=device, group=exchange)
+    steps = site.resources.enter_context(prefetched)
     return steps if samples.stored is None else samples.stored.ahead_of(steps, last_step=last_step)
 
 

@@ -81,11 +81,8 @@ def open_teacher(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
     if section.store is not None:
         return _stored(config, fit, site)
     online, aligned = _live(config, section, fit, site), None
-    chunk_tokens = config.objective.chunk_tokens
-    if fit.own is not None and section.transfer.what == "top_k":
-        _, aligned = _connected(fit.own, None, chunk_tokens, fit, site)
-    elif fit.own is not None:
-        online, aligned = _connected(fit.own, online, chunk_tokens, fit, site)
+    if fit.own is not None:
+        online, aligned = _with_head(section, online, config.objective.chunk_tokens, fit, site)
     opened = OpenTeacher(
         signals=online,
         metrics=answer_metrics(section.transfer, fit.terms),
@@ -153,6 +150,23 @@ def _connected(
     return own.connect(
         online, fit.student, fit.vocabulary, site.groups, device, chunk_tokens=chunk_tokens
     )
+
+
+def _with_head(
+    section: ModelConfig,
+    online: OnlineTeacher | OwnLayout,
+    chunk_tokens: int | None,
+    fit: TeacherFit,
+    site: Site,
+) -> tuple[OnlineTeacher | OwnLayout, AlignedLoss]:
+    """Return a teacher with a tokenizer of its own, its head in the layout of the loss.
+
+    One that moves a top-k runs its head itself.
+    """
+    assert fit.own is not None
+    if section.transfer.what == "top_k":
+        return online, _connected(fit.own, None, chunk_tokens, fit, site)[1]
+    return _connected(fit.own, online, chunk_tokens, fit, site)
 
 
 def with_movement(

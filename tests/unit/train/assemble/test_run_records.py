@@ -34,9 +34,9 @@ def test_a_validation_is_that_of_its_step_in_a_whole_line(tmp_path: Path) -> Non
         {"step": 4, "validation": {"ce_loss": 1.0}},
     ]
     log.write_text("\n".join(map(json.dumps, records)))  # a kill came before the last line's end
-    assert logged_validation(log, 2) == {"ce_loss": 3.0}
-    assert logged_validation(log, 4) is None
-    assert logged_validation(tmp_path / "none.jsonl", 2) is None
+    assert logged_validation(tmp_path, 2) == {"ce_loss": 3.0}
+    assert logged_validation(tmp_path, 4) is None
+    assert logged_validation(tmp_path / "none", 2) is None
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (2, 1), (0.1, 0.2, 0.7), (1, 1, 1, 1), (5, 3, 1, 1)])
