@@ -229,8 +229,8 @@ def start_figures(run: Run, rates: dict[str, Any]) -> dict[str, str]:
     saved = SAVED_BYTES * STUDENT.parameters / ranks
     return {
         "process groups, those of one rank": f"{groups['groups']:,}, {groups['of a rank']}",
-        "store: requests/s of 200 clients, measured": f"{capacity:,.0f}",
-        "store: requests of a barrier per group; time (s)": f"{barriers / 1e6:.2f} M; "
+        "rendezvous store: requests/s of 200 clients, measured": f"{capacity:,.0f}",
+        "rendezvous store: requests of a barrier per group; time (s)": f"{barriers / 1e6:.2f} M; "
         f"{barriers / capacity:.0f}",
         "gloo: pairs of ranks; connections of a broadcast": f"{ranks * (ranks - 1) // 2:,}; "
         f"{ranks - 1:,}",
@@ -244,8 +244,8 @@ def start_figures(run: Run, rates: dict[str, Any]) -> dict[str, str]:
         "batch: MB; broadcast beside a step (s)": f"{batch / 1e6:.0f}; {batch * depth / GLOO:.2f}",
         "checkpoint: GB of a rank; a step waits (ms); written after (s)": f"{saved / GB:.2f}; "
         f"{1e3 * saved / HOST_COPY:.0f}; {saved * ranks / SHARED_DISK:.1f}",
-        "watch: requests/s; of the store": f"{plain:,.0f}; {plain / capacity:.1%}",
-        "watch with teachers on own ranks: requests/s; of the store": f"{of_roles:,.0f}; "
+        "failure watch: requests/s; of the store": f"{plain:,.0f}; {plain / capacity:.1%}",
+        "failure watch with teachers on own ranks: requests/s; of the store": f"{of_roles:,.0f}; "
         f"{of_roles / capacity:.1%}",
     }
 

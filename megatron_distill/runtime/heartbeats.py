@@ -7,12 +7,21 @@ comes. Only the first gives signs of life meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import torch.distributed as dist
 
-__all__ = ["SILENT_SECONDS", "Heartbeats", "SignsOfOne", "give_sign", "living", "take_leave"]
+__all__ = [
+    "SILENT_SECONDS",
+    "Heartbeats",
+    "SignsOfOne",
+    "give_sign",
+    "living",
+    "take_leave",
+    "without_signs",
+]
 
 SILENT_SECONDS: Final = 20.0  # several signs are missing then
 _LOOK_SECONDS: Final = 0.5
@@ -28,6 +37,16 @@ def take_leave(store: dist.Store, rank: int) -> None:
     store.set(_leave_key(rank), "left")
 
 
+@contextmanager
+def without_signs(store: dist.Store, rank: int) -> Iterator[None]:
+    """A block that may keep the interpreter for itself, so that no thread gives a sign."""
+    store.set(_busy_key(rank), "busy")
+    try:
+        yield
+    finally:
+        store.delete_key(_busy_key(rank))
+
+
 class SignsOfOne:
     """The signs of one rank, looked at again and again."""
 
@@ -38,12 +57,17 @@ class SignsOfOne:
         self._silent = 0
 
     def silent_looks(self) -> int:
-        """Return the number of looks since the last new sign; 0 before the first, or after leave.
+        """Return the number of looks since the last new sign.
+
+        0 before the first, after leave, and where the rank has said that it gives none.
 
         Not the time: this process may have been stopped as well, and then sees old signs first.
         """
         key = _key(self._rank)
-        if not self._store.check([key]) or self._store.check([_leave_key(self._rank)]):
+        if not self._store.check([key]):
+            return 0
+        if any(self._store.check([of(self._rank)]) for of in (_leave_key, _busy_key)):
+            self._silent = 0
             return 0
         count = self._store.get(key)
         self._silent = self._silent + 1 if count == self._count else 0
@@ -90,6 +114,10 @@ def living(store: dist.Store, ranks: Sequence[int], *, seconds: float) -> list[i
 
 def _key(rank: int) -> str:
     return f"sign/{rank}"
+
+
+def _busy_key(rank: int) -> str:
+    return f"busy/{rank}"
 
 
 def _leave_key(rank: int) -> str:

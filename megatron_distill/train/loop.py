@@ -213,10 +213,9 @@ def _measured_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
     state, found = parts.state, Evaluated()
     measures = _validated_before(parts, plan, log)
     if parts.evaluation is not None:
-        is_last = state.step == plan.steps
         try:
             with parts.memory.left_out():
-                found = parts.evaluation.before_training(state.step, is_last=is_last)
+                found = parts.evaluation.before_training(state.step, last_step=plan.steps)
         except Interrupted:
             return True
     measures |= named_measures(found.results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.bridge import Bridge
+from megatron_distill.runtime.heartbeats import without_signs
 from megatron_distill.train.phase_timers import PhaseTimers
 
 __all__ = ["StepProfiler", "consecutive"]
@@ -55,6 +57,7 @@ class StepProfiler:
         self._shapes, self._stacks = shapes, stacks
         self._timers = timers
         self._device = device
+        self._bridge = bridge
         self._running: profile | None = None
         self._first = self._last = 0  # of the sequence that is running
         missing = sorted(other for other in ranks if other >= world)
@@ -83,20 +86,32 @@ class StepProfiler:
 
     def after_step(self, step: int) -> None:
         """End a step of the profiler; write the files of a sequence after its last step."""
-        if self._running is not None:
+        if self._running is None:
+            return
+        if step < self._last:
             self._running.step()
-            if step == self._last:
-                self.close()
+            return
+        with self._unwatched():
+            self._running.step()  # writes the trace
+            self._stop(self._running)
 
     def close(self) -> None:
         """Stop the profiler; the files of an unfinished sequence have the steps done."""
-        if self._running is None:
-            return
-        self._running.stop()
+        if self._running is not None:
+            with self._unwatched():
+                self._stop(self._running)
+
+    def _stop(self, running: profile) -> None:
+        running.stop()
         self._running = None
         self._timers.annotates = False
         if self._memory:
             self._write_snapshot(self._path("memory.pickle"))
+
+    def _unwatched(self) -> AbstractContextManager[None]:
+        """A block that writes: files of a large step may keep the interpreter for many seconds."""
+        bridge = self._bridge
+        return nullcontext() if bridge is None else without_signs(bridge.store, bridge.rank)
 
     def _start(self, first: int, last: int, *, warmup: int) -> None:
         self._first, self._last = first, last

@@ -112,12 +112,14 @@ class TeacherTokenizer:
         sequence_length: tokens in one packed sequence.
         reading: how samples are read in them, on the first rank; None elsewhere.
         tokens_map: between both vocabularies; None if no term compares tokens.
+        role: of the teacher: its section of the configuration.
     """
 
     vocabulary: Vocabulary
     sequence_length: int
     reading: TeacherReading | None
     tokens_map: VocabularyMap | None
+    role: str
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -150,7 +152,7 @@ class TeacherTokenizer:
             of_teacher = vocab_shard(online.architecture, groups, tokens=self.vocabulary.size)
         shared = SharedVocabularies(shard, of_teacher, None, None, group)
         if tokens_map is not None and online is None:
-            shared = _with_places(tokens_map, shared, rank, device)
+            shared = _with_places(tokens_map, shared, rank, device, self.role)
         elif tokens_map is not None and online is not None:
             shared, layout = _with_map(tokens_map, shared, rank, device)
             online = _arranged(online, layout)
@@ -170,7 +172,11 @@ def _sharing(groups: Groups) -> dist.ProcessGroup | None:
 
 
 def _with_places(
-    tokens_map: VocabularyMap, shared: SharedVocabularies, rank: int, device: torch.device
+    tokens_map: VocabularyMap,
+    shared: SharedVocabularies,
+    rank: int,
+    device: torch.device,
+    role: str,
 ) -> SharedVocabularies:
     """Return both vocabularies with the class of each of the teacher's ids among the student's.
 
@@ -182,8 +188,8 @@ def _with_places(
     if not columns.has_rest and columns.count < whole.size:
         raise ConfigError(
             "alignment 'common': all tokens of the student are common, and a record lacks the "
-            "teacher's sum over them. Use alignment 'likelihood', or set teacher.hf or "
-            "teacher.checkpoint in place of teacher.store, or teacher.transfer.what to hidden "
+            f"teacher's sum over them. Use alignment 'likelihood', or set {role}.hf or "
+            f"{role}.checkpoint in place of {role}.store, or {role}.transfer.what to hidden "
             "where it is top_k"
         )
     places = columns.places_of(teacher_ids[ids.argsort()], whole.size)
@@ -279,8 +285,9 @@ def own_tokens(config: RunConfig, vocabulary: Vocabulary) -> TeacherTokenizer:
     teacher = None if reading is None else reading.tokenizer
     facts = from_first_rank(lambda: Vocabulary.of(teacher) if teacher is not None else None)
     assert facts is not None
-    length = config.models[aligned_role(config)].sequence_length or config.data.sequence_length
-    return TeacherTokenizer(facts, length, reading, None)
+    role = aligned_role(config)
+    length = config.models[role].sequence_length or config.data.sequence_length
+    return TeacherTokenizer(facts, length, reading, None, role)
 
 
 def read_teacher(

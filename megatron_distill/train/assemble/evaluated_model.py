@@ -30,11 +30,11 @@ _LOGGER = get_logger(__name__)
 
 
 def without_texts(
-    role: str, model: HiddenStateGPT, tasks: tuple[PreparedTask, ...]
+    role: str, tasks: tuple[PreparedTask, ...], *, is_sharded: bool
 ) -> tuple[PreparedTask, ...]:
     """Return the tasks that a model can do; without those of generated text if it is sharded."""
     texts = [task.task.name for task in tasks if task.task.kind == "generation"]
-    if not texts or not has_sharded_weights(model):
+    if not texts or not is_sharded:
         return tasks
     _LOGGER.info(
         "%s: no results of %s: a model with sharded weights generates no text; set "
@@ -72,7 +72,9 @@ def evaluated_model(
     if has_sharded_weights(chunks[0]):
         shard = vocab_shard(shape, groups, tokens=vocabulary.size)
         scorer = PassScorer(chunks[0], shape, shard, groups, device, *settings)
-        return EvaluatedModel(role, scorer, tasks, in_use, tokenizer=vocabulary.identity)
+        return EvaluatedModel(
+            role, scorer, tasks, in_use, tokenizer=vocabulary.identity, stop_requested=asked
+        )
     cached = CachedGPT(
         chunks,
         shape,
@@ -86,7 +88,9 @@ def evaluated_model(
         decoding = replace(cached, decode=shared_tokenizer(tokenizer).decode)
         writer = ModelWriter(decoding, stop_requested=asked)
     own = ModelScorer(cached, *settings)
-    return EvaluatedModel(role, own, tasks, in_use, writer, tokenizer=vocabulary.identity)
+    return EvaluatedModel(
+        role, own, tasks, in_use, writer, tokenizer=vocabulary.identity, stop_requested=asked
+    )
 
 
 def shared_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from megatron_distill.config import (
     RunConfig,
     aligned_role,
     has_own_tokenizer,
+    teacher_parallel,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
@@ -24,6 +25,7 @@ from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.log import get_logger
 from megatron_distill.models.execution import Execution
+from megatron_distill.models.sharded_weights import has_sharded_weights
 from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
@@ -43,9 +45,10 @@ from megatron_distill.train.assemble.tasks import (
     longest_input,
     open_tasks,
     teacher_origin,
+    teacher_weights,
 )
 from megatron_distill.train.checkpoint.best import BestRule
-from megatron_distill.train.evaluation.baselines import Baselines
+from megatron_distill.train.evaluation.baselines import Baselines, Origin
 from megatron_distill.train.evaluation.elsewhere import AskedRanks
 from megatron_distill.train.evaluation.phase import (
     EvaluatedModel,
@@ -109,7 +112,7 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         teachers,
         interval=section.interval,
         at_start=section.at_start,
-        baselines=Baselines.of_run(
+        open_baselines=lambda: Baselines.of_run(
             Path(config.output),
             {one.role: one.origin for one in teachers if one.origin is not None},
         ),
@@ -129,14 +132,16 @@ def _logged(path: Path) -> frozenset[tuple[str, int]]:
 def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel | ModelElsewhere]:
     """Yield the teachers that have models; their weights are read for a digest.
 
-    Collective: world, those of `OpenTasks.encoded` and of `teacher_origin`, per teacher.
+    Those of a teacher on ranks of its own are read there.
+
+    Collective: world, those of `OpenTasks.encoded` and of `teacher_weights`, per teacher.
     """
     section, teacher = config.evaluation, opened.teacher
     for role in teacher.stored_samples:
         name, measured = role, ""
         if role == "teacher":
             name, measured = "the teacher", "; `megatron-distill evaluate` measures it"
-        _LOGGER.info("no baseline of %s: its model is not on the student's ranks%s", name, measured)
+        _LOGGER.info("no baseline of %s: the run reads its store, not a model%s", name, measured)
     reading = opened.samples.options.teacher
     site, device = opened.site, opened.site.execution.device
     tasks, opened = opened.tasks, replace(opened, tasks=NO_TASKS)  # no text outlives its tokens
@@ -146,17 +151,25 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel | M
             tokenizer = reading.tokenizer
         positions = longest_input(teacher.shapes[role], section)
         prepared = tasks.encoded(tokenizer, positions, device)
-        if role in teacher.models:
-            prepared = without_texts(role, teacher.models[role].model, prepared)
+        if role in teacher.remotes:
+            is_sharded = _is_sharded(config, role, ranks=teacher.remotes[role].ranks)
+        else:
+            is_sharded = has_sharded_weights(teacher.models[role].model)
+        prepared = without_texts(role, prepared, is_sharded=is_sharded)
         if not prepared:
             continue
         vocabulary = from_first_rank(partial(_facts, tokenizer))
-        origin = teacher_origin(config, role, vocabulary, prepared, site.groups.world)
+        origin = partial(teacher_origin, config, role, vocabulary, prepared)
         if role in teacher.remotes:
             assert site.device.bridge is not None, "it leads to the teacher's ranks"
             asked = AskedRanks(role, teacher.remotes[role], site.device.bridge, device)
-            results = partial(asked.results, prepared)
-            yield ModelElsewhere(role, prepared, vocabulary.identity, origin, results)
+            yield ModelElsewhere(
+                role,
+                prepared,
+                vocabulary.identity,
+                open_origin=partial(_origin_elsewhere, origin, asked),
+                results=partial(asked.results, prepared),
+            )
             continue
         model = teacher.models[role]
         groups = model.own_groups if isinstance(model, OwnLayout) else model.groups
@@ -173,7 +186,18 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel | M
             vocabulary=vocabulary,
             in_use=partial(awake, opened, role, model),
         )
-        yield replace(found, origin=origin)
+        weights = teacher_weights(config, role, vocabulary, site.groups.world)
+        yield replace(found, origin=origin(weights))
+
+
+def _is_sharded(config: RunConfig, role: str, *, ranks: int) -> bool:
+    """Return whether a teacher on so many ranks of its own has weights that are sharded there."""
+    layout = teacher_parallel(config, role)
+    return config.models[role].shard_weights and ranks > layout.tensor * layout.pipeline
+
+
+def _origin_elsewhere(origin: Callable[[str], Origin], asked: AskedRanks) -> Origin:
+    return origin(asked.weights())
 
 
 def _facts(tokenizer: Tokenizer | None) -> Vocabulary:
@@ -289,7 +313,8 @@ class Resolved:
         execution = role.execution
         (model,) = self.source.build(execution, groups=groups, seed=role.seed, interleaved=False)
         model.freeze()
-        tasks = without_texts(role.name, model, self.tasks)
+        is_sharded = has_sharded_weights(model)
+        tasks = without_texts(role.name, self.tasks, is_sharded=is_sharded)
         return evaluated_model(
             role.name,
             [model],

@@ -44,7 +44,7 @@ from megatron_distill.train.assemble.answers.plan import (
 from megatron_distill.train.assemble.answers.signals import signal_maker
 from megatron_distill.train.assemble.answers.way import student_backend, student_way, teacher_way
 from megatron_distill.train.assemble.data import RunSamples
-from megatron_distill.train.assemble.evaluated_model import evaluated_model, without_texts
+from megatron_distill.train.assemble.evaluated_model import evaluated_model
 from megatron_distill.train.assemble.models import (
     build_terms,
     job_groups,
@@ -61,7 +61,8 @@ from megatron_distill.train.assemble.sources import (
     publish_files,
     require_same_files,
 )
-from megatron_distill.train.evaluation.elsewhere import answer_evaluation
+from megatron_distill.train.assemble.tasks import teacher_weights
+from megatron_distill.train.evaluation.elsewhere import answer_evaluation, weights_name
 from megatron_distill.train.evaluation.phase import EvaluatedModel
 from megatron_distill.train.phase_report import PhaseNotes
 from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
@@ -258,6 +259,10 @@ def _open_teacher(
         shard=vocab_shard(source.architecture, groups, tokens=tokens.size),
         groups=groups,
     )
+    if config.evaluation.tasks and config.evaluation.teacher:
+        weights = teacher_weights(config, role.name, tokens, groups.world)
+        if bridge.rank == role.first:
+            bridge.publish(weights_name(role.name), weights)
     samples = RunSamples(
         data=config.data,
         options=options,
@@ -389,7 +394,7 @@ def _evaluated(
         role,
         [teacher.model],
         teacher.architecture,
-        without_texts(role, teacher.model, tasks),
+        tasks,
         section=section,
         cache_gib=cache_gib,
         groups=teacher.groups,

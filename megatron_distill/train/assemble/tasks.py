@@ -35,6 +35,7 @@ __all__ = [
     "open_run_tasks",
     "open_tasks",
     "teacher_origin",
+    "teacher_weights",
 ]
 
 _LOGGER = get_logger(__name__)
@@ -147,23 +148,29 @@ def longest_input(shape: Architecture, section: EvaluationConfig) -> int:
     return most if section.max_length is None else min(most, section.max_length)
 
 
-def teacher_origin(
-    config: RunConfig,
-    role: str,
-    vocabulary: Vocabulary,
-    tasks: Sequence[PreparedTask],
-    world: dist.ProcessGroup,
-) -> Origin:
-    """Return the origin of a live teacher's results, the same in every layout.
+def teacher_weights(
+    config: RunConfig, role: str, vocabulary: Vocabulary, world: dist.ProcessGroup
+) -> str:
+    """Return the digest of a live teacher's weights, the same in every layout.
 
-    vocabulary: of its tokenizer. Reads all of its weights once, each rank its share. Raises
-    ConfigError or CheckpointError on all ranks.
+    vocabulary: of its tokenizer. Reads all weights once, each rank its share. Raises ConfigError or
+    CheckpointError on all ranks.
 
     Collective: world, those of `resolve_model` and `teacher_digest`.
     """
     source = resolve_model(config, role, vocabulary)
     number = sorted(one for one in config.models if one != "student").index(role)
-    weights = teacher_digest(source, seed=teacher_seed(config.seed) + number, group=world)
+    return teacher_digest(source, seed=teacher_seed(config.seed) + number, group=world)
+
+
+def teacher_origin(
+    config: RunConfig,
+    role: str,
+    vocabulary: Vocabulary,
+    tasks: Sequence[PreparedTask],
+    weights: str,
+) -> Origin:
+    """Return the origin of a live teacher's results; `weights`: their digest."""
     fp8 = config.models[role].fp8
     return Origin(
         weights,

@@ -29,7 +29,7 @@ from megatron_distill.train.evaluation.phase import (
 from megatron_distill.train.teachers.answers import EVALUATION_TAG
 from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher
 
-__all__ = ["AskedRanks", "answer_evaluation"]
+__all__ = ["AskedRanks", "answer_evaluation", "weights_name"]
 
 # The student's ranks meet so often: no collective waits for the teacher.
 _LOOK_SECONDS: Final = 0.1
@@ -43,6 +43,11 @@ class AskedRanks:
     teacher: OwnRanksTeacher
     bridge: Bridge
     device: torch.device
+
+    def weights(self) -> str:
+        """Return the digest of the weights, which the teacher's ranks publish at the start."""
+        digest: str = self.bridge.published(weights_name(self.role))
+        return digest
 
     def results(self, tasks: Sequence[PreparedTask]) -> tuple[Results, dict[str, TaskItems]]:
         """Return the results and items of the tasks, the same on every rank of the student.
@@ -114,6 +119,11 @@ def answer_evaluation(
     if is_first:
         bridge.publish(_done(role.name), "done")
         bridge.send_object(answer, 0, tag=EVALUATION_TAG)
+
+
+def weights_name(role: str) -> str:
+    """Return the name under which a teacher's ranks publish the digest of its weights."""
+    return f"evaluation/{role}/weights"
 
 
 def _done(role: str) -> str:

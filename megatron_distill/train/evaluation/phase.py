@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class EvaluatedModel:
         origin: of a teacher in a run.
         digest: returns that of the weights as they are now, in use; of a student in a run.
         in_use: block in which the model is in evaluation mode and its weights are on the device.
+        stop_requested: whether the first rank is to stop grading.
     """
 
     role: str
@@ -69,6 +71,7 @@ class EvaluatedModel:
     tokenizer: str = ""
     origin: Origin | None = None
     digest: Callable[[], str] | None = None
+    stop_requested: Callable[[], bool] = is_requested
 
     def results(self) -> tuple[Results, dict[str, TaskItems]]:
         """Return the results with the measures of each item, by task; see `evaluate_model`."""
@@ -80,14 +83,21 @@ class EvaluatedModel:
 class ModelElsewhere:
     """A teacher on ranks of its own, and the tasks in its tokens; as `EvaluatedModel`.
 
-    results: asks its ranks; as `EvaluatedModel.results`, the same on every rank of the student.
+    Attributes:
+        open_origin: the digest of the weights is known once the teacher's ranks have read them.
+        results: asks its ranks; as `EvaluatedModel.results`, the same on every rank of the student.
     """
 
     role: str
     tasks: Sequence[PreparedTask]
     tokenizer: str
-    origin: Origin
+    open_origin: Callable[[], Origin]
     results: Callable[[], tuple[Results, dict[str, TaskItems]]]
+
+    @cached_property
+    def origin(self) -> Origin:
+        """The origin of its results."""
+        return self.open_origin()
 
 
 def evaluate_model(model: EvaluatedModel, *, items: dict[str, TaskItems] | None = None) -> Results:
@@ -119,7 +129,7 @@ def _written(
 ) -> tuple[dict[str, Any], TaskItems]:
     """Generate a task's texts and grade them on the first rank.
 
-    Raises Interrupted on all ranks together, where a signal to the first rank asked for it.
+    Raises Interrupted on all ranks together, where the first rank was asked to stop.
 
     Collective: those of the writer, of `on_first_rank`, and one broadcast of the result.
     """
@@ -138,7 +148,7 @@ def _written(
         graders = dict(zip(record.measures, map(opened_grader, record.graders), strict=True))
         try:
             grades = {
-                name: grade_texts(grade, pairs, stop_requested=is_requested)
+                name: grade_texts(grade, pairs, stop_requested=model.stop_requested)
                 for name, grade in graders.items()
             }
         except Interrupted:
@@ -209,7 +219,7 @@ class RunEvaluation:
         at_start: whether the student is evaluated before the first step.
         teachers: evaluated once, before the first step or after a resume. The ranks of one
             elsewhere run only where a step is left.
-        baselines: the teachers' items, to which the student is compared under `minus`.
+        open_baselines: reads the teachers' items of earlier starts; once, before the first step.
         logged: roles with the steps of their results that the log of an earlier start has.
     """
 
@@ -217,18 +227,27 @@ class RunEvaluation:
     teachers: Sequence[EvaluatedModel | ModelElsewhere]
     interval: int
     at_start: bool
-    baselines: Baselines
+    open_baselines: Callable[[], Baselines]
     logged: frozenset[tuple[str, int]] = frozenset()
+
+    @cached_property
+    def baselines(self) -> Baselines:
+        """The teachers' items, to which the student is compared under `minus`.
+
+        Collective: world, where it is read first, that of `Baselines.of_run`.
+        """
+        return self.open_baselines()
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether the student is evaluated after a step."""
         return is_last or (self.interval > 0 and step % self.interval == 0)
 
-    def before_training(self, step: int, *, is_last: bool) -> Evaluated:
+    def before_training(self, step: int, *, last_step: int) -> Evaluated:
         """Return the results that the log lacks at a start at this step; often none.
 
-        The first prompts of all tasks are in `first_prompts.json` beside the baselines. Raises
-        Interrupted as `evaluate_model`.
+        last_step: of the run; below the step where `train.steps` was lowered. The first prompts of
+        all tasks are in `first_prompts.json` beside the baselines. Raises Interrupted as
+        `evaluate_model`.
         """
         tasks = [task for model in (self.student, *self.teachers) for task in model.tasks]
         keep_first_prompts(self.baselines.path.with_name("first_prompts.json"), tasks)
@@ -238,11 +257,11 @@ class RunEvaluation:
             one
             for one in self.teachers
             if one.role not in roles & self.baselines.known.keys()
-            and not (is_last and _has_ended(one))
+            and not (step >= last_step and _has_ended(one))
         ]
         # The student's results of this step are compared with another teacher, or with none.
         is_anew = any(teacher.role in roles for teacher in models)
-        is_due = self.at_start if step == 0 else self.is_due(step, is_last=is_last)
+        is_due = self.at_start if step == 0 else self.is_due(step, is_last=step == last_step)
         if is_due and (is_anew or ("student", step) not in self.logged):
             models.append(self.student)
         return self._evaluated(models)

@@ -268,7 +268,7 @@ class OwnRanksTeacher:
             self._used = None
 
     def evaluate(self) -> None:
-        """Let the teacher evaluate tasks before the first round, as `Asking.evaluate`."""
+        """Let the teacher evaluate tasks before the first step, as `Asking.evaluate`."""
         self._asking.evaluate()
 
     def held_out(self, batches: int) -> HeldOutAnswers:

@@ -339,7 +339,6 @@ class TeacherServer:
                 self.bridge.ask_to_stop()
             if command.request == RequestKind.EVALUATE:
                 self.evaluate()
-                self.layers.clear()  # of passes that the taps have seen
                 continue
             if command.request == RequestKind.HELD_OUT:
                 self._run(command, self.held_out[command.number - 1])

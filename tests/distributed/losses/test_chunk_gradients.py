@@ -104,7 +104,7 @@ def taken(
         model.eval()
         head = model.head_weight().detach() if groups.is_last_stage else None
         teacher, aligned = TeacherTokenizer(
-            Vocabulary(TEACHER, "teacher"), TEACHER_LENGTH, None, tokens_map
+            Vocabulary(TEACHER, "teacher"), TEACHER_LENGTH, None, tokens_map, "teacher"
         ).connect(
             OnlineTeacher(model, other, head, groups, TEACHER_LENGTH),
             shape, Vocabulary(STUDENT, "student"), groups, cpu, chunk_tokens=7,

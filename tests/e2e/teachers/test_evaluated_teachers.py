@@ -319,9 +319,10 @@ def test_a_teacher_on_ranks_of_its_own_has_the_baseline_of_shared_ranks(
 
     # A finished run is evaluated without its teacher, whose ranks have nothing to do.
     baselines[0].unlink()
-    words = [f"output={output}", "teacher.ranks=2", *apart, *tasks]
-    text = pool.run(3, _logged_in_roles, config, words)[0]
-    assert "no baseline of teacher: no step is left, and its ranks have ended" in text
+    for steps in (2, 1):  # the second is less than what was done
+        words = [f"output={output}", "teacher.ranks=2", *apart, *tasks, f"train.steps={steps}"]
+        text = pool.run(3, _logged_in_roles, config, words)[0]
+        assert "no baseline of teacher: no step is left, and its ranks have ended" in text
 
 
 def _logged_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:

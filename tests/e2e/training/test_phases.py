@@ -11,11 +11,13 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_distill import log
 from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
@@ -210,15 +212,21 @@ def test_a_profile_that_is_not_possible_is_a_warning(
 
 
 def profile_without_a_gpu(rank: int, world: int, folder: Path) -> list[str]:
-    """Profile steps for a GPU; returns the calls of the allocator's recorder, and the steps."""
+    """Profile steps for a GPU; returns the calls of the allocator's recorder, and the steps.
+
+    While a snapshot is written no rank looks for signs of this one.
+    """
     from megatron_distill.train.profile import StepProfiler
 
     calls: list[str] = []
+    store = dist.HashStore()
+    bridge: Any = SimpleNamespace(rank=0, roles=SimpleNamespace(size=1), store=store)
 
     def recorded(enabled: str | None = "all", max_entries: int = 0) -> None:
         calls.append("off" if enabled is None else "on")
 
     def dumped(path: str) -> None:
+        assert store.check(["busy/0"])
         calls.append(Path(path).name)
 
     memory = torch.cuda.memory
@@ -237,12 +245,14 @@ def profile_without_a_gpu(rank: int, world: int, folder: Path) -> list[str]:
             stacks=False,
             timers=PhaseTimers(torch.device("cpu")),
             device=torch.device("cuda"),
+            bridge=bridge,
         )
         for step in range(1, 9):
             calls.append(str(step))
             profiler.before_step(step)
             profiler.after_step(step)
         profiler.close()
+    assert not store.check(["busy/0"])
     return calls
 
 

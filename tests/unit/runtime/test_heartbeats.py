@@ -7,7 +7,13 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, living, take_leave
+from megatron_distill.runtime.heartbeats import (
+    SignsOfOne,
+    give_sign,
+    living,
+    take_leave,
+    without_signs,
+)
 
 
 def test_looks_without_a_new_sign_are_counted_from_the_first_sign_to_the_leave() -> None:
@@ -29,3 +35,13 @@ def test_ranks_that_give_a_sign_are_told_from_a_lost_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "sleep", lambda _: [give_sign(store, rank) for rank in (0, 3)])
     assert living(store, [1, 3], seconds=0.0) == [3]
     assert living(store, [0, 3], seconds=60.0) == [0, 3]
+
+
+def test_a_rank_that_writes_is_not_taken_for_a_silent_one() -> None:
+    store = dist.HashStore()
+    signs = SignsOfOne(store, 1)
+    give_sign(store, 1)
+    assert [signs.silent_looks() for _ in range(2)] == [0, 1]
+    with without_signs(store, 1):
+        assert [signs.silent_looks() for _ in range(3)] == [0, 0, 0]
+    assert [signs.silent_looks() for _ in range(2)] == [1, 2]
