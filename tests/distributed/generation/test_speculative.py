@@ -75,8 +75,6 @@ def _expected(blocks: Any) -> list[float]:
 
 
 LAYOUTS = [
-    pytest.param(2, "windows", {"tensor": 2}, id="TP2", marks=pytest.mark.slow),
-    pytest.param(2, "windows", {"pipeline": 2}, id="PP2", marks=pytest.mark.slow),
     pytest.param(
         *(2, "windows", {"pipeline": 2, "virtual_pipeline": 2}), id="VPP2", marks=pytest.mark.slow
     ),
