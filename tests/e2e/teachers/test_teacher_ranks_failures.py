@@ -171,11 +171,8 @@ def cause_of(text: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_silent_teacher_is_named_with_unit_and_route(
-    inputs: Inputs, tmp_path: Path, stages: int
-) -> None:
-    # An earlier stage waits longer than the last one, which alone has the route to tell.
+def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path: Path) -> None:
+    stages = 2  # the first one waits longer than the last, which alone has the route to tell
     short = (f"runtime.timeout_seconds={SILENT_SECONDS}", f"parallel.pipeline={stages}")
     text, seconds = fail(
         *(inputs, tmp_path, "time.sleep(600)", *short, "teacher.parallel={pipeline: 1}"),
