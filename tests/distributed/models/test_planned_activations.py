@@ -143,12 +143,12 @@ def kept(rank: int, world: int, settings: dict[str, Setting], layout: dict[str, 
         return found
 
 
-def check(ranks: list[Found], settings: dict[str, Setting]) -> None:
+def check(ranks: list[Found], settings: dict[str, Setting], *, most: float = 1.03) -> None:
     """Compare the means over the ranks, which divide the rows of experts unevenly."""
     wrong = {}
     for name in settings:
         built, planned = (sum(column) for column in zip(*(one[name] for one in ranks), strict=True))
-        if not 0.95 * built <= planned <= 1.1 * built:
+        if not 0.98 * built <= planned <= most * built:
             wrong[name] = built, planned, round(planned / built, 3)
     assert not wrong
 
@@ -164,4 +164,5 @@ def test_layers_leave_the_planned_bytes_for_their_backward_pass(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_divide_the_bytes_of_layers_as_planned(pool: Pool, name: str) -> None:
     layout, settings = LAYOUTS[name]
-    check(pool.run(2, kept, settings, layout), settings)
+    most = 1.1 if name == "EP2" else 1.03  # experts over two ranks: see docs/planning.md
+    check(pool.run(2, kept, settings, layout), settings, most=most)
