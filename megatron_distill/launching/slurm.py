@@ -174,7 +174,7 @@ class SlurmJob:
     def exclude_later(self, nodes: Sequence[str]) -> None:
         """Let waiting jobs of the same script and words start on other nodes than these.
 
-        Not where the partition has too few others, so that none waits for ever.
+        Not where their partition has too few others for them, so that none waits for ever.
         """
         try:
             own = _answer("squeue", "--noheader", f"--jobs={self.job}", "--format=%o")
@@ -189,7 +189,7 @@ class SlurmJob:
         found = [line.strip().partition(" ") for line in waiting.splitlines()]
         for later in [name for name, _, its in found if command and its == command]:
             job = _shown(later)
-            refused = _lack(job, nodes, wanted=len(self.nodes))
+            refused = _lack(job, nodes, wanted=_wanted(job) or len(self.nodes))
             if refused is None:
                 excluded = ",".join([*_excluded(job), *nodes])
                 refused = _failure(
@@ -220,10 +220,17 @@ def _excluded(job: Mapping[str, str]) -> list[str]:
     return [] if known == "(null)" else [known]
 
 
+def _wanted(job: Mapping[str, str]) -> int | None:
+    """Return the nodes that a waiting job starts on at least; Slurm writes `4` or `2-4`."""
+    found = re.match(r"\d+", job.get("NumNodes", ""))
+    return None if found is None else int(found[0])
+
+
 def _lack(job: Mapping[str, str], nodes: Sequence[str], *, wanted: int) -> str | None:
     """Return how many nodes a job's partition has besides these, where they are too few.
 
-    None: they are enough, or Slurm does not say. Nodes that are down count: they may be back.
+    None: they are enough, or Slurm does not say. Nodes that are down count: they may be back. So do
+    those that the job's constraint, gres or list of nodes rules out: only the partition is asked.
     """
     partition, excluded = job.get("Partition"), ",".join([*_excluded(job), *nodes])
     if partition is None:

@@ -1,10 +1,11 @@
 """Layers of experts: routing, the dispatch of tokens, and the experts' products.
 
-Where one rank has all experts, nothing here waits for the device. The number of rows is that of the
-tokens times the experts per token, and the experts' counts stay on the device. With several ranks
-the host waits once per layer and forward pass, for the sizes of the exchange: see
-docs/internals/scaling.md. The experts of Transformer Engine, which run with FP8 or on several
-ranks, wait too: their grouped product takes the counts as numbers of the host.
+Where one rank has all of every expert (one tensor and one expert rank), nothing here waits for the
+device. The number of rows is that of the tokens times the experts per token, and the experts'
+counts stay on the device. With several ranks the host waits once per layer and forward pass, for
+the sizes of the exchange: see docs/internals/scaling.md. The experts of Transformer Engine, which
+run with FP8 or on several ranks, wait too: their grouped product takes the counts as numbers of the
+host.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from megatron_distill.runtime.segments import copied
 
 # The kernel's rows must start at multiples of this.
 _ALIGNMENT_BYTES = 16
-_CUDA_CAPABILITY = (9, 0)
+# Major compute capabilities with a kernel; elsewhere torch multiplies expert by expert, with counts
+# that the host waits for.
+_CUDA_MAJORS = (9, 10)
 
 
 def grouped_experts_run(
@@ -53,7 +56,7 @@ def grouped_experts_run(
         return False
     if device.type == "cuda":
         has_kernel = dtype is torch.bfloat16
-        has_kernel &= torch.cuda.get_device_capability(device) >= _CUDA_CAPABILITY
+        has_kernel &= torch.cuda.get_device_capability(device)[0] in _CUDA_MAJORS
     else:
         has_kernel = dtype in (torch.bfloat16, torch.float32)
     widths = (architecture.hidden_size, moe.ffn_hidden_size // tensor)

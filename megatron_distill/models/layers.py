@@ -306,6 +306,7 @@ def _transformer_engine_layer(
         # Transformer Engine's grouped product takes the rows of each expert as numbers of the host.
         # Those of an exchange are there anyway; one rank with all experts would wait for them.
         is_alone = config.expert_model_parallel_size == 1
+        is_alone &= (config.expert_tensor_parallel_size or 1) == 1
         if is_alone and config.fp8 is None and _groups_experts(architecture, config, device):
             layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
         # Before experts the norm is a separate module; this gives it one name in all checkpoints.

@@ -220,7 +220,10 @@ def activation_bytes(run: PlannedRun, choice: Choice, stage: int, *, is_fused: b
     embedded = tokens * run.student.hidden_size * run.width / across
     per_chunk[0] += embedded * (stage == 0 and layout.pipeline > 1)
     count = choice.micro_batches(run)
-    return Activations(_in_flight(choice, stage, count, per_chunk), per_chunk[0], live * tokens)
+    live *= tokens
+    if any(has_experts for has_experts, _ in known):
+        live += _expert_gradient(run, choice, is_fused=is_fused)
+    return Activations(_in_flight(choice, stage, count, per_chunk), per_chunk[0], live)
 
 
 def _gradients(run: PlannedRun, choice: Choice, *, has_experts: bool) -> float:
@@ -231,6 +234,21 @@ def _gradients(run: PlannedRun, choice: Choice, *, has_experts: bool) -> float:
         inner = shape.moe.top_k * shape.moe.ffn_hidden_size
     widest = (3 if shape.is_gated else 2) * inner / choice.layout.tensor
     return (widest + 2 * shape.hidden_size) * run.width
+
+
+def _expert_gradient(run: PlannedRun, choice: Choice, *, is_fused: bool) -> float:
+    """Return the bytes of the larger gradient of a layer's grouped expert weights.
+
+    It exists whole before it is added to the fp32 buffer. Not with Transformer Engine's experts,
+    which ranks of a GPU that share experts are taken to have.
+    """
+    shape, layout, moe = run.student, choice.layout, run.student.moe
+    is_added = is_fused and (run.student_fp8 or layout.tensor * layout.expert > 1)
+    if moe is None or shape.linear_bias or is_added:
+        return 0.0
+    rows = moe.ffn_hidden_size * (2 if shape.is_gated else 1)
+    parts = layout.expert if layout.expert > 1 else layout.tensor  # of experts, or of each one
+    return moe.num_experts * rows * shape.hidden_size * run.width / parts
 
 
 def _in_flight(choice: Choice, stage: int, micro_batches: int, per_chunk: list[float]) -> float:

@@ -113,11 +113,11 @@ def stage_need(
         chunk = chunk_bytes(run, choice, device) + _head_inputs(run, choice, device)
     teachers = teachers_apart(run, choice) if choice.place == "shared" else []
     # Answers of several teachers wait for the student together.
-    waiting = sum(
-        _hidden_states(one, its, stage, runs_ahead=_runs_ahead(one, its, device))
-        * (1.0 if its.runs_within and not _runs_ahead(one, its, device) else share)
-        for one, its, share in teachers or [(run, choice, 1.0)]
-    )
+    waiting = 0.0
+    for one, its, share in teachers or [(run, choice, 1.0)]:
+        in_step = _runs_in_step(one, its, device)
+        # Every micro-batch of a wave may need it, and of a step this share does.
+        waiting += _hidden_states(one, its, stage, in_step=in_step) * (1.0 if in_step else share)
     weights_of = [_teacher_weights(one, its, stage) for one, its, _ in teachers]
     resting = [
         weight - _head_weights(one, its, stage) if _rests(one, its, device) else 0.0
@@ -216,12 +216,10 @@ def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float
     return heads * rows * columns * run.width + block + gradient + product
 
 
-def _hidden_states(
-    run: PlannedRun, choice: Choice, stage: int, *, runs_ahead: bool = False
-) -> float:
+def _hidden_states(run: PlannedRun, choice: Choice, stage: int, *, in_step: bool) -> float:
     """Return the teacher's answers on a rank of the student's pipeline.
 
-    runs_ahead: it runs before the student where it would run within its steps.
+    in_step: it runs when an answer is taken; otherwise before the student, for a whole step.
     """
     if choice.place in ("none", "store") or run.teacher is None:
         return 0.0
@@ -232,9 +230,11 @@ def _hidden_states(
     if choice.sends_ids(run):
         per_token = run.answer_bytes
     layers = _layer_answers(run, choice, stage, tokens=tokens)
-    if choice.runs_within and not runs_ahead:
+    if in_step and choice.is_same_layout:
         return tokens * run.teacher.hidden_size * run.width + layers
     count = choice.micro_batches(run)
+    if in_step:
+        count = min(count, choice.wave)
     is_last = stage == layout.pipeline - 1
     if choice.place == "own ranks":
         return (layers + tokens * per_token * is_last) * count * (run.steps_ahead + 1)
@@ -294,9 +294,13 @@ def _teacher_copies(run: PlannedRun, choice: Choice, stage: int) -> int:
     return _layer_numbers(run, choice, stage) if run.teacher_fp8 else 0
 
 
-def _runs_ahead(run: PlannedRun, choice: Choice, device: DeviceProfile) -> bool:
-    """Return whether a teacher with one stage runs for a whole step before the student."""
-    return run.keeps_signals or _rests(run, choice, device)
+def _runs_in_step(run: PlannedRun, choice: Choice, device: DeviceProfile) -> bool:
+    """Return whether a teacher on shared ranks runs when one of its answers is taken.
+
+    Else it runs for a whole step before the student.
+    """
+    is_taken = choice.place == "shared" and choice.layout.pipeline == 1
+    return is_taken and not run.keeps_signals and not _rests(run, choice, device)
 
 
 def _rests(run: PlannedRun, choice: Choice, device: DeviceProfile) -> bool:

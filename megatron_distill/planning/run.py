@@ -194,6 +194,15 @@ class Choice:
         """Whether the teacher runs inside the student's forward step, a micro-batch at a time."""
         return self.is_same_layout and self.layout.pipeline == 1
 
+    @property
+    def wave(self) -> int:
+        """Micro-batches for which a teacher in another layout on shared ranks runs at a time.
+
+        Each of its stages has a unit of them, as in `train.teachers.units`.
+        """
+        assert self.teacher_layout is not None
+        return -(-self.teacher_data * self.teacher_layout.pipeline // self.data)
+
     def sends_answers(self, run: PlannedRun) -> bool:
         """Whether a live teacher is elsewhere, or in another layout than the student."""
         is_live = self.place in ("shared", "own ranks") and run.teacher is not None

@@ -1,8 +1,8 @@
 """An update that the device decides on, against one of upstream's functions and the host.
 
 Regimes: states whole and sharded, fp32 and bf16 with fp32 masters, experts with states of their
-own, a norm below and above its limit, no limit; a gradient, a loss or a further scalar that is not
-finite; a group without a parameter.
+own, and with a norm of their own; a norm below and above its limit, no limit; a gradient, of one
+rank or of all, a loss or a further scalar that is not finite; a group without a parameter.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool, torch.dtype, float]
     "sharded, bf16, below the limit": ({}, {}, True, torch.bfloat16, 1e9),
     "whole, no limit": ({}, {}, False, torch.float32, 0.0),
     "experts": ({"moe": MOE}, {"expert": 2}, True, torch.bfloat16, 0.5),
+    "experts, whole": ({"moe": MOE}, {"expert": 2}, False, torch.bfloat16, 0.5),
+    "a gradient of one tensor rank": ({}, {"tensor": 2}, False, torch.bfloat16, 0.5),
 }
 Apply = Callable[[Any, Sequence[Tensor], float], tuple[float, bool]]
 
@@ -85,8 +87,9 @@ def course(groups: Any, case: str, apply: Apply) -> tuple[list[tuple[float, bool
         for parameter in parameters:
             values = torch.randn(parameter.shape, generator=generator)
             parameter.main_grad.copy_(values)
-        if spoiled == "a gradient":
-            parameters[-1].main_grad.fill_(math.inf)
+        is_here = groups.tensor.rank() == groups.tensor.size() - 1
+        if spoiled == "a gradient" and is_here:  # of the embedding, which tensor ranks divide
+            parameters[0].main_grad.fill_(math.inf)
         losses = [torch.tensor(math.nan) if spoiled == "the loss" else ONE]
         losses.append(torch.tensor(math.inf) if spoiled == "the projectors" else ONE)
         found.append(apply(optimizer, losses, limit))

@@ -2,7 +2,8 @@
 
 Regimes: a row in another expert's group; gate and rows up exchanged; an expert without a row; the
 sum over a token's experts in an order that changes; a count read on the host; a rank without a row;
-a checkpoint of one kind read by the other; a layer of Transformer Engine, with and without FP8.
+a checkpoint of one kind read by the other; a layer of Transformer Engine, with and without FP8, on
+one rank and on several; GPUs with and without a kernel.
 """
 
 from __future__ import annotations
@@ -203,9 +204,9 @@ def test_a_rank_without_a_row_has_gradients_of_zero(pool: Pool) -> None:
         assert not gradient.any()
 
 
-def kinds(rank: int, world: int, expert: int, number_format: str | None) -> str:
+def kinds(rank: int, world: int, layout: dict[str, Any], number_format: str | None) -> str:
     """The experts of a layer of Transformer Engine, whose own are sequential ones here."""
-    with megatron_groups(expert=expert) as groups, transformer_engine_layers():
+    with megatron_groups(**layout) as groups, transformer_engine_layers():
         from megatron.core.transformer import transformer_config
 
         from megatron_distill.models import gpt, transformer_engine
@@ -225,13 +226,34 @@ def kinds(rank: int, world: int, expert: int, number_format: str | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("expert", "number_format", "kind"),
-    [(1, None, "GroupedExperts"), (1, "hybrid", "SequentialMLP"), (2, None, "SequentialMLP")],
+    ("ranks", "layout", "number_format", "kind"),
+    [
+        (1, {}, None, "GroupedExperts"),
+        (1, {}, "hybrid", "SequentialMLP"),
+        (2, {"expert": 2}, None, "SequentialMLP"),
+        (2, SPLIT, None, "SequentialMLP"),
+    ],
 )
 def test_transformer_engine_has_own_experts_for_fp8_and_several_ranks_alone(
-    pool: Pool, expert: int, number_format: str | None, kind: str
+    pool: Pool, ranks: int, layout: dict[str, Any], number_format: str | None, kind: str
 ) -> None:
-    assert pool.run(expert, kinds, expert, number_format) == [kind] * expert
+    assert pool.run(ranks, kinds, layout, number_format) == [kind] * ranks
+
+
+def grouped_majors(rank: int, world: int) -> list[int]:
+    """Major compute capabilities at which experts are grouped products."""
+    from megatron_distill.models.experts import grouped_experts_run
+
+    architecture, found = small_architecture(moe=MOE), []
+    for major in range(7, 14):
+        with patch.object(torch.cuda, "get_device_capability", lambda _, is_of=major: (is_of, 0)):
+            if grouped_experts_run(architecture, torch.bfloat16, torch.device("cuda"), tensor=1):
+                found.append(major)
+    return found
+
+
+def test_experts_are_grouped_on_gpus_whose_kernel_waits_for_nothing(pool: Pool) -> None:
+    assert pool.run(1, grouped_majors) == [[9, 10]]
 
 
 @pytest.mark.parametrize("is_engine", [False, True], ids=["torch", "engine"])

@@ -20,7 +20,7 @@ esac
 PARTITION = """#!/bin/sh
 echo "$@" >> {log}
 case "$1 $2" in
-    "show job") echo "JobId=$3 Partition=gpu ExcNodeList={excluded} NodeList=n1,n2" ;;
+    "show job") echo "JobId=$3 Partition=gpu ExcNodeList={excluded} NodeList=n1,n2 {wanted}" ;;
     "show hostnames") echo "$3" | tr , '\\n' ;;
 esac
 """
@@ -49,12 +49,14 @@ def programs(
     scontrol: str,
     excluded: str = "(null)",
     failing: str = "none",
+    wanted: str = "",
     **others: str,
 ) -> Path:
     """Put programs of Slurm into a folder on the path; returns the log of scontrol's calls."""
     log = folder / "log"
     log.touch()
-    texts = {"scontrol": scontrol.format(log=log, excluded=excluded, failing=failing), **others}
+    answers = scontrol.format(log=log, excluded=excluded, failing=failing, wanted=wanted)
+    texts = {"scontrol": answers, **others}
     for name, text in texts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -139,11 +141,22 @@ def test_a_job_for_which_the_partition_has_no_other_nodes_is_not_left_to_wait(
     assert updates == ([] if update is None else [f"update JobId=7 ExcNodeList={update}"])
 
 
-@pytest.mark.parametrize(("nodes", "count"), [(["n1"], 2), (["n1", "n2"], 0)])
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "count"),
+    [
+        (["n1"], "", 2),
+        (["n1", "n2"], "", 0),
+        (["n1", "n2"], "NumNodes=1", 2),
+        (["n1"], "NumNodes=3", 0),
+        (["n1"], "NumNodes=2-4", 2),
+    ],
+)
 def test_waiting_jobs_keep_the_nodes_without_which_they_would_wait_for_ever(
-    nodes: list[str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: list[str], wanted: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = programs(tmp_path, monkeypatch, scontrol=PARTITION, sinfo=SINFO, squeue=SQUEUE)
+    log = programs(
+        tmp_path, monkeypatch, scontrol=PARTITION, wanted=wanted, sinfo=SINFO, squeue=SQUEUE
+    )
     SlurmJob("7", "7", 0, ("n1", "n2"), None).exclude_later(nodes)
     assert log.read_text().count("update") == count
 

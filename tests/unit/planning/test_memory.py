@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -173,6 +174,42 @@ def test_signals_that_the_student_reads_twice_wait_for_every_micro_batch(
         for twice in (False, True)
     )  # fmt: skip
     assert kept == held * within > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "held"),
+    [
+        (Layout(2), {}, 2),  # two replicas of two stages each run a unit for two of the student
+        (Layout(2), {"global_batch_size": 2}, 1),
+        (Layout(2), {"keeps_signals": True}, 8),
+        (Layout(2, 2), {"global_batch_size": 8}, 8),
+    ],
+)
+@pytest.mark.parametrize(("sent_ids", "bytes_of_token"), [(None, 2 * 1024), (64, 8 * 64 + 16)])
+def test_answers_from_another_layout_wait_for_a_wave_where_they_are_taken_in_the_step(
+    layout: Layout, changes: dict[str, Any], held: int, sent_ids: int | None, bytes_of_token: int
+) -> None:
+    run = run_of(
+        SMALL, **{"teacher": MATH, "global_batch_size": 16, "sent_ids": sent_ids, **changes}
+    )
+    layers = (4 // layout.pipeline,) * layout.pipeline
+    choice = Choice(
+        layout=layout, ranks=4, micro_batch_size=1, layers=layers, place="shared",
+        teacher_layout=TWO, teacher_layers=(4, 4),
+    )  # fmt: skip
+    need = memory_need(run, choice, DEVICE, stage_numbers(SMALL, layout, layers))
+    assert need.hidden_states == held * 8192 * bytes_of_token
+
+
+def test_a_wave_counts_whole_for_each_of_several_teachers() -> None:
+    both = SharedTeacher("math", MATH, 0.5), SharedTeacher("code", CODE, 0.25)
+    choice = Choice(
+        layout=Layout(2), ranks=4, micro_batch_size=1, layers=(4,), place="shared",
+        teacher_layout=TWO, teacher_layers=(4, 4),
+    )  # fmt: skip
+    run = taught(*both, global_batch_size=16)
+    need = memory_need(run, choice, DEVICE, stage_numbers(SMALL, Layout(2), (4,)))
+    assert need.hidden_states == 2 * 8192 * 2 * (1024 + 512)
 
 
 def test_fp8_keeps_copies_of_the_layers_weights_also_of_those_at_rest() -> None:
