@@ -66,7 +66,8 @@ class TeacherReading:
     processes that tokenise and align for all sources together, 0: none. distils_all: labels outside
     of chunks are distilled too, by teachers with the student's tokenizer. index: of a store whose
     records are found by documents; None where there is no such store. name: among several teachers;
-    None: it is the only one. takes_all: whether a term takes it on every sample.
+    None: it is the only one. takes_all: whether a term takes it on every sample. is_drawn: whether
+    it may have samples of sources that name no teacher.
     """
 
     tokenizer: Tokenizer
@@ -77,14 +78,15 @@ class TeacherReading:
     index: DocumentIndex | None = None
     name: str | None = None
     takes_all: bool = True
+    is_drawn: bool = True
 
     def records(self, spec: SourceSpec) -> RecordsOfDocuments | None:
         """What finds the records of a source's documents; None without such a store."""
         if self.index is None:
             return None
-        takes = self.takes_all or spec.teacher in (None, self.name)
+        is_own = self.is_drawn if spec.teacher is None else spec.teacher == self.name
         key = "teacher.store" if self.name is None else f"teachers.{self.name}.store"
-        index = self.index if takes else None
+        index = self.index if self.takes_all or is_own else None
         return RecordsOfDocuments(index, spec.name, self.max_unaligned, key)
 
 

@@ -1,9 +1,7 @@
 """The metrics of a run: one JSON object per line, and the sinks that receive each record.
 
-Metrics of each source of a blend travel in a report and become means here.
-
-Experiment trackers as sinks for metrics: TensorBoard and Weights & Biases. Both are optional
-dependencies and are imported when the sink is made.
+Metrics of each source of a blend travel in a report and become means here. The trackers
+TensorBoard and Weights & Biases are optional, and imported when a sink is made.
 """
 
 from __future__ import annotations
@@ -189,19 +187,21 @@ def to_json(record: MetricsRecord) -> str:
 def flat_scalars(record: MetricsRecord) -> Iterator[tuple[str, float]]:
     """Yield the numbers of `record` under names such as `train/ce_loss`, `validation/ce_loss`.
 
-    Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`. Bytes of answers have none.
+    Deeper nesting gives a longer name: `train/sources/wiki/ce_loss`. Bytes of answers have none,
+    nor has a `step`: of the record, or the newest one of a teacher's ranks.
     """
     own = {one: one.replace("_", "/") for one in ("validation", "evaluation", "validation_seconds")}
     for name, value in record.items():
-        if name not in ("step", "answer_bytes"):
+        if name != "answer_bytes":
             yield from _numbers(own.get(name, f"train/{name}"), value)
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
+    is_left_out = isinstance(value, bool) or name.endswith("/step")
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _numbers(f"{name}/{key}", {} if key == "groups" else inner)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif isinstance(value, (int, float)) and not is_left_out:
         yield name, float(value)
 
 

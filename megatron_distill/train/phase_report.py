@@ -169,7 +169,8 @@ class _Means:
 class PhaseNotes:
     """Notes the phases of a rank of a teacher, for `TeacherReports`.
 
-    Of the first rank those of every step; of each rank the means over both intervals, in steps.
+    Of the last rank, whose stage has answers to send, those of every step; of each rank the means
+    over both intervals, in steps.
     """
 
     def __init__(
@@ -180,12 +181,12 @@ class PhaseNotes:
         self._stage = stage
 
     def after_step(
-        self, step: int, milliseconds: Mapping[str, float], beside: Mapping[str, float]
+        self, step: int, milliseconds: Mapping[str, float], sender: Mapping[str, float]
     ) -> None:
-        """Add a step's phases; `beside`: milliseconds of the thread that sends answers."""
+        """Add a step's phases; `sender`: milliseconds of the thread that sends answers."""
         bridge = self._bridge
-        if bridge.rank == bridge.role.first:
-            newest = {"step": step, **milliseconds, "beside": dict(beside)}
+        if bridge.rank == bridge.role.ranks[-1]:
+            newest = {"step": step, **milliseconds, "sender": dict(sender)}
             bridge.note(_newest(bridge.role), newest)
         for kind, means in self._means.items():
             if (mean := means.after_step(milliseconds)) is not None:
@@ -196,8 +197,8 @@ class PhaseNotes:
 class TeacherReports:
     """Logs the phases of teachers on ranks of their own; on the student's first rank.
 
-    Intervals are those of `PhaseReports`, and so are the lines. Means that have not arrived are
-    looked for again after the next step.
+    Intervals are those of `PhaseReports`, and so are the lines. Means of all ranks are of one
+    interval: where a rank's have not arrived, they are looked for again after the next step.
     """
 
     def __init__(self, bridge: Bridge, *, timers_interval: int, straggler_interval: int) -> None:
@@ -210,7 +211,7 @@ class TeacherReports:
     def after_step(self, step: int) -> dict[str, object]:
         """Return entries of a step's record, each by teacher.
 
-        `teacher_timers`: phases of the newest step that its first rank has done. Where their lines
+        `teacher_timers`: phases of the newest step that its last rank has done. Where their lines
         are due: `teacher_timers_min`, `teacher_timers_max` and `slowest_teacher_ranks`.
         """
         self._steps += 1
@@ -227,8 +228,7 @@ class TeacherReports:
             if told >= due:
                 continue
             notes = self._bridge.noted([_of_rank(kind, rank) for rank in role.ranks])
-            done = 0 if notes is None else min(note["step"] for note in notes)
-            if notes is not None and done > told:
+            if notes is not None and (done := _common_step(notes)) > told:
                 self._told[kind, role] = done
                 for key, entry in self._report(kind, role, done, notes).items():
                     found.setdefault(key, {})[role.name] = entry
@@ -250,6 +250,12 @@ class TeacherReports:
         text = straggler_text(ranks, hosts, self._intervals[kind], names=names)
         _LOGGER.info("step %d, %s: %s", step, role.name, text)
         return {"slowest_teacher_ranks": text.removeprefix(_SLOWEST)}
+
+
+def _common_step(notes: Sequence[Mapping[str, Any]]) -> int:
+    """Return the step that the notes of all ranks are of; 0: they are of several."""
+    steps = {note["step"] for note in notes}
+    return steps.pop() if len(steps) == 1 else 0
 
 
 def _newest(role: Role) -> str:

@@ -44,6 +44,11 @@ class StepTimes:
         """Whether the device has done the step's work; the host does not wait for it."""
         return not self.events or self.events[-1][1].query()
 
+    def wait(self) -> None:
+        """Let the host wait until they are known."""
+        if self.events:
+            self.events[-1][1].synchronize()
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase; they are known."""
         found = dict.fromkeys(self.phases, 0.0)
@@ -92,8 +97,7 @@ class PhaseTimers:
         On CUDA it waits for the step's last event: call after the step's own synchronisation.
         """
         times = self.close_step()
-        if times.events:
-            times.events[-1][1].synchronize()
+        times.wait()
         return self.read(times)
 
     def close_step(self) -> StepTimes:

@@ -18,7 +18,9 @@ from megatron_distill.config.rules.teacher_parallel import (
 )
 from megatron_distill.config.rules.teacher_ranks import (
     TeacherRanks,
+    has_own_ranks,
     ranks_key,
+    sends_top_k,
 )
 from megatron_distill.config.rules.teacher_tokenizers import aligned_role
 from megatron_distill.config.rules.transformer_engine import fp8_problems, tensor_overlap_problems
@@ -119,6 +121,8 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
             reason = f"with {role}.store, which has no hidden states"
         elif job.parallel.pipeline == 1 and not _runs_before_student(job, model):
             reason = "with parallel.pipeline = 1: the states of one micro-batch exist at a time"
+        elif _moves_top_k_alone(job, role):
+            reason = f"with {role}.transfer.what = 'top_k' and no objective.features: only ids move"
         if model.offload and (role == "student" or model.store is not None):
             why = "for a student" if role == "student" else "with a store, which has no weights"
             yield without_effect(f"{role}.offload", value=True, reason=why, instead=False)
@@ -129,6 +133,12 @@ def _offloading(job: JobConfig) -> Iterator[Problem]:
             yield without_effect(key, value=True, reason=why, instead=False)
         if model.offload_hidden and reason is not None:
             yield without_effect(f"{role}.offload_hidden", value=True, reason=reason, instead=False)
+
+
+def _moves_top_k_alone(job: JobConfig, role: str) -> bool:
+    """Whether a top-k moves between two layouts on the same ranks, without hidden states."""
+    is_moved = sends_top_k(job, role) and not has_own_ranks(job, role)
+    return is_moved and isinstance(job, RunConfig) and not job.objective.features
 
 
 def _runs_before_student(job: JobConfig, teacher: ModelConfig) -> bool:

@@ -318,7 +318,8 @@ def read_teacher(
         return found
     name = role.removeprefix("teachers.")
     takes_all = name in named_teachers(config.objective.terms)
-    return replace(found, name=name, takes_all=takes_all)
+    is_drawn = bool((config.objective.routing_weights or {}).get(name))
+    return replace(found, name=name, takes_all=takes_all, is_drawn=is_drawn)
 
 
 def read_teacher_tokenizer(section: ModelConfig, role: str = "teacher") -> Tokenizer:

@@ -340,7 +340,7 @@ def _open_server(
         columns=_sent_columns(config.objective.chunk_tokens, opened, groups),
         units=units,
         loader=steps,
-        steps=_served_steps(config, groups, device, sender, resources),
+        steps=_served_steps(config, groups, device, sender, start, resources),
         held_out=_held_out(config.train, device, opened, units),
         sender=sender,
         device=device.torch_device,
@@ -359,6 +359,7 @@ def _served_steps(
     groups: Groups,
     device: Device,
     sender: AnswerSender | None,
+    start: dict[str, Any],
     resources: ExitStack,
 ) -> ServedSteps:
     bridge = device.bridge
@@ -377,7 +378,8 @@ def _served_steps(
         straggler_interval=config.logging.straggler_interval,
         stage=groups.pipeline.rank(),
     )
-    return ServedSteps(timers, resources.enter_context(profiler), notes, sender)
+    profiler = resources.enter_context(profiler)
+    return ServedSteps(timers, profiler, notes, sender, last_step=start["last_step"])
 
 
 def _evaluated(

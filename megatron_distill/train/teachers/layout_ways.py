@@ -113,7 +113,7 @@ class Ways:
         """Whether this rank's student needs a part of the output of a unit."""
         return self.places[1] == (unit % self.student.replicas, output.destination)
 
-    def stays(self, own: Tensor, found: Sequence[Message]) -> bool:
+    def is_in_place(self, own: Tensor, found: Sequence[Message]) -> bool:
         """Whether the rank's own tensor is all that it needs, in the same order."""
         needed = [message for message in found if message.destination == self.rank]
         return needed == [Message(self.rank, 0, self.rank, 0, own.shape[0])]

@@ -82,7 +82,7 @@ class OwnLayout:
         number: among the teachers with their own layout, whose units a batch has in this order.
         has_own_tokens: whether it has a tokenizer of its own, in whose tokens the units are then.
         top_k: None: hidden states move.
-        chooses: the ids, on the teacher's last stage.
+        top_k_of_hidden: chooses the ids, on the teacher's last stage.
     """
 
     model: HiddenStateGPT
@@ -101,7 +101,7 @@ class OwnLayout:
     number: int = 0
     has_own_tokens: bool = False
     top_k: SentTopK | None = None
-    chooses: TopKColumns | None = None
+    top_k_of_hidden: TopKColumns | None = None
 
     @classmethod
     def of_source(
@@ -132,7 +132,7 @@ class OwnLayout:
         shape = source.architecture
         ways = Ways(own_groups, groups, message_group(execution.device, timeout_seconds))
         weight = model.head_weight().detach() if own_groups.is_last_stage else None
-        head, chooses = None, None
+        head, top_k_of_hidden = None, None
         if top_k is None:
             own = vocab_shard(shape, own_groups, tokens=shard.size)
             head = move_head(
@@ -147,7 +147,7 @@ class OwnLayout:
             )
         elif weight is not None:
             owner = ModelHead(weight, shape, own_groups)
-            chooses = serving_capture(top_k.settings, owner, own_groups, top_k.chunk_tokens)
+            top_k_of_hidden = serving_capture(top_k.settings, owner, own_groups, top_k.chunk_tokens)
         return cls(
             model=model,
             architecture=shape,
@@ -163,7 +163,7 @@ class OwnLayout:
             number=number,
             has_own_tokens=has_own_tokens,
             top_k=top_k,
-            chooses=chooses,
+            top_k_of_hidden=top_k_of_hidden,
         )
 
     def with_features(self, pairs: Sequence[FeaturePair], of_student: Sequence[int]) -> OwnLayout:
@@ -295,7 +295,7 @@ class OwnLayout:
                 own_messages = self.ways.messages(output, unit, self.sequence_length)
                 received = None
                 if self.ways.needs(output, unit):
-                    if own is not None and self.ways.stays(own, own_messages):
+                    if own is not None and self.ways.is_in_place(own, own_messages):
                         found[output, micro_batch] = own
                     else:
                         received = self._buffer(output, micro_batch, rows)
@@ -373,7 +373,8 @@ class OwnLayout:
     def _last(self, batch: Batch, hidden_sbh: Tensor, *, non_loss_data: bool) -> Sequence[Tensor]:
         """Return the outputs of the last stage for a unit."""
         assert non_loss_data
-        return (hidden_sbh,) if self.chooses is None else self.chooses(hidden_sbh, batch)
+        choose = self.top_k_of_hidden
+        return (hidden_sbh,) if choose is None else choose(hidden_sbh, batch)
 
     def _put_out(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
         self.captured["output", layer, micro_batch] = hidden_sbH

@@ -73,7 +73,7 @@ class AnswerSender:
     turn: at most those of the rounds that the student has requested, since it has room for them.
 
     Attributes:
-        seconds: since the start, with claims of slots and with rows.
+        seconds: since the start, with claims of slots and with rows; of steps alone.
     """
 
     def __init__(
@@ -176,15 +176,15 @@ class AnswerSender:
             answer.computed.wait()  # this thread's stream alone
         under_way: list[Sending] = []
         for rank, parts in sent.items():
-            with self._counted(SLOT):
+            with self._counted(SLOT, command):
                 self._way.claim(command, rank)
             if answer.columns and self._way.writes_slots:
                 place = SlotPlace(rank, command.block, micro_batch)
-                with self._counted(SENDING):
+                with self._counted(SENDING, command):
                     under_way += self._way.send(answer.columns, parts, place)
         if answer.computed is not None:
             answer.computed.synchronize()  # the headers have its number of values
-        with self._counted(SENDING):
+        with self._counted(SENDING, command):
             for rank, parts in sent.items():
                 header = self._header(answer, rank)
                 under_way.append(self._bridge.send(header, rank, tag=HEADER_TAG))
@@ -195,10 +195,11 @@ class AnswerSender:
                 sending.wait()
 
     @contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
+    def _counted(self, name: str, command: RoundRequest) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.seconds[name] += time.perf_counter() - began
+        if command.request == RequestKind.STEP:
+            self.seconds[name] += time.perf_counter() - began
 
     def _header(self, answer: _Answer, rank: int) -> Tensor:
         return AnswerHeader(

@@ -120,7 +120,7 @@ STEP_WAITS = {"step.py:train_step": STEPS}
 LOOP_WAITS = {
     **STEP_WAITS,
     "collectives.py:highest": STEPS,
-    "phase_timers.py:end_step": STEPS,
+    "phase_timers.py:wait": STEPS,
 }
 
 # The means over two intervals of a step and over one of two, and the names of the hosts.
@@ -407,7 +407,7 @@ def test_experts_of_two_ranks_wait_for_their_rows_in_each_layer(device: FakeDevi
 WORKERS: dict[str, tuple[Sequence[str], set[str]]] = {
     "steps.worker": (
         ("--case", "--subject=ours", "--warmup=1", "--steps=1"),
-        {*STEP_WAITS, "phase_timers.py:end_step"},
+        {*STEP_WAITS, "phase_timers.py:wait"},
     ),
     "workers.capture": (("--case", "--repeats=1"), set()),
     "objectives.worker": (

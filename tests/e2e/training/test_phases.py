@@ -178,9 +178,9 @@ def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
     by_step = {one.pop("step"): one for one in timed}
     assert len(by_step) >= STEPS - 2
     for phases in by_step.values():
-        beside = phases.pop("beside")
+        sender = phases.pop("sender")
         assert tuple(phases) == TEACHER_PHASES
-        assert beside["sending"] > 0.0
+        assert sender["sending"] > 0.0
         assert min(phases["waiting"], phases["data"], phases["forward"], phases["answer"]) > 0.0
     assert sum(sum(phases.values()) for phases in by_step.values()) <= milliseconds
     traces = sorted(path.name for path in (output / "profile").iterdir())

@@ -211,6 +211,26 @@ def test_a_setting_without_effect_becomes_its_default(tmp_path: Path) -> None:
     assert load_warnings(tmp_path / "run.yaml", (), RunConfig) == []
 
 
+def test_where_only_ids_move_no_hidden_state_waits_in_host_memory(tmp_path: Path) -> None:
+    overrides = (
+        "parallel.pipeline=2",
+        "teacher={offload_hidden: true, parallel: {pipeline: 1}, transfer: {what: top_k, k: 8}}",
+        "objective.terms=[{top_k: 8}]",
+    )
+    config = load_tree(tmp_path, TAUGHT, *overrides)
+    assert config.teacher is not None
+    assert not config.teacher.offload_hidden
+    file = tmp_path / "run.yaml"
+    assert load_warnings(file, overrides, RunConfig) == [
+        "teacher.offload_hidden = true has no effect with teacher.transfer.what = 'top_k' and no "
+        "objective.features: only ids move"
+    ]
+    features = "objective.features=[{student: 1, teacher: 1, loss: cosine}]"
+    for change in (features, "teacher.transfer.what=hidden", "teacher.parallel=null"):
+        found = load_warnings(file, (*overrides, change), RunConfig)
+        assert not any("offload" in text for text in found)
+
+
 def test_epochs_take_the_place_of_steps(tmp_path: Path) -> None:
     length = load_tree(tmp_path, TAUGHT, "train.epochs=2").train
     assert (length.steps, length.epochs) == (0, 2.0)

@@ -138,6 +138,11 @@ def test_a_record_inside_a_record_is_flattened_under_its_whole_path() -> None:
         "validation/kd_loss": 1.0,
         "validation/sources/a/ce_loss": 3.0,
     }
+    timers = {"small": {"step": 3, "forward": 2.0}, "step": {"step": 3, "forward": 4.0}}
+    assert dict(flat_scalars({"step": 1, "teacher_timers": timers})) == {
+        "train/teacher_timers/small/forward": 2.0,
+        "train/teacher_timers/step/forward": 4.0,
+    }
     broken = to_json({"step": 1, "sources": {"wiki": {"ce_loss": float("nan")}}})
     assert json.loads(broken)["not_finite"] == {"sources.wiki.ce_loss": "NaN"}
 

@@ -148,13 +148,13 @@ class Teachers:
         return self.reports.after_step(step)
 
 
-def test_every_record_has_the_newest_phases_of_each_teachers_first_rank() -> None:
+def test_every_record_has_the_newest_phases_of_each_teachers_last_rank() -> None:
     teachers = Teachers()
     assert teachers.reports.after_step(1) == {}  # none has done a step
-    found = teachers.step(2, 4, 3)["teacher_timers"]
+    found = teachers.step(2, 3, 4)["teacher_timers"]
     assert list(found) == ["large"]
-    assert (found["large"][FORWARD], found["large"]["beside"]) == (102.0, {"sending": 4.0})
-    found = teachers.step(3, 2)["teacher_timers"]
+    assert (found["large"][FORWARD], found["large"]["sender"]) == (160.0, {"sending": 4.0})
+    found = teachers.step(3, 2, 3)["teacher_timers"]
     assert {name: phases["step"] for name, phases in found.items()} == {"small": 3, "large": 2}
 
 
@@ -193,6 +193,21 @@ def test_means_that_are_late_are_in_the_record_in_which_they_are_there() -> None
     teachers.note(4, 3)
     teachers.note(4, 4)
     assert set(teachers.reports.after_step(6)["teacher_timers_min"]) == {"large"}
+
+
+def test_means_of_all_ranks_are_of_the_same_steps() -> None:
+    teachers = Teachers()
+    for step in (1, 2, 3, 4):
+        teachers.note(3, step, **{FORWARD: 100.0})
+    for step in (1, 2):
+        teachers.note(4, step, **{FORWARD: 300.0})
+    for step in (1, 2):
+        assert set(teachers.reports.after_step(step)) == {"teacher_timers"}
+    for step in (3, 4):
+        teachers.note(4, step, **{FORWARD: 100.0})
+    found = teachers.reports.after_step(3)
+    assert found["teacher_timers_min"] == found["teacher_timers_max"]
+    assert set(found["slowest_teacher_ranks"]) == {"large"}
 
 
 def test_stages_of_a_teacher_are_not_compared() -> None:

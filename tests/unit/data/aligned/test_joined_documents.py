@@ -233,6 +233,18 @@ def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
         np.testing.assert_array_equal(sample.teacher.chunks_U1, plain.teacher.chunks_U1)
         has_record = sample.teacher.places_U12[sample.teacher.chunks_U1 != NO_CHUNK, 0] >= 0
         assert has_record.all() if sample.teacher_number == 0 else not has_record.any()
+    # A source without a teacher is drawn for others alone, or for this one too.
+    nameless = [replace(other, teacher=None), replace(spec, teacher="a")]
+    drawn = Routing(("a", "b"), (0.0, 1.0))
+    for is_drawn in (False, True):
+        one = replace(reading, index=index, is_drawn=is_drawn)
+        given = replace(options(STUDENT, one), routing=drawn)
+        stream = open_training(nameless, tokenizer=student, options=given, seed=5)
+        if is_drawn:
+            with pytest.raises(DataError, match=r"teachers\.a\.store does not have 2 of"):
+                list(islice(iter(stream.next_sample, None), 40))
+        else:
+            assert {stream.next_sample().teacher_number for _ in range(40)} == {0, 1}
     takes_all = replace(reading, index=index, takes_all=True)
     stream = open_training(specs, tokenizer=student, options=options(STUDENT, takes_all), seed=5)
     with pytest.raises(DataError, match=r"teachers\.a\.store does not have 2 of .*other\.jsonl"):

@@ -1,16 +1,17 @@
-"""A store whose records are found by text, beside a teacher whose ranks pack the samples."""
+"""A store among several teachers whose records are found by text: its samples, and who packs."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
-from megatron_distill.train.assemble import several
+from megatron_distill.train.assemble import alignment, several
 from megatron_distill.train.assemble.routing import members
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, load_tree
 
@@ -38,3 +39,19 @@ def test_ranks_that_lack_the_store_are_refused(
     message = "teachers.far.store: its records are found by text, and the ranks of teachers.near"
     with pytest.raises(ConfigError, match=message):
         several._stored(config, far, fit, site, tokens)
+
+
+@pytest.mark.parametrize(("weights", "is_drawn"), [("{near: 1}", False), ("{far: 1}", True)])
+def test_samples_of_a_source_without_a_teacher_are_those_of_the_teachers_that_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, is_drawn: bool
+) -> None:
+    config = load_tree(
+        tmp_path, TREE, "objective.terms=[{}, {alignment: likelihood}]",
+        f"objective.routing_weights={weights}", "teachers.far.sequence_length=64",
+        "data.sources=[{format: python_stdlib}, {format: text, paths: [a], teacher: far}, "
+        "{format: text, paths: [b], teacher: near}]",
+    )  # fmt: skip
+    tokenizer, vocabulary = SimpleNamespace(identity="t"), SimpleNamespace(identity="s")
+    monkeypatch.setattr(alignment, "read_teacher_tokenizer", lambda *_: tokenizer)
+    reading = alignment.read_teacher(config, cast(Vocabulary, vocabulary))
+    assert (reading.name, reading.takes_all, reading.is_drawn) == ("far", False, is_drawn)

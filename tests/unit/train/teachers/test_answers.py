@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.shared_memory import shared_path
-from megatron_distill.train.teachers.answer_ways import private_slots
+from megatron_distill.train.teachers.answer_ways import HostWay, private_slots
 from megatron_distill.train.teachers.answers import (
     AnswerError,
     AnswerHeader,
@@ -35,6 +36,7 @@ from megatron_distill.train.teachers.mapped_slots import (
     mapped_bytes,
     slots_of,
 )
+from megatron_distill.train.teachers.served_steps import SENDING, SLOT
 from megatron_distill.train.teachers.serving import AnswerSender
 from megatron_distill.train.teachers.units import Grid, Units
 
@@ -254,3 +256,27 @@ def test_an_answer_of_another_shape_is_named_with_unit_and_route(sequence: bool)
     assert " from teacher.2 to student.0" in str(error.value)
     assert f"its hidden is [{rows}, 3, 41] of torch.bfloat16" in str(error.value)
     assert f"planned [{rows}, 3, 40] of torch.bfloat16" in str(error.value)
+
+
+@pytest.mark.parametrize("request_kind", [RequestKind.STEP, RequestKind.HELD_OUT])
+def test_a_senders_seconds_are_of_steps_alone(request_kind: RequestKind) -> None:
+    sent: list[tuple[int, int]] = []
+    done = SimpleNamespace(wait=lambda: None)
+
+    def send(_: Any, to: int, tag: int) -> Any:
+        sent.append((to, tag))
+        return done
+
+    group: Any = SimpleNamespace(send=send)
+    roles, store = Roles(10, (("teacher", 6),)), cast(dist.Store, None)
+    bridge = Bridge(6, roles, store, group, lambda _: nullcontext(), 1.0)
+    device = torch.device("cpu")
+    sender = AnswerSender(plan_of(), HostWay(bridge), bridge, device=device, alone=LoneFailure())
+    sender.refuse(RoundRequest(request_kind, 3, 3, 0), 4)
+    sender.stop()
+    assert sent
+    is_step = request_kind == RequestKind.STEP
+    assert {name: time > 0.0 for name, time in sender.seconds.items()} == {
+        SLOT: is_step,
+        SENDING: is_step,
+    }

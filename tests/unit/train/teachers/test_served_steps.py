@@ -14,6 +14,8 @@ from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.teachers.served_steps import SENDING, SLOT, ServedSteps
 from tests.unit.train.test_phase_timers import DeviceEvent
 
+LAST = 3
+
 
 class Recorded:
     """The calls of a profiler and of notes, and the seconds of a thread that sends answers."""
@@ -36,7 +38,7 @@ class Recorded:
 def served(device: str, recorded: Recorded) -> ServedSteps:
     timers = PhaseTimers(torch.device(device), TEACHER_PHASES)
     profiler, notes = cast(StepProfiler, recorded), cast(PhaseNotes, recorded)
-    return ServedSteps(timers, profiler, notes, recorded)
+    return ServedSteps(timers, profiler, notes, recorded, last_step=LAST)
 
 
 def serve(steps: ServedSteps, number: int | None) -> None:
@@ -66,7 +68,7 @@ def test_steps_are_noted_and_held_out_rounds_are_not() -> None:
         recorded.seconds = {SLOT: 0.5, SENDING: 2.0 + recorded.seconds[SENDING]}
     assert [step for step, *_ in recorded.noted] == [1, 2]
     assert recorded.profiled == [("before", 1), ("after", 1), ("before", 2), ("after", 2)]
-    assert [beside for *_, beside in recorded.noted] == [
+    assert [sender for *_, sender in recorded.noted] == [
         {SLOT: 0.0, SENDING: 0.0},
         {SLOT: 500.0, SENDING: 6000.0},
     ]
@@ -91,3 +93,17 @@ def test_a_step_is_noted_once_the_device_has_done_it(monkeypatch: pytest.MonkeyP
     assert step == 1
     usual = {WAITING: 1000.0, FORWARD: 1000.0, OTHER: 3000.0}
     assert phases == {**dict.fromkeys(TEACHER_PHASES, 0.0), **usual}
+
+
+def test_the_last_step_is_noted_before_a_further_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(event: DeviceEvent) -> None:
+        DeviceEvent.done = event.at
+
+    monkeypatch.setattr(DeviceEvent, "synchronize", finish)
+    recorded = Recorded()
+    steps = served("cuda", recorded)
+    for number in range(1, LAST):
+        serve(steps, number)
+    assert recorded.noted == []
+    serve(steps, LAST)
+    assert [step for step, *_ in recorded.noted] == list(range(1, LAST + 1))
