@@ -184,7 +184,7 @@ def build_ours(folder: Path, groups: Groups, device: torch.device) -> Ours:
         groups=groups,
     )
     found = build_vocabulary_map(*tokenizers)
-    tokens = TeacherTokenizer(vocabularies[1], LENGTH, None, found)
+    tokens = TeacherTokenizer(vocabularies[1], LENGTH, None, found, "teacher")
     teacher, aligned = tokens.connect(
         online, shapes[0], vocabularies[0], groups, run.device, chunk_tokens=None
     )
