@@ -159,7 +159,8 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel | M
         if not prepared:
             continue
         vocabulary = from_first_rank(partial(_facts, tokenizer))
-        origin = partial(teacher_origin, config, role, vocabulary, prepared)
+        precision = config.train.precision
+        origin = partial(teacher_origin, config.models[role], precision, vocabulary, prepared)
         if role in teacher.remotes:
             assert site.device.bridge is not None, "it leads to the teacher's ranks"
             asked = AskedRanks(role, teacher.remotes[role], site.device.bridge, device)

@@ -192,6 +192,8 @@ def run_teacher(config: RunConfig, device: Device) -> None:
             pass  # the student's first rank may have to train it
         with bridge.meet("student"):
             opened = _open_teacher(config, groups, device, resources)
+            if config.evaluation.tasks and config.evaluation.teacher:
+                _publish_weights(config, opened.vocabulary, groups, bridge)
         start = bridge.published("start")
         with bridge.meet("teacher"):
             server = _open_server(config, groups, device, opened, start, resources)
@@ -202,6 +204,16 @@ def run_teacher(config: RunConfig, device: Device) -> None:
         send_head(opened.teacher, opened.head_parts, bridge)
         device.alone.progress.begin(start["steps_done"] + 1)
         server.serve()
+
+
+def _publish_weights(
+    config: RunConfig, vocabulary: Vocabulary, groups: Groups, bridge: Bridge
+) -> None:
+    """Publish the digest of this teacher's weights. Collective: that of `teacher_weights`."""
+    role = bridge.role
+    weights = teacher_weights(config, role.name, vocabulary, groups.world)
+    if bridge.rank == role.first:
+        bridge.publish(weights_name(role.name), weights)
 
 
 @dataclass(frozen=True)
@@ -259,10 +271,6 @@ def _open_teacher(
         shard=vocab_shard(source.architecture, groups, tokens=tokens.size),
         groups=groups,
     )
-    if config.evaluation.tasks and config.evaluation.teacher:
-        weights = teacher_weights(config, role.name, tokens, groups.world)
-        if bridge.rank == role.first:
-            bridge.publish(weights_name(role.name), weights)
     samples = RunSamples(
         data=config.data,
         options=options,

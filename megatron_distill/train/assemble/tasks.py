@@ -12,7 +12,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatron_distill.config import EvaluationConfig, KeepBestConfig, RunConfig
+from megatron_distill.config import EvaluationConfig, KeepBestConfig, ModelConfig, RunConfig
 from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
@@ -164,18 +164,17 @@ def teacher_weights(
 
 
 def teacher_origin(
-    config: RunConfig,
-    role: str,
+    section: ModelConfig,
+    precision: str,
     vocabulary: Vocabulary,
     tasks: Sequence[PreparedTask],
     weights: str,
 ) -> Origin:
     """Return the origin of a live teacher's results; `weights`: their digest."""
-    fp8 = config.models[role].fp8
     return Origin(
         weights,
         vocabulary.identity,
-        config.train.precision + (f", fp8 {fp8}" if fp8 else ""),
+        precision + (f", fp8 {section.fp8}" if section.fp8 else ""),
         {task.task.name: task.identity for task in tasks},
     )
 
