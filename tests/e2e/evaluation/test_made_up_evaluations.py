@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,11 +21,10 @@ def _interrupted(rank: int, world: int, config: Path, overrides: list[str], call
 
     evaluate, calls = phase.evaluate_model, iter(range(10**9))
 
-    def ending(*given: Any, **named: Any) -> Any:
-        if next(calls) != call:
-            return evaluate(*given, **named)
-        with patch.object(phase, "is_requested", lambda: rank == 0):
-            return evaluate(*given, **named)
+    def ending(model: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            model = replace(model, stop_requested=lambda: rank == 0)
+        return evaluate(model, **named)
 
     with patch.object(phase, "evaluate_model", ending):
         return train_here(rank, world, config, overrides)
