@@ -146,17 +146,7 @@ def _stored(
     tokens: TeacherTokenizer | None,
 ) -> Stored:
     """Open the store of a teacher; `tokens`: of a tokenizer of its own."""
-    found = open_stored(
-        config,
-        fit.terms,
-        fit.student,
-        fit.vocabulary if tokens is None else tokens.vocabulary,
-        site.groups,
-        site.execution.device,
-        student_tokenizer=None if tokens is None else fit.vocabulary.identity,
-        among=own,
-    )
-    site.resources.callback(found.close)
+    found = open_stored(config, fit, site, tokens, own)
     apart = [key for key in members(config) if has_own_ranks(config, key)]
     if found.is_by_document and apart:
         raise ConfigError(

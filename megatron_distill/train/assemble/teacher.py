@@ -185,16 +185,7 @@ def with_movement(
 
 def _stored(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeacher:
     own, aligned = fit.own, None
-    stored = open_stored(
-        config,
-        fit.terms,
-        fit.student,
-        fit.vocabulary if own is None else own.vocabulary,
-        site.groups,
-        site.execution.device,
-        student_tokenizer=None if own is None else fit.vocabulary.identity,
-    )
-    site.resources.callback(stored.close)
+    stored = open_stored(config, fit, site, own)
     if own is not None:
         _, aligned = _connected(own, None, config.objective.chunk_tokens, fit, site)
     return OpenTeacher(

@@ -51,7 +51,7 @@ from megatron_distill.train.teachers.units import Units, moved_rows
 
 __all__ = ["OwnLayout"]
 
-# Of a micro-batch on this rank.
+# The signal of a micro-batch on this rank; None on a stage that needs none.
 _Given = Signal | WithFeatures | None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from megatron_distill.config import (
@@ -26,11 +25,9 @@ from megatron_distill.data.stored import (
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
-from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.groups import Groups
 from megatron_distill.store import (
     UNKNOWN,
     CaptureSettings,
@@ -40,7 +37,9 @@ from megatron_distill.store import (
     find_stores,
 )
 from megatron_distill.store.plan import plan_differences
+from megatron_distill.train.assemble.alignment import TeacherTokenizer
 from megatron_distill.train.assemble.models import resolve_model, teacher_seed
+from megatron_distill.train.assemble.site import Site, TeacherFit
 from megatron_distill.train.assemble.sources import dataset_settings
 from megatron_distill.train.assemble.stores.source import (
     OneOfSeveral,
@@ -146,27 +145,26 @@ class SeveralStores:
 
 def open_stored(
     config: RunConfig,
-    terms: Sequence[Term | ChunkTerm],
-    student: Architecture,
-    vocabulary: Vocabulary,
-    groups: Groups,
-    device: torch.device,
-    *,
-    student_tokenizer: str | None = None,
+    fit: TeacherFit,
+    site: Site,
+    own_tokens: TeacherTokenizer | None,
     among: OneOfSeveral | None = None,
 ) -> Stored:
-    """Open the stores of `teacher.store` and check that they fit this run.
+    """Open the stores of `teacher.store` for the run, and check that they fit it.
 
-    vocabulary: of the records. student_tokenizer: identity of the student's tokenizer, if it is
-    another one than the records'. among: the teacher is one of several, with its terms alone.
+    own_tokens: those of the records, if the teacher has a tokenizer of its own. among: the teacher
+    is one of several, with its terms alone.
     Raises StoreError or ConfigError on all ranks: a store is missing, damaged, unfinished, of other
     tokenizer, vocabulary, length, corpus or teacher, or cannot serve a term.
 
     Collective: world, short objects.
     """
     key = "teacher" if among is None else among.key
-    section = config.models[key]
-    fits = TokensOfRun.of(config.data, section, vocabulary, student, student_tokenizer, key=key)
+    section, terms, groups = config.models[key], fit.terms, site.groups
+    vocabulary, other = fit.vocabulary, None
+    if own_tokens is not None:
+        vocabulary, other = own_tokens.vocabulary, fit.vocabulary.identity
+    fits = TokensOfRun.of(config.data, section, vocabulary, fit.student, other, key=key)
     assert section.store is not None, "a stored teacher has stores"
     own = tuple(terms) if among is None else among.terms(terms)
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
@@ -195,11 +193,11 @@ def open_stored(
         terms=own,
         vocab_size=vocabulary.size,
         groups=groups,
-        device=device,
+        device=site.execution.device,
         joined=None if among is None else among.samples(of_source=found.source is not None),
     )
     shares = _shares(section.store, corpus) if corpus is not None else ()
-    return Stored(
+    stored = Stored(
         found.settings,
         found.samples,
         tuple(entry.log_name for entry in section.store),
@@ -212,6 +210,8 @@ def open_stored(
         found.is_by_document,
         index,
     )
+    site.resources.callback(stored.close)
+    return stored
 
 
 @dataclass(frozen=True)
