@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import get_args
 
 from benchmarks.steps.cases import Body, Case
@@ -26,14 +25,9 @@ def planned_case(case: Case, device: DeviceProfile) -> Planned:
     return planned(run, choice, device.shared_by(case.ranks.processes))
 
 
-def planned_peaks(
-    case: Case, device: DeviceProfile, *, keeps_signals: bool = False
-) -> list[tuple[float, float]]:
-    """Return the bytes that last and those of a step's peak, for a rank of each stage.
-
-    keeps_signals: the teacher runs for all micro-batches before the student, as it once did.
-    """
-    run, choice = replace(_run(case), keeps_signals=keeps_signals), _choice(case)
+def planned_peaks(case: Case, device: DeviceProfile) -> list[tuple[float, float]]:
+    """Return the bytes that last and those of a step's peak, for a rank of each stage."""
+    run, choice = _run(case), _choice(case)
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
     shared = device.shared_by(case.ranks.processes)
     needs = [

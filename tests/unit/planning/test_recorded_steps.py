@@ -94,20 +94,15 @@ def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_time
     assert not wrong
 
 
-def recorded_attention() -> list[tuple[int, int, bool, float]]:
-    """Positions, context ranks and MiB of the whole steps in the records of attention.
-
-    The third is whether the teacher ran for all micro-batches before the student, as it did when
-    the first record was made.
-    """
+def recorded_attention() -> list[tuple[int, int, float]]:
+    """Positions, context ranks and MiB of the whole steps in the record of attention."""
     found = []
-    for name in ("attention", "attention_cp2"):
-        for line in (RESULTS / f"{name}.md").read_text().splitlines():
-            if line.startswith("| step "):
-                cells = [cell.strip().replace(",", "") for cell in line.split("|")[1:-1]]
-                words = cells[0].split()
-                context = int(words[-1][2:]) if words[-1].startswith("CP") else 1
-                found.append((int(words[1]), context, name == "attention", float(cells[5])))
+    for line in (RESULTS / "attention.md").read_text().splitlines():
+        if line.startswith("| step "):
+            cells = [cell.strip().replace(",", "") for cell in line.split("|")[1:-1]]
+            words = cells[0].split()
+            context = int(words[-1][2:]) if words[-1].startswith("CP") else 1
+            found.append((int(words[1]), context, float(cells[5])))
     return found
 
 
@@ -121,9 +116,9 @@ def tiny_case(length: int, context: int) -> Case:
 def test_the_recorded_steps_over_long_sequences_need_the_planned_memory() -> None:
     rows = recorded_attention()
     assert {row[:2] for row in rows} == {(512, 1), (2048, 1), (8192, 1), (8192, 2)}
-    for length, context, kept, peak in rows:
+    for length, context, peak in rows:
         one_thread = CPU.model_copy(update={"cores": context})
-        stages = planned_peaks(tiny_case(length, context), one_thread, keeps_signals=kept)
+        stages = planned_peaks(tiny_case(length, context), one_thread)
         planned = max(bytes_of for _, bytes_of in stages) / 2**20
         assert 0.95 * peak <= planned <= 1.10 * peak, (length, context, planned, peak)
 
