@@ -31,6 +31,12 @@ TOKENS = 512
 SHORT = 64
 PROMPTS = (17, 32, 24, 9)
 EARLY, LATE = slice(56, 73), slice(184, 201)  # of the new tokens, around 64 and 192
+PROFILED = 16  # rows
+PARTS = {  # of a step, and the operators of each
+    "products with weights": ("aten::mm", "aten::addmm_"),
+    "attention over the cache": ("aten::baddbmm", "aten::bmm", "aten::_softmax"),
+    "choice of the id": ("aten::_log_softmax", "aten::amax", "aten::max", "aten::argmax"),
+}
 WIDTHS = {  # of the models: layers, query heads, key-value heads, inner width
     96: (2, 6, 3, 256),
     128: (4, 8, 4, 352),
@@ -43,6 +49,11 @@ disturbs less than the clock; the shorter of two runs. Prompts have 9 to 32 toke
 time per token around the 192nd new token over that around the 64th. All write the same tokens in
 the first row. The models have 2, 4 and 8 layers and 4,096 ids. With a wider one more of the time is
 that of products, which are the same in both, and the ratio falls.
+"""
+_PARTS_NOTE = """\
+us of a step of {rows} rows, a mean over {tokens} new tokens: of torch's operators as its profiler
+counts them, and of the whole step without the profiler. Both libraries must read the weights and
+the cache, so `bound` is the ratio to `transformers` of a step that had nothing else to do.
 """
 
 
@@ -79,11 +90,11 @@ def main() -> int:
     ):
         torch.set_num_threads(1)
         groups = create_groups(Layout(), timeout_minutes=10)
-        lines = [
-            line
-            for width in arguments.widths
-            for line in _measured(width, arguments.batches, arguments.tokens, groups)
-        ]
+        lines, parts = [], []
+        for width in arguments.widths:
+            found, profiled = _measured(width, arguments.batches, arguments.tokens, groups)
+            lines += found
+            parts += profiled
     environment = describe("benchmarks/generate.py", sys.argv[1:])
     text = "\n".join(
         [
@@ -96,6 +107,7 @@ def main() -> int:
             "|---|---|---|---|---|---|---|---|---|---|---|",
             *lines,
             "",
+            *_parts_table(parts, arguments.tokens),
         ]
     )
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -103,12 +115,28 @@ def main() -> int:
     return 0
 
 
-def _measured(width: int, batches: Sequence[int], tokens: int, groups: Groups) -> list[str]:
+def _parts_table(parts: Sequence[str], tokens: int) -> list[str]:
+    if not parts:
+        return []
+    return [
+        "## Parts of a step\n",
+        _PARTS_NOTE.format(rows=PROFILED, tokens=tokens),
+        f"| width | {' | '.join(PARTS)} | whole step | transformers | ratio | bound |",
+        "|---:" * (len(PARTS) + 5) + "|",
+        *parts,
+        "",
+    ]
+
+
+def _measured(
+    width: int, batches: Sequence[int], tokens: int, groups: Groups
+) -> tuple[list[str], list[str]]:
+    """Return the rows of both tables for a width: of the second one, if `PROFILED` is asked for."""
     with tempfile.TemporaryDirectory() as place:
         reference = _save(Path(place), width)
         ours, recompute, model = _ours(Path(place), groups)
     peer = Subject("transformers", lambda rows, count: _by_transformers(reference, rows, count))
-    lines = []
+    lines, parts = [], []
     for batch in batches:
         rows = prompts(batch)
         short, near, recomputed = _rates((ours, peer, recompute), rows, SHORT)
@@ -122,7 +150,32 @@ def _measured(width: int, batches: Sequence[int], tokens: int, groups: Groups) -
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
         Console().print(lines[-1])
-    return lines
+        if batch == PROFILED:
+            steps = (1e6 * batch / own, 1e6 * batch / other)
+            parts.append(_parts(width, ours, rows, tokens, steps=steps))
+    return lines, parts
+
+
+def _parts(
+    width: int,
+    ours: Subject,
+    rows: Sequence[tuple[int, ...]],
+    tokens: int,
+    *,
+    steps: tuple[float, float],
+) -> str:
+    """Return a row of the second table; steps: us of ours and of the peer."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ours.write(rows, tokens)
+    spent = {event.key: event.self_cpu_time_total / tokens for event in profile.key_averages()}
+    found = [sum(spent.get(name, 0.0) for name in names) for names in PARTS.values()]
+    step, other = steps
+    needed = found[0] + found[1]
+    cells = [
+        str(width), *(f"{us:,.0f}" for us in found), f"{step:,.0f}", f"{other:,.0f}",
+        f"{other / step:.2f}x", f"{other / needed:.2f}x",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
 
 
 def _rates(
