@@ -236,35 +236,39 @@ def count_labels(
         return torch.zeros(sources, dtype=torch.int64).index_add_(0, ids_G, counts_G)
 
     ce, kd = (summed((mask if units is None else mask * units).sum(1)) for mask in masks)
-    chunks, pairs, inside = (summed(counts) for counts in _count_chunks(batch, units))
-    counts: tuple[Tensor, ...] = (ce, kd, chunks, pairs, inside)
+    of_chunks = (summed(counts) for counts in _count_chunks(batch, units))
+    counts: tuple[Tensor, ...] = (ce, kd, *of_chunks)
     if units is not None:
         counts = tuple(one / WEIGHT_UNITS for one in counts)
     return tuple(map(LabelCounts, *(one.tolist() for one in counts)))
 
 
-def _count_chunks(batch: GlobalBatch, units_GS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Chunks, chunks of one token on each side, and labels of the student in chunks.
+def _count_chunks(batch: GlobalBatch, units_GS: Tensor | None) -> tuple[Tensor, ...]:
+    """Chunks, those of one token on each side, labels of the student in chunks, and chunk ends.
 
+    A chunk has an end if its last token is an input of both models: a sample's last token is not.
     The numbers of each sample, or the sums of their weights in units: int64 [G].
     """
     teacher = batch.teacher
     if teacher is None:
         none = torch.zeros(len(batch.sources_G), dtype=torch.int64)
-        return none, none, none
+        return none, none, none, none
     sizes = [_chunk_sizes(teacher.student_chunks_GS1), _chunk_sizes(teacher.chunks_GU1)]
     width = min(size.shape[1] for size in sizes)
     student, other = (size[:, :width] for size in sizes)
     inside = teacher.student_chunks_GS1 != NO_CHUNK
-    counted = (student > 0).long(), ((student == 1) & (other == 1)).long(), inside.long()
+    is_ended = torch.nn.functional.pad(student > 0, (1, 0))
+    for numbers in (teacher.student_chunks_GS1, teacher.chunks_GU1):
+        is_ended.scatter_(1, numbers[:, -1:].long() + 1, False)
+    counted = [student > 0, (student == 1) & (other == 1), inside, is_ended[:, 1:]]
     if units_GS is not None:
         weights_GS1 = torch.nn.functional.pad(units_GS.long(), (1, 0))
         of_chunks = torch.zeros(len(student), width + 1, dtype=torch.int64)
         numbers = teacher.student_chunks_GS1.long() + 1
         of_chunks = of_chunks.scatter_reduce_(1, numbers, weights_GS1, "amax")[:, 1:]
-        counted = counted[0] * of_chunks, counted[1] * of_chunks, counted[2] * weights_GS1
-    chunks, pairs, labels = (one.sum(1) for one in counted)
-    return chunks, pairs, labels
+        weights = (of_chunks, of_chunks, weights_GS1, of_chunks)
+        counted = [one * weight for one, weight in zip(counted, weights, strict=True)]
+    return tuple(one.long().sum(1) for one in counted)
 
 
 def _chunk_sizes(chunks_GS1: Tensor) -> Tensor:

@@ -132,6 +132,7 @@ class StepLoader:
             chunks=sum(source.chunks for source in counts),
             pairs=sum(source.pairs for source in counts),
             chunk_labels=sum(source.chunk_labels for source in counts),
+            chunk_ends=sum(source.chunk_ends for source in counts),
             by_source=counts if len(counts) > 1 else (),
             coverage=data.coverage,
         )
@@ -307,7 +308,7 @@ def open_loader(
 _DATA: Final = 0
 _FIRST_ERROR: Final = 1  # error types are numbered from here on
 _HEADER_FIELDS: Final = 3  # status, step, text bytes; then the counts of each source
-_COUNTS: Final = 5  # of labels, of chunks, and of labels in chunks; see `_units`
+_COUNTS: Final = 6  # of labels, of chunks, of labels in chunks, of chunk ends; see `_units`
 
 
 @dataclass(frozen=True)
@@ -361,7 +362,7 @@ class Wire:
         `outcome` is None on other ranks. All ranks must ask for the same step. The returned data
         is in host memory, independent of the device of the broadcast.
 
-        Collective: the group, two broadcasts: a header of 24 bytes and 40 per source, then the
+        Collective: the group, two broadcasts: a header of 24 bytes and 48 per source, then the
         payload. The payload is 8 bytes per token, or 12 per token of both models with a teacher's
         own tokenizer, plus less than 1 kB per source. Places add 8 bytes per token of the teacher.
         After an error it is the error's text.
@@ -422,7 +423,7 @@ class Wire:
                 for source in outcome.by_source
                 for count in (
                     *(source.ce, source.kd),
-                    *(source.chunks, source.pairs, source.chunk_labels),
+                    *(source.chunks, source.pairs, source.chunk_labels, source.chunk_ends),
                 )
             ]
             ids_G2, in_source_G2 = (

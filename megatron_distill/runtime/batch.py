@@ -250,6 +250,7 @@ class LabelCounts:
     chunks: float = 0  # that both tokenizers share, and those of one token on each side
     pairs: float = 0
     chunk_labels: float = 0  # labels of the student in these chunks
+    chunk_ends: float = 0  # chunks whose last token is an input of both models
 
 
 @dataclass(frozen=True)
@@ -269,5 +270,15 @@ class StepBatches:
     chunks: float = 0  # see `LabelCounts`
     pairs: float = 0
     chunk_labels: float = 0
+    chunk_ends: float = 0
     by_source: tuple[LabelCounts, ...] = ()
     coverage: Mapping[str, float] | None = None
+
+    @property
+    def counts(self) -> LabelCounts:
+        """The counts of the global batch."""
+        return LabelCounts(
+            self.ce_tokens,
+            self.kd_tokens,
+            *(self.chunks, self.pairs, self.chunk_labels, self.chunk_ends),
+        )

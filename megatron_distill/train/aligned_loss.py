@@ -24,7 +24,7 @@ from megatron_distill.signals import HiddenState, IdTarget, LogitSource, Signals
 from megatron_distill.train.metrics import part_of
 from megatron_distill.train.several_loss import TeacherFigures
 
-__all__ = ["AlignedLoss", "chunk_share"]
+__all__ = ["AlignedLoss", "chunk_share", "end_share"]
 
 _OF = "#"
 
@@ -208,6 +208,14 @@ def chunk_share(batch: Batch, step: StepBatches, *, of_pairs: bool) -> Tensor:
     rows = batch.planned
     assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
     return _shares(rows, step, of_pairs=of_pairs).sum()
+
+
+def end_share(batch: Batch, step: StepBatches) -> Tensor:
+    """Return a micro-batch's share of the step's chunk ends, a scalar; of this context rank."""
+    rows = batch.planned
+    assert isinstance(rows, ChunkRows), "the loader plans the rows of every batch"
+    assert rows.ends is not None, "with losses between layers the loader finds the ends"
+    return token_weights(rows.ends.weights_sb, step.chunk_ends).sum()
 
 
 def _in_units(count: float) -> float:

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megatron_distill.data.aligned.rows import ChunkEnds, ChunkRows
 from megatron_distill.losses import (
     AttentionInputs,
     AttentionLoss,
@@ -32,7 +33,7 @@ from megatron_distill.losses import (
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.models.taps import VisibleKeys
-from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.collectives import sum_over
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.segments import copied
@@ -56,6 +57,9 @@ class _FeatureStep:
     weights_sb: Sequence[Tensor]  # per micro-batch, of all tokens of this context rank
     pair_weights: Sequence[Sequence[float]]  # per micro-batch
     of_gradients: bool
+    # Per micro-batch, of the same tokens: rows of the teacher's whole sequences. None: it has the
+    # student's positions.
+    teacher_rows_sb: Sequence[Tensor | None]
     values: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by pair and micro-batch
 
     def features(self, micro_batch: int) -> Features:
@@ -76,9 +80,10 @@ class ScoreRules:
 class FeatureLosses:
     """The losses between chosen layers of student and teacher.
 
-    Each pair's loss is a mean over the distilled tokens of the global batch. Taps on the layer's
-    output, or on its queries and keys, add the gradient to the student's, on the layer's stage.
-    The stock schedules see one gradient.
+    Each pair's loss is a mean over the distilled tokens of the global batch. With a tokenizer of
+    the teacher's own it is a mean over the chunks' ends, at which both models have read the same
+    text. Taps on the layer's output, or on its queries and keys, add the gradient to the student's,
+    on the layer's stage. The stock schedules see one gradient.
     """
 
     def __init__(
@@ -132,10 +137,15 @@ class FeatureLosses:
         `of_gradients` the values are the sums of squares of the weighted losses' gradients with
         respect to the layers' outputs, and no gradient is added.
         """
+        ends = [_ends_of(batch) for batch in step.micro_batches]
         weights_sb = [
-            token_weights(batch.kd_weights_bs.t(), step.kd_tokens) for batch in step.micro_batches
+            token_weights(batch.kd_weights_bs.t(), step.kd_tokens)
+            if own is None
+            else token_weights(own.weights_sb, step.chunk_ends)
+            for batch, own in zip(step.micro_batches, ends, strict=True)
         ]
-        self._step = _FeatureStep(signals, weights_sb, pair_weights, of_gradients)
+        rows_sb = [None if own is None else own.teacher_rows_sb for own in ends]
+        self._step = _FeatureStep(signals, weights_sb, pair_weights, of_gradients, rows_sb)
 
     def finish(self) -> dict[str, Tensor]:
         """Return the unweighted means over the global batch per pair, and their weighted sum.
@@ -197,13 +207,13 @@ class FeatureLosses:
     def _tapped(self, layer: int, hidden_sbH: Tensor, *, micro_batch: int) -> Tensor:
         step = self._step
         assert step is not None
-        weights_sb = step.weights_sb[micro_batch]
-        if self._splits:
-            weights_sb = weights_sb.chunk(self._groups.tensor.size())[self._share]
+        weights_N = self._own_part(step.weights_sb[micro_batch]).reshape(-1)
+        rows_sb = step.teacher_rows_sb[micro_batch]
+        rows_N = None if rows_sb is None else self._own_part(rows_sb).reshape(-1)
         features = step.features(micro_batch)
         for index, pair in self._of(layer, is_of_attention=False):
             # Read anew in backward: features in host memory are not kept on the device till then.
-            loss = partial(self._loss_of_states, pair, features, weights_sb.reshape(-1))
+            loss = partial(self._loss_of_states, pair, features, weights_N, rows_N)
             weight = step.pair_weights[micro_batch][index]
             added = partial(_of_states, loss=loss, coefficient=weight)
             if (index, micro_batch) not in step.values:
@@ -235,12 +245,29 @@ class FeatureLosses:
                 query, key = add_gradients((query, key), added)
         return query, key
 
+    def _own_part(self, values_sb: Tensor) -> Tensor:
+        """This tensor rank's part of the values of a context rank's tokens."""
+        if not self._splits:
+            return values_sb
+        return values_sb.chunk(self._groups.tensor.size())[self._share]
+
     def _loss_of_states(
-        self, pair: FeaturePair, features: Features, weights_N: Tensor
+        self, pair: FeaturePair, features: Features, weights_N: Tensor, rows_N: Tensor | None
     ) -> FeatureLoss:
+        """Return the loss of a pair.
+
+        Collective: with rows of the teacher's whole sequences, one all-gather of its states in the
+        tensor group under sequence parallelism, and one in the context group.
+        """
+        teacher_sbH = features["output", pair.teacher]
+        if rows_N is not None:
+            groups = (*((self._groups.tensor,) if self._splits else ()), self._groups.context)
+            for group in groups:
+                teacher_sbH = _gathered(teacher_sbH, group)
+        teacher_NH = teacher_sbH.flatten(0, 1)
         return FeatureLoss(
             pair.loss,
-            teacher=features["output", pair.teacher].flatten(0, 1),
+            teacher=teacher_NH if rows_N is None else teacher_NH[rows_N],
             weights=weights_N,
             projector=self.projectors.of(pair) if self.projectors else None,
         )
@@ -264,6 +291,24 @@ class FeatureLosses:
             rule=self._rules.student,
             group=self._groups.tensor,
         )
+
+
+def _ends_of(batch: Batch) -> ChunkEnds | None:
+    """Return the ends of a micro-batch's chunks; None if the teacher has the student's tokens."""
+    rows = batch.planned
+    if not isinstance(rows, ChunkRows):
+        return None
+    assert rows.ends is not None, "with losses between layers the loader finds the ends"
+    return rows.ends
+
+
+def _gathered(states_sbH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the states of all ranks of a group, one rank's after another's."""
+    if group.size() == 1:
+        return states_sbH
+    found = states_sbH.new_empty((group.size() * states_sbH.shape[0], *states_sbH.shape[1:]))
+    dist.all_gather_into_tensor(found, states_sbH.contiguous(), group=group)
+    return found
 
 
 def _of_maps(

@@ -13,7 +13,7 @@ from megatron_distill.losses import ChunkTerm, RawLosses, Term
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups, repeated_dropout
 from megatron_distill.signals import Signal, Signals
-from megatron_distill.train.aligned_loss import chunk_share
+from megatron_distill.train.aligned_loss import chunk_share, end_share
 from megatron_distill.train.features import FEATURES_LOSS, FeatureLosses
 from megatron_distill.train.objective import Head, TokenObjective
 from megatron_distill.train.step import Student, run_student, student_reports
@@ -42,7 +42,8 @@ def local_loss_values(
 ) -> list[RawLosses]:
     """Return the mean of each raw loss over this rank's trained tokens, for each micro-batch.
 
-    The mean of a term between two tokenizers is over this rank's chunks.
+    The mean of a term between two tokenizers is over this rank's chunks, that of a pair of layers
+    then over their ends.
 
     All stages of a pipeline get the values; other data and context ranks do not. A loss of no
     token is zero.
@@ -86,11 +87,18 @@ def batches_in(
     of_terms = [
         kd if isinstance(term, Term) else _chunk_batches(batch, step, term) for term in terms
     ]
-    return torch.stack([ce, *of_terms, *[kd] * (losses - 1 - len(of_terms))])
+    pairs = losses - 1 - len(of_terms)
+    of_pair = kd
+    if pairs and any(isinstance(term, ChunkTerm) for term in terms):
+        of_pair = _inverse(end_share(batch, step))
+    return torch.stack([ce, *of_terms, *[of_pair] * pairs])
 
 
 def _chunk_batches(batch: Batch, step: StepBatches, term: ChunkTerm) -> Tensor:
-    share = chunk_share(batch, step, of_pairs=term.is_of_pairs)
+    return _inverse(chunk_share(batch, step, of_pairs=term.is_of_pairs))
+
+
+def _inverse(share: Tensor) -> Tensor:
     return 1 / torch.where(share == 0, 1.0, share)
 
 

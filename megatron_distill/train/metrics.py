@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -411,11 +411,13 @@ class OnChunks:
     Attributes:
         weights: of all terms in the distillation loss.
         of_chunks, of_pairs: names of the terms on chunks, and of those on pairs of tokens alone.
+        of_ends: names of the losses between layers, at the chunks' ends.
     """
 
     weights: Mapping[str, float]
     of_chunks: frozenset[str]
     of_pairs: frozenset[str]
+    of_ends: frozenset[str] = frozenset()
 
     def with_sums(self, means: Mapping[str, float]) -> dict[str, float]:
         """The means with `kd`, also of a source, as the weighted sum of its terms' means.
@@ -446,9 +448,7 @@ class LabelTotals:
         on_chunks: OnChunks | None = None,
     ) -> LabelTotals:
         """Sum the steps' counts."""
-        whole = _added(
-            LabelCounts(step.ce_tokens, step.kd_tokens, step.chunks, step.pairs) for step in steps
-        )
+        whole = _added(step.counts for step in steps)
         by_source = {
             source: _added(step.by_source[index] for step in steps)
             for index, source in enumerate(sources)
@@ -459,6 +459,8 @@ class LabelTotals:
         """The weighted count of labels, or the count of chunks, in the mean under that key."""
         name, at, source = key.partition(_AT)
         counts = self.by_source[source] if at else self.whole
+        if self.on_chunks is not None and name in self.on_chunks.of_ends:
+            return counts.chunk_ends
         if self.on_chunks is not None and name in self.on_chunks.of_chunks:
             return counts.pairs if name in self.on_chunks.of_pairs else counts.chunks
         return counts.ce if name in _BY_LABEL else counts.kd
@@ -491,10 +493,5 @@ def part_of(count: float, whole: float) -> float:
 
 
 def _added(counts: Iterable[LabelCounts]) -> LabelCounts:
-    counts = tuple(counts)
-    return LabelCounts(
-        ce=sum(one.ce for one in counts),
-        kd=sum(one.kd for one in counts),
-        chunks=sum(one.chunks for one in counts),
-        pairs=sum(one.pairs for one in counts),
-    )
+    rows = [astuple(one) for one in counts]
+    return LabelCounts(*map(sum, zip(*rows, strict=True))) if rows else LabelCounts(0, 0)

@@ -134,7 +134,9 @@ class TokenObjective:
     @property
     def planner(self) -> ChunkPlanner | None:
         """Of the rows of terms between two tokenizers; None without such terms."""
-        return None if self.aligned is None else self.aligned.planner
+        if self.aligned is None:
+            return None
+        return replace(self.aligned.planner, has_ends=self.features is not None)
 
     @property
     def on_chunks(self) -> OnChunks | None:
@@ -149,6 +151,7 @@ class TokenObjective:
             {term.name: term.weight for term in self.terms},
             frozenset((*shares, *masses, *(term.name for term in terms))),
             frozenset((*of_pairs, *(term.name for term in terms if term.is_of_pairs))),
+            frozenset(() if self.features is None else self.features.report_names),
         )
 
     def take_teacher_figures(self, values: dict[str, float], counts: LabelCounts) -> TeacherFigures:

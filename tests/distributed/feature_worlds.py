@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import BalanceMode, BalanceState, FeaturePair, ValueSchedule
+from megatron_distill.data.aligned.documents import AlignedDocument, Side
+from megatron_distill.data.aligned.packing import AlignedPacker, Window
+from megatron_distill.data.collation import GlobalBatch, count_labels, micro_batch, pack_samples
+from megatron_distill.losses import (
+    BalanceMode,
+    BalanceState,
+    ChunkTerm,
+    FeaturePair,
+    ValueSchedule,
+)
 from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.distributed.megatron_world import (
     megatron_groups,
@@ -18,10 +28,12 @@ from tests.distributed.megatron_world import (
     small_architecture,
 )
 from tests.distributed.models.test_models import LENGTH, packed_batch
+from tests.reference.cross_tokenizer import Alignment
 from tests.reference.features import Pair, Trained
 from tests.reference.llama import Heads, Packed
 
 if TYPE_CHECKING:
+    from megatron_distill.data.aligned.rows import ChunkPlanner
     from megatron_distill.runtime.groups import Groups, Layout
     from megatron_distill.train.balancing import Balancing
     from megatron_distill.train.features import FeatureLosses
@@ -30,6 +42,8 @@ if TYPE_CHECKING:
     from megatron_distill.train.teachers.live import OnlineTeacher
 
 ROWS = 4
+# Tokens of the teacher in a sample, where it has a tokenizer of its own.
+TEACHER_LENGTH = 40
 CE_WEIGHT = 0.7
 KD_WEIGHT = 1.3
 STUDENT = {"init_std": 0.2, "vocab_size": 224}
@@ -65,6 +79,13 @@ class Setting:
     mode: BalanceMode = "fixed"
     alpha: float = 1.0
     per_micro_batch: bool = False
+    # Of the teacher: the student's tokens, tokens of its own, or the student's in chunks of one.
+    tokens: Literal["shared", "own", "chunks"] = "shared"
+
+    @property
+    def teacher_length(self) -> int:
+        """Tokens of the teacher in a sample."""
+        return TEACHER_LENGTH if self.tokens == "own" else LENGTH
 
 
 @dataclass(frozen=True)
@@ -103,16 +124,115 @@ def whole_batch() -> Batch:
     )
 
 
-def trained() -> Trained:
-    """The same as the oracle takes it."""
+def trained(setting: Setting | None = None) -> Trained:
+    """The same as the oracle takes it.
+
+    With chunks of one token the positions of the KD mask are those of the chunks' ends, and the
+    rest is as in a plain run.
+    """
+    if setting is not None and setting.tokens != "shared":
+        return trained_chunks(setting)
     whole = whole_batch()
-    packed = Packed(whole.tokens_bs, whole.position_ids_bs, whole.document_ids_bS)
-    return Trained(packed, whole.labels_bs, whole.ce_mask_bs, whole.kd_mask_bs)
+    return Trained(packed_of(whole), whole.labels_bs, whole.ce_mask_bs, whole.kd_mask_bs)
 
 
-def step_batches(groups: Groups, micro_batch_size: int) -> StepBatches:
-    """This rank's share of the whole batch."""
-    whole = whole_batch()
+def packed_of(side: Batch) -> Packed:
+    """A side's tokens as the oracle takes them."""
+    return Packed(side.tokens_bs, side.position_ids_bs, side.document_ids_bS)
+
+
+def aligned_samples(setting: Setting) -> GlobalBatch:
+    """Documents of random tokens in chunks of one to three tokens, packed for both sides."""
+    rng = np.random.default_rng(8)
+
+    def side(sizes: Any) -> Side:
+        tokens = rng.integers(0, 200, int(sizes.sum())).astype(np.int32)
+        return Side.of_chunks(tokens, np.repeat(np.arange(len(sizes)), sizes).astype(np.int32))
+
+    packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(setting.teacher_length + 1, 0))
+    found: list[Any] = []
+    while len(found) < ROWS:
+        own = other = side(np.ones(13, np.int64))
+        if setting.tokens == "own":
+            own, other = (side(rng.choice([1, 1, 1, 2, 3], 9)) for _ in range(2))
+        packer.add(AlignedDocument(own, other), len(found))
+        while packer.is_ready and len(found) < ROWS:
+            found.append(packer.take(len(found)))
+    return pack_samples(found)
+
+
+def chunk_ends(setting: Setting) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
+    """Sample and place of each chunk's last token, of both sides, and the number of chunks.
+
+    From the tokens of the samples, whose last one no model reads.
+    """
+    teacher = aligned_samples(setting).teacher
+    assert teacher is not None
+    own: list[tuple[int, int]] = []
+    other: list[tuple[int, int]] = []
+    chunks = 0
+    for row, sides in enumerate(zip(teacher.student_chunks_GS1, teacher.chunks_GU1, strict=True)):
+        for chunk in range(int(sides[0].max()) + 1):
+            ends = [int((side == chunk).nonzero()[-1]) for side in sides]
+            chunks += 1
+            if ends[0] < LENGTH and ends[1] < setting.teacher_length:
+                own.append((row, ends[0]))
+                other.append((row, ends[1]))
+    assert 0 < len(own) < chunks, "a sample ends with a chunk whose end no model reads"
+    return own, other, chunks
+
+
+def trained_chunks(setting: Setting) -> Trained:
+    """The samples of two tokenizers as the oracle takes them."""
+    whole = micro_batch(aligned_samples(setting), slice(0, ROWS), isolate_documents=True)
+    own, other, count = chunk_ends(setting)
+    kd_mask = torch.zeros_like(whole.kd_mask_bs)
+    rows, places = torch.tensor(own).unbind(1)
+    kd_mask[rows, places] = True
+    found = Trained(packed_of(whole), whole.labels_bs, whole.ce_mask_bs, kd_mask)
+    if setting.tokens == "chunks":
+        return found
+    side = whole.teacher
+    assert side is not None
+    assert side.chunks_bs is not None
+    assert whole.chunks_bs is not None
+    at = Alignment(
+        *(whole.chunks_bs.reshape(-1), side.chunks_bs.reshape(-1)),
+        *(whole.labels_bs.reshape(-1), side.labels_bs.reshape(-1)),
+        count,
+    )
+    teacher_rows, teacher_places = torch.tensor(other).unbind(1)
+    return replace(
+        found,
+        teacher=packed_of(side),
+        chunks=at,
+        student_ends=(rows, places),
+        teacher_ends=(teacher_rows, teacher_places),
+    )
+
+
+def aligned_step(groups: Groups, planner: ChunkPlanner, setting: Setting) -> StepBatches:
+    """This rank's share of the samples of two tokenizers."""
+    packed, size = aligned_samples(setting), setting.micro_batch_size
+    (counts,) = count_labels(packed, isolate_documents=True)
+    share = ROWS // groups.data.size()
+    first = groups.data.rank() * share
+    batches = [
+        planner.planned(micro_batch(packed, slice(at, at + size), isolate_documents=True))
+        for at in range(first, first + share, size)
+    ]
+    return StepBatches(
+        tuple(batches),
+        *(counts.ce, counts.kd, ROWS * LENGTH),
+        *(counts.chunks, counts.pairs, counts.chunk_labels, counts.chunk_ends),
+    )
+
+
+def step_batches(groups: Groups, setting: Setting, planner: ChunkPlanner | None) -> StepBatches:
+    """This rank's share of the whole batch; with a planner, of the samples of two tokenizers."""
+    if planner is not None:
+        return aligned_step(groups, planner, setting)
+    whole, micro_batch_size = whole_batch(), setting.micro_batch_size
     own = range(groups.data.rank(), ROWS, groups.data.size())
     starts = range(0, len(own), micro_batch_size)
     batches = [rows_of(whole, list(own)[start : start + micro_batch_size]) for start in starts]
@@ -141,7 +261,7 @@ def build_student(groups: Groups, recompute: str) -> Student:
     return Student(chunks, wrapped, groups, LENGTH)
 
 
-def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
+def build_teacher(groups: Groups, changes: dict[str, Any], length: int = LENGTH) -> OnlineTeacher:
     """The frozen teacher."""
     from megatron_distill.models.execution import Execution
     from megatron_distill.models.gpt import build_gpt
@@ -154,7 +274,7 @@ def build_teacher(groups: Groups, changes: dict[str, Any]) -> OnlineTeacher:
     )
     model.freeze()
     head = model.head_weight().detach() if groups.is_last_stage else None
-    return OnlineTeacher(model, architecture, head, groups, LENGTH)
+    return OnlineTeacher(model, architecture, head, groups, length)
 
 
 def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
@@ -225,6 +345,25 @@ def even_routes(pairs: Sequence[FeaturePair], teacher_layers: int, layout: Layou
     )
 
 
+def between_tokenizers(
+    online: OnlineTeacher, objective: TokenObjective, setting: Setting
+) -> TokenObjective:
+    """The objective with the likelihood of chunks in place of a divergence."""
+    from megatron_distill.data.tokenizers.open import Vocabulary
+    from megatron_distill.train.assemble.alignment import TeacherTokenizer
+
+    student = small_architecture(**STUDENT)
+    size, length = student.vocab_size, setting.teacher_length
+    own = TeacherTokenizer(Vocabulary(size, "t"), length, None, None, "teacher")
+    found, aligned = own.connect(
+        online, student, Vocabulary(size, "s"), objective.groups, torch.device("cpu"),
+        chunk_tokens=24,
+    )  # fmt: skip
+    assert found is online, "without a map the head stays"
+    terms = (ChunkTerm("likelihood", weight=setting.kd_weight),)
+    return replace(objective, terms=terms, metrics=(), aligned=aligned)
+
+
 def take_step(rank: int, world: int, setting: Setting) -> Found:
     """Forward and backward of one step, gradients reduced and not applied."""
     with megatron_groups(**setting.layout) as groups:
@@ -236,7 +375,7 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         from megatron_distill.train.teachers.live import FeatureTeacher
 
         student = build_student(groups, setting.recompute)
-        online = build_teacher(groups, setting.teacher)
+        online = build_teacher(groups, setting.teacher, setting.teacher_length)
         losses = build_losses(setting, groups)
         losses.attach(student.chunks)
         ways = even_routes(losses.pairs, online.architecture.num_layers, groups.layout)
@@ -253,7 +392,9 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         )
         weights = parts_of(student.chunks, groups)
         teacher_weights = parts_of([online.model], groups)
-        step = step_batches(groups, setting.micro_batch_size)
+        if setting.tokens != "shared":
+            objective = between_tokenizers(online, objective, setting)
+        step = step_batches(groups, setting, objective.planner)
         signals = FeatureTeacher(online, ways).signals(step.micro_batches)
         balancing = build_balancing(setting, objective)
         balanced = balancing.prepare(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.reference.cross_tokenizer import Alignment, likelihood
 from tests.reference.distillation import cross_entropy, forward_kl
 from tests.reference.llama import Heads, Packed, run
 
@@ -18,12 +19,20 @@ Pair = tuple[int, int, str, float]
 
 @dataclass(frozen=True)
 class Trained:
-    """Whole sequences with their labels and masks, [b, S]."""
+    """Whole sequences with their labels and masks, [b, S].
+
+    With the teacher's own tokens, chunks and their ends take the place of the KD mask: the
+    divergence is of the chunks' likelihoods. Positions are sample and place, each [n].
+    """
 
     packed: Packed
     labels: Tensor
     ce_mask: Tensor
     kd_mask: Tensor
+    teacher: Packed | None = None
+    chunks: Alignment | None = None
+    student_ends: tuple[Tensor, Tensor] | None = None
+    teacher_ends: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def solve(
     ce_weight: float,
     kd_weight: float,
 ) -> Answer:
-    """CE, forward KL and feature losses, and every gradient.
+    """CE, KD and feature losses, and every gradient; KD is a forward KL.
 
     `projectors` are by the names of a checkpoint, `student_teacher.part` or `shared.part`; none
     where the sizes are equal.
@@ -82,10 +91,15 @@ def solve(
     learned = {name: tensor.double().requires_grad_() for name, tensor in projectors.items()}
     local = run(own, student[1], trained.packed)
     frozen = {name: tensor.double() for name, tensor in teacher[0].items()}
-    reference = run(frozen, teacher[1], trained.packed)
+    reference = run(frozen, teacher[1], trained.teacher or trained.packed)
     ce_at, kd_at = trained.ce_mask, trained.kd_mask
     ce = cross_entropy(local.logits[ce_at], trained.labels[ce_at]).mean()
-    kd = forward_kl(local.logits[kd_at], reference.logits[kd_at], 1.0).mean()
+    student_at, teacher_at = trained.student_ends or kd_at, trained.teacher_ends or kd_at
+    if trained.chunks is None:
+        kd = forward_kl(local.logits[kd_at], reference.logits[kd_at], 1.0).mean()
+    else:
+        rows = (local.logits.flatten(0, 1), reference.logits.flatten(0, 1))
+        kd = likelihood(*rows, trained.chunks, "forward_kl").mean()
     total = ce_weight * ce + kd_weight * kd
     values = []
     norms = [_norm(ce, local.final), _norm(kd, local.final)]
@@ -97,7 +111,8 @@ def solve(
             prefix = "shared." if any(name.startswith("shared.") for name in learned) else ""
             prefix = prefix or f"{layer}_{other}."
             linear = {k.removeprefix(prefix): v for k, v in learned.items() if k.startswith(prefix)}
-            states = (local.outputs[layer - 1][kd_at], reference.outputs[other - 1][kd_at])
+            own_states, other_states = local.outputs[layer - 1], reference.outputs[other - 1]
+            states = (own_states[student_at], other_states[teacher_at])
             terms = [distance(projected(a, linear), b, loss) for a, b in zip(*states, strict=True)]
         values.append(torch.stack(terms).mean())
         total = total + weight * values[-1]

@@ -76,12 +76,15 @@ def alignment_problems(config: RunConfig) -> Iterator[Problem]:
                 f"{key} = null next to terms with an alignment: a teacher has one tokenizer; give "
                 "this term an alignment, or remove it from the others",
             )
-    if config.objective.features:
-        yield Problem(
-            ("objective.features", "objective.terms"),
-            "objective.features compare layers position by position, and terms with an alignment "
-            "have a teacher with other positions; remove one of the two",
-        )
+    for index, entry in enumerate(config.objective.features):
+        if entry.loss == "attention":
+            key = f"objective.features.{index}.loss"
+            yield Problem(
+                (key, "objective.terms"),
+                f"{key} = 'attention' compares the weights of the same keys, and terms with an "
+                "alignment have a teacher with other tokens; use 'mse' or 'cosine', which compare "
+                "states at the ends of chunks",
+            )
     role = aligned_role(config)
     section = config.models.get(role)
     if section is not None and section.store is not None:

@@ -15,7 +15,32 @@ from megatron_distill.data.samples import NO_TEACHER
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.runtime.batch import Batch, zigzag_index
 
-__all__ = ["ChunkPlanner", "ChunkRows"]
+__all__ = ["ChunkEnds", "ChunkPlanner", "ChunkRows"]
+
+
+@dataclass(frozen=True)
+class ChunkEnds:
+    """The positions of this context rank's student at which a counted chunk ends.
+
+    Attributes:
+        teacher_rows_sb: int64 ``[s, b]``, the row of the teacher's last token of the chunk, 0 for
+            none. Rows are those of ``[S_t, b]``, the positions of one context rank after another's.
+        weights_sb: fp32 ``[s, b]``, of the chunk's labels, zero for none.
+    """
+
+    teacher_rows_sb: Tensor
+    weights_sb: Tensor
+
+    def to(self, device: torch.device | str) -> ChunkEnds:
+        """The same ends on a device."""
+        return ChunkEnds(
+            self.teacher_rows_sb.to(device, non_blocking=True),
+            self.weights_sb.to(device, non_blocking=True),
+        )
+
+    def pinned(self) -> ChunkEnds:
+        """The same ends in pinned host memory."""
+        return ChunkEnds(self.teacher_rows_sb.pin_memory(), self.weights_sb.pin_memory())
 
 
 @dataclass(frozen=True)
@@ -34,6 +59,7 @@ class ChunkRows:
         chunk_teachers: int64 ``[C]``, number of the sample's teacher among several, or -1.
         chunk_weights: fp32 ``[C]``, of the chunk's labels.
         plan: order and tiles of the rows.
+        ends: of the chunks, for losses between layers; None without these.
     """
 
     student_labels: Tensor
@@ -44,16 +70,19 @@ class ChunkRows:
     chunk_teachers: Tensor
     chunk_weights: Tensor
     plan: TilePlan
+    ends: ChunkEnds | None = None
 
     def to(self, device: torch.device | str) -> ChunkRows:
         """The same rows with every tensor on a device."""
         moved = {name: value.to(device, non_blocking=True) for name, value in self._tensors()}
-        return replace(self, **moved, plan=self.plan.to(device))
+        ends = None if self.ends is None else self.ends.to(device)
+        return replace(self, **moved, plan=self.plan.to(device), ends=ends)
 
     def pinned(self) -> ChunkRows:
         """The same rows in pinned host memory."""
         moved = {name: value.pin_memory() for name, value in self._tensors()}
-        return replace(self, **moved, plan=self.plan.pinned())
+        ends = None if self.ends is None else self.ends.pinned()
+        return replace(self, **moved, plan=self.plan.pinned(), ends=ends)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
@@ -70,6 +99,7 @@ class ChunkPlanner:
         context_rank: this rank among the context-parallel ranks.
         context_size: their number.
         has_labels: whether the loss has the cross-entropy of the rows too.
+        has_ends: whether losses between layers need the ends of the chunks.
     """
 
     tile_tokens: int
@@ -77,6 +107,7 @@ class ChunkPlanner:
     context_rank: int = 0
     context_size: int = 1
     has_labels: bool = True
+    has_ends: bool = False
 
     def planned(self, whole: Batch) -> Batch:
         """This rank's shard of a whole micro-batch in host memory, with its rows."""
@@ -128,7 +159,45 @@ class ChunkPlanner:
                 band_tokens=self.band_tokens,
                 has_label=ce_weights != 0,
             ),
+            ends=self._ends(whole, chunk_weights) if self.has_ends else None,
         )
+
+    def _ends(self, whole: Batch, chunk_weights_C: Tensor) -> ChunkEnds:
+        """Where the chunks end whose last token both models read, on this context rank.
+
+        The last row of a chunk predicts its last token. So that token is the input at the next
+        position, unless the sequence ends before it.
+        """
+        teacher, chunks_bS, size = whole.teacher, whole.chunks_bs, self.context_size
+        assert teacher is not None
+        assert teacher.chunks_bs is not None
+        assert chunks_bS is not None
+        count, (batch, length) = whole.chunk_count, chunks_bS.shape
+        own_C, teacher_C = (_last_rows(one, count) + 1 for one in (chunks_bS, teacher.chunks_bs))
+        samples_bS = torch.arange(batch).unsqueeze(1).expand_as(chunks_bS)
+        samples_C = _per_chunk(chunks_bS, samples_bS, count)
+        teacher_length = teacher.chunks_bs.shape[1]
+        is_read = (own_C > 0) & (own_C < length) & (teacher_C > 0) & (teacher_C < teacher_length)
+        place_S = torch.full((length,), -1)
+        index_s = zigzag_index(length, rank=self.context_rank, size=size)
+        place_S[index_s] = torch.arange(len(index_s))
+        local_C = place_S[own_C.clamp(max=length - 1)]
+        chosen = (is_read & (local_C >= 0)).nonzero().squeeze(1)
+        ranks = range(size)
+        order = torch.cat([zigzag_index(teacher_length, rank=rank, size=size) for rank in ranks])
+        teacher_place = order.argsort()
+        at = local_C[chosen], samples_C[chosen]
+        rows_sb = torch.zeros(len(index_s), batch, dtype=torch.int64)
+        rows_sb[at] = teacher_place[teacher_C[chosen]] * batch + samples_C[chosen]
+        weights_sb = torch.zeros(len(index_s), batch)
+        weights_sb[at] = chunk_weights_C[chosen]
+        return ChunkEnds(rows_sb, weights_sb)
+
+
+def _last_rows(chunks_bS: Tensor, count: int) -> Tensor:
+    """The last position of each chunk's rows, -1 for a chunk without any: int64 ``[C]``."""
+    positions_bS = torch.arange(chunks_bS.shape[1]).expand_as(chunks_bS)
+    return _per_chunk(chunks_bS, positions_bS, count, least=-1)
 
 
 def _by_rank(values_bS: Tensor, size: int) -> Tensor:

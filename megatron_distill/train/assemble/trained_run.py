@@ -14,20 +14,27 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.generation import Sampling, Stops, WriteRow
 from megatron_distill.models.generation.model import CachedGPT
+from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.models.sharded_weights import has_sharded_weights
 from megatron_distill.runtime.collectives import from_first_rank, together
+from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.train.assemble.distillation import OpenRun, open_held_out, open_run
 from megatron_distill.train.assemble.evaluation import awake
 from megatron_distill.train.assemble.models import job_groups, resolve_model
 from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer, read_tokenizer
+from megatron_distill.train.checkpoint.description import Description, resolve_checkpoint
+from megatron_distill.train.checkpoint.reader import MappedChunks, load_shards
+from megatron_distill.train.checkpoint.state import replicated_shards
 from megatron_distill.train.comparison import compare_held_out
 from megatron_distill.train.evaluation.speculative import RULES, block_figures, speculate
 from megatron_distill.train.evaluation.teacher_text import Text, compare_texts, held_out_prompts
+from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.metrics import LabelTotals, public_names
 from megatron_distill.train.model_source import teacher_digest
 from megatron_distill.train.optimizer import wrap_data_parallel
+from megatron_distill.train.run_state import check_same_features
 from megatron_distill.train.step import Student
 from megatron_distill.train.teachers.live import OnlineTeacher
 from megatron_distill.train.teachers.own_layout import OwnLayout
@@ -62,6 +69,8 @@ def evaluate(
         chunks = opened.student.build(opened.site.execution, groups=groups, seed=config.seed)
         for chunk in chunks:
             chunk.requires_grad_(False)  # so that the wrapper allocates no gradient buffers
+        if opened.objective.features is not None:
+            _restore_features(opened.objective.features, chunks, config.student.checkpoint, groups)
         wrapped = wrap_data_parallel(chunks, config.optimizer, groups=groups)
         student = Student(chunks, wrapped, groups, config.data.sequence_length)
         held_out = open_held_out(config.train, config.objective, opened)
@@ -79,6 +88,26 @@ def evaluate(
                 config, opened, teacher, student, held_out, teacher_text=teacher_text, drafts=drafts
             )
         return found
+
+
+def _restore_features(
+    features: FeatureLosses,
+    chunks: Sequence[HiddenStateGPT],
+    checkpoint: str | None,
+    groups: Groups,
+) -> None:
+    """Tap the paired layers, and load the projectors from the student's checkpoint.
+
+    Raises CheckpointError on all ranks: the checkpoint has other features or projectors.
+    """
+    features.attach(chunks)
+    if features.projectors is None or checkpoint is None:
+        return
+    with together():
+        folder = resolve_checkpoint(checkpoint)
+        check_same_features(Description.read(folder), features.as_dict(), folder)
+        stored = MappedChunks(folder)
+    load_shards(replicated_shards(features.projectors.sharded_state(), groups), stored, groups)
 
 
 def _on_own_texts(

@@ -189,6 +189,7 @@ class FeatureTeacher:
     def _shapes(self, batch: Batch, count: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of the features of so many micro-batches, by kind."""
         shape, layout = self.online.architecture, self.online.groups.layout
+        batch = batch.teacher or batch
         size, length = batch.tokens_bs.shape
         whole = batch.document_ids_bS.shape[1]
         sizes = sizes_per_position(shape, layout.tensor)

@@ -46,6 +46,11 @@ CASES: dict[str, tuple[int, Setting]] = {
     ),
     "norms, TP2+sequence x PP2": (4, replace(NORMS, layout={**SEQUENCE, **PP2})),
     "norms, CP2xPP2": (4, replace(NORMS, layout={"context": 2, **PP2}, recompute="full")),
+    "own tokens, CP2xPP2": (
+        4,
+        replace(MAGNITUDE, layout={"context": 2, **PP2}, tokens="own"),
+    ),
+    "own tokens, norms, TP2+sequence": (2, replace(NORMS, layout=SEQUENCE, tokens="own")),
 }
 QUICK = ("TP2+sequence x PP2",)
 
@@ -63,7 +68,7 @@ def oracle(
         return solve(
             (student, STUDENT_HEADS),
             (teacher, TEACHER_HEADS),
-            batch or trained(),
+            batch or trained(setting),
             pairs,
             found[0].projectors,
             ce_weight=ce,

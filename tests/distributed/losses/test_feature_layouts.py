@@ -64,6 +64,16 @@ CASES: dict[str, tuple[int, Setting]] = {
     "features alone, not of the last stage": (
         2, Setting(PP2, pairs=PAIRS[:1], ce_weight=0.0, kd_weight=0.0),
     ),
+    # A teacher of another tokenizer is compared at the ends of chunks.
+    "own tokens, CP2, recompute": (2, Setting({"context": 2}, "full", 2, tokens="own")),
+    "own tokens, TP2+sequence x PP2": (4, Setting({**SEQUENCE, **PP2}, tokens="own")),
+    "own tokens, CP2xTP2+sequence, MLP": (
+        4, Setting({"context": 2, **SEQUENCE}, projector="mlp", tokens="own"),
+    ),
+    "own tokens, PP2+virtual": (2, Setting(VIRTUAL, "full", tokens="own")),
+    "own tokens, DP2, micro-batch 2": (2, Setting(micro_batch_size=2, tokens="own")),
+    # One tokenizer in chunks of one token: plain losses of the positions that end one.
+    "chunks of one token": (1, Setting(micro_batch_size=2, kd_weight=0.0, tokens="chunks")),
 }  # fmt: skip
 
 _ANSWERS: dict[Any, Answer] = {}
@@ -73,13 +83,13 @@ def oracle(setting: Setting, found: list[Found]) -> Answer:
     """The float64 answer for a setting's losses, whatever its layout."""
     wide = setting.teacher["hidden_size"]
     key = (wide, setting.teacher["num_layers"], setting.pairs, setting.projector, setting.shared)
-    key = (*key, setting.ce_weight)
+    key = (*key, setting.ce_weight, setting.tokens)
     if key not in _ANSWERS:
         heads = TEACHER_HEADS if wide == 40 else Heads(queries=4, groups=2, size=8)
         _ANSWERS[key] = solve(
             (_whole([shard.weights for shard in found]), STUDENT_HEADS),
             (_whole([shard.teacher_weights for shard in found]), heads),
-            trained(),
+            trained(setting),
             setting.pairs,
             found[0].projectors,
             ce_weight=setting.ce_weight,
@@ -100,7 +110,8 @@ def assert_close(ours: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 QUICK = (
     "PP2+virtual, recompute", "CP2", "DP2, recompute", "MLP, PP2xTP2+sequence",
-    "maps, TP2+sequence x PP2, recompute",
+    "maps, TP2+sequence x PP2, recompute", "own tokens, CP2, recompute",
+    "own tokens, TP2+sequence x PP2", "chunks of one token",
 )  # fmt: skip
 
 

@@ -200,9 +200,12 @@ def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(
     train: Callable[..., Course], case: str
 ) -> None:
     world, common, layout = ALIGNED[case]
-    expected = train("aligned", world, *VALIDATED, *common)
-    found = train("aligned", world, *VALIDATED, *common, f"teacher.parallel={{{layout}}}")
+    given = (*VALIDATED, *common, FEATURES)
+    expected = train("aligned", world, *given)
+    found = train("aligned", world, *given, f"teacher.parallel={{{layout}}}")
     assert_same(found, expected, is_exact=False)
+    assert expected[0]["features_loss"] > 0.01
+    assert_same_course(found[:1], expected[:1], ("features_loss", "feature_mse_4_1"))
 
 
 def bytes_and_peak(

@@ -28,11 +28,14 @@ EVERY_ALIGNMENT = (
     "objective.terms=[{alignment: projection, temperature: 2.0}, {alignment: gold}, "
     "{alignment: uld}, {alignment: likelihood}, {alignment: common, top_k: 8}]"
 )
+CHUNK_FEATURES = (
+    "objective.features=[{student: 1, teacher: 2, loss: cosine}, {student: 4, teacher: 1}]"
+)
 # The teacher's sequences have 24 tokens, the student's 32. Settings of this run, and of both.
 OWN_TOKENS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "1 and 1": ((), ()),
     "CP2 and TP2+sequence": ((), ()),
-    "PP2 and CP2": ((), ()),
+    "PP2 and CP2": ((), (CHUNK_FEATURES,)),
     "TP2 and DP2, every alignment": ((), (EVERY_ALIGNMENT,)),
 }
 
@@ -47,6 +50,7 @@ def test_a_teacher_with_its_own_tokenizer_gives_the_losses_of_shared_ranks(
         pool, inputs, shared_ranks, tmp_path, case, *both, own=own, name="aligned"
     )
     exact = EXACT if case.startswith("1 and 1") else {}
-    names = [name for name in expected[0] if name.startswith(("likelihood", "common", "gold"))]
+    kinds = ("likelihood", "common", "gold", "feature")
+    names = [name for name in expected[0] if name.startswith(kinds)]
     assert_same(found, expected, **exact, names=(*QUANTITIES, *names))
-    assert len(names) >= 3, expected[0]
+    assert len(names) >= (6 if CHUNK_FEATURES in both else 3), expected[0]

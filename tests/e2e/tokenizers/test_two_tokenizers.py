@@ -268,11 +268,14 @@ def test_equal_models_of_permuted_ids_have_nothing_to_learn(
     first = run(
         pool, tensor, path, tmp_path, "train.steps=1", "schedule.warmup_steps=0",
         f"parallel.tensor={tensor}", f"data.tokenizer.path={permuted / 'plain'}",
+        "objective.features=[{match: uniform}, {student: 2, teacher: 1}]",
     )[0]  # fmt: skip
     assert first["aligned_labels"] > 0.9
     assert 0 <= first["data_wait"] < 1
     for name in ("kd_loss", *EQUAL.values()):
         assert 0 <= first[name] <= 1e-9, name
+    assert first["feature_mse_1_1"] == first["feature_mse_2_2"] == 0
+    assert first["feature_mse_2_1"] > 1e-6
     assert first["ce_loss"] > 3
 
 
@@ -284,9 +287,11 @@ def test_a_run_is_evaluated_continues_a_prompt_and_is_exported(
     run(
         *(pool, 2, inputs.folder / "aligned.yaml", output, *SHORT, "parallel.tensor=2"),
         *("checkpoint.save=true", "validation.samples=16", "data.max_unaligned=0.02"),
+        "objective.features=[{student: 2, teacher: 1}]",
     )
     expected: Any = records(output)[-1]["validation"]
-    assert expected.keys() == {"ce_loss", "kd_loss", "topk_mass", *NAMES}
+    features = {"features_loss", "feature_mse_2_1"}
+    assert expected.keys() == {"ce_loss", "kd_loss", "topk_mass", *NAMES, *features}
     # Two batches or four: each loss is a mean over all its chunks.
     for changes in ((), ("train.global_batch_size=4",)):
         ending = call_alone(pool, ROOT / "launch" / "evaluate.py", output, *changes)

@@ -237,6 +237,27 @@ def test_losses_on_chunk_means_are_those_of_one_rank(
     assert_same_course(found, expected, (*QUANTITIES, *MEANS_NAMES))
 
 
+# Layers of both models at the ends of chunks, from both stages of either model.
+CHUNK_FEATURES = (
+    "objective.features=[{match: uniform, weight: 0.5}, {student: 1, teacher: 2, loss: cosine}]"
+)
+FEATURE_NAMES = (
+    "features_loss", "feature_mse_4_2", "feature_cosine_1_2", "projector_grad_norm",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["DP2, micro-batch 4", "TP2+sequence", "PP2", "CP2, longer teacher"]
+)
+def test_losses_between_layers_of_two_tokenizers_are_those_of_one_rank(
+    train: Runner, inputs: Inputs, case: str
+) -> None:
+    found, expected = runs_of_two_tokenizers(train, inputs, case, SHORT, CHUNK_FEATURES)
+    assert min(expected[0][name] for name in FEATURE_NAMES) > 0.01
+    assert_same_course(found, expected, (*QUANTITIES, *FEATURE_NAMES))
+
+
 @pytest.fixture(scope="module")
 def eight_ranks() -> Iterator[Pool]:
     """Eight gloo workers, for tensor, pipeline and context parallelism together."""

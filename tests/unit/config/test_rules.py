@@ -332,9 +332,10 @@ objective.terms=[{alignment: likelihood}, {}]
     -> objective.terms.1.alignment = null next to terms with an alignment: a teacher has one
        tokenizer; give this term an alignment, or remove it from the others
 objective.terms=[{alignment: likelihood}]
-objective.features=[{student: 1, teacher: 2}]
-    -> objective.features compare layers position by position, and terms with an alignment have a
-       teacher with other positions; remove one of the two
+objective.features=[{student: 1, teacher: 2}, {student: 1, teacher: 2, loss: attention}]
+    -> objective.features.1.loss = 'attention' compares the weights of the same keys, and terms
+       with an alignment have a teacher with other tokens; use 'mse' or 'cosine', which compare
+       states at the ends of chunks
 objective.terms=[{alignment: likelihood}]
 data={isolate_documents: false}
     -> data.isolate_documents = false: a chunk's tokens must not be predicted from another

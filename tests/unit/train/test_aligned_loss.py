@@ -52,8 +52,9 @@ def two_sided_batch(*, weighted: bool = False) -> tuple[Batch, StepBatches]:
     assert counts.chunks > counts.pairs > 0
     batch = micro_batch(packed, slice(0, 2), isolate_documents=True)
     step = StepBatches(
-        (batch,), counts.ce, counts.kd, 2 * LENGTH, chunks=counts.chunks, pairs=counts.pairs
-    )
+        (batch,), counts.ce, counts.kd, 2 * LENGTH, chunks=counts.chunks, pairs=counts.pairs,
+        chunk_ends=counts.chunk_ends,
+    )  # fmt: skip
     return batch, step
 
 
@@ -119,7 +120,10 @@ def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_local_means_are_over_the_chunks_of_a_rank(size: int) -> None:
-    """A chunk is of the last rank that has a part of it; weights of its labels count."""
+    """A chunk is of the last rank that has a part of it; weights of its labels count.
+
+    Its end is of the rank that has the student's last token, if both models read that token.
+    """
     batch, step = two_sided_batch(weighted=True)
     assert batch.chunks_bs is not None
     assert batch.teacher is not None
@@ -128,7 +132,7 @@ def test_local_means_are_over_the_chunks_of_a_rank(size: int) -> None:
     rank_S = torch.empty(LENGTH, dtype=torch.int64)
     for rank in range(size):
         rank_S[zigzag_index(LENGTH, rank=rank, size=size)] = rank
-    chunks, pairs = torch.zeros(2, size, dtype=torch.float64)
+    chunks, pairs, ends = torch.zeros(3, size, dtype=torch.float64)
     for chunk in range(batch.chunk_count):
         is_here = batch.chunks_bs == chunk
         owner = int(rank_S.expand_as(is_here)[is_here].max())
@@ -136,17 +140,22 @@ def test_local_means_are_over_the_chunks_of_a_rank(size: int) -> None:
         chunks[owner] += weight
         is_pair = int(is_here.sum()) == int((batch.teacher.chunks_bs == chunk).sum()) == 1
         pairs[owner] += weight * is_pair
+        sides = is_here, batch.teacher.chunks_bs == chunk
+        stops = [int(side.nonzero()[-1, 1]) + 1 for side in sides]
+        if max(stops) < LENGTH:
+            ends[rank_S[stops[0]]] += weight
+    assert 0 < float(ends.sum()) == step.chunk_ends < step.chunks
     assert float(chunks.sum()) == step.chunks
     assert float(pairs.sum()) == step.pairs
     for rank in range(size):
-        planned = ChunkPlanner(4, 9, rank, size).planned(batch)
+        planned = ChunkPlanner(4, 9, rank, size, has_ends=True).planned(batch)
         found = batches_in(planned, step, TERMS, losses=4)
         expected = [step.ce_tokens / float(planned.ce_weights_bs.sum())]
         expected += [
             step.chunks / float(chunks[rank]),
             step.pairs / float(pairs[rank] or step.pairs),
         ]
-        expected.append(step.kd_tokens / float(planned.kd_weights_bs.sum()))
+        expected.append(step.chunk_ends / float(ends[rank]))
         assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
