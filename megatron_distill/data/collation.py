@@ -49,7 +49,7 @@ class TeacherRows:
     """The samples of one step in the tokens of a teacher with a tokenizer of its own.
 
     Marks as in `GlobalBatch`, with the distillation flag where a label is in a chunk. Chunks are
-    numbered in each sample, -1 for none. Places are as in `TeacherTokens`.
+    numbered in each sample, -1 for none. Both kinds of places are as in `TeacherTokens`.
     """
 
     tokens_GU1: Tensor  # int32
@@ -57,6 +57,7 @@ class TeacherRows:
     chunks_GU1: Tensor  # int32
     student_chunks_GS1: Tensor  # int32
     places_GU12: Tensor | None = None  # int32
+    student_places_GS1k2: Tensor | None = None  # int32
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,16 @@ def _teacher_rows(teachers: Sequence[TeacherTokens]) -> TeacherRows:
     chunks = [one.chunks_U1 for one in teachers]
     flags = [np.where(row != NO_CHUNK, KD_TRAINED, 0) for row in chunks]
     places = [one.places_U12 for one in teachers if one.places_U12 is not None]
+    student_places = [
+        one.student_places_S1k2 for one in teachers if one.student_places_S1k2 is not None
+    ]
     return TeacherRows(
         tokens_GU1=_stacked([one.tokens_U1 for one in teachers]),
         marks_GU1=_marks([one.document_ids_U1 for one in teachers], flags),
         chunks_GU1=_stacked(chunks),
         student_chunks_GS1=_stacked([one.student_chunks_S1 for one in teachers]),
         places_GU12=_stacked(places) if places else None,
+        student_places_GS1k2=_stacked(student_places) if student_places else None,
     )
 
 
@@ -194,7 +199,10 @@ def _unpack_teachers(
         (teacher.marks_GU1[rows].numpy() >> _FLAG_BITS) + PADDING_DOCUMENT,
         teacher.chunks_GU1[rows].numpy(),
         teacher.student_chunks_GS1[rows].numpy(),
-        [None] * count if teacher.places_GU12 is None else teacher.places_GU12[rows].numpy(),
+        *(
+            [None] * count if one is None else one[rows].numpy()
+            for one in (teacher.places_GU12, teacher.student_places_GS1k2)
+        ),
     )
     return [TeacherTokens(*parts) for parts in zip(*columns, strict=True)]
 
@@ -315,15 +323,19 @@ def micro_batch(
     return replace(
         found,
         chunks_bs=_numbered(own, first),
+        student_places_bsk2=_of_labels(teacher.student_places_GS1k2, rows),
         teacher=replace(
             side,
             chunks_bs=_numbered(other, first),
-            record_places_bs2=(
-                None if teacher.places_GU12 is None else teacher.places_GU12[rows][:, 1:]
-            ),
+            record_places_bs2=_of_labels(teacher.places_GU12, rows),
         ),
         chunk_count=int(counts.sum()),
     )
+
+
+def _of_labels(places_GS1: Tensor | None, rows: slice) -> Tensor | None:
+    """The places of each position's label, of some rows."""
+    return None if places_GS1 is None else places_GS1[rows][:, 1:]
 
 
 def _numbered(chunks_bS1: Tensor, first_b1: Tensor) -> Tensor:

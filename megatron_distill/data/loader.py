@@ -26,7 +26,14 @@ from megatron_distill.data.collation import (
     pack_samples,
     unpack_samples,
 )
-from megatron_distill.data.samples import WEIGHT_UNITS, Sample, SampleSource, State
+from megatron_distill.data.samples import (
+    NOT_JOINED,
+    WEIGHT_UNITS,
+    JoinedSides,
+    Sample,
+    SampleSource,
+    State,
+)
 from megatron_distill.errors import DataError, MegatronDistillError, StoreError
 from megatron_distill.runtime.batch import Batch, LabelCounts, StepBatches
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
@@ -48,7 +55,7 @@ class StepLoader:
     each step has label counts per source. `teacher_length` is that of samples of a teacher with a
     tokenizer of its own. `planner` then plans the rows of the loss on this rank, and `coverage`
     gives figures of a step's samples on rank 0. `units`: the micro-batches of each teacher with its
-    own layout. `has_places`: the samples are joined with a store by their documents.
+    own layout. `joined`: the stores with which samples are joined by their documents.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class StepLoader:
         planner: ChunkPlanner | None = None,
         coverage: _Coverage | None = None,
         units: Sequence[UnitRows] = (),
-        has_places: bool = False,
+        joined: JoinedSides = NOT_JOINED,
     ) -> None:
         self._units = tuple(units)
         self._coverage = coverage
@@ -87,7 +94,7 @@ class StepLoader:
             group=group,
             sources=sources,
             teacher_length=teacher_length,
-            has_places=has_places,
+            joined=joined,
         )
         self._sources = sources
         assert (source is not None) == self._wire.is_sender, "the source lives on rank 0 alone"
@@ -277,7 +284,7 @@ def open_loader(
     coverage: _Coverage | None = None,
     exchange: dist.ProcessGroup | None = None,
     units: Sequence[UnitRows] = (),
-    has_places: bool = False,
+    joined: JoinedSides = NOT_JOINED,
 ) -> StepLoader:
     """Return each rank's loader for a source that exists on the first rank.
 
@@ -301,7 +308,7 @@ def open_loader(
         planner=planner,
         coverage=coverage,
         units=units,
-        has_places=has_places,
+        joined=joined,
     )
 
 
@@ -342,11 +349,12 @@ class Wire:
         group: dist.ProcessGroup | None,
         sources: int = 1,
         teacher_length: int | None = None,
-        has_places: bool = False,
+        joined: JoinedSides = NOT_JOINED,
     ) -> None:
-        assert not has_places or teacher_length is not None, "places are of a teacher's tokens"
+        is_aligned = teacher_length is not None
+        assert is_aligned or joined == NOT_JOINED, "samples of two tokenizers are joined"
         self._sources = sources
-        self._has_places = has_places
+        self._joined = joined
         self._rows = global_batch_size
         self._width = sequence_length + 1
         self._teacher_width = None if teacher_length is None else teacher_length + 1
@@ -364,8 +372,8 @@ class Wire:
 
         Collective: the group, two broadcasts: a header of 24 bytes and 48 per source, then the
         payload. The payload is 8 bytes per token, or 12 per token of both models with a teacher's
-        own tokenizer, plus less than 1 kB per source. Places add 8 bytes per token of the teacher.
-        After an error it is the error's text.
+        own tokenizer, plus less than 1 kB per source. Places add 8 bytes per token of the teacher,
+        and 8 per store and token of the student. After an error it is the error's text.
         """
         if self._is_alone:
             assert outcome is not None
@@ -403,7 +411,8 @@ class Wire:
         if self._teacher_width is None:
             return [student] * 2
         found = [student] * 3 + [(self._rows, self._teacher_width)] * 3
-        return [*found, (self._rows, 2 * self._teacher_width)] if self._has_places else found
+        tokens = self._teacher_width * self._joined.teacher, self._width * self._joined.student
+        return [*found, *((self._rows, 2 * count) for count in tokens if count)]
 
     @staticmethod
     def _text_words(text_bytes: int) -> int:
@@ -434,8 +443,10 @@ class Wire:
             if batch.teacher is not None:
                 own = batch.teacher
                 parts += [own.student_chunks_GS1, own.tokens_GU1, own.marks_GU1, own.chunks_GU1]
-                assert (own.places_GU12 is not None) == self._has_places
-                parts += [] if own.places_GU12 is None else [own.places_GU12]
+                assert (own.places_GU12 is not None) == self._joined.teacher
+                assert (own.student_places_GS1k2 is not None) == (self._joined.student > 0)
+                places = own.places_GU12, own.student_places_GS1k2
+                parts += [one for one in places if one is not None]
             parts += [ids_G2, batch.sources_G, batch.teacher_numbers_G, in_source_G2]
         padded = bytearray(text.ljust(4 * self._text_words(len(text)), b"\0"))
         words = torch.frombuffer(padded, dtype=torch.int32)
@@ -467,8 +478,11 @@ class Wire:
         teacher = None
         if own:
             student_chunks, *rows = own
-            places = rows[3].view(self._rows, -1, 2) if self._has_places else None
-            teacher = TeacherRows(rows[0], rows[1], rows[2], student_chunks, places)
+            places = rows[3].view(self._rows, -1, 2) if self._joined.teacher else None
+            of_student = self._joined.student
+            student_places = rows[-1].view(self._rows, self._width, -1, 2) if of_student else None
+            first = rows[0], rows[1], rows[2]
+            teacher = TeacherRows(*first, student_chunks, places, student_places)
         return GlobalBatch(tokens, marks, sample_ids, sources, numbers, in_source, teacher)
 
 

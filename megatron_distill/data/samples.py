@@ -45,7 +45,8 @@ class TeacherTokens:
     i is a label of, -1 for none. student_chunks_S1 holds the same for the student's tokens. The
     chunks of a sample are numbered from 0; each has labels on both sides. places_U12[i] is the
     record of a store, and the position in it, that predict token i of a chunk, -1 for no chunk.
-    None: the sample is not joined with a store by its documents.
+    student_places_S1k2 has the same of the student's tokens, in the records of k stores. None: the
+    sample is not joined with such a store by its documents.
     """
 
     tokens_U1: NDArray[np.int32]
@@ -53,11 +54,27 @@ class TeacherTokens:
     chunks_U1: NDArray[np.int32]
     student_chunks_S1: NDArray[np.int32]
     places_U12: NDArray[np.int32] | None = None
+    student_places_S1k2: NDArray[np.int32] | None = None
 
     @property
     def chunks(self) -> int:
         """Number of chunks."""
         return int(self.chunks_U1.max()) + 1
+
+
+@dataclass(frozen=True)
+class JoinedSides:
+    """Whose tokens have places in records of stores, as in `TeacherTokens`.
+
+    student: the number of stores with records of the student's tokens. teacher: whether one has
+    records of the tokens of a teacher with a tokenizer of its own.
+    """
+
+    student: int = 0
+    teacher: bool = False
+
+
+NOT_JOINED: Final = JoinedSides()
 
 
 @dataclass(frozen=True)
@@ -124,12 +141,13 @@ def untrained_like(sample: Sample, sample_id: int) -> Sample:
     filler = untrained_sample(length, token=int(sample.tokens_S1[0]), sample_id=sample_id)
     if teacher is None:
         return filler
+    places = teacher.places_U12, teacher.student_places_S1k2
     padding = TeacherTokens(
         np.full_like(teacher.tokens_U1, teacher.tokens_U1[0]),
         np.full_like(teacher.document_ids_U1, PADDING_DOCUMENT),
         np.full_like(teacher.chunks_U1, NO_CHUNK),
         np.full_like(teacher.student_chunks_S1, NO_CHUNK),
-        None if teacher.places_U12 is None else np.full_like(teacher.places_U12, -1),
+        *(None if one is None else np.full_like(one, -1) for one in places),
     )
     return replace(filler, teacher=padding)
 

@@ -59,15 +59,37 @@ _Finite = IndexedSource | PackedStream[Any] | ConversationSource
 
 
 @dataclass(frozen=True)
+class JoinedStore:
+    """A store whose records are found by the documents of samples in two tokenizers.
+
+    index: of its documents. name: of its teacher among several; None: it is the only one.
+    takes_all: whether a term takes the teacher on every sample. is_drawn: whether it may have
+    samples of sources that name no teacher. is_of_student: whether its records are of the student's
+    tokens, and not of the other teacher's.
+    """
+
+    index: DocumentIndex
+    name: str | None = None
+    takes_all: bool = True
+    is_drawn: bool = True
+    is_of_student: bool = False
+
+    def records(self, spec: SourceSpec, share: float) -> RecordsOfDocuments:
+        """What finds the records of a source's documents; share: as in `RecordsOfDocuments`."""
+        is_own = self.is_drawn if spec.teacher is None else spec.teacher == self.name
+        key = "teacher.store" if self.name is None else f"teachers.{self.name}.store"
+        index = self.index if self.takes_all or is_own else None
+        return RecordsOfDocuments(index, spec.name, share, key, self.is_of_student)
+
+
+@dataclass(frozen=True)
 class TeacherReading:
     """A teacher with a tokenizer of its own, whose samples have `sequence_length` tokens.
 
     max_unaligned: largest share of documents without a chunk that both tokenizers share. workers:
     processes that tokenise and align for all sources together, 0: none. distils_all: labels outside
-    of chunks are distilled too, by teachers with the student's tokenizer. index: of a store whose
-    records are found by documents; None where there is no such store. name: among several teachers;
-    None: it is the only one. takes_all: whether a term takes it on every sample. is_drawn: whether
-    it may have samples of sources that name no teacher.
+    of chunks are distilled too, by teachers with the student's tokenizer. stores: those that are
+    joined by documents, of this teacher and of teachers with the student's tokenizer.
     """
 
     tokenizer: Tokenizer
@@ -75,19 +97,15 @@ class TeacherReading:
     max_unaligned: float
     workers: int
     distils_all: bool = False
-    index: DocumentIndex | None = None
-    name: str | None = None
-    takes_all: bool = True
-    is_drawn: bool = True
+    stores: tuple[JoinedStore, ...] = ()
 
-    def records(self, spec: SourceSpec) -> RecordsOfDocuments | None:
-        """What finds the records of a source's documents; None without such a store."""
-        if self.index is None:
-            return None
-        is_own = self.is_drawn if spec.teacher is None else spec.teacher == self.name
-        key = "teacher.store" if self.name is None else f"teachers.{self.name}.store"
-        index = self.index if self.takes_all or is_own else None
-        return RecordsOfDocuments(index, spec.name, self.max_unaligned, key)
+    def records(self, spec: SourceSpec) -> tuple[RecordsOfDocuments, ...]:
+        """What finds the records of a source's documents, for each store.
+
+        A document that the other teacher's store lacks is left out, so that store is first.
+        """
+        ordered = sorted(self.stores, key=lambda one: one.is_of_student)
+        return tuple(one.records(spec, self.max_unaligned) for one in ordered)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,9 @@ class Batch:
     # Of a teacher's side: the record of a store and the position in it that predict each label,
     # int32 [b, s, 2] in host memory, -1 for none; None: records are not found by documents.
     record_places_bs2: Tensor | None = None
+    # With two tokenizers the same of the student's labels, in k stores of teachers with the
+    # student's tokenizer: int32 [b, s, k, 2] in host memory.
+    student_places_bsk2: Tensor | None = None
     # The rows of chunks, for the loss between two tokenizers.
     planned: PreparedTensors | None = None
     # The teacher's side of all context ranks, in host memory; None: `teacher` is all of it.
@@ -138,7 +141,7 @@ class Batch:
         if size == 1:
             return self
         device, weights_bs = self.tokens_bs.device, self.label_weights_bs
-        places_bs2 = self.record_places_bs2
+        places_bs2, student_places = self.record_places_bs2, self.student_places_bsk2
         index = zigzag_index(sequence_length, rank=rank, size=size, device=device)
         return replace(
             self,
@@ -153,6 +156,7 @@ class Batch:
             teacher=None if self.teacher is None else self.teacher.context_shard(rank, size),
             chunks_bs=None if self.chunks_bs is None else self.chunks_bs[:, index],
             record_places_bs2=None if places_bs2 is None else places_bs2[:, index],
+            student_places_bsk2=None if student_places is None else student_places[:, index],
             whole_teacher=self.teacher,
         )
 

@@ -31,6 +31,7 @@ from megatron_distill.store.reader import StoreSet
 from megatron_distill.store.records import Integers
 
 __all__ = [
+    "ONE_PLAN",
     "DocumentIndex",
     "documents_name",
     "has_documents",
@@ -52,6 +53,8 @@ PIECE: Final = np.dtype(
 _NUMBERED: Final = np.dtype(
     [("digest", "<u8"), ("sample", "<i4"), ("place", "<i4"), ("first", "<i4"), ("count", "<i4")]
 )
+
+ONE_PLAN: Final = "capture a store with capture.aligned=true"
 
 Pieces = NDArray[Any]
 """Structured arrays of `PIECE`."""
@@ -167,22 +170,23 @@ class DocumentIndex:
     """Where the tokens of each document are in the records of stores.
 
     Samples are numbered as in the `StoreSet`. Raises StoreError: a store does not list its
-    documents, or a list is damaged. Memory: 32 bytes for each different piece of a text.
+    documents, or a list is damaged. `remedy`: the advice in the place of lists. Memory: 32 bytes
+    for each different piece of a text.
 
     Attributes:
         pieces: number of different pieces.
     """
 
-    def __init__(self, stores: StoreSet) -> None:
+    def __init__(self, stores: StoreSet, *, remedy: str = ONE_PLAN) -> None:
         tables: list[Pieces] = []
         before = 0
         self._folders = ", ".join(str(store.folder) for store in stores.stores)
         for store in stores.stores:
             if not has_documents(store.folder):
                 raise StoreError(
-                    f"{store.folder}: has no lists of documents, by which a student with another "
-                    "tokenizer finds records. Start the same capture again, which writes them "
-                    "without running the teacher, or capture a store with capture.aligned=true"
+                    f"{store.folder}: has no lists of documents, by which samples that are packed "
+                    "for two tokenizers find records. Start the same capture again, which writes "
+                    f"them without running the teacher, or {remedy}"
                 )
             for shard in range(store.plan.shards):
                 pieces = load_documents(store.folder, store.plan, shard).astype(_NUMBERED)

@@ -40,16 +40,7 @@ def several_stores_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _mixture(f"objective.terms.{index}", term, config)
     if not stored:
         return
-    first, own = f"teachers.{next(iter(stored))}", own_tokenizers(config)
-    for name in stored:
-        if not own or name in own:
-            continue
-        key, other = f"teachers.{name}", f"teachers.{own[0]}"
-        yield Problem(
-            (f"{key}.store", other),
-            f"{key}.store has samples of one tokenizer, but with {other} the samples are packed "
-            f"for two; set {key}.hf in place of its store, or remove {other}",
-        )
+    first = f"teachers.{next(iter(stored))}"
     for index, source in enumerate(config.data.sources):
         if source.teacher_field is not None:
             key = f"data.sources.{index}.teacher_field"

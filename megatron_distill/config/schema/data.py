@@ -301,6 +301,7 @@ class DataConfig(Section):
         ge=0,
         le=1,
         description="Two tokenizers: largest share of documents or conversations without a chunk "
-        "of both, counted over at least 100; likewise of documents that teacher.store lacks. They "
-        "are left out, and more of them stop the run.",
+        "of both, counted over at least 100; likewise of documents that a store lacks. They are "
+        "left out, of a store in the student's tokens from terms without alignment alone; more "
+        "stop the run.",
     )

@@ -14,8 +14,17 @@ from megatron_distill.data.samples import NO_CHUNK
 from megatron_distill.data.tokenizers.protocol import Tokenizer, encoded_or_refused
 from megatron_distill.errors import DataError
 
-__all__ = ["AlignedDocument", "NOT_WANTED", "PairEncoder", "Side", "UnknownTokens", "is_unknown"]
+__all__ = [
+    "NOT_WANTED",
+    "NO_PLACE",
+    "AlignedDocument",
+    "PairEncoder",
+    "Side",
+    "UnknownTokens",
+    "is_unknown",
+]
 
+NO_PLACE: Final = -1  # in place of a record, where a store has none of a token
 NOT_WANTED: Final = -2  # in place of a record, where the store's teacher takes no sample
 
 
@@ -120,7 +129,8 @@ class AlignedDocument:
     flags_n: uint8, loss masks and weights of the student's tokens as labels, as in `Sample`;
     distillation trains those in chunks. None: cross-entropy trains all. unknown: of the tokens.
     places_m2: int32, record and position in a store that predict each token of the teacher, -1 for
-    none, `NOT_WANTED` where no term takes a record. None: records are not found by documents.
+    none, `NOT_WANTED` where no term takes a record. student_places_nk2 has the same of the
+    student's tokens in k stores. None: records are not found by documents.
     """
 
     student: Side
@@ -128,6 +138,7 @@ class AlignedDocument:
     flags_n: NDArray[np.uint8] | None = None
     unknown: UnknownTokens = UnknownTokens()
     places_m2: NDArray[np.int32] | None = None
+    student_places_nk2: NDArray[np.int32] | None = None
 
     @property
     def chunks(self) -> int:
@@ -139,14 +150,17 @@ class AlignedDocument:
         flags_n = self.flags_n
         if flags_n is not None:
             flags_n = flags_n[self.student.tokens(first, stop)]
-        places_m2 = self.places_m2
+        places_m2, student_places_nk2 = self.places_m2, self.student_places_nk2
         if places_m2 is not None:
             places_m2 = places_m2[self.teacher.tokens(first, stop)]
+        if student_places_nk2 is not None:
+            student_places_nk2 = student_places_nk2[self.student.tokens(first, stop)]
         return AlignedDocument(
             self.student.part(first, stop),
             self.teacher.part(first, stop),
             flags_n,
             places_m2=places_m2,
+            student_places_nk2=student_places_nk2,
         )
 
     def tokens_from(self, cell: int) -> NDArray[np.int64]:

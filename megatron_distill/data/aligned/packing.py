@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_distill.data.aligned.documents import AlignedDocument, Side
+from megatron_distill.data.aligned.documents import NO_PLACE, AlignedDocument, Side
 from megatron_distill.data.samples import (
     CE_TRAINED,
     FULLY_TRAINED,
@@ -25,7 +25,6 @@ from megatron_distill.log import get_logger
 __all__ = ["AlignedPacker", "Window"]
 
 _LOG = get_logger(__name__)
-_LACKING: Final = -1  # in place of a record
 
 Mark = TypeVar("Mark")
 
@@ -64,7 +63,8 @@ class AlignedPacker(Generic[Mark]):
     padding. A document that does not end in a sample continues in the next one. It is a document of
     its own after the last token before the cut. So each label but a document's first is trained
     once. A chunk is valid if all its labels have a token before them in the sample. With places in
-    a store they also need one in a record.
+    a store they also need one in a record. With places of the student's tokens, labels that a store
+    lacks are not distilled.
 
     Each document carries a mark; `start` gives the mark and the number of the cell with which the
     next sample begins. A chunk longer than a window is left out, counted and logged.
@@ -182,14 +182,31 @@ class AlignedPacker(Generic[Mark]):
                 flags[place] = piece.document.flags_n[part] & ~left_out
             filled += part.stop - part.start
         flags |= np.where(chunks != NO_CHUNK, KD_TRAINED, 0)
-        places = _places(self._teacher, pieces, is_used=teacher[2] != NO_CHUNK)
+        places, student_places = self._places(pieces)
+        if places is not None:
+            places[teacher[2] == NO_CHUNK] = NO_PLACE
+        if student_places is not None:
+            is_label, lacks = _labels(documents), (student_places[..., 0] == NO_PLACE).any(1)
+            flags = np.where(is_label & lacks, flags & ~KD_TRAINED, flags)
+            student_places[~is_label | lacks] = NO_PLACE
         return Sample(
             tokens,
             documents,
             flags.astype(np.uint8),
             sample_id,
-            teacher=TeacherTokens(*teacher, chunks, places),
+            teacher=TeacherTokens(*teacher, chunks, places, student_places),
         )
+
+    def _places(
+        self, pieces: Sequence[_Piece]
+    ) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
+        """The places of the tokens of both windows, the teacher's first."""
+        teacher, student = [], []
+        for piece in pieces:
+            document = piece.document
+            teacher.append((document.places_m2, piece.tokens(document.teacher)))
+            student.append((document.student_places_nk2, piece.tokens(document.student)))
+        return _laid_out_places(self._teacher, teacher), _laid_out_places(self._student, student)
 
 
 def _valid_chunks(piece: _Piece) -> NDArray[np.bool_]:
@@ -203,26 +220,33 @@ def _valid_chunks(piece: _Piece) -> NDArray[np.bool_]:
     if places_m2 is not None:
         part = piece.tokens(piece.document.teacher)
         chunks_n = piece.document.teacher.chunks_n[part] - piece.first
-        valid[chunks_n[(chunks_n >= 0) & (places_m2[part, 0] == _LACKING)]] = False
+        valid[chunks_n[(chunks_n >= 0) & (places_m2[part, 0] == NO_PLACE)]] = False
     return valid
 
 
-def _places(
-    window: Window, pieces: Sequence[_Piece], *, is_used: NDArray[np.bool_]
+def _laid_out_places(
+    window: Window, parts: Sequence[tuple[NDArray[np.int32] | None, slice]]
 ) -> NDArray[np.int32] | None:
-    """Record and position of each token of the teacher's window in a chunk, int32 [width, 2]."""
-    if all(piece.document.places_m2 is None for piece in pieces):
+    """Record and position of each token of a window, int32 [width, .., 2].
+
+    parts: the places of each piece's document, and the tokens of the piece.
+    """
+    if not parts or parts[0][0] is None:
         return None
-    places = np.full((window.width, 2), -1, np.int32)
+    places = np.full((window.width, *parts[0][0].shape[1:]), NO_PLACE, np.int32)
     filled = 0
-    for piece in pieces:
-        part = piece.tokens(piece.document.teacher)
+    for values, part in parts:
+        assert values is not None, "a sample is joined as a whole"
         stop = filled + part.stop - part.start
-        assert piece.document.places_m2 is not None, "a sample is joined as a whole"
-        places[filled:stop] = piece.document.places_m2[part]
+        places[filled:stop] = values[part]
         filled = stop
-    places[~is_used] = -1
     return places
+
+
+def _labels(documents_S1: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Whether each token has one of its document before it in the sample: bool [S + 1]."""
+    is_same = documents_S1[1:] == documents_S1[:-1]
+    return np.append(False, is_same & (documents_S1[1:] != PADDING_DOCUMENT))
 
 
 def _laid_out(

@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_distill.data.aligned.cache import CachedDocument, DocumentCache, document_key
 from megatron_distill.data.aligned.documents import (
+    NO_PLACE,
     NOT_WANTED,
     AlignedDocument,
     PairEncoder,
@@ -116,13 +118,15 @@ class RecordsOfDocuments:
     `index` None: the store's teacher takes no sample of the source, and its documents need none.
     A document without any is left out. More than a share of documents that the store lacks, or has
     a part of, is an error. With any share it is one that the store has none of many documents: no
-    sample would ever be full.
+    sample would ever be full. `is_of_student`: the records are of the student's tokens. All
+    documents then stay, since the other teacher has them.
     """
 
     index: DocumentIndex | None
     name: str
     share: float
     key: str = "teacher.store"
+    is_of_student: bool = False
     documents: int = field(default=0, init=False)
     lacking: int = field(default=0, init=False)
     absent: int = field(default=0, init=False)
@@ -133,19 +137,31 @@ class RecordsOfDocuments:
         Raises DataError: the store lacks more documents than the share allows. Raises StoreError:
         a record has other tokens of it.
         """
-        tokens = len(found.teacher.tokens_n)
+        tokens = len((found.student if self.is_of_student else found.teacher).tokens_n)
         if self.index is None:
-            return replace(found, places_m2=np.full((tokens, 2), NOT_WANTED, np.int32))
+            return self._with(found, np.full((tokens, 2), NOT_WANTED, np.int32))
         places_m2 = self.index.places(document.text_digest, tokens)
         self.documents += 1
         if places_m2 is None or (places_m2[1:, 0] < 0).any():
             self.lacking += 1
             self.absent += places_m2 is None
             self._check(document.place, is_absent=places_m2 is None)
-        return None if places_m2 is None else replace(found, places_m2=places_m2)
+        if places_m2 is None and self.is_of_student:
+            places_m2 = np.full((tokens, 2), NO_PLACE, np.int32)
+        return None if places_m2 is None else self._with(found, places_m2)
+
+    def _with(self, found: AlignedDocument, places_n2: NDArray[np.int32]) -> AlignedDocument:
+        if not self.is_of_student:
+            return replace(found, places_m2=places_n2)
+        before, own = found.student_places_nk2, places_n2[:, None]
+        joined = own if before is None else np.concatenate([before, own], 1)
+        return replace(found, student_places_nk2=joined)
 
     def _check(self, place: str, *, is_absent: bool) -> None:
         had = "has none of" if is_absent else "has only a part of"
+        way = "train without these texts"
+        if self.is_of_student:
+            way = "leave them out of the terms without alignment"
         if self.lacking <= _REPORTED or self.lacking.bit_count() == 1:
             _LOG.warning("%s: %s: %s %s it", self.name, place, self.key, had)
         if self.lacking > self.share * max(self.documents, _FEWEST_JUDGED):
@@ -154,7 +170,7 @@ class RecordsOfDocuments:
                 f"{self.lacking} of {counted(self.documents, 'document')} of data source "
                 f"{self.name} as a whole; it {had} {place}. Use the corpus of the capture with its "
                 "data.validation_fraction and data.add_bos, capture more samples of it, or raise "
-                "data.max_unaligned to train without these texts"
+                f"data.max_unaligned to {way}"
             )
         if self.absent == self.documents == _MOST_ABSENT:
             raise DataError(
@@ -263,8 +279,8 @@ class TwoTokenizers:
     """Documents in the student's and the teacher's tokens; a `Tokenization`.
 
     Texts are tokenised and aligned by the workers of a pool, which sources may share; see
-    `encoding_pool`. `distils_all`: as in `AlignedPacker`. `records`: joins them with a store; None:
-    they are not joined by document. `cache`: of the documents; None: each epoch encodes them.
+    `encoding_pool`. `distils_all`: as in `AlignedPacker`. `records`: join them with stores by
+    document. `cache`: of the documents; None: each epoch encodes them.
     """
 
     encoder: PairEncoder
@@ -273,7 +289,7 @@ class TwoTokenizers:
     pool: EncodingPool
     unaligned: Unaligned
     distils_all: bool = False
-    records: RecordsOfDocuments | None = None
+    records: tuple[RecordsOfDocuments, ...] = ()
     cache: DocumentCache | None = None
 
     @property
@@ -328,7 +344,7 @@ class TwoTokenizers:
         """Check an epoch that has ended, and write what it has added; None before the first one."""
         if count is None:
             return
-        store = "" if self.records is None else self.records.key
+        store = next((one.key for one in self.records if not one.is_of_student), "")
         count.require_used(self.unaligned.name, self.unaligned.share, store=store)
         if self.cache is not None and self.cache.is_open and count.cached < count.documents:
             self.cache.flush()
@@ -341,16 +357,20 @@ class TwoTokenizers:
     def _joined(
         self, document: Document, item: AlignedDocument | DataError, count: EpochCount
     ) -> AlignedDocument | None:
-        """The document with its records, if it is joined with a store; None if it is left out."""
+        """The document with its records, if it is joined with stores; None if it is left out."""
         self.unaligned.add(document.place, item)
         count.documents += 1
         count.last = document.place
         if not isinstance(item, AlignedDocument):
             count.unaligned += 1
             return None
-        joined = item if self.records is None else self.records.joined(document, item)
-        count.absent += joined is None
-        return joined
+        for records in self.records:
+            joined = records.joined(document, item)
+            if joined is None:
+                count.absent += 1
+                return None
+            item = joined
+        return item
 
 
 def encoding_pool(encoder: PairEncoder, workers: int) -> EncodingPool:

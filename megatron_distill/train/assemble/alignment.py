@@ -20,7 +20,6 @@ from megatron_distill.config import (
     ModelConfig,
     RunConfig,
     aligned_role,
-    named_teachers,
 )
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.sources import TeacherReading
@@ -313,13 +312,7 @@ def read_teacher(
     distils_all = isinstance(config, RunConfig) and any(
         term.alignment is None for term in config.objective.terms
     )
-    found = TeacherReading(teacher, length, data.max_unaligned, workers, distils_all)
-    if not isinstance(config, RunConfig) or not config.teachers:
-        return found
-    name = role.removeprefix("teachers.")
-    takes_all = name in named_teachers(config.objective.terms)
-    is_drawn = bool((config.objective.routing_weights or {}).get(name))
-    return replace(found, name=name, takes_all=takes_all, is_drawn=is_drawn)
+    return TeacherReading(teacher, length, data.max_unaligned, workers, distils_all)
 
 
 def read_teacher_tokenizer(section: ModelConfig, role: str = "teacher") -> Tokenizer:

@@ -12,7 +12,7 @@ from megatron_distill.data.aligned.coverage import StepCoverage, TokenBytes
 from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.collation import UnitRows
 from megatron_distill.data.loader import StepLoader, open_loader
-from megatron_distill.data.samples import SampleSource
+from megatron_distill.data.samples import NOT_JOINED, SampleSource
 from megatron_distill.data.sources import (
     DataOptions,
     held_out_samples,
@@ -89,7 +89,7 @@ class RunSamples:
             coverage=None if held_out or self.planner is None else self._coverage(),
             exchange=exchange,
             units=self.units,
-            has_places=stored is not None and stored.is_by_document and not held_out,
+            joined=NOT_JOINED if stored is None or held_out else stored.joined_sides,
         )
 
     def open_training(self) -> SampleSource:
@@ -109,7 +109,7 @@ class RunSamples:
             return self._stores().read_held_out(self.held_out)
         own, options = self.data.validation_sources, self.options
         if options.teacher is not None:  # held-out documents have no records
-            options = replace(options, teacher=replace(options.teacher, index=None))
+            options = replace(options, teacher=replace(options.teacher, stores=()))
         return held_out_samples(
             source_specs(own or self.data.sources),
             tokenizer=self._tokenizer(),

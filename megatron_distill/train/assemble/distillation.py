@@ -155,7 +155,7 @@ def open_run(config: RunConfig, site: Site, tasks: OpenTasks = NO_TASKS) -> Open
     if section.features:
         objective, teacher = _with_features(config, objective, teacher, student, layers, site)
     if teacher.stored is not None and options.teacher is not None:
-        options = replace(options, teacher=replace(options.teacher, index=teacher.stored.index))
+        options = replace(options, teacher=replace(options.teacher, stores=teacher.stored.joins))
     samples = RunSamples(
         data=config.data,
         options=options,

@@ -15,9 +15,19 @@ def members(config: RunConfig) -> dict[str, OneOfSeveral]:
     named = named_teachers(config.objective.terms)
     own = own_tokenizers(config)
     # Their order in the file changes nothing.
+    teachers = sorted((config.teachers or {}).items())
+    stored = [name for name, model in teachers if model.store is not None and name not in own]
+    drawn = config.objective.routing_weights or {}
     found = [
-        OneOfSeveral(name, number, is_named=name in named, has_own_tokens=name in own)
-        for number, name in enumerate(sorted(config.teachers or ()))
+        OneOfSeveral(
+            name,
+            number,
+            is_named=name in named,
+            has_own_tokens=name in own,
+            is_drawn=bool(drawn.get(name)),
+            column=stored.index(name) if own and name in stored else None,
+        )
+        for number, (name, _) in enumerate(teachers)
     ]
     return {one.key: one for one in found}
 

@@ -39,7 +39,6 @@ from megatron_distill.train.teachers.own_ranks import OwnRanksTeacher, RemoteHea
 from megatron_distill.train.teachers.resting import RestingTeacher
 from megatron_distill.train.teachers.sent_topk import SentTopK
 from megatron_distill.train.teachers.several import SeveralTeachers
-from megatron_distill.train.teachers.stored import stored_metrics
 
 __all__ = ["OpenTeachers", "open_several"]
 
@@ -96,7 +95,7 @@ def open_several(config: RunConfig, fit: TeacherFit, site: Site) -> OpenTeachers
             stores[name] = _stored(config, own, fit, site, tokens)
             teachers[name] = stores[name].teacher
             if tokens is None:
-                metrics.append(stored_metrics(stores[name].settings, plain))
+                metrics.append(stores[name].metrics(plain))
             else:
                 _, aligned = _connected(tokens, None, own, chunk_tokens, fit, site)
             continue
@@ -148,7 +147,7 @@ def _stored(
     """Open the store of a teacher; `tokens`: of a tokenizer of its own."""
     found = open_stored(config, fit, site, tokens, own)
     apart = [key for key in members(config) if has_own_ranks(config, key)]
-    if found.is_by_document and apart:
+    if found.is_by_document and tokens is not None and apart:
         raise ConfigError(
             f"{own.key}.store: its records are found by text, and the ranks of {apart[0]} pack the "
             f"samples without it. Capture a store with capture.aligned=true, or run {apart[0]} on "

@@ -242,11 +242,14 @@ class JoinedSamples:
         teacher: its number in a batch.
         takes_all: whether a term takes it on every sample, and not on those with its number alone.
         of_source: whether record n is of sample n of a source, and not of the whole stream.
+        column: where samples are packed for two tokenizers and the records are of the student's
+            tokens, the number of the store in `Batch.student_places_bsk2`; else None.
     """
 
     teacher: int
     takes_all: bool
     of_source: bool
+    column: int | None = None
 
     def of(self, host: Batch) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Return the number of each sample's record, and whether the teacher takes the sample."""
@@ -286,7 +289,11 @@ class HostBatch:
         numbers, taken = tuple(host.sample_ids_b.tolist()), (True,) * len(host.sample_ids_b)
         if joined is not None:
             numbers, taken = joined.of(host)
-        if host.teacher is not None:
+        places_bs2 = None
+        if joined is not None and joined.column is not None:
+            assert host.student_places_bsk2 is not None, "the loader has the places"
+            places_bs2 = _taken(host.student_places_bsk2[:, :, joined.column], taken)
+        elif host.teacher is not None:
             return cls._of_teacher(host, numbers, taken)
         is_trained = (host.ce_mask_bs | host.kd_mask_bs).any(1).tolist()
         return cls(
@@ -296,6 +303,7 @@ class HostBatch:
             sequence_index_s=host.sequence_index_s.numpy(),
             sample_ids=numbers,
             is_trained_b=_both(is_trained, taken),
+            places_bs2=places_bs2,
         )
 
     @classmethod
@@ -309,9 +317,6 @@ class HostBatch:
         size = length // len(own.sequence_index_s)
         index_s = torch.cat([zigzag_index(length, rank=rank, size=size) for rank in range(size)])
         places_bs2 = teacher.record_places_bs2
-        if places_bs2 is not None:
-            is_taken_b11 = torch.tensor(taken).view(-1, 1, 1)
-            places_bs2 = places_bs2[:, index_s].where(is_taken_b11, -1)
         return cls(
             tokens_bs=teacher.tokens_bs[:, index_s].numpy(),
             labels_bs=teacher.labels_bs[:, index_s].numpy(),
@@ -319,8 +324,14 @@ class HostBatch:
             sequence_index_s=index_s.numpy(),
             sample_ids=numbers,
             is_trained_b=_both(teacher.kd_mask_bs.any(1).tolist(), taken),
-            places_bs2=None if places_bs2 is None else places_bs2.numpy(),
+            places_bs2=None if places_bs2 is None else _taken(places_bs2[:, index_s], taken),
         )
+
+
+def _taken(places_bs2: Tensor, taken: Sequence[bool]) -> NDArray[np.int32]:
+    """The places in the samples that a teacher takes, -1 in the remaining ones."""
+    own: NDArray[np.int32] = places_bs2.where(torch.tensor(taken).view(-1, 1, 1), -1).numpy()
+    return own
 
 
 def _both(one: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:

@@ -41,6 +41,10 @@ DOCUMENTS = 40
 
 @pytest.fixture(scope="module")
 def corpus(inputs: Inputs) -> Path:
+    return write_whole_samples(inputs)
+
+
+def write_whole_samples(inputs: Inputs) -> Path:
     """Documents that each fill one sample of the student: there is no cut inside of one."""
     from megatron_distill.data.tokenizers.open import load_tokenizer
 

@@ -146,7 +146,7 @@ def test_a_store_serves_a_student_of_another_padding(
 def checked(rank: int, world: int, folder: Path, tokenizer: str, tokens: int, rows: int) -> str:
     from megatron_distill.data.tokenizers.open import Vocabulary
     from megatron_distill.store import StoreReader
-    from megatron_distill.train.assemble.stores.teacher import TokensOfRun
+    from megatron_distill.train.assemble.stores.tokens import TokensOfRun
     from tests.distributed.megatron_world import small_architecture
 
     with StoreReader.open(folder) as reader:

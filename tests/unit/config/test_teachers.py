@@ -206,6 +206,7 @@ BOTH = (STORE, "teachers.code={store: y}")
         (*BOTH, "objective.terms=[{teachers: [math, code], mixture: lowest_loss, top_k: 4}]"),
         (STORE, "objective.terms=[{teachers: {math: 1, code: 2}, score: cross_entropy}]"),
         (STORE, "objective.terms=[{alignment: common, top_k: 4, teacher: math}, {teacher: code}]"),
+        (STORE, "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]"),
         # The schedule is of the terms of code, which is no store.
         (DRAWN, STORE, SCHEDULED, "teachers.math.sequence_length=32",
          "objective.terms=[{alignment: likelihood}, {temperature_schedule: {to: 2, steps: 3}}]"),
@@ -242,10 +243,6 @@ REFUSED_STORES = {
     "field": (
         STORE, "data.sources=[{format: jsonl, paths: x, teacher_field: domain}]",
         "packs each teacher's rows apart",
-    ),
-    "two tokenizers": (
-        "objective.terms=[{teacher: math}, {alignment: uld, teacher: code}]", STORE,
-        "teachers.math.store has samples of one tokenizer",
     ),
     "a tokenizer of its own": (
         "objective.terms=[{alignment: common, teacher: math}, {teacher: code}]", STORE,

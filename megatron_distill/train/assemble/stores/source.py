@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_distill.config import DataConfig, RunConfig, routed_terms
+from megatron_distill.data.sources import JoinedStore
 from megatron_distill.errors import StoreError
 from megatron_distill.losses import ChunkTerm, Term
-from megatron_distill.store import StoreReader
+from megatron_distill.store import DocumentIndex, StoreReader
 from megatron_distill.store.plan import plan_differences
 from megatron_distill.train.assemble.sources import dataset_settings
 from megatron_distill.train.capture.folder import configured
@@ -27,12 +28,17 @@ class OneOfSeveral:
         number: in a batch.
         is_named: whether a term names it.
         has_own_tokens: whether it has a tokenizer of its own.
+        is_drawn: whether it may have samples of sources that name no teacher.
+        column: its number among the stores of the student's tokenizer beside a teacher with another
+            one; else None.
     """
 
     name: str
     number: int
     is_named: bool
     has_own_tokens: bool = False
+    is_drawn: bool = False
+    column: int | None = None
 
     @property
     def key(self) -> str:
@@ -53,7 +59,14 @@ class OneOfSeveral:
 
     def samples(self, *, of_source: bool) -> JoinedSamples:
         """Return the samples that it has records of."""
-        return JoinedSamples(self.number, takes_all=self.is_named, of_source=of_source)
+        return JoinedSamples(
+            self.number, takes_all=self.is_named, of_source=of_source, column=self.column
+        )
+
+    def joined(self, index: DocumentIndex) -> JoinedStore:
+        """Return how documents find the records of its store."""
+        is_of_student = self.column is not None
+        return JoinedStore(index, self.name, self.is_named, self.is_drawn, is_of_student)
 
 
 def share_of_source(data: DataConfig, source: int | None) -> float:

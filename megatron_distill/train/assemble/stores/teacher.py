@@ -15,7 +15,8 @@ from megatron_distill.config import (
     TrainConfig,
 )
 from megatron_distill.data.prefetch import Lookahead, StepSource
-from megatron_distill.data.samples import SampleSource
+from megatron_distill.data.samples import NOT_JOINED, JoinedSides, SampleSource
+from megatron_distill.data.sources import JoinedStore
 from megatron_distill.data.stored import (
     Share,
     StoredSamples,
@@ -25,7 +26,7 @@ from megatron_distill.data.stored import (
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError, StoreError, counted
 from megatron_distill.log import get_logger
-from megatron_distill.models.architecture import Architecture
+from megatron_distill.losses import Term
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import (
@@ -36,6 +37,7 @@ from megatron_distill.store import (
     StoreSet,
     find_stores,
 )
+from megatron_distill.store.documents import ONE_PLAN
 from megatron_distill.store.plan import plan_differences
 from megatron_distill.train.assemble.alignment import TeacherTokenizer
 from megatron_distill.train.assemble.models import resolve_model, teacher_seed
@@ -48,9 +50,10 @@ from megatron_distill.train.assemble.stores.source import (
     source_of_store,
 )
 from megatron_distill.train.assemble.stores.terms import check_terms
+from megatron_distill.train.assemble.stores.tokens import TokensOfRun
 from megatron_distill.train.capture.folder import configured
 from megatron_distill.train.model_source import teacher_digest
-from megatron_distill.train.teachers.stored import StoredTeacher
+from megatron_distill.train.teachers.stored import StoredTeacher, stored_metrics
 
 _LOGGER = get_logger(__name__)
 
@@ -69,9 +72,8 @@ class Stored:
         teacher: returns the signals of micro-batches.
         corpus: the stores as a sample source, on the first rank; None elsewhere.
         shares: of the entries in the samples, on the first rank.
-        is_by_document: whether the run's samples find their records by documents, and not by their
-            numbers.
-        index: of the documents then, on the first rank; None elsewhere.
+        joined_sides: whose tokens find their records by documents, and not by the samples' numbers.
+        join: with the documents then, on the first rank; None elsewhere.
     """
 
     settings: CaptureSettings
@@ -83,8 +85,26 @@ class Stored:
     shares: Sequence[Share] = ()
     key: str = "teacher"
     share: float = 1.0
-    is_by_document: bool = False
-    index: DocumentIndex | None = None
+    joined_sides: JoinedSides = NOT_JOINED
+    join: JoinedStore | None = None
+
+    @property
+    def is_by_document(self) -> bool:
+        """Whether the run's samples find their records by documents."""
+        return self.joined_sides != NOT_JOINED
+
+    @property
+    def joins(self) -> tuple[JoinedStore, ...]:
+        """What joins the samples by documents, on the first rank."""
+        return () if self.join is None else (self.join,)
+
+    def metrics(self, terms: Sequence[Term]) -> tuple[str, ...]:
+        """Return the names of the reported metrics of terms on tokens.
+
+        Joined by documents, the teacher's cross-entropy is unknown: labels may have no record.
+        """
+        found = stored_metrics(self.settings, terms)
+        return tuple(name for name in found if name != "teacher_ce" or not self.is_by_document)
 
     @property
     def parts(self) -> tuple[Stored, ...]:
@@ -124,14 +144,15 @@ class SeveralStores:
     names: tuple[str, ...] = ()
 
     @property
-    def is_by_document(self) -> bool:
-        """See `Stored`; it is the store of the teacher with a tokenizer of its own."""
-        return any(one.is_by_document for one in self.parts)
+    def joined_sides(self) -> JoinedSides:
+        """See `Stored`."""
+        sides = [one.joined_sides for one in self.parts]
+        return JoinedSides(sum(one.student for one in sides), any(one.teacher for one in sides))
 
     @property
-    def index(self) -> DocumentIndex | None:
+    def joins(self) -> tuple[JoinedStore, ...]:
         """See `Stored`."""
-        return next((one.index for one in self.parts if one.is_by_document), None)
+        return tuple(join for one in self.parts for join in one.joins)
 
     def ahead_of(self, loader: StepSource, *, last_step: int) -> Lookahead:
         """See `Stored`: each store reads ahead."""
@@ -161,10 +182,8 @@ def open_stored(
     """
     key = "teacher" if among is None else among.key
     section, terms, groups = config.models[key], fit.terms, site.groups
-    vocabulary, other = fit.vocabulary, None
-    if own_tokens is not None:
-        vocabulary, other = own_tokens.vocabulary, fit.vocabulary.identity
-    fits = TokensOfRun.of(config.data, section, vocabulary, fit.student, other, key=key)
+    fits = _tokens_of_run(config.data, section, fit, own_tokens, among)
+    vocabulary = fits.vocabulary
     assert section.store is not None, "a stored teacher has stores"
     own = tuple(terms) if among is None else among.terms(terms)
     is_reader = groups.is_last_stage and groups.tensor.rank() == 0
@@ -207,18 +226,43 @@ def open_stored(
         shares,
         key,
         share_of_source(config.data, found.source),
-        found.is_by_document,
-        index,
+        fits.joined_sides if found.is_by_document else NOT_JOINED,
+        None if index is None else _join(index, among),
     )
     site.resources.callback(stored.close)
     return stored
+
+
+def _tokens_of_run(
+    data: DataConfig,
+    section: ModelConfig,
+    fit: TeacherFit,
+    own_tokens: TeacherTokenizer | None,
+    among: OneOfSeveral | None,
+) -> TokensOfRun:
+    vocabulary, other = fit.vocabulary, None
+    if own_tokens is not None:
+        vocabulary, other = own_tokens.vocabulary, fit.vocabulary.identity
+    return TokensOfRun.of(
+        data,
+        section,
+        vocabulary,
+        fit.student,
+        other,
+        key="teacher" if among is None else among.key,
+        is_beside=among is not None and among.column is not None,
+    )
+
+
+def _join(index: DocumentIndex, among: OneOfSeveral | None) -> JoinedStore:
+    return JoinedStore(index) if among is None else among.joined(index)
 
 
 @dataclass(frozen=True)
 class _Facts:
     """The facts of the stores that all ranks need; source: whose samples they are, if not all.
 
-    is_by_document: see `Stored`.
+    is_by_document: see `TokensOfRun`.
     """
 
     settings: CaptureSettings
@@ -237,106 +281,6 @@ class _Facts:
         return cls(first.settings, samples, identities, digest, source, is_by_document)
 
 
-@dataclass(frozen=True)
-class TokensOfRun:
-    """The tokens of a run, which the records of its stores must have.
-
-    Attributes:
-        vocabulary: of the teacher's tokens.
-        student: the student's shape.
-        length: positions of a record.
-        student_tokenizer: see `open_stored`.
-        student_length: positions of the student's samples; None with one tokenizer.
-        has_sources: whether the run reads a corpus.
-        key: of the teacher in the configuration.
-    """
-
-    vocabulary: Vocabulary
-    student: Architecture
-    length: int
-    student_tokenizer: str | None
-    student_length: int | None
-    has_sources: bool = True
-    key: str = "teacher"
-
-    @classmethod
-    def of(
-        cls,
-        data: DataConfig,
-        teacher: ModelConfig,
-        vocabulary: Vocabulary,
-        student: Architecture,
-        student_tokenizer: str | None,
-        *,
-        key: str,
-    ) -> TokensOfRun:
-        """The tokens of a run, for the stores of one teacher."""
-        length = teacher.sequence_length or data.sequence_length
-        student_length = None if student_tokenizer is None else data.sequence_length
-        has_sources = bool(data.sources)
-        return cls(vocabulary, student, length, student_tokenizer, student_length, has_sources, key)
-
-    def is_by_document(self, store: StoreReader) -> bool:
-        """Whether the samples of a store are in the teacher's tokens alone, and the run's not."""
-        return self.student_tokenizer is not None and store.identity.student_tokenizer is None
-
-    def check(self, store: StoreReader) -> None:
-        """Raise StoreError unless a store's records have these tokens."""
-        self._check_sides(store)
-        self._check_tokenizer(store)
-        _check_vocabulary(store, self.vocabulary, self.student)
-        found = (store.settings.student_length, store.settings.sequence_length)
-        if found == (self.student_length, self.length) or self.is_by_document(store):
-            return
-        if self.student_length is None:
-            raise StoreError(
-                f"{store.folder}: its sequence_length is {found[1]}, this run's {self.length}; set "
-                "data.sequence_length to the store's, or capture a store for this run"
-            )
-        raise StoreError(
-            f"{store.folder}: its samples have {found[0]} positions of the student and {found[1]} "
-            f"of the teacher, this run's {self.student_length} and {self.length}. Set "
-            f"data.sequence_length={found[0]} and {self.key}.sequence_length={found[1]}, or "
-            "capture a store for this run"
-        )
-
-    def _check_sides(self, store: StoreReader) -> None:
-        there, here = store.identity.student_tokenizer, self.student_tokenizer
-        if self.is_by_document(store) and not self.has_sources:
-            raise StoreError(
-                f"{store.folder}: captured with the teacher's tokenizer alone, without tokens of "
-                "this student; name the corpus in data.sources, or capture a store with "
-                "capture.aligned=true"
-            )
-        if there is not None and here is None:
-            raise StoreError(
-                f"{store.folder}: captured for a student with a tokenizer of its own, and no term "
-                "has an alignment. Set alignment of objective.terms.0, or capture a store with "
-                "capture.aligned=false"
-            )
-        if there is not None and here is not None and there != here:
-            raise StoreError(
-                f"{store.folder}: captured for a student with the tokenizer {there[:12]}, not "
-                f"{here[:12]}; set data.tokenizer to that of the capture, or capture a store with "
-                "this one"
-            )
-
-    def _check_tokenizer(self, store: StoreReader) -> None:
-        there, here = store.identity.tokenizer, self.vocabulary.identity
-        if there == UNKNOWN:
-            _LOGGER.warning(
-                "%s does not name its tokenizer, so it cannot be compared with that of this run",
-                store.folder,
-            )
-        elif there != here:
-            own = f"{self.key}.tokenizer"
-            key = "data.tokenizer" if self.student_tokenizer is None else own
-            raise StoreError(
-                f"{store.folder}: its tokenizer is {there[:12]}, not {here[:12]} as in this run. "
-                f"Remove {key} to use that of the store, or capture a store with this one"
-            )
-
-
 def _open(entries: Sequence[StoreSourceConfig], fits: TokensOfRun, key: str) -> StoreSet:
     """Open all stores, entry by entry, so that each entry's samples are numbered in a row."""
     stores: list[StoreReader] = []
@@ -348,22 +292,6 @@ def _open(entries: Sequence[StoreSourceConfig], fits: TokensOfRun, key: str) -> 
             fits.check(store)
             stores.append(store)
     return StoreSet(stores)
-
-
-def _check_vocabulary(store: StoreReader, vocabulary: Vocabulary, student: Architecture) -> None:
-    """Raise StoreError unless the ids of a store are those of this run.
-
-    Older releases wrote the number of the teacher's rows, padding among them. With the run's
-    tokenizer that is any number above its tokens; without a known one, that of the student's rows.
-    """
-    size, tokens = store.settings.vocab_size, vocabulary.size
-    is_ours = store.identity.tokenizer == vocabulary.identity
-    if size == tokens or (size > tokens and (is_ours or size == student.vocab_size)):
-        return
-    raise StoreError(
-        f"{store.folder}: its vocab_size is {size}, this run's tokenizer has {tokens} tokens; use "
-        "its tokenizer, or capture a store for this run"
-    )
 
 
 def _joined(
@@ -417,14 +345,15 @@ def _index(stores: StoreSet, fits: TokensOfRun, data: DataConfig) -> DocumentInd
     """
     if not fits.is_by_document(stores.stores[0]):
         return None
+    remedy = f"set {fits.key}.hf in place of its store" if fits.is_beside else ONE_PLAN
     for index, source in enumerate(data.sources):
         if source.conversation is not None:
             raise StoreError(
                 f"{stores.stores[0].folder}: captured with the teacher's tokenizer alone, so its "
-                f"records are found by text, but data.sources.{index}.conversation is set. Capture "
-                "a store with capture.aligned=true, or remove this source"
+                f"records are found by text, but data.sources.{index}.conversation is set. Remove "
+                f"this source, or {remedy}"
             )
-    return DocumentIndex(stores)
+    return DocumentIndex(stores, remedy=remedy)
 
 
 def _check_corpus(store: StoreReader, data: DataConfig, seed: int) -> None:

@@ -16,7 +16,7 @@ from megatron_distill.data.collation import pack_samples, unpack_samples
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.routing import Routing
 from megatron_distill.data.samples import NO_CHUNK, Sample
-from megatron_distill.data.sources import DataOptions, TeacherReading, open_training
+from megatron_distill.data.sources import DataOptions, JoinedStore, TeacherReading, open_training
 from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
 from megatron_distill.errors import DataError
 from megatron_distill.store import CaptureSettings, DocumentIndex, StoreSet
@@ -84,7 +84,7 @@ def joined(
     """Samples of the student, joined with a store."""
     with StoreSet.open([str(folder)]).stores[0] as store:
         index = DocumentIndex(StoreSet([store]))
-    reading = TeacherReading(teacher, TEACHER, share, workers=0, index=index)
+    reading = TeacherReading(teacher, TEACHER, share, workers=0, stores=(JoinedStore(index),))
     given = options(STUDENT, reading)
     stream = open_training([spec], tokenizer=student, options=given, seed=5)
     while True:
@@ -216,13 +216,14 @@ def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
     specs = [other, replace(spec, teacher="a")]
     with StoreSet.open([str(tmp_path / "store")]).stores[0] as store:
         index = DocumentIndex(StoreSet([store]))
-    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0, name="a", takes_all=False)
+    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0)
+    join = JoinedStore(index, "a", takes_all=False)
     live, stored = (
         open_training(
             specs, tokenizer=student, seed=5,
             options=replace(options(STUDENT, one), routing=Routing(("a", "b"))),
         )
-        for one in (reading, replace(reading, index=index))
+        for one in (reading, replace(reading, stores=(join,)))
     )  # fmt: skip
     for _ in range(40):
         plain, sample = live.next_sample(), stored.next_sample()
@@ -237,7 +238,7 @@ def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
     nameless = [replace(other, teacher=None), replace(spec, teacher="a")]
     drawn = Routing(("a", "b"), (0.0, 1.0))
     for is_drawn in (False, True):
-        one = replace(reading, index=index, is_drawn=is_drawn)
+        one = replace(reading, stores=(replace(join, is_drawn=is_drawn),))
         given = replace(options(STUDENT, one), routing=drawn)
         stream = open_training(nameless, tokenizer=student, options=given, seed=5)
         if is_drawn:
@@ -245,7 +246,7 @@ def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
                 list(islice(iter(stream.next_sample, None), 40))
         else:
             assert {stream.next_sample().teacher_number for _ in range(40)} == {0, 1}
-    takes_all = replace(reading, index=index, takes_all=True)
+    takes_all = replace(reading, stores=(replace(join, takes_all=True),))
     stream = open_training(specs, tokenizer=student, options=options(STUDENT, takes_all), seed=5)
     with pytest.raises(DataError, match=r"teachers\.a\.store does not have 2 of .*other\.jsonl"):
         list(islice(iter(stream.next_sample, None), 40))
@@ -343,7 +344,7 @@ def test_a_store_without_the_begin_of_text_names_the_setting(
     store_of(tmp_path / "store", spec, teacher, samples=70)
     with StoreSet.open([str(tmp_path / "store")]).stores[0] as store:
         index = DocumentIndex(StoreSet([store]))
-    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0, index=index)
+    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0, stores=(JoinedStore(index),))
     for tokenizer in (student, teacher):
         monkeypatch.setattr(tokenizer, "bos_id", 0)
     given = replace(options(STUDENT, reading), add_bos=True)

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.errors import ConfigError
-from megatron_distill.train.assemble import alignment, several
+from megatron_distill.store import DocumentIndex
+from megatron_distill.train.assemble import several
 from megatron_distill.train.assemble.routing import members
 from tests.support.sample_configs import ARCHITECTURE, MINIMAL, load_tree
 
@@ -32,7 +32,10 @@ def test_ranks_that_lack_the_store_are_refused(
     fit: Any = SimpleNamespace(terms=(), student=None, vocabulary=vocabulary)
     site: Any = SimpleNamespace(groups=None, execution=execution, resources=ExitStack())
     tokens: Any = SimpleNamespace(vocabulary=vocabulary)
-    far = members(config)["teachers.far"]
+    known = members(config)
+    # Records of the student's tokens change no sample, so that ranks may lack such a store.
+    assert several._stored(config, known["teachers.near"], fit, site, None) is opened
+    far = known["teachers.far"]
     if not is_by_document or ranks is None:
         assert several._stored(config, far, fit, site, tokens) is opened
         return
@@ -43,7 +46,7 @@ def test_ranks_that_lack_the_store_are_refused(
 
 @pytest.mark.parametrize(("weights", "is_drawn"), [("{near: 1}", False), ("{far: 1}", True)])
 def test_samples_of_a_source_without_a_teacher_are_those_of_the_teachers_that_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, is_drawn: bool
+    tmp_path: Path, weights: str, is_drawn: bool
 ) -> None:
     config = load_tree(
         tmp_path, TREE, "objective.terms=[{}, {alignment: likelihood}]",
@@ -51,7 +54,6 @@ def test_samples_of_a_source_without_a_teacher_are_those_of_the_teachers_that_ar
         "data.sources=[{format: python_stdlib}, {format: text, paths: [a], teacher: far}, "
         "{format: text, paths: [b], teacher: near}]",
     )  # fmt: skip
-    tokenizer, vocabulary = SimpleNamespace(identity="t"), SimpleNamespace(identity="s")
-    monkeypatch.setattr(alignment, "read_teacher_tokenizer", lambda *_: tokenizer)
-    reading = alignment.read_teacher(config, cast(Vocabulary, vocabulary))
-    assert (reading.name, reading.takes_all, reading.is_drawn) == ("far", False, is_drawn)
+    join = members(config)["teachers.far"].joined(cast(DocumentIndex, None))
+    assert (join.name, join.takes_all, join.is_drawn) == ("far", False, is_drawn)
+    assert not join.is_of_student
