@@ -475,7 +475,7 @@ def _logit_seconds(
     In the losses, or in a choice of so many most probable ids.
     """
     logits = rank.tokens * columns
-    measured = rank.device.logit_seconds(rank.precision, columns, chooses=chosen > 0)
+    measured = rank.device.logit_seconds(rank.precision, columns, chosen=chosen)
     if measured is not None:
         return logits * measured
     sorted_numbers = rank.tokens * (columns / _SEGMENT + _SEGMENT * chosen) if chosen else 0.0
