@@ -56,6 +56,7 @@ class RunStatus:
         checkpoint: the newest one's name; its age, and the time that its save took.
         launches: number; restarts: of the newest job.
         slowest_ranks: with the phases in which they are slow, see `logging.straggler_interval`.
+            slowest_teacher_ranks: the same of each teacher on ranks of its own, by its name.
         unit: `step`, `shard` of a capture, `part` of rollouts, or empty: jobs without progress.
         jobs: states of jobs that read the folder, by command, such as `evaluate`.
     """
@@ -74,6 +75,7 @@ class RunStatus:
     launches: int
     restarts: int
     slowest_ranks: str | None
+    slowest_teacher_ranks: Mapping[str, str] = field(default_factory=dict)
     unit: str = "step"
     jobs: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,6 +102,8 @@ class RunStatus:
         if self.unit == "step":
             slowest = self.slowest_ranks or "not known (logging.straggler_interval)"
             rows.append(("slowest", slowest))
+        for name, slowest in self.slowest_teacher_ranks.items():
+            rows.append(("slowest", f"of {name}, {slowest}"))
         rows += self.jobs.items()
         return [self.run, *(f"{name:<11} {text}" for name, text in rows)]
 
@@ -173,6 +177,7 @@ def _run_status(run: Path) -> RunStatus:
         slowest_ranks=next(
             (one["slowest_ranks"] for one in reversed(records) if "slowest_ranks" in one), None
         ),
+        slowest_teacher_ranks=_slowest_of_teachers(records),
         jobs={one.command: _text_of(one.state, one.detail) for one in readers},
     )
 
@@ -458,6 +463,14 @@ def _checkpoint(run: Path) -> tuple[str | None, float | None, float | None]:
         return None, None, None
     age = time.time() - _changed(folder / "description.json")
     return folder.name, age, save_seconds(folder)
+
+
+def _slowest_of_teachers(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the newest text of each teacher; a record has those whose line was due."""
+    found: dict[str, str] = {}
+    for one in records:
+        found |= one.get("slowest_teacher_ranks", {})
+    return dict(sorted(found.items()))
 
 
 def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

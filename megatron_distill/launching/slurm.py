@@ -22,6 +22,11 @@ __all__ = ["Container", "SlurmJob"]
 _LOGGER = get_logger(__name__)
 _SECONDS: Final = 60.0  # of a call of Slurm's programs
 _RUNNING: Final = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING"})
+# Of nodes, as sinfo writes them: states that an administrator ends, and marks behind a state. Four
+# marks are of a restart, after which Slurm itself takes the node back.
+_OUT: Final = frozenset({"drained", "draining", "fail", "failing", "future", "inval"})
+_MARKS: Final = "*~#!%$@^+-"
+_RESTARTS: Final = frozenset("@^!%")
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux, 32,768 and up
 _STRIDE: Final = 7919  # to another port, so that jobs with numbers side by side never meet there
 
@@ -158,7 +163,7 @@ class SlurmJob:
             lack = _lack(job, added, wanted=len(self.nodes)) if added else None
         if lack is not None:
             return (
-                f"{lack}: repair {'it' if len(added) == 1 else 'them'}, remove the lines in "
+                f"{lack}: repair or resume enough of them, remove their lines in "
                 "`launches/bad_nodes`, and submit the job again"
             )
         failure = _failure("scontrol", "requeue", self.shown)
@@ -229,23 +234,67 @@ def _wanted(job: Mapping[str, str]) -> int | None:
 def _lack(job: Mapping[str, str], nodes: Sequence[str], *, wanted: int) -> str | None:
     """Return how many nodes a job's partition has besides these, where they are too few.
 
-    None: they are enough, or Slurm does not say. Nodes that are down count: they may be back. So do
-    those that the job's constraint, gres or list of nodes rules out: only the partition is asked.
+    None: they are enough, or Slurm does not say. Busy nodes count, and so do those that the job's
+    constraint, gres or list of nodes rules out. Nodes that only an administrator brings back do
+    not: a job would wait for them for ever.
     """
     partition, excluded = job.get("Partition"), ",".join([*_excluded(job), *nodes])
     if partition is None:
         return None
     try:
-        there = _answer(
-            "sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N"
-        ).split()
+        there = _nodes_of(partition)
         names = _answer("scontrol", "show", "hostnames", excluded).split()
     except ConfigError:
         return None
-    left = len(set(there) - set(names))
+    others = {name: node for name, node in there.items() if name not in names}
+    out = [f"{name} ({node.state})" for name, node in others.items() if node.stays_out()]
+    left = len(others) - len(out)
     if not there or left >= wanted:
         return None
-    return f"{left} of {wanted} nodes are left in partition {partition} without {', '.join(nodes)}"
+    without = " and ".join(filter(None, (", ".join(nodes), ", ".join(out))))
+    return f"{left} of {wanted} nodes are left in partition {partition} without {without}"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of a partition: its state without marks, these, and the reason of an outage."""
+
+    state: str
+    marks: str
+    reason: str
+
+    def stays_out(self) -> bool:
+        """Return whether the node serves no job before an administrator acts.
+
+        Slurm takes nodes that are down back when they register, as far as ReturnToService lets it.
+        """
+        if _RESTARTS & set(self.marks):
+            return False
+        if self.state != "down":
+            return self.state in _OUT
+        rule = _return_to_service()
+        return rule == 0 or (rule == 1 and not self.reason.startswith("Not responding"))
+
+
+def _nodes_of(partition: str) -> dict[str, _Node]:
+    """Return the nodes of a partition by name. Raises ConfigError: Slurm gives no answer."""
+    columns = "--format=%N|%T|%E"
+    answer = _answer("sinfo", "--noheader", "--Node", f"--partition={partition}", columns)
+    found = {}
+    for line in answer.splitlines():
+        name, state, reason = line.strip().split("|", 2)
+        plain = state.rstrip(_MARKS)
+        found[name] = _Node(plain, state[len(plain) :], reason)
+    return found
+
+
+def _return_to_service() -> int | None:
+    """Return the rule by which nodes that are down come back; None: Slurm does not say."""
+    with suppress(ConfigError):
+        settings = _answer("scontrol", "show", "config")
+        if (found := re.search(r"^ReturnToService\s*=\s*(\d)", settings, re.MULTILINE)) is not None:
+            return int(found[1])
+    return None
 
 
 def _answer(*command: str) -> str:

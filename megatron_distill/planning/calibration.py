@@ -1,9 +1,9 @@
-"""The rates of the machine at hand, measured in less than half a minute.
+"""The rates of the machine at hand, measured in several short rounds.
 
-Measured are products of four sizes, a fused attention, a layer's element-wise work, and messages
-between two processes. On a CPU the losses' work per logit, that of a choice of top-k ids, and the
-optimizer's per parameter are added. Operands of products are not in the caches, as they are not in
-a step.
+Each round measures every rate once. Measured are products of four sizes, a fused attention, a
+layer's element-wise work, and messages between two processes. On a CPU the losses' work per logit,
+that of a choice of top-k ids, and the optimizer's per parameter are added. Operands of products are
+not in the caches, as they are not in a step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_distill.errors import counted
-from megatron_distill.log import get_logger
 from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.attention_kernels.tiles import attend
@@ -33,6 +31,12 @@ from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.frozen_head import row_statistics
 from megatron_distill.ops.topk import select
 from megatron_distill.planning.calibration_links import measure_links
+from megatron_distill.planning.calibration_neighbours import (
+    busy_seconds,
+    measured_beside,
+    own_seconds,
+)
+from megatron_distill.planning.calibration_rounds import reduced
 from megatron_distill.planning.device import (
     ALIASED_COLUMNS,
     CALIBRATED,
@@ -44,9 +48,8 @@ from megatron_distill.planning.forked_ranks import ForkedRanks
 from megatron_distill.runtime.segments import Segments
 from megatron_distill.signals import HiddenState
 
-__all__ = ["measure_machine", "measured_beside"]
+__all__ = ["measure_machine"]
 
-_LOGGER = get_logger(__name__)
 _DTYPES: Final[dict[Precision, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Square products, and the hidden states of a layer's element-wise work in bytes, of which it holds
 # some thirty times as many.
@@ -54,17 +57,16 @@ _CPU_SIDES: Final = (128, 256, 512, 1024)
 _GPU_SIDES: Final = (1024, 2048, 4096, 8192)
 _CPU_BYTES: Final = (2**18, 2**20, 2**23, 2**25)
 _GPU_BYTES: Final = (2**18, 2**21, 2**24, 2**27)
-_SECONDS: Final = 0.3  # of one measurement
-_FEWEST: Final = 2  # calls of one that takes longer, after one that is not counted
+_ROUNDS: Final = 3
+_SECONDS: Final = 0.1  # of one measurement in a round
 _CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
 _COLUMNS: Final = 33_024  # of logits, as many as aliased ones and no multiple of their number
 _TOP_K: Final = 64
+_NARROW: Final = 8192  # columns of rows that are read whole for so many ids
 _HEAD_WIDTHS: Final = (32, 128)  # of which a CPU's attention is measured
 # Of products in layers: [tokens, hidden size, a multiple of it].
 _GAIN_SHAPES: Final = ((512, 256, 1408), (2048, 768, 2048))
 _HIDDEN: Final = 1024
-# Share of the cores that others may use: the rates of two threads suffer first.
-_UNSEEN: Final = 0.1
 # Operations that the planner counts in a layer's element-wise work.
 _ELEMENT_KERNELS: Final = 7
 
@@ -77,89 +79,88 @@ def measure_machine(
 ) -> DeviceProfile:
     """Measure this machine's CPU, or its first GPU; warns where other processes disturb it.
 
-    forked: ranks of a CPU, whose imports are done. steps: returns the device refined by steps that
-    it takes.
+    forked: ranks of a CPU, whose imports are done. steps: returns the device of one round refined
+    by steps that it takes.
     """
-    began, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds(forked)
-    device = torch.device("cuda:0" if kind == "gpu" else "cpu")
-    threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if kind == "cpu" else None
-    try:
-        if kind == "cpu":
-            torch.set_num_threads(1)
-        peaks, efficiency = _products(device)
-        attention, softmax = _attention(device, peaks)
-        rate, memory = _elements(device)
-        kernel = _kernel(device)
-        logits, aliased, choices, update = {}, {}, {}, 0.0
-        if kind == "cpu":
-            logits, aliased = (_logits(peaks, count) for count in (_COLUMNS, ALIASED_COLUMNS))
-            choices, update = _choices(), _update()
-        gain: Curve = ((1.0, 1.0),)
-        if cores is not None and cores > 1:
-            gain = _gain(cores)
-    finally:
-        torch.set_num_threads(threads)
-    node, network = measure_links(device, forked)
-    found = DeviceProfile(
-        name=CALIBRATED[kind],
-        title=_title(device),
-        kind=kind,
-        memory_gib=_memory(device) / 2**30,
-        reserved_gib=0.4 if kind == "cpu" else 2.5,
-        peak_tflops=peaks,
-        product_efficiency=efficiency,
-        attention_efficiency=attention,
-        score_ns=softmax,
-        memory_gb_per_s=rate,
-        memory_efficiency=memory,
-        kernel_us=kernel * 1e6,
-        logit_ns=logits,
-        aliased_logit_ns=aliased,
-        choice_ns=choices,
-        update_ns=update * 1e9,
-        cores=cores,
-        thread_efficiency=gain,
-        node=node,
-        network=network,
-        source="",
-        efficiency_source="measured too",
-        date=date.today().isoformat(),
-    )
-    if steps is not None:
-        found = steps(found)
-    others = max(0.0, _busy_seconds() - busy - (_own_seconds(forked) - own))
+    began, busy, own = time.perf_counter(), busy_seconds(), own_seconds(forked)
+    machine = _Machine(kind, forked)
+    rounds = [(steps or _as_measured)(machine.rates()) for _ in range(_ROUNDS)]
+    others = max(0.0, busy_seconds() - busy - (own_seconds(forked) - own))
     others /= time.perf_counter() - began
     # A GPU does not mind them.
-    source = measured_beside(0.0 if cores is None else others, cores=cores or 1)
-    return found.model_copy(update={"source": source})
+    source = measured_beside(0.0 if machine.cores is None else others, cores=machine.cores or 1)
+    return reduced(rounds).model_copy(update={"source": source})
 
 
-def measured_beside(others: float, *, cores: int) -> str:
-    """Return the source of a measurement, and warn if other processes used many of the cores."""
-    source = "measured by megatron-distill calibrate"
-    if others <= _UNSEEN * cores:
-        return source
-    _LOGGER.warning(
-        "other processes used %.1f of %s meanwhile, so that the rates are too low; calibrate again "
-        "when they have ended",
-        others,
-        counted(cores, "core"),
-    )
-    return f"{source}, while other processes used {others:.1f} of {counted(cores, 'core')}"
+def _as_measured(device: DeviceProfile) -> DeviceProfile:
+    return device
 
 
-def _busy_seconds() -> float:
-    """Return the seconds that this process's cores have worked, for any process."""
-    times = psutil.cpu_times(percpu=True)
-    mine = [times[core]._asdict() for core in os.sched_getaffinity(0) if core < len(times)]
-    idle = ("idle", "iowait", "guest", "guest_nice")  # user has a guest's
-    return sum(value for one in mine for name, value in one.items() if name not in idle)
+class _Machine:
+    """The works of all rates, with their operands; `cores`: of a CPU."""
+
+    def __init__(self, kind: Literal["cpu", "gpu"], forked: ForkedRanks | None) -> None:
+        self.cores = len(os.sched_getaffinity(0)) if kind == "cpu" else None
+        self._kind, self._forked = kind, forked
+        device = self._device = torch.device("cuda:0" if kind == "gpu" else "cpu")
+        self._products, self._attention = _products(device), _attention(device)
+        self._elements, self._kernel = _elements(device), _kernel(device)
+        self._logits, self._aliased, self._choices, self._narrow_choices = (
+            (_logits(_COLUMNS), _logits(ALIASED_COLUMNS), _choices(_COLUMNS), _choices(_NARROW))
+            if kind == "cpu"
+            else (_no_rates,) * 4
+        )
+        self._update = _update() if kind == "cpu" else None
+        self._gain = None if self.cores in (None, 1) else _gain(self.cores or 1)
+
+    def rates(self) -> DeviceProfile:
+        """Measure every rate once; those of a CPU on one thread."""
+        threads = torch.get_num_threads()
+        try:
+            if self._kind == "cpu":
+                torch.set_num_threads(1)
+            peaks, efficiency = self._products()
+            attention, softmax = self._attention(peaks)
+            rate, memory = self._elements()
+            rates = {
+                "peak_tflops": peaks,
+                "product_efficiency": efficiency,
+                "attention_efficiency": attention,
+                "score_ns": softmax,
+                "memory_gb_per_s": rate,
+                "memory_efficiency": memory,
+                "kernel_us": self._kernel() * 1e6,
+                "logit_ns": self._logits(peaks),
+                "aliased_logit_ns": self._aliased(peaks),
+                "choice_ns": self._choices(peaks),
+                "narrow_choice_ns": self._narrow_choices(peaks),
+                "update_ns": 0.0 if self._update is None else self._update() * 1e9,
+                "thread_efficiency": ((1.0, 1.0),) if self._gain is None else self._gain(),
+            }
+        finally:
+            torch.set_num_threads(threads)
+        node, network = measure_links(self._device, self._forked)
+        return DeviceProfile.model_validate(
+            rates
+            | {
+                "name": CALIBRATED[self._kind],
+                "title": _title(self._device),
+                "kind": self._kind,
+                "memory_gib": _memory(self._device) / 2**30,
+                "reserved_gib": 0.4 if self._kind == "cpu" else 2.5,
+                "cores": self.cores,
+                "node": node,
+                "network": network,
+                "source": "",
+                "efficiency_source": "measured too",
+                "date": date.today().isoformat(),
+            }
+        )
 
 
-def _own_seconds(forked: ForkedRanks | None = None) -> float:
-    """Return the seconds that this process, its ended children and forked ranks have worked."""
-    return sum(os.times()[:4]) + (0.0 if forked is None else forked.cpu_seconds)
+def _no_rates(_: dict[Precision, float]) -> dict[Precision, float]:
+    """Return no rates: of a GPU its memory's is all that is measured."""
+    return {}
 
 
 def _title(device: torch.device) -> str:
@@ -175,7 +176,10 @@ def _memory(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of one call, over as many as fit the time."""
+    """Return the median time of one call, over as many as fit the time.
+
+    A call that takes longer is alone, and counts: caches are no matter to it.
+    """
 
     def once() -> float:
         if device.type == "cuda":
@@ -186,27 +190,35 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
-    once()
-    times = [once()]
-    count = max(_FEWEST, min(200, int(_SECONDS / max(times[0], 1e-6))))
-    times += [once() for _ in range(count - 1)]
-    return median(times)
+    first = once()
+    if first > _SECONDS:
+        return first
+    return median(once() for _ in range(min(200, max(1, int(_SECONDS / max(first, 1e-6))))))
 
 
-def _products(
-    device: torch.device,
-) -> tuple[dict[Precision, float], tuple[tuple[float, float], ...]]:
-    """Return the highest rate of each precision in TFLOP/s, and the share by size of the main."""
+def _products(device: torch.device) -> Callable[[], tuple[dict[Precision, float], Curve]]:
+    """Return a measurement of products.
+
+    Of each precision it has the highest rate in TFLOP/s, and of the main one the share by size.
+    """
     on_cuda = device.type == "cuda"
     main: Precision = "bf16" if on_cuda else "fp32"
-    rates: dict[Precision, list[tuple[float, float]]] = {}
-    for precision, dtype in _DTYPES.items():
-        for side in _GPU_SIDES if on_cuda else _CPU_SIDES:
-            seconds = _seconds(_cold_product((side, side, side), dtype, device), device)
-            rates.setdefault(precision, []).append((2 * side**3 / 1e9, 2 * side**3 / seconds))
-    peaks = {precision: max(rate for _, rate in found) / 1e12 for precision, found in rates.items()}
-    shares = [(size, rate / peaks[main] / 1e12) for size, rate in rates[main]]
-    return peaks, tuple((round(size, 4), round(share, 4)) for size, share in shares)
+    works = {
+        (precision, side): _cold_product((side, side, side), dtype, device)
+        for precision, dtype in _DTYPES.items()
+        for side in (_GPU_SIDES if on_cuda else _CPU_SIDES)
+    }
+
+    def measure() -> tuple[dict[Precision, float], Curve]:
+        rates: dict[Precision, list[tuple[float, float]]] = {}
+        for (precision, side), work in works.items():
+            rate = 2 * side**3 / _seconds(work, device)
+            rates.setdefault(precision, []).append((2 * side**3 / 1e9, rate))
+        peaks = {key: max(rate for _, rate in found) / 1e12 for key, found in rates.items()}
+        shares = [(size, rate / peaks[main] / 1e12) for size, rate in rates[main]]
+        return peaks, tuple((round(size, 4), round(share, 4)) for size, share in shares)
+
+    return measure
 
 
 def _cold_product(
@@ -227,17 +239,17 @@ def _cold_product(
     return work
 
 
-def _attention(
-    device: torch.device, peaks: dict[Precision, float]
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the share of the peak of attention's products, and the nanoseconds of a softmax."""
-    if device.type == "cuda":
-        return _gpu_attention(device, peaks["bf16"]), (0.0, 0.0)
-    return _cpu_attention(peaks["fp32"])
+# Shares of the peak of attention's products, and nanoseconds of a softmax; forward and backward.
+_Attention = tuple[tuple[float, float], tuple[float, float]]
 
 
-def _gpu_attention(device: torch.device, peak: float) -> tuple[float, float]:
-    """Return the share of the peak that fused attention reaches, forward and backward."""
+def _attention(device: torch.device) -> Callable[[dict[Precision, float]], _Attention]:
+    """Return a measurement of attention, which is given the highest rates of products."""
+    return _gpu_attention(device) if device.type == "cuda" else _cpu_attention()
+
+
+def _gpu_attention(device: torch.device) -> Callable[[dict[Precision, float]], _Attention]:
+    """Return a measurement of the share of the peak that fused attention reaches."""
     heads, length, width = 32, 4096, 128
     query, key, value = (
         torch.randn(
@@ -245,39 +257,47 @@ def _gpu_attention(device: torch.device, peak: float) -> tuple[float, float]:
         )
         for _ in range(3)
     )
+    flops = 4 * heads * width * length * (length + 1) / 2
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    ahead, back = _both_passes(forward, device)
-    flops = 4 * heads * width * length * (length + 1) / 2
-    return flops / ahead / (peak * 1e12), 2.5 * flops / back / (peak * 1e12)
+    def measure(peaks: dict[Precision, float]) -> _Attention:
+        ahead, back = _both_passes(forward, device)
+        peak = peaks["bf16"] * 1e12
+        return (flops / ahead / peak, 2.5 * flops / back / peak), (0.0, 0.0)
+
+    return measure
 
 
-def _cpu_attention(peak: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the share of the peak of attention's products, and the nanoseconds of a softmax.
+def _cpu_attention() -> Callable[[dict[Precision, float]], _Attention]:
+    """Return a measurement of the products and of the softmax of one score.
 
-    Both forward and backward; of a softmax for one score. Two widths of heads tell them apart.
+    Two widths of heads tell them apart.
     """
     heads, groups, length = 8, 4, 512
     scores = heads * length * (length + 1) / 2
     segments = Segments(bounds=((0, length),))
-    found = []
+    passes = []
     for width in _HEAD_WIDTHS:
         query, key, value = (
             torch.randn(length, 1, count, width, requires_grad=True)
             for count in (heads, groups, groups)
         )
         rule = AttentionRule(scale=width**-0.5, softcap=None, dropout=0.0)
-        forward = partial(attend, query, key, value, segments, rule)
-        found.append(_both_passes(forward, torch.device("cpu")))
+        passes.append(partial(attend, query, key, value, segments, rule))
     narrow, wide = _HEAD_WIDTHS
-    shares, softmax = [], []
-    for products, few, many in zip((4.0, 10.0), *found, strict=True):
-        rate = products * scores * (wide - narrow) / max(many - few, 0.1 * many)
-        shares.append(rate / (peak * 1e12))
-        softmax.append(max(0.0, few - products * scores * narrow / rate) / scores * 1e9)
-    return (shares[0], shares[1]), (softmax[0], softmax[1])
+
+    def measure(peaks: dict[Precision, float]) -> _Attention:
+        found = [_both_passes(forward, torch.device("cpu")) for forward in passes]
+        shares, softmax = [], []
+        for products, few, many in zip((4.0, 10.0), *found, strict=True):
+            rate = products * scores * (wide - narrow) / max(many - few, 0.1 * many)
+            shares.append(rate / (peaks["fp32"] * 1e12))
+            softmax.append(max(0.0, few - products * scores * narrow / rate) / scores * 1e9)
+        return (shares[0], shares[1]), (softmax[0], softmax[1])
+
+    return measure
 
 
 def _both_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
@@ -287,20 +307,27 @@ def _both_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[f
     return ahead, max(both - ahead, ahead)
 
 
-def _elements(device: torch.device) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """Return the rate of element-wise work in GB/s, and the share by megabytes of one operation.
+def _elements(device: torch.device) -> Callable[[], tuple[float, Curve]]:
+    """Return a measurement of element-wise work in GB/s, and the share by megabytes of one kernel.
 
     The work is a layer's, forward and backward, over the bytes that the planner counts for it. It
     has two norms, two residual sums, rotated queries and keys, and a gated activation.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    found = []
-    for size in _CPU_BYTES if device.type == "cpu" else _GPU_BYTES:
-        layer = _ElementsOfLayer(max(1, size // dtype.itemsize // _HIDDEN), dtype, device)
-        moved = layer.moved / _ELEMENT_KERNELS
-        found.append((moved / 1e6, 3 * layer.moved / _seconds(layer, device) / 1e9))
-    best = max(rate for _, rate in found)
-    return best, tuple((round(size, 3), round(rate / best, 4)) for size, rate in found)
+    layers = [
+        _ElementsOfLayer(max(1, size // dtype.itemsize // _HIDDEN), dtype, device)
+        for size in (_CPU_BYTES if device.type == "cpu" else _GPU_BYTES)
+    ]
+
+    def measure() -> tuple[float, Curve]:
+        rates = [3 * layer.moved / _seconds(layer, device) / 1e9 for layer in layers]
+        sizes = [layer.moved / _ELEMENT_KERNELS / 1e6 for layer in layers]
+        best = max(rates)
+        return best, tuple(
+            (round(size, 3), round(rate / best, 4)) for size, rate in zip(sizes, rates, strict=True)
+        )
+
+    return measure
 
 
 class _ElementsOfLayer:
@@ -332,70 +359,87 @@ class _ElementsOfLayer:
         torch.autograd.backward(results, [result.detach() for result in results])
 
 
-def _kernel(device: torch.device) -> float:
-    """Return the time of starting one operation."""
+def _kernel(device: torch.device) -> Callable[[], float]:
+    """Return a measurement of the seconds that starting one operation takes."""
     small = torch.zeros(8, device=device)
-    return _seconds(lambda: [small.add_(1.0) for _ in range(100)], device) / 100
+    return lambda: _seconds(lambda: [small.add_(1.0) for _ in range(100)], device) / 100
 
 
-def _logits(peaks: dict[Precision, float], columns: int) -> dict[Precision, float]:
-    """Return the nanoseconds of one logit of one model in the objective, without the products."""
-    return {
-        precision: max(1e9 * _logit(dtype, peaks[precision], columns), 0.01)
-        for precision, dtype in _DTYPES.items()
-    }
+# Is given the highest rates of products.
+_Rates = Callable[[dict[Precision, float]], dict[Precision, float]]
 
 
-def _logit(dtype: torch.dtype, peak: float, columns: int) -> float:
-    """Return the seconds of one of `columns` logits.
+def _logits(columns: int) -> _Rates:
+    """Return a measurement of one logit of one model in the objective, without the products."""
+    works = {precision: _Objective(dtype, columns) for precision, dtype in _DTYPES.items()}
 
-    peak: of products, in TFLOP/s.
-    """
-    rows, hidden = 512, 256
-    student, weight = (
-        torch.randn(count, hidden).to(dtype).requires_grad_() for count in (rows, columns)
-    )
-    teacher = HiddenState(
-        torch.randn(rows, hidden).to(dtype), torch.randn(columns, hidden).to(dtype)
-    )
-    labels, weights = torch.randint(columns, (rows,)), torch.full((rows,), 1 / rows)
-    sum_of_gradients = torch.zeros(columns, hidden)
+    def measure(peaks: dict[Precision, float]) -> dict[Precision, float]:
+        return {
+            precision: max(1e9 * work.logit_seconds(peaks[precision]), 0.01)
+            for precision, work in works.items()
+        }
 
-    def work() -> None:
+    return measure
+
+
+class _Objective:
+    """The objective of both heads over `columns`, forward and backward."""
+
+    _ROWS, _WIDTH = 512, 128
+
+    def __init__(self, dtype: torch.dtype, columns: int) -> None:
+        rows, hidden = self._ROWS, self._WIDTH
+        self._columns = columns
+        self._student, self._weight = (
+            torch.randn(count, hidden).to(dtype).requires_grad_() for count in (rows, columns)
+        )
+        self._teacher = HiddenState(
+            torch.randn(rows, hidden).to(dtype), torch.randn(columns, hidden).to(dtype)
+        )
+        self._labels = torch.randint(columns, (rows,))
+        self._weights = torch.full((rows,), 1 / rows)
+        self._sum_of_gradients = torch.zeros(columns, hidden)
+
+    def logit_seconds(self, peak: float) -> float:
+        """Return the seconds of one logit; `peak`: of products, in TFLOP/s."""
+        products = 4 * 2 * self._ROWS * self._WIDTH * self._columns / (peak * 1e12)
+        return (_seconds(self, torch.device("cpu")) - products) / (2 * self._ROWS * self._columns)
+
+    def __call__(self) -> None:
         total, _ = fused_linear_objective(
-            student,
-            weight,
-            teacher,
-            labels,
-            ce_weights=weights,
-            kd_weights=weights,
+            self._student,
+            self._weight,
+            self._teacher,
+            self._labels,
+            ce_weights=self._weights,
+            kd_weights=self._weights,
             terms=(Term("forward_kl"),),
-            weight_gradient_sum=sum_of_gradients,
+            weight_gradient_sum=self._sum_of_gradients,
         )
         total.backward()
 
-    products = 4 * 2 * rows * hidden * columns / (peak * 1e12)
-    return (_seconds(work, torch.device("cpu")) - products) / (2 * rows * columns)
 
-
-def _choices() -> dict[Precision, float]:
-    """Return the nanoseconds of one logit of a teacher whose top-k ids are recorded."""
+def _choices(columns: int) -> _Rates:
+    """Return a measurement of one logit of a teacher whose top-k ids are recorded."""
     rows = 512
-    shard, labels = VocabShard(_COLUMNS, 0, _COLUMNS), torch.randint(_COLUMNS, (rows,))
-    found: dict[Precision, float] = {}
-    for precision, dtype in _DTYPES.items():
-        raw = torch.randn(rows, _COLUMNS).to(dtype)
+    shard, labels = VocabShard(columns, 0, columns), torch.randint(columns, (rows,))
+    matrices = {precision: torch.randn(rows, columns).to(d) for precision, d in _DTYPES.items()}
 
-        def work(raw: Tensor = raw) -> None:
-            row_statistics(raw, LogitRule(), shard, None, labels=labels)
-            select(raw, LogitRule(), shard, None, k=_TOP_K, temperatures=[1.0])
+    def choose(raw: Tensor) -> None:
+        row_statistics(raw, LogitRule(), shard, None, labels=labels)
+        select(raw, LogitRule(), shard, None, k=_TOP_K, temperatures=[1.0])
 
-        found[precision] = 1e9 * _seconds(work, torch.device("cpu")) / raw.numel()
-    return found
+    def measure(_: dict[Precision, float]) -> dict[Precision, float]:
+        return {
+            precision: 1e9 * _seconds(partial(choose, raw), torch.device("cpu")) / raw.numel()
+            for precision, raw in matrices.items()
+        }
+
+    return measure
 
 
-def _update() -> float:
-    """Return the time of one parameter in the optimizer.
+def _update() -> Callable[[], float]:
+    """Return a measurement of the seconds of one parameter in the optimizer.
 
     Its gradient is copied, clipped by the norm and zeroed, and the weight copied back.
     """
@@ -411,11 +455,11 @@ def _update() -> float:
         weight.copy_(parameter.detach())
         weight_gradient.zero_()
 
-    return _seconds(work, torch.device("cpu")) / parameter.numel()
+    return lambda: _seconds(work, torch.device("cpu")) / parameter.numel()
 
 
-def _gain(cores: int) -> Curve:
-    """Return the speed of all cores over that of one times their number, by a product's GFLOP.
+def _gain(cores: int) -> Callable[[], Curve]:
+    """Return a measurement of the speed of all cores over one's times their number, by GFLOP.
 
     Element-wise work of as many tokens goes with the small product.
     """
@@ -426,12 +470,16 @@ def _gain(cores: int) -> Curve:
         small: [_cold_product(small, torch.float32, cpu), elements],
         large: [_cold_product(large, torch.float32, cpu)],
     }
-    found = []
-    for shape, parts in works.items():
-        seconds = []
-        for threads in (1, cores):
-            torch.set_num_threads(threads)
-            seconds.append(sum(_seconds(part, cpu) for part in parts))
-        alone, together = seconds
-        found.append((2 * math.prod(shape) / 1e9, min(1.0, alone / together / cores)))
-    return tuple((round(size, 4), round(gain, 4)) for size, gain in found)
+
+    def measure() -> Curve:
+        found = []
+        for shape, parts in works.items():
+            seconds = []
+            for threads in (1, cores):
+                torch.set_num_threads(threads)
+                seconds.append(sum(_seconds(part, cpu) for part in parts))
+            alone, together = seconds
+            found.append((2 * math.prod(shape) / 1e9, min(1.0, alone / together / cores)))
+        return tuple((round(size, 4), round(gain, 4)) for size, gain in found)
+
+    return measure

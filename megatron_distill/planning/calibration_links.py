@@ -22,7 +22,8 @@ __all__ = ["measure_links"]
 
 _RANKS: Final = 2
 _MESSAGES: Final = (2**12, 2**24)
-_REPEATS: Final = 20  # of each message
+_REPEATS: Final = 6  # of each message, in one of several rounds
+_WORK: Final = (512, 512, 1408)  # a product before each message on a CPU, about half a layer's
 _HANG_SECONDS: Final = 300.0  # of all messages; only a hang takes that long
 _RESULT: Final = "seconds"
 
@@ -83,7 +84,7 @@ def _collectives_of_forked(kind: str, folder: str) -> None:
 
 
 def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
-    """Time sums, gathers and scatters of two sizes; the first of the processes writes them."""
+    """Time sums, gathers and scatters of two sizes; the first of the processes writes the means."""
     torch.set_num_threads(1)
     # torch has new names for collectives that older releases do not know.
     warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
@@ -97,6 +98,8 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
         world_size=_RANKS,
         device_id=device if kind == "cuda" else None,
     )
+    m, k, n = _WORK
+    operands = (torch.randn(m, k), torch.randn(k, n)) if kind == "cpu" else None
     times = []
     for count in _MESSAGES:
         message = torch.zeros(count // 4, device=device)
@@ -107,14 +110,29 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
             partial(dist.reduce_scatter_tensor, part, message),
         ):
             # One after the other, as in a step: each begins when all ranks have ended the last.
-            for repetitions in (3, _REPEATS):
+            for repetitions in (1, _REPEATS):
                 dist.barrier()
-                began = time.perf_counter()
+                began, worked = time.perf_counter(), 0.0
                 for _ in range(repetitions):
+                    worked += _work(operands)
                     collective()
                 if kind == "cuda":
                     torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - began) / _REPEATS)
+            times.append((time.perf_counter() - began - worked) / _REPEATS)
+    mean = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(mean)  # the rank that is first waits for the other
+    times = (mean / _RANKS).tolist()
     if rank == 0:
         (Path(folder) / _RESULT).write_text(" ".join(map(str, times)))
     dist.destroy_process_group()
+
+
+def _work(operands: tuple[torch.Tensor, torch.Tensor] | None) -> float:
+    """Work as a step's layers do between two messages on a CPU, and return the seconds of it.
+
+    Ranks arrive apart after that, and their threads sleep: messages take longer than in a row.
+    """
+    began = time.perf_counter()
+    if operands is not None:
+        torch.mm(*operands)
+    return time.perf_counter() - began

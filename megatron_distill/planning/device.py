@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,6 +21,7 @@ __all__ = [
     "Link",
     "Phase",
     "Precision",
+    "SEGMENTED_COLUMNS",
     "Sharing",
     "device_names",
     "load_device",
@@ -37,6 +38,9 @@ CALIBRATED: Final = {"cpu": "this-cpu", "gpu": "this-gpu"}
 # Rows of so many fp32 logits begin in the same sets of a core's second cache, usually of 1 MiB in
 # eight ways.
 ALIASED_COLUMNS: Final = 2**15
+# Columns of a row per chosen id from which a choice reads segments, and not the whole row twice:
+# ops/topk.py.
+SEGMENTED_COLUMNS: Final = 192
 _FOLDER: Final = Path(__file__).parent / "devices"
 Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -103,6 +107,7 @@ class DeviceProfile(_ProfileTable):
             a multiple of `ALIASED_COLUMNS` apart, of which a cache keeps few at a time.
         choice_ns: of one logit where the most probable ids and their statistics are chosen, as a
             capture does, by precision, where it was measured; else as in the losses.
+            narrow_choice_ns: the same of rows with fewer than `SEGMENTED_COLUMNS` per id.
         update_ns: of one parameter in the optimizer, where it was measured; 0: memory limits it.
         cores: of a CPU, which its ranks share; None: ranks share nothing.
         threads: of one rank of a CPU. core_share: of a core that a rank has, where it has no whole
@@ -115,6 +120,8 @@ class DeviceProfile(_ProfileTable):
         step_factors: the same of a CPU, by who has its cores and by precision: of the steps that
             `calibrate` takes, or of a run's log. Layers have more than the sum of their calls, and
             threads and ranks share caches and memory.
+        spread: of each measured rate that differed between the rounds of `calibrate`, by its key:
+            the range over the median.
         source, date: of the figures. efficiency_source: of the shares, which no maker publishes.
     """
 
@@ -133,6 +140,7 @@ class DeviceProfile(_ProfileTable):
     logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
     aliased_logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
     choice_ns: dict[Precision, Positive] = Field(default_factory=dict)
+    narrow_choice_ns: dict[Precision, Positive] = Field(default_factory=dict)
     update_ns: float = Field(default=0.0, ge=0)
     cores: int | None = None
     threads: int = 1
@@ -146,6 +154,7 @@ class DeviceProfile(_ProfileTable):
     )
     node: Link
     network: Link
+    spread: dict[str, float] = Field(default_factory=dict)
     source: str
     efficiency_source: str
     date: str
@@ -185,6 +194,9 @@ class DeviceProfile(_ProfileTable):
                     key: value / factor for key, value in self.aliased_logit_ns.items()
                 },
                 "choice_ns": {key: value / factor for key, value in self.choice_ns.items()},
+                "narrow_choice_ns": {
+                    key: value / factor for key, value in self.narrow_choice_ns.items()
+                },
                 "update_ns": self.update_ns / factor,
                 "kernel_us": self.kernel_us / min(1.0, used),
                 "memory_gib": self.memory_gib / ranks,
@@ -212,18 +224,34 @@ class DeviceProfile(_ProfileTable):
         return self.factors.get(phase, 1.0) * of_steps.get(phase, 1.0)
 
     def logit_seconds(
-        self, precision: Precision, columns: float, *, chooses: bool = False
+        self, precision: Precision, columns: float, *, chosen: int = 0
     ) -> float | None:
         """Return the time of a logit where rows have `columns`; None: it was not measured.
 
-        chooses: in a choice of the most probable ids, not in a loss.
+        chosen: in a choice of so many most probable ids, not in a loss.
         """
-        if chooses and precision in self.choice_ns:
-            return self.choice_ns[precision] * 1e-9
+        if chosen and precision in self.choice_ns:
+            segmented = self.choice_ns[precision]
+            is_narrow = columns < SEGMENTED_COLUMNS * chosen
+            rates = self.narrow_choice_ns if is_narrow else self.choice_ns
+            return rates.get(precision, segmented) * 1e-9
         found = self.logit_ns.get(precision)
         if columns % ALIASED_COLUMNS == 0:
             found = self.aliased_logit_ns.get(precision, found)
         return None if found is None else found * 1e-9
+
+    def varied(self, precision: Precision, *, more_than: float) -> dict[str, float]:
+        """Return the spreads above a share of the rates of this precision, largest first.
+
+        Factors are those of the sharing of the cores that this device has.
+        """
+        foreign = {*get_args(Precision), *get_args(Sharing)} - {precision, self.sharing}
+        found = {
+            name: value
+            for name, value in self.spread.items()
+            if value > more_than and foreign.isdisjoint(name.split("."))
+        }
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def link(self, span: int) -> Link:
         """Return the link of a group whose ranks lie within `span` consecutive ranks."""

@@ -1,4 +1,4 @@
-"""Seconds of the operations of a model's layers and heads on one rank, from a device's rates.
+"""Seconds of the operations of a model's layers on one rank, from a device's rates.
 
 A product takes its FLOPs over the device's peak and the share that products of this size reach.
 Everything else takes its bytes over the memory's rate. One micro-batch, one rank; n tokens of it.
@@ -26,10 +26,7 @@ __all__ = [
     "Recomputed",
     "attended_positions",
     "element_seconds",
-    "embedding_passes",
-    "head_passes",
     "layer_kinds",
-    "measuring_passes",
     "slice_of",
 ]
 
@@ -41,14 +38,6 @@ _FUSED_BACKWARD: Final = 2.5
 CALLS_OF_LAYER: Final = 340
 # Time of the slowest expert rank over the mean of all.
 _IMBALANCE: Final = 1.2
-# Passes over a matrix of logits besides the products: the student's are read for their statistics,
-# read and written for the gradient; the teacher's are read for both.
-_STUDENT_LOGIT_PASSES: Final = 3
-_TEACHER_LOGIT_PASSES: Final = 2
-# A choice of ids (ops/topk.py) reads the logits for statistics and for maxima of segments, copies
-# them without the chosen ones, and reads that. A sort has 16 passes over 8 bytes of each number.
-_CHOICE_PASSES: Final = 5
-_SEGMENT, _SORT_BYTES = 32, 16 * 8
 
 
 @dataclass(frozen=True)
@@ -392,108 +381,3 @@ def _feed_forward(
         sent = tokens / layout.tensor * moe.top_k * shape.hidden_size * rank.width
         messages = 2 * _IMBALANCE * link.gathered(sent, ranks=layout.expert)
     return products, elements, messages
-
-
-def embedding_passes(shape: Architecture, rank: Rank) -> Passes:
-    """Return the time of the embedding's gradient of a micro-batch on the first stage.
-
-    It is a matrix like the embedding, zeroed and written, then added to the fp32 sum.
-    """
-    split = rank.layout.tensor
-    numbers = shape.padded_vocab_size(split) / split * shape.hidden_size
-    return Passes(backward=rank.passes(numbers * (2 * rank.width + 2 * 4), kernels=2))
-
-
-def head_passes(
-    student: Architecture | None,
-    teacher: Architecture | None,
-    rank: Rank,
-    *,
-    chunks: int,
-    chosen: int = 0,
-) -> Passes:
-    """Return the time of the heads and the losses of a micro-batch on the last stage.
-
-    teacher: its head runs here too; None: there is none, or its answers are ready. student None:
-    the teacher's head alone. chunks: of the logits, each with one exchange of statistics. chosen:
-    so many most probable ids, for a store or a message; there is no loss then.
-    """
-    forward = backward = 0.0
-    split = rank.layout.tensor
-    for shape, passes in ((student, _STUDENT_LOGIT_PASSES), (teacher, _TEACHER_LOGIT_PASSES)):
-        if shape is None:
-            continue
-        columns = shape.padded_vocab_size(split) / split
-        rows = rank.tokens / chunks
-        forward += rank.product(rows, shape.hidden_size, columns, count=chunks)
-        if shape is student:
-            backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
-        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=chosen)
-    statistics, edge, back = _head_messages(student, rank, chunks=chunks)
-    return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
-
-
-def measuring_passes(
-    student: Architecture | None,
-    teacher: Architecture | None,
-    rank: Rank,
-    *,
-    chunks: int,
-    of_gradients: bool,
-) -> Passes:
-    """Return the time of the heads in a pass that measures losses, or norms of their gradients.
-
-    Arguments as of `head_passes`. Losses take each head's product and one reading of its logits.
-    Gradients on the hidden states take the student's head once for the labels and once for the
-    divergences, and as many products back. The head's own gradient is not formed.
-    """
-    forward = 0.0
-    split = rank.layout.tensor
-    times = 2 if of_gradients else 1
-    shapes = (
-        (student, _STUDENT_LOGIT_PASSES, times, 2 * times if of_gradients else 1),
-        (teacher, _TEACHER_LOGIT_PASSES, 1, 1),
-    )
-    for shape, passes, count, products in shapes:
-        if shape is None:
-            continue
-        columns = shape.padded_vocab_size(split) / split
-        rows = rank.tokens / chunks
-        forward += rank.product(rows, shape.hidden_size, columns, count=products * chunks)
-        logits = _logit_seconds(rank, columns, passes=passes, chunks=chunks)
-        forward += count * logits / (1 if of_gradients else passes)
-    statistics, edge, back = _head_messages(student, rank, chunks=chunks)
-    messages = times * (statistics + back) + edge if of_gradients else statistics + edge
-    return Passes(forward, 0.0, messages, 0.0, messages)
-
-
-def _logit_seconds(
-    rank: Rank, columns: float, *, passes: int, chunks: int, chosen: int = 0
-) -> float:
-    """Return the time of a micro-batch's logits of one model, without products.
-
-    In the losses, or in a choice of so many most probable ids.
-    """
-    logits = rank.tokens * columns
-    measured = rank.device.logit_seconds(rank.precision, columns, chooses=chosen > 0)
-    if measured is not None:
-        return logits * measured
-    sorted_numbers = rank.tokens * (columns / _SEGMENT + _SEGMENT * chosen) if chosen else 0.0
-    passes = _CHOICE_PASSES if chosen else passes
-    byte_count = logits * rank.width * passes + sorted_numbers * _SORT_BYTES
-    return rank.passes(byte_count, kernels=chunks)
-
-
-def _head_messages(
-    student: Architecture | None, rank: Rank, *, chunks: int
-) -> tuple[float, float, float]:
-    """Return the time of statistics, of whole hidden states, and of their gradients."""
-    split = rank.layout.tensor
-    link = rank.device.link(split)
-    statistics = chunks * link.gathered(80.0 * rank.tokens / chunks * split, ranks=split)
-    hidden = 0.0 if student is None else rank.tokens * student.hidden_size * rank.width
-    # The hidden states are whole, but for the sum of their gradients, or gathered and scattered.
-    sequence = rank.layout.sequence
-    edge = link.gathered(hidden, ranks=split) if sequence else 0.0
-    back = (link.scattered if sequence else link.summed)(hidden, ranks=split)
-    return statistics, edge, back

@@ -39,8 +39,11 @@ class MeasuredSteps:
         return max(1, round(total / (self.tflops_per_device * 1e12)))
 
 
-def read_steps(path: Path) -> MeasuredSteps:
-    """Read a `metrics.jsonl`. Raises DataError: it has too few steps with phases."""
+def read_steps(path: Path, *, warm: int = _WARM) -> MeasuredSteps:
+    """Read a `metrics.jsonl` after its first `warm` steps.
+
+    Raises DataError: it has too few steps with phases.
+    """
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -49,10 +52,10 @@ def read_steps(path: Path) -> MeasuredSteps:
             continue  # the last line of a run that is being written
         if isinstance(record, dict) and "timers" in record and "step_seconds" in record:
             records.append(record)
-    records = records[_WARM:]
+    records = records[warm:]
     if not records:
         raise DataError(
-            f"{path}: has no step with `timers` after the first {_WARM}; let the run make more"
+            f"{path}: has no step with `timers` after the first {warm}; let the run make more"
         )
 
     def middle(values: Sequence[float]) -> float:
@@ -102,4 +105,6 @@ def refined(
     if not on_cpu:
         return device.model_copy(update={"factors": factors})
     own = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
-    return device.model_copy(update={"factors": {}, "step_factors": own})
+    replaced = f"step_factors.{shared.sharing}.{run.precision}."
+    spread = {key: one for key, one in device.spread.items() if not key.startswith(replaced)}
+    return device.model_copy(update={"factors": {}, "step_factors": own, "spread": spread})

@@ -22,6 +22,8 @@ __all__ = ["changed_settings", "choice_name", "need_in_words", "plan_report", "s
 _GIB: Final = 2**30
 _DAY: Final = 86_400.0
 _COLUMNS: Final = 100  # of a sentence; tables and keys to copy may be wider
+_STEADY: Final = 0.15  # spread of a rate up to which a calibration is steady
+_NAMED: Final = 4  # of the rates that are not
 _ALIKE: Final = 0.005  # relative difference of two times that are a tie
 # A mapping would be merged into that of the configuration, and leave its numbers.
 _NO_STAGES: Final = (
@@ -72,7 +74,21 @@ def plan_report(
         lines += ["", "Popular layouts that are not above:", ""]
         lines += _reasons(ranking)
     rates = f"Rates: {device.source} ({device.date}). Shares of them: {device.efficiency_source}."
-    return "\n".join([*lines, "", *_wrapped(rates)]) + "\n"
+    lines += ["", *_wrapped(rates), *_wrapped(_varied(run, device))]
+    return "\n".join(lines) + "\n"
+
+
+def _varied(run: PlannedRun, device: DeviceProfile) -> str:
+    """Return the line of rates that varied while they were measured, empty where none did."""
+    found = device.varied(run.precision, more_than=_STEADY)
+    names = [f"{name} {value:.0%}" for name, value in found.items()]
+    if not names:
+        return ""
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        f"Rates that varied by more than {_STEADY:.0%} while they were measured: "
+        f"{', '.join(names[:_NAMED])}{rest}."
+    )
 
 
 def _nothing(store: Planned | None) -> str:

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.answers import waiting_without_a_step_ahead
 from megatron_distill.planning.device import DeviceProfile, Phase
+from megatron_distill.planning.end_operations import (
+    embedding_passes,
+    head_passes,
+    measuring_passes,
+)
 from megatron_distill.planning.operations import (
     LayerTimes,
     Passes,
     Rank,
     element_seconds,
-    embedding_passes,
-    head_passes,
-    measuring_passes,
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
@@ -252,18 +254,14 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
     times = LayerTimes(teacher, rank)
     factor = device.factor("teacher", run.precision)
-    return [
-        StageTimes(
-            (
-                times.passes(choice.teacher_stage(stage), recompute="none", trains=False).scaled(
-                    factor, 1.0
-                ),
-            ),
-            heads if stage == last else Passes(),
-            message,
-        )
-        for stage in range(last + 1)
-    ]
+    stages = []
+    for stage in range(last + 1):
+        layers = times.passes(choice.teacher_stage(stage), recompute="none", trains=False)
+        if stage == 0:
+            layers += embedding_passes(teacher, rank, trains=False)
+        own = heads if stage == last else Passes()
+        stages.append(StageTimes((layers.scaled(factor, 1.0),), own, message))
+    return stages
 
 
 def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:

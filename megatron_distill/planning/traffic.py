@@ -62,6 +62,8 @@ def stage_bytes(run: PlannedRun, choice: Choice, numbers: RankNumbers, stage: in
             tensor += once.tensor * (passes.tensor + 2 * layout.sequence)
             context += once.context * passes.context
             expert += once.expert * passes.expert * layer_kinds(shape)[layer][0]
+    if stage == 0:
+        tensor += 2 * once.tensor  # of the embedding: a sum, or a scatter and its gradient's gather
     if stage == layout.pipeline - 1 and layout.tensor > 1:
         # The gathered hidden state and its scattered gradient, and the statistics of the logits.
         edge = once.tensor * (2 if layout.sequence else 1)
@@ -150,6 +152,8 @@ def _of_teachers(run: PlannedRun, choice: Choice, stage: int) -> float:
         layers = its.teacher_stage(rank)
         experts = sum(layer_kinds(teacher)[number][0] for number in layers)
         per_pass = len(layers) * (4 * layer.tensor + layer.context) + experts * layer.expert
+        if not rank:
+            per_pass += layer.tensor * (1 if layout.sequence else 2)  # of the embedding
         if layout.pipeline > 1 and (rank or not its.is_same_layout):
             per_pass += _state(teacher, layout, tokens, one.width)
         if one.shards_teacher:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill import log
+from megatron_distill.launching.run_status import read_status
 from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
 from tests.distributed.pool import Pool
 from tests.e2e.runs import SECONDS, Inputs, course, logged, quick_and_slow, run, step_records
@@ -174,6 +175,8 @@ def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
         assert found is not None, line
         assert slept <= float(found.group(1))
         assert "waiting" not in line
+    slowest = read_status(output).slowest_teacher_ranks["teacher"]
+    assert slowest == f"mean of 2 steps: {lines[-1][1]}"
     timed = [one["teacher_timers"]["teacher"] for one in step_records(output)[1:]]
     by_step = {one.pop("step"): one for one in timed}
     assert len(by_step) >= STEPS - 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.cli import main
+from megatron_distill.planning.device import load_device, write_device
 
 RUN = """
 student: {architecture: {num_layers: 8, hidden_size: 512, ffn_hidden_size: 1408,
@@ -49,6 +50,23 @@ def test_a_plan_ranks_layouts_with_the_settings_of_the_first(
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     # Texts are read more slowly than eight such GPUs take them.
     assert names == {"stage 0 (4 ranks)", "stage 1 (4 ranks)", "reading (beside a rank)"}
+
+
+def test_a_plan_names_the_rates_that_varied_by_more_than_fifteen_per_cent(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = ("kernel_us", "score_ns", "update_ns", "node.gather", "logit_ns.bf16", "logit_ns.fp32")
+    spread = {name: 0.16 + number / 10 for number, name in enumerate(names)}
+    device = load_device("l40s").model_copy(update={"spread": spread | {"node.scatter": 0.15}})
+    write_device(device, tmp_path / "mine.yaml")
+    words = ["plan", config, "--devices", "1", "--device"]
+    assert main([*words, str(tmp_path / "mine.yaml")]) == 0
+    assert " ".join(capsys.readouterr().out.split()).endswith(
+        "varied by more than 15% while they were measured: logit_ns.bf16 56%, node.gather 46%, "
+        "update_ns 36%, score_ns 26% and 1 more."
+    )
+    assert main([*words, "l40s"]) == 0
+    assert "varied" not in capsys.readouterr().out
 
 
 def test_a_plan_names_its_assumed_vocabulary_once(

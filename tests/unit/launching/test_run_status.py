@@ -63,6 +63,20 @@ def test_a_running_run_has_its_figures(tmp_path: Path) -> None:
     assert ", saved in 1.5 s" in text
 
 
+def test_the_slowest_ranks_of_each_teacher_are_the_newest(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    log = run / "metrics.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for step, entry in ((4, {"law": "old", "code": "code.1"}), (6, {"law": "law.0"}), (7, {})):
+        records[step]["slowest_teacher_ranks"] = entry
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    status = read_status(run)
+    assert status.slowest_teacher_ranks == {"code": "code.1", "law": "law.0"}
+    assert [line.split(maxsplit=1)[1] for line in status.lines() if line.startswith("slowest")] == [
+        "forward rank 3 on n2 31.2 ms", "of code, code.1", "of law, law.0"
+    ]  # fmt: skip
+
+
 def test_a_run_that_holds_its_lock_is_running_however_long_its_step(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25)
     with (run / ".lock").open() as held:

@@ -22,13 +22,19 @@ echo "$@" >> {log}
 case "$1 $2" in
     "show job") echo "JobId=$3 Partition=gpu ExcNodeList={excluded} NodeList=n1,n2 {wanted}" ;;
     "show hostnames") echo "$3" | tr , '\\n' ;;
+    "show config") printf 'ResvEpilog = x\\nReturnToService         = {returns}\\nX = 0\\n' ;;
 esac
 """
 
 
-SINFO = """#!/bin/sh
-test "$*" = "--noheader --Node --partition=gpu --format=%N" && printf 'n1\\nn2\\nn3\\nn2\\n'
-"""
+def sinfo(n3: str = "allocated", reason: str = "none") -> str:
+    """Three nodes of a partition, the last in this state."""
+    answer = f"n1|mixed|none\\nn2|idle*|none\\nn3|{n3}|{reason}\\nn2|idle*|none\\n"
+    asked = "--noheader --Node --partition=gpu --format=%N|%T|%E"
+    return f"#!/bin/sh\ntest \"$*\" = '{asked}' && printf '%b' '{answer}'\n"
+
+
+SINFO = sinfo()
 
 
 SQUEUE = """#!/bin/sh
@@ -50,12 +56,15 @@ def programs(
     excluded: str = "(null)",
     failing: str = "none",
     wanted: str = "",
+    returns: int = 0,
     **others: str,
 ) -> Path:
     """Put programs of Slurm into a folder on the path; returns the log of scontrol's calls."""
     log = folder / "log"
     log.touch()
-    answers = scontrol.format(log=log, excluded=excluded, failing=failing, wanted=wanted)
+    answers = scontrol.format(
+        log=log, excluded=excluded, failing=failing, wanted=wanted, returns=returns
+    )
     texts = {"scontrol": answers, **others}
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -116,9 +125,9 @@ LACK = "1 of 2 nodes are left in partition gpu without "
         ("(null)", ["n2", "n3"], ["n3"], "n2", ""),
         ("(null)", ["n2", "n3"], ["n2", "n3"], None, ""),
         ("n3", ["n1"], ["n1"], None, ""),
-        ("(null)", ["n2", "n3"], [], None, f"{LACK}n2, n3: repair them, remove the lines"),
-        ("n3", ["n2"], [], None, f"{LACK}n2: repair it, remove the lines in"),
-        ("n3", ["n1", "n2"], ["n1"], None, f"{LACK}n2: repair it"),
+        ("(null)", ["n2", "n3"], [], None, f"{LACK}n2, n3: repair or resume enough"),
+        ("n3", ["n2"], [], None, f"{LACK}n2: repair or resume enough"),
+        ("n3", ["n1", "n2"], ["n1"], None, f"{LACK}n2: repair or resume enough"),
     ],
 )
 def test_a_job_for_which_the_partition_has_no_other_nodes_is_not_left_to_wait(
@@ -139,6 +148,45 @@ def test_a_job_for_which_the_partition_has_no_other_nodes_is_not_left_to_wait(
     assert ("requeue 7" in calls) == (not refusal)
     updates = [call for call in calls if call.startswith("update")]
     assert updates == ([] if update is None else [f"update JobId=7 ExcNodeList={update}"])
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "returns", "stays_out"),
+    [
+        *((busy, "none", 0, False) for busy in ("allocated+", "mixed-", "maint", "idle~")),
+        *((out, "disk", 2, True) for out in ("drained", "drained*", "draining", "fail", "inval")),
+        *((restart, "kernel", 0, False) for restart in ("draining@", "down^", "drained!")),
+        ("down*", "Not responding [slurm@2026-03-01]", 0, True),
+        ("down*", "Not responding [slurm@2026-03-01]", 1, False),
+        ("down", "fan", 1, True),
+        ("down", "fan | board", 2, False),
+    ],
+)
+def test_nodes_that_only_an_administrator_brings_back_are_not_waited_for(
+    state: str,
+    reason: str,
+    returns: int,
+    stays_out: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = programs(
+        tmp_path, monkeypatch, scontrol=PARTITION, returns=returns, sinfo=sinfo(state, reason)
+    )
+    refused = SlurmJob("7", "7", 0, ("n1", "n2"), None).requeue(without=["n2"], silent=[])
+    assert ("requeue 7" in log.read_text().splitlines()) == (not stays_out)
+    name = state.strip("*")
+    assert (refused or "").startswith(f"{LACK}n2 and n3 ({name}): repair" if stays_out else "")
+    assert (refused is not None) == stays_out
+
+
+def test_a_job_without_bad_nodes_waits_for_drained_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = programs(tmp_path, monkeypatch, scontrol=PARTITION, sinfo=sinfo("drained"))
+    job = SlurmJob("7", "7", 0, ("n1", "n2", "n3"), None)
+    assert job.requeue(without=["n2"], silent=["n2"]) is None
+    assert "requeue 7" in log.read_text().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,11 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.commands import calibration_steps
-from megatron_distill.planning.calibration import _busy_seconds, _own_seconds, measured_beside
+from megatron_distill.planning.calibration_neighbours import (
+    busy_seconds,
+    measured_beside,
+    own_seconds,
+)
 from megatron_distill.planning.device import load_device
 from megatron_distill.runtime.torchrun import available_cores
 from tests.unit.commands.test_plan import RUN
@@ -31,6 +35,8 @@ def test_the_measured_machine_plans_a_run(
     for curve in (device.product_efficiency, device.memory_efficiency):
         assert all(0 < share <= 1 for _, share in curve)
     assert set(device.choice_ns) == set(device.logit_ns) == {"fp32", "bf16"}
+    assert set(device.narrow_choice_ns) == {"fp32", "bf16"}
+    assert {"kernel_us", "logit_ns.fp32", "node.latency_us"} <= set(device.spread)
     assert len(device.step_factors) == (1 if available_cores() == 1 else 3)
     for factors in device.step_factors.values():
         assert {"teacher", "forward", "loss", "backward"} <= set(factors["fp32"])
@@ -48,19 +54,19 @@ def test_a_run_and_its_device_go_together(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_work_of_others_is_counted_and_ones_own_is_not() -> None:
-    busy, own = _busy_seconds(), _own_seconds()
+    busy, own = busy_seconds(), own_seconds()
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         deadline = time.monotonic() + 60
         while sum(psutil.Process(other.pid).cpu_times()[:2]) < 0.4:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        of_others = _busy_seconds() - busy - (_own_seconds() - own)
+        of_others = busy_seconds() - busy - (own_seconds() - own)
         assert of_others > 0.3  # it may have neighbours
     finally:
         other.kill()
         other.wait()
-    assert _own_seconds() - own > 0.2  # as an ended child its work is this process's own
+    assert own_seconds() - own > 0.2  # as an ended child its work is this process's own
 
 
 def test_a_disturbed_measurement_is_marked(

@@ -29,8 +29,9 @@ from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
 DEVICE = load_device("h100-80gb")
 # Without the heads' work on the last stage and the embedding's on the first, which memory limits,
 # all stages are equal; a message takes no time.
+FAST = DEVICE.network.model_copy(update={"gb_per_s": 1e9, "latency_us": 0.0})
 EVEN = DEVICE.model_copy(
-    update={"network": DEVICE.network.model_copy(update={"gb_per_s": 1e9, "latency_us": 0.0}),
+    update={"network": FAST, "node": FAST.model_copy(update={"devices": DEVICE.node.devices}),
             "factors": {"loss": 1e-9}, "memory_gb_per_s": 1e12, "kernel_us": 0.0}
 )  # fmt: skip
 

@@ -85,13 +85,14 @@ def test_replicas_exchange_gradients_in_fp32_and_weights_in_bf16() -> None:
 
 def test_tensor_ranks_exchange_the_hidden_states_of_every_layer() -> None:
     half, statistics = STATES / 2, 80 * 1024
-    # Four sums forward and backward are eight halves twice; the heads add one sum's half.
+    # Four sums forward and backward are eight halves twice; the heads add one sum's half, and the
+    # embedding's sum, or its scatter and the gather of its gradient, two.
     whole = step_bytes(RUN, choice_of(Layout(2), 2))
-    assert whole == StepBytes(tensor=8 * (4 * 8 * half + half + statistics))
+    assert whole == StepBytes(tensor=8 * (4 * 8 * half + 3 * half + statistics))
     split = step_bytes(RUN, choice_of(Layout(2, sequence=True), 2))
-    assert split == StepBytes(tensor=8 * (4 * 10 * half + 2 * half + statistics))
+    assert split == StepBytes(tensor=8 * (4 * 10 * half + 4 * half + statistics))
     full = step_bytes(RUN, choice_of(Layout(2), 2, recompute="full"))
-    assert full == StepBytes(tensor=8 * (4 * 12 * half + half + statistics))
+    assert full == StepBytes(tensor=8 * (4 * 12 * half + 3 * half + statistics))
 
 
 def test_context_ranks_exchange_keys_and_values() -> None:
@@ -136,6 +137,6 @@ def test_a_teacher_on_the_same_ranks_has_the_messages_of_its_forward_pass() -> N
     run = replace(RUN, teacher=teacher)
     choice = choice_of(layout, 2, place="shared", teacher_layout=layout, teacher_layers=(2,))
     found = step_bytes(run, choice)
-    assert found.teacher == 8 * 2 * 4 * STATES
+    assert found.teacher == 8 * (2 * 4 + 2) * STATES  # of two layers, and of the embedding
     assert found.answers == 0
     assert replace(found, teacher=0.0) == step_bytes(RUN, choice_of(layout, 2))

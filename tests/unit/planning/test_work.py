@@ -112,6 +112,30 @@ def test_a_teacher_that_sends_its_top_ids_takes_the_time_of_their_choice() -> No
     assert seconds(RUN, cpu) == seconds(RUN, plain)
 
 
+@pytest.mark.parametrize(("sequence", "after"), [(False, 2.0), (True, 1.0)])
+def test_tensor_ranks_of_a_teacher_sum_its_embedding_and_gather_the_chosen_ids(
+    sequence: bool, after: float
+) -> None:
+    """On a link of one byte per nanosecond, where nothing else takes time."""
+    link = FAST.model_copy(update={"gb_per_s": 1.0})
+    fast = {"bf16": 1e9, "fp32": 1e9}
+    device = DEVICE.model_copy(update={"node": link, "network": link, "peak_tflops": fast})
+    choice = Choice(
+        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,),
+        place="own ranks", teacher_layout=Layout(2, sequence=sequence),
+        teacher_layers=(TEACHER.num_layers,), teacher_ranks=2,
+    )  # fmt: skip
+    hidden, ids = (
+        sum(teacher_seconds(run, choice, device)) for run in (RUN, replace(RUN, sent_ids=64))
+    )
+    # A gather or a scatter over two ranks moves half, a sum all.
+    half = BATCH * LENGTH * TEACHER.hidden_size * 2 / 2
+    assert hidden * 1e9 == pytest.approx((4 * TEACHER.num_layers + after) * half, rel=1e-3)
+    numbers = 80 + 8 * 64 + 8  # statistics, and ids with their logits and the rest's two sums
+    states = half if sequence else 0.0  # whole ones for the head
+    assert (ids - hidden) * 1e9 == pytest.approx(BATCH * LENGTH * numbers + states, rel=1e-2)
+
+
 def test_a_choice_on_a_gpu_takes_the_bytes_of_its_passes() -> None:
     """Five passes over the logits, and the sort of maxima and candidates, at 10^15 bytes/s."""
     gpu = DEVICE.model_copy(update={"memory_gb_per_s": 1e6})

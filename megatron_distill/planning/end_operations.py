@@ -1,0 +1,143 @@
+"""Seconds of a model's ends on one rank: the embedding, the heads, and the losses between them.
+
+One micro-batch, one rank; rates as of `operations`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from megatron_distill.planning.operations import Passes, Rank
+
+if TYPE_CHECKING:
+    from megatron_distill.models.architecture import Architecture
+
+__all__ = ["embedding_passes", "head_passes", "measuring_passes"]
+
+# Passes over a matrix of logits besides the products: the student's are read for their statistics,
+# read and written for the gradient; the teacher's are read for both.
+_STUDENT_LOGIT_PASSES: Final = 3
+_TEACHER_LOGIT_PASSES: Final = 2
+# A choice of ids (ops/topk.py) reads the logits for statistics and for maxima of segments, copies
+# them without the chosen ones, and reads that. A sort has 16 passes over 8 bytes of each number.
+_CHOICE_PASSES: Final = 5
+_SEGMENT, _SORT_BYTES = 32, 16 * 8
+
+
+def embedding_passes(shape: Architecture, rank: Rank, *, trains: bool = True) -> Passes:
+    """Return the time of the embedding of a micro-batch on the first stage.
+
+    Its gradient is a matrix like it, zeroed and written, then added to the fp32 sum. Tensor ranks
+    sum the rows of their tokens, or scatter the sum and gather its gradient.
+    """
+    split, sequence = rank.layout.tensor, rank.layout.sequence
+    link, message = rank.device.link(split), rank.tokens * shape.hidden_size * rank.width
+    ahead = (link.scattered if sequence else link.summed)(message, ranks=split)
+    if not trains:
+        return Passes(forward_messages=ahead, tensor=ahead)
+    back = link.gathered(message, ranks=split) if sequence else 0.0
+    numbers = shape.padded_vocab_size(split) / split * shape.hidden_size
+    gradient = rank.passes(numbers * (2 * rank.width + 2 * 4), kernels=2)
+    return Passes(0.0, gradient, ahead, back, ahead + back)
+
+
+def head_passes(
+    student: Architecture | None,
+    teacher: Architecture | None,
+    rank: Rank,
+    *,
+    chunks: int,
+    chosen: int = 0,
+) -> Passes:
+    """Return the time of the heads and the losses of a micro-batch on the last stage.
+
+    teacher: its head runs here too; None: there is none, or its answers are ready. student None:
+    the teacher's head alone. chunks: of the logits, each with one exchange of statistics. chosen:
+    so many most probable ids, for a store or a message; there is no loss then.
+    """
+    forward = backward = 0.0
+    split = rank.layout.tensor
+    for shape, passes in ((student, _STUDENT_LOGIT_PASSES), (teacher, _TEACHER_LOGIT_PASSES)):
+        if shape is None:
+            continue
+        columns = shape.padded_vocab_size(split) / split
+        rows = rank.tokens / chunks
+        forward += rank.product(rows, shape.hidden_size, columns, count=chunks)
+        if shape is student:
+            backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
+        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=chosen)
+    whole = teacher if chosen else student
+    statistics, edge, back = _head_messages(whole, rank, chunks=chunks, chosen=chosen)
+    return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
+
+
+def measuring_passes(
+    student: Architecture | None,
+    teacher: Architecture | None,
+    rank: Rank,
+    *,
+    chunks: int,
+    of_gradients: bool,
+) -> Passes:
+    """Return the time of the heads in a pass that measures losses, or norms of their gradients.
+
+    Arguments as of `head_passes`. Losses take each head's product and one reading of its logits.
+    Gradients on the hidden states take the student's head once for the labels and once for the
+    divergences, and as many products back. The head's own gradient is not formed.
+    """
+    forward = 0.0
+    split = rank.layout.tensor
+    times = 2 if of_gradients else 1
+    shapes = (
+        (student, _STUDENT_LOGIT_PASSES, times, 2 * times if of_gradients else 1),
+        (teacher, _TEACHER_LOGIT_PASSES, 1, 1),
+    )
+    for shape, passes, count, products in shapes:
+        if shape is None:
+            continue
+        columns = shape.padded_vocab_size(split) / split
+        rows = rank.tokens / chunks
+        forward += rank.product(rows, shape.hidden_size, columns, count=products * chunks)
+        logits = _logit_seconds(rank, columns, passes=passes, chunks=chunks)
+        forward += count * logits / (1 if of_gradients else passes)
+    statistics, edge, back = _head_messages(student, rank, chunks=chunks)
+    messages = times * (statistics + back) + edge if of_gradients else statistics + edge
+    return Passes(forward, 0.0, messages, 0.0, messages)
+
+
+def _logit_seconds(
+    rank: Rank, columns: float, *, passes: int, chunks: int, chosen: int = 0
+) -> float:
+    """Return the time of a micro-batch's logits of one model, without products.
+
+    In the losses, or in a choice of so many most probable ids.
+    """
+    logits = rank.tokens * columns
+    measured = rank.device.logit_seconds(rank.precision, columns, chosen=chosen)
+    if measured is not None:
+        return logits * measured
+    sorted_numbers = rank.tokens * (columns / _SEGMENT + _SEGMENT * chosen) if chosen else 0.0
+    passes = _CHOICE_PASSES if chosen else passes
+    byte_count = logits * rank.width * passes + sorted_numbers * _SORT_BYTES
+    return rank.passes(byte_count, kernels=chunks)
+
+
+def _head_messages(
+    shape: Architecture | None, rank: Rank, *, chunks: int, chosen: int = 0
+) -> tuple[float, float, float]:
+    """Return the time of statistics, of whole hidden states of a model, and of their gradients.
+
+    chosen: there are no gradients. So many ids and their logits are gathered from each tensor rank.
+    """
+    split = rank.layout.tensor
+    link = rank.device.link(split)
+    statistics = chunks * link.gathered(80.0 * rank.tokens / chunks * split, ranks=split)
+    if chosen:
+        numbers = (8.0 * chosen + 8.0) * rank.tokens / chunks
+        statistics += chunks * link.gathered(numbers * split, ranks=split)
+    hidden = 0.0 if shape is None else rank.tokens * shape.hidden_size * rank.width
+    # The hidden states are whole, but for the sum of their gradients, or gathered and scattered.
+    sequence = rank.layout.sequence
+    edge = link.gathered(hidden, ranks=split) if sequence else 0.0
+    back = 0.0 if chosen else (link.scattered if sequence else link.summed)(hidden, ranks=split)
+    return statistics, edge, back
