@@ -30,7 +30,7 @@ from tests.support.divergence_runs import (
     term_of,
 )
 
-FEW = settings(max_examples=10, deadline=None)
+FEW = settings(max_examples=8, deadline=None)
 EACH = pytest.mark.parametrize("name", NAMES)
 # For laws that no formula decides.
 SOME = pytest.mark.parametrize("name", REPRESENTATIVE)
