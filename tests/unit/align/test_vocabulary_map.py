@@ -234,7 +234,7 @@ def small_maps(draw: st.DrawFn) -> VocabularyMap:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(found=small_maps(), parts=st.integers(1, 4), padding=st.integers(0, 5))
 def test_shards_together_are_the_map(found: VocabularyMap, parts: int, padding: int) -> None:
     rows = {

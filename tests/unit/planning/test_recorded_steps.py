@@ -15,10 +15,8 @@ from benchmarks.steps.cases import Body, Case, Ranks, Workload, layout_cases, pe
 from benchmarks.steps.planned import planned_case, planned_peaks
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import chunk_bytes
-from megatron_distill.planning.run import Choice
-from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
-from tests.unit.planning.shapes import llama, run_of
+from tests.unit.planning.shapes import choice_of, llama, run_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = json.loads((RESULTS / "step.json").read_text())["rounds"]
@@ -145,9 +143,6 @@ def test_the_recorded_losses_need_the_planned_memory() -> None:
     for precision, vocabulary, tokens, peak in rows:
         shape = llama(1, 256, 512, 4, 4, vocab_size=vocabulary)
         run = run_of(shape, teacher=shape, sequence_length=tokens, precision=precision)
-        choice = Choice(
-            layout=Layout(), ranks=1, micro_batch_size=1, layers=(1,), place="shared",
-            teacher_layout=Layout(), teacher_layers=(1,),
-        )  # fmt: skip
+        choice = choice_of((1,), (1,))
         planned = chunk_bytes(run, choice, CPU.shared_by(1)) / 2**20
         assert planned == pytest.approx(peak, rel=0.05), (precision, vocabulary, tokens)

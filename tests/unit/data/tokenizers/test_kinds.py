@@ -35,7 +35,7 @@ characters = st.one_of(
     st.sampled_from(" \n\t\r\x00ab\u0301\u200d\u3000\ufb01\u00bd\u00a8\u212b漢\U0001f469"),
 )
 any_text = st.text(characters, max_size=40).map(lambda text: text.replace("\u2581", "_"))
-examples = settings(max_examples=60, deadline=None)
+examples = settings(max_examples=25, deadline=None)
 
 
 def with_hard_texts(test: Callable[..., None]) -> Callable[..., None]:

@@ -32,7 +32,7 @@ def written(kind: str, text: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [*LOSSLESS, "sp_suffix", "hf_fallback", "hf_runs"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=any_text)
 def test_the_bytes_of_a_text_s_tokens_are_the_text(kind: str, text: str) -> None:
     expected = text.encode()
