@@ -10,8 +10,8 @@ import torch
 
 from tests.distributed.pool import Pool
 
-# A deadline would depend on what else the machine does.
-hypothesis.settings.register_profile("tests", deadline=None)
+# A deadline would depend on what else the machine does; laws that need more examples ask for them.
+hypothesis.settings.register_profile("tests", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("tests")
 
 

@@ -75,7 +75,6 @@ def parts_of(chunks: Sequence[HiddenStateGPT], groups: Groups) -> Parts:
 
     found: Parts = {}
     for part in sharded_tensors(chunks, groups):
-        assert part.data is not None
         data = part.data.detach().clone()
         found[part.key, part.global_offset] = data[None] if part.prepend_axis_num else data
     return found

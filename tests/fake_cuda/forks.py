@@ -88,8 +88,6 @@ class FakeDevice:
             "program": program, "rank": rank, "world": world, "subject": subject,
             "overrides": overrides, "printed": str(printed), "errors": str(errors),
         }  # fmt: skip
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)

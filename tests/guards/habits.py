@@ -33,7 +33,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def broad_handlers(sources: Sequence[Source]) -> Iterator[str]:
     """Find handlers that catch everything."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ExceptHandler) and _is_broad(node.type):
                 yield f"{source.place}:{node.lineno}: catches everything; name the errors"
 
@@ -55,7 +55,7 @@ def caught_collectives(sources: Sequence[Source]) -> Iterator[str]:
     """
     known = communicating(sources)
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not _passes_over_errors(node):
                 continue
             for call in (found for statement in node.body for found in ast.walk(statement)):
@@ -77,10 +77,7 @@ def _passes_over_errors(node: ast.AST) -> TypeGuard[ast.Try | ast.With]:
 def communicating(sources: Sequence[Source]) -> set[str]:
     """Names of functions that say they communicate, where all of that name do."""
     functions = [
-        node
-        for source in sources
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef)
+        node for source in sources for node in source.nodes if isinstance(node, ast.FunctionDef)
     ]
     has_line = {node: "Collective" in (ast.get_docstring(node) or "") for node in functions}
     return {node.name for node in functions if has_line[node]} - {
@@ -98,6 +95,8 @@ def _is_collective(called: ast.expr, known: set[str]) -> bool:
 
 
 def _last_name(called: ast.expr) -> str:
+    if isinstance(called, ast.Name | ast.Attribute):
+        return called.id if isinstance(called, ast.Name) else called.attr
     return ast.unparse(called).rpartition(".")[2]
 
 
@@ -117,7 +116,7 @@ def repeated_exports(sources: Sequence[Source]) -> Iterator[str]:
 def prints(sources: Sequence[Source]) -> Iterator[str]:
     """Find calls of print."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
@@ -129,6 +128,8 @@ def prints(sources: Sequence[Source]) -> Iterator[str]:
 def left_open(sources: Sequence[Source]) -> Iterator[str]:
     """Find comments and code that put work off."""
     for source in sources:
+        if not (LEFT_OPEN.search(source.text) or "NotImplementedError" in source.text):
+            continue
         for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
             put_off = token.type in (tokenize.COMMENT, tokenize.STRING) and LEFT_OPEN.search(
                 token.string
@@ -140,7 +141,7 @@ def left_open(sources: Sequence[Source]) -> Iterator[str]:
 def global_state(sources: Sequence[Source]) -> Iterator[str]:
     """Find functions that rebind a module's names."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Global):
                 yield f"{source.place}:{node.lineno}: global {', '.join(node.names)}"
 
@@ -148,7 +149,7 @@ def global_state(sources: Sequence[Source]) -> Iterator[str]:
 def config_probes(sources: Sequence[Source]) -> Iterator[str]:
     """Find getattr with a default on something called config."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
@@ -184,13 +185,13 @@ def kind_ladders(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
         asserted = {
             id(inner)
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if isinstance(node, ast.Assert)
             for inner in ast.walk(node.test)
         }
         tests = [
             (node.lineno, names)
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if id(node) not in asserted and (names := _tested_classes(node) & kinds)
         ]
         allowed = 1 if source.place in ONE_KIND else 0
@@ -204,7 +205,7 @@ def signal_kinds(sources: Sequence[Source]) -> set[str]:
     return {
         node.name
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ClassDef)
         and any(isinstance(one, Function) and one.name in KIND_METHODS for one in node.body)
     }
@@ -214,11 +215,15 @@ def _tested_classes(node: ast.AST) -> set[str]:
     """Names of the classes that a node tests for: isinstance, `type(x) is C`, or `case C():`."""
     if isinstance(node, ast.MatchClass):
         return {_last_name(node.cls)}
-    if isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+    if isinstance(node, ast.Compare) and _is_type_of(node.left):
         return {_last_name(one) for to in node.comparators for one in _expressions(to)}
     if isinstance(node, ast.Call) and _last_name(node.func) in ("isinstance", "issubclass"):
         return {_last_name(one) for one in _expressions(node.args[1])}
     return set()
+
+
+def _is_type_of(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _last_name(node.func) == "type"
 
 
 def _expressions(node: ast.expr) -> list[ast.expr]:

@@ -23,7 +23,7 @@ def long_files(sources: Sequence[Source]) -> Iterator[str]:
 def long_functions(sources: Sequence[Source]) -> Iterator[str]:
     """Find functions of more than FUNCTION_LINES lines; their docstring is not counted."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             count = _lines(node) - _docstring_lines(node)

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -20,11 +20,19 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file: its place below the root and its syntax tree."""
+    """One Python file: its place below the root and its text, parsed when a guard asks for it."""
 
     place: str
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.place)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree, in the order of `ast.walk`."""
+        return list(ast.walk(self.tree))
 
     @property
     def module(self) -> str:
@@ -44,7 +52,7 @@ class Source:
         package = self.module.split(".")
         if not self.place.endswith("__init__.py"):
             package = package[:-1]
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield Import(node.lineno, alias.name)
@@ -56,18 +64,16 @@ class Source:
 
 
 def read_sources(root: Path, folders: Sequence[str]) -> list[Source]:
-    """Parse every Python file of the folders; a folder that is not there holds none."""
-    return [source for folder in folders for source in _parsed(root, folder)]
+    """Read every Python file of the folders; a folder that is not there holds none."""
+    return [source for folder in folders for source in _read(root, folder)]
 
 
 @cache
-def _parsed(root: Path, folder: str) -> list[Source]:
-    found = []
-    for path in sorted((root / folder).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        place = path.relative_to(root).as_posix()
-        found.append(Source(place, text, ast.parse(text, filename=place)))
-    return found
+def _read(root: Path, folder: str) -> list[Source]:
+    return [
+        Source(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted((root / folder).rglob("*.py"))
+    ]
 
 
 def within(name: str, prefix: str) -> bool:

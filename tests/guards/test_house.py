@@ -26,6 +26,5 @@ def test_the_start_and_the_path_to_the_gradient_stay_short() -> None:
     assert 0 < int(row["lines from configuration to first step"]) <= LINES_TO_FIRST_STEP
     assert (row["import cycles"], row["upward imports"]) == ("0", "0")
     found = re.search(r"from the hidden states to it: (\d+) frames, (\d+) files", done.stdout)
-    assert found is not None
     assert 0 < int(found[1]) <= FRAMES
     assert 0 < int(found[2]) <= FILES

@@ -33,15 +33,6 @@ MODELS = {
         },
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
     },
-    "gemma2": {
-        "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
-        "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
-        "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
-    },
     "gemma3_text": {
         "model_type": "gemma3_text", "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
@@ -51,12 +42,6 @@ MODELS = {
         "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
         "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
         "vocab_size": 262144,
-    },
-    "gpt2": {
-        "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1,
-        "embd_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024,
-        "n_embd": 1280, "n_head": 20, "n_layer": 36, "n_positions": 1024, "resid_pdrop": 0.1,
-        "vocab_size": 50257,
     },
     "glm4_moe": {
         "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0,

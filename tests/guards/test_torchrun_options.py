@@ -1,8 +1,4 @@
-"""torchrun leaves the options of our scripts to them.
-
-Its parser takes abbreviations of its own options even behind the script's name, so that an option
-of ours that begins several of torchrun's ends in `ambiguous option`.
-"""
+"""Documented commands: options of torchrun, and words of submissions."""
 
 from __future__ import annotations
 
@@ -15,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.run import get_args_parser
 
+from megatron_distill.cli import COMMANDS, Entry, Group
 from megatron_distill.commands.job import REPORTS
 from megatron_distill.runtime.torchrun import protect_script_options
-from tests.guards.source_tree import ROOT
+from tests.guards.source_tree import ROOT, read_sources
 
 # Taken by evaluate.py and generate.py beside the positional folder, without torchrun only.
 BESIDE_TORCHRUN = {"--run"}
@@ -35,15 +32,14 @@ WITHOUT_VALUE = sorted(
 def script_options() -> set[tuple[str, str]]:
     """File and name of every option that an argument parser of the project adds."""
     found = {("job.py", option) for option, _, _ in REPORTS.values()}
-    for folder in ("launch", "tools", "megatron_distill"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr != "add_argument":
-                        continue
-                    for word in node.args:
-                        if isinstance(word, ast.Constant) and str(word.value).startswith("-"):
-                            found.add((path.name, str(word.value)))
+    for source in read_sources(ROOT, ("launch", "tools", "megatron_distill")):
+        for node in source.nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr != "add_argument":
+                    continue
+                for word in node.args:
+                    if isinstance(word, ast.Constant) and str(word.value).startswith("-"):
+                        found.add((source.place.rpartition("/")[2], str(word.value)))
     return found
 
 
@@ -119,3 +115,37 @@ def test_the_wrapper_knows_which_options_of_torchrun_take_a_value() -> None:
 @pytest.mark.parametrize("words", [[], ["--help"], ["--", "x.py", "--run"], ["--nnodes"]])
 def test_the_wrapper_leaves_arguments_without_a_script_alone(words: list[str]) -> None:
     assert protect_script_options(words) == words
+
+
+NAMES = ("submit", "plan", "status", "calibrate")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """The page and the line of every such command, without what it is piped into."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\|", "|").replace("\\\n", " ")
+        fenced = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        lines = "\n".join([*fenced, *re.findall(r"^    (\S.*)$", text, re.MULTILINE)])
+        for line in re.findall(r"^megatron-distill (.*)$", lines, re.MULTILINE):
+            if line.startswith(NAMES):
+                yield page.name, re.split(r" [|#] ", line)[0]
+
+
+COMMAND_LINES = list(documented())
+
+
+def test_the_pages_show_every_way_to_submit() -> None:
+    shown = {" ".join(line.split()[:2]) for _, line in COMMAND_LINES}
+    assert {"submit slurm", "submit kubernetes", "submit ssh"} <= shown
+
+
+@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
+def test_a_documented_command_takes_its_words(page: str, line: str) -> None:
+    name, *words = shlex.split(line)
+    entry = COMMANDS[name]
+    if isinstance(entry, Group):
+        entry = entry.entries[words.pop(0)]
+    assert isinstance(entry, Entry)
+    given = entry.load().parse(argparse.ArgumentParser(prog=page, allow_abbrev=False), words)
+    assert vars(given)

@@ -133,8 +133,6 @@ def _seen(mask: BlockMask, sample: int, queries: Tensor, keys: Tensor) -> Tensor
 
 def _listed(counts: Tensor | None, numbers: Tensor | None, rows: int, columns: int) -> Tensor:
     """Return which pairs are in the listed blocks of 128 x 128, bool [b, rows, columns]."""
-    assert counts is not None
-    assert numbers is not None
     found = torch.zeros(counts.shape[0], rows, columns, dtype=torch.bool)
     for sample, row in torch.cartesian_prod(*map(torch.arange, (counts.shape[0], counts.shape[2]))):
         for number in numbers[sample, 0, row, : counts[sample, 0, row]].tolist():

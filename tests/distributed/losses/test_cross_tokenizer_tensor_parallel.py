@@ -98,7 +98,7 @@ def losses(problem: AlignedProblem) -> list[Loss]:
     ]
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, PADDED[0]), (4, PADDED[0]), (4, PADDED[1])])
+@pytest.mark.parametrize(("world", "sizes"), [(2, PADDED[0]), (4, PADDED[1])])
 def test_values_per_chunk(pool: Pool, world: int, sizes: tuple[int, int]) -> None:
     problem = AlignedProblem.random(seed=2)
     ranks = pool.run(world, losses_on_shard, problem, sizes)
@@ -172,9 +172,7 @@ def equal_models_on_shard(
 
 
 # The last is one in which the sums over further tokens differ by rounding.
-@pytest.mark.parametrize(
-    ("world", "sizes", "seed"), [(2, (84, 84), 5), (2, (84, 96), 5), (4, (84, 96), 14)]
-)
+@pytest.mark.parametrize(("world", "sizes", "seed"), [(2, (84, 84), 5), (4, (84, 96), 14)])
 def test_equal_models_have_no_loss_however_they_are_split(
     pool: Pool, world: int, sizes: tuple[int, int], seed: int
 ) -> None:

@@ -108,7 +108,7 @@ def solve_on_shards(
     return whole, answers
 
 
-# On one rank: tests/unit/losses/test_objective.py.
+# On one rank: tests/unit/losses/test_objective_terms.py.
 @pytest.mark.parametrize("sizes", VOCABULARIES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_objective_equals_the_dense_oracle(pool: Pool, world: int, sizes: tuple[int, int]) -> None:

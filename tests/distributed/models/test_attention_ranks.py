@@ -1,4 +1,4 @@
-"""The core attention on context ranks that exchange keys, against a masked softmax in float64."""
+"""Attention over context ranks: gathered and in a ring."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.workers import context, ring
+from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.segments import Segments
 from tests.distributed.megatron_world import megatron_groups, small_architecture
@@ -107,3 +109,34 @@ def _held_after_forward(rank: int, world: int, case: Case) -> tuple[bool, bool]:
 def test_the_backward_pass_saves_this_ranks_keys_alone(pool: Pool) -> None:
     case = Case(((0, 5, 16),))
     assert pool.run(2, _held_after_forward, case) == [(False, True)] * 2
+
+
+RING_CASES = [
+    replace(random_case(seed, softcap=False), window=None, rank=0, size=1)
+    for seed in range(100, 110)
+]
+
+
+def _both_ways(rank: int, world: int, cases: list[Case]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    group = dist.new_group(list(range(world)))
+    assert isinstance(group, dist.ProcessGroup)
+    rule, found = AttentionRule(SCALE), []
+    for case in cases:
+        index = zigzag_index(case.bounds[0][-1], rank=rank, size=world)
+        *whole, gradient = case.tensors(torch.float64)
+        leaves = [x[index].requires_grad_() for x in whole]
+        ways = []
+        for attend in (context.gathered, ring.attend):
+            out = attend(*leaves, Segments(case.bounds).sharded(rank, world), rule, group)
+            grads = torch.autograd.grad(out, leaves, gradient[index])
+            ways.append([out.detach(), *grads])
+        found.append((ways[0], ways[1]))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_values_and_gradients_of_both_ways_are_the_same(pool: Pool, world: int) -> None:
+    for rank in pool.run(world, _both_ways, RING_CASES):
+        for gathered, around in rank:
+            for one, other in zip(gathered, around, strict=True):
+                torch.testing.assert_close(other, one, atol=1e-12, rtol=0)

@@ -1,7 +1,8 @@
-"""The planner's parameters of every rank against built models: all kinds, layouts, padding."""
+"""The planner's parameters and states of every rank against built models."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,3 +62,97 @@ def test_experts_over_several_ranks_have_the_planned_parameters(
         for name, (built, planned) in rank.items():
             assert built == planned, name
             assert built[1] > 0
+
+
+RANKS = 4
+STATE_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"tensor": 2, "pipeline": 2},
+    {},
+    {"pipeline": 2, "virtual_pipeline": 2},
+    {"context": 2, "tensor": 2, "sequence": True},
+)
+STATES_OF_EXPERTS: dict[str, Any] = {"expert": 2, "pipeline": 2}
+Bytes = tuple[int, int, int]
+# Built and planned, tensors with a state, numbers of gaps in the buffers, and the stage.
+Counted = tuple[Bytes, Bytes, int, int, int]
+
+
+def counted_states(
+    rank: int,
+    world: int,
+    shapes: dict[str, dict[str, Any]],
+    layout: dict[str, Any],
+    distributed: bool,
+) -> dict[str, Counted]:
+    """Weights, gradients and optimizer of this rank, of each kind of model."""
+    with megatron_groups(**layout) as groups:
+        import torch
+
+        from benchmarks.harness.peak import persistent_bytes
+        from megatron_distill.config import OptimizerConfig, ScheduleConfig
+        from megatron_distill.models.pipeline_stages import even_layers
+        from megatron_distill.planning.memory import student_states
+        from megatron_distill.planning.parameters import stage_numbers
+        from megatron_distill.planning.run import Choice, PlannedRun
+        from megatron_distill.train.optimizer import build_optimizer, wrap_data_parallel
+
+        found = {}
+        for name, fields in shapes.items():
+            shape = small_architecture(**fields)
+            chunks = build(shape, groups, seed=None)
+            settings = OptimizerConfig(distributed=distributed)
+            wrapped = wrap_data_parallel(chunks, settings, groups=groups)
+            optimizer = build_optimizer(wrapped, settings, ScheduleConfig(), dtype=torch.float32)
+            training = SimpleNamespace(wrapped=wrapped, optimizer=optimizer)
+            built = persistent_bytes(SimpleNamespace(models=chunks, training=training))  # type: ignore[arg-type]
+            run = PlannedRun(
+                student=shape, teacher=None, sequence_length=64, global_batch_size=RANKS,
+                precision="fp32", is_distributed=distributed,
+            )  # fmt: skip
+            layers = even_layers(shape.num_layers, groups.layout.stages)
+            choice = Choice(layout=groups.layout, ranks=world, micro_batch_size=1, layers=layers)
+            numbers = stage_numbers(shape, groups.layout, layers)[groups.pipeline.rank()]
+            tensors = sum(
+                len(part.optimizer.state)
+                for part in optimizer.chained_optimizers
+                if part.optimizer is not None
+            )
+            found[name] = (
+                (built.weights, built.gradient_buffers, built.optimizer),
+                student_states(run, choice, numbers),
+                tensors,
+                built.gradient_buffers // 4 - numbers.total,
+                groups.pipeline.rank(),
+            )
+        return found
+
+
+def check(ranks: list[dict[str, Counted]], *, distributed: bool) -> None:
+    assert any(gaps for rank in ranks for *_, gaps, _ in rank.values()) == distributed
+    for name in ranks[0]:
+        for built, planned, tensors, *_ in (rank[name] for rank in ranks):
+            assert built[:2] == planned[:2], name
+            # Adam counts the steps of each tensor in four bytes.
+            assert distributed or built[2] == planned[2] + 4 * tensors, name
+            assert built[2] <= planned[2] + 4 * tensors, name
+        # The plan is of the shard that has most, in each stage.
+        for stage in {rank[name][4] for rank in ranks}:
+            there = [rank[name] for rank in ranks if rank[name][4] == stage]
+            assert max(built[2] - 4 * tensors for built, _, tensors, *_ in there) == there[0][1][2]
+
+
+@pytest.mark.parametrize("distributed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "layout",
+    [STATE_LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in STATE_LAYOUTS[1:])],
+    ids=str,
+)
+def test_every_kind_of_model_has_the_planned_states(
+    pool: Pool, layout: dict[str, Any], distributed: bool
+) -> None:
+    check(pool.run(RANKS, counted_states, SHAPES, layout, distributed), distributed=distributed)
+
+
+def test_experts_over_several_ranks_have_the_planned_states(pool: Pool) -> None:
+    shapes = {name: fields for name, fields in SHAPES.items() if "moe" in fields}
+    check(pool.run(RANKS, counted_states, shapes, STATES_OF_EXPERTS, True), distributed=True)

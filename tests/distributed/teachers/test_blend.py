@@ -70,7 +70,6 @@ def take_rows(
             batches = loader.take(step)
             rows: list[Row] = []
             for one in batches.micro_batches:
-                assert one.sources_b is not None
                 tokens = map(tuple, one.tokens_bs.tolist())
                 ids, sources = one.sample_ids_b.tolist(), one.sources_b.tolist()
                 rows.extend(zip(ids, sources, tokens, strict=True))

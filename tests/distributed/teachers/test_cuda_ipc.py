@@ -40,7 +40,6 @@ def test_rows_written_from_another_process_arrive(
     if torch.cuda.device_count() <= max(gpus):
         pytest.skip(f"needs {max(gpus) + 1} GPUs, and torch sees {torch.cuda.device_count()}")
     running = mp.spawn(take_part, (tmp_path, gpus, steps_ahead), nprocs=WORLD, join=False)
-    assert running is not None
     try:
         assert running.join(timeout=4 * SECONDS), "a process waits for the others"
     finally:

@@ -44,7 +44,7 @@ characters = st.one_of(
 any_text = st.text(characters, max_size=40).map(
     lambda text: text.replace("\u2581", "_").replace("<", "(").replace("[", "(")
 )
-examples = settings(max_examples=60, deadline=None)
+examples = settings(max_examples=25, deadline=None)
 Ints = NDArray[np.int64]
 
 
@@ -124,7 +124,7 @@ texts = st.one_of(any_text, code, st.tuples(code, any_text, code).map("\n".join)
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=texts)
 @example(text=HARD_TEXTS[7])
 @example(text="E\u0301te\u0301 \U0001f44d\U0001f3fd \ufffd\ufffd def f(x):\n\treturn 漢字")

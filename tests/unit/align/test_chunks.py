@@ -1,8 +1,4 @@
-"""Chunks end at common byte ends and at no other place.
-
-Regimes: bytes of one character, a tail on one side, tokens without text anywhere, gaps, nothing,
-bytes that are no UTF-8, ranges that are wrong; sequences cut at a chunk; figures that add up.
-"""
+"""Chunks of one text in two tokenizers, and the dynamic programme that finds them."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.align import programme
 from megatron_distill.align import (
     Chunks,
     Coverage,
@@ -95,7 +92,7 @@ def tokenizations(draw: st.DrawFn) -> tuple[list[Range], list[Range]]:
     return sides[0], sides[1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(sides=tokenizations())
 def test_chunks_are_those_of_the_slow_reference(sides: tuple[list[Range], list[Range]]) -> None:
     student, teacher = sides
@@ -185,3 +182,32 @@ def test_figures_of_one_text_and_their_sums() -> None:
     assert (both.texts, both.chunks, both.trained_chunks, both.one_to_many) == (3, 6, 4, 2)
     assert (both.student.tokens, both.teacher.aligned_bytes, both.largest_teacher) == (10, 24, 2)
     assert Coverage().merge(found) == found
+
+
+# Tokens of both sides, the best score, and how many tokens of each side the groups have.
+CASES = [
+    ("ab c", "a b c", 6.0, [(1, 2), (1, 1)]),
+    ("un happiness", "un happ iness", 6.0, [(1, 1), (1, 2)]),
+    ("abc", "a b c", 4.5, [(1, 3)]),
+    ("a b cd", "ab c d", 6.0, [(2, 1), (1, 2)]),
+    ("aa", "a a", 3.0, [(1, 2)]),
+    ("x b", "y b", 0.0, [(1, 1), (1, 1)]),
+    # Other texts: a student's token alone, then two that differ.
+    ("x y", "z", -4.5, [(1, 0), (1, 1)]),
+    # Many to many, and more tokens than it joins: groups of other texts.
+    ("ab cd", "abc d", -6.0, [(1, 1), (1, 1)]),
+    ("abcde", "a b c d e", -9.0, None),
+]
+
+
+@pytest.mark.parametrize(("student", "teacher", "score", "groups"), CASES)
+def test_scores_and_groups_are_those_of_the_recurrence(
+    student: str, teacher: str, score: float, groups: list[tuple[int, int]] | None
+) -> None:
+    found, ends = programme(student.encode().split(), teacher.encode().split())
+    assert found == score
+    steps = [(after[0] - at[0], after[1] - at[1]) for at, after in pairwise([(0, 0), *ends[::-1]])]
+    if groups is not None:
+        assert steps == groups
+    else:
+        assert sorted(steps) == [(0, 1)] * 4 + [(1, 1)]

@@ -106,7 +106,7 @@ def test_contents_that_differ_are_refused() -> None:
         align_messages(tokens(STUDENT), tokens(other))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_chunks_of_messages_are_the_same_bytes_and_minimal(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 6), max_size=4))

@@ -188,7 +188,7 @@ FLOATS = st.floats(min_value=1e-12, max_value=1e12, allow_nan=False)
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     output=WORDS,

@@ -96,7 +96,6 @@ def test_terms_of_a_sent_top_k_load(tmp_path: Path, terms: str) -> None:
 def test_a_sent_top_k_does_not_go_by_nccl(tmp_path: Path) -> None:
     sent = "teacher.transfer={what: top_k, k: 8, backend: nccl}"
     config = load_tree(tmp_path, TREE, sent, "objective.terms=[{top_k: 8}]")
-    assert config.teacher is not None
     assert config.teacher.transfer.backend == "gloo"
 
 
@@ -106,7 +105,6 @@ MOVED = ("teacher.transfer={what: top_k, k: 8, backend: ipc}", "teacher.parallel
 def test_a_teacher_with_its_own_layout_moves_a_top_k_that_its_terms_need(tmp_path: Path) -> None:
     terms = "objective.terms=[{top_k: 8}]"
     config = load_tree(tmp_path, TAUGHT, *MOVED, terms)
-    assert config.teacher is not None
     # It moves with the collectives of the ranks.
     assert config.teacher.transfer == TransferConfig(what="top_k", k=8)
     (text,) = complaints(lambda: load_tree(tmp_path, TAUGHT, *MOVED))
@@ -115,7 +113,6 @@ def test_a_teacher_with_its_own_layout_moves_a_top_k_that_its_terms_need(tmp_pat
     assert text.startswith("objective.terms.0.top_k = 9: more than the 8 ids of teacher.transfer.k")
     # In the student's layout nothing moves.
     same = load_tree(tmp_path, TAUGHT, *MOVED, terms, "parallel.tensor=2")
-    assert same.teacher is not None
     assert same.teacher.transfer == TransferConfig()
 
 

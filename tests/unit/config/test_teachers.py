@@ -215,7 +215,6 @@ BOTH = (STORE, "teachers.code={store: y}")
 def test_stores_among_several_teachers_load(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     config = load_tree(tmp_path, SEVERAL, *overrides)
     check_layout(config, 1)
-    assert config.teachers is not None
     assert config.teachers["math"].store is not None
     # A support of recorded ids stays as it is given.
     assert config.objective.terms[0].support in ("tail", "renormalized")

@@ -218,7 +218,6 @@ def test_where_only_ids_move_no_hidden_state_waits_in_host_memory(tmp_path: Path
         "objective.terms=[{top_k: 8}]",
     )
     config = load_tree(tmp_path, TAUGHT, *overrides)
-    assert config.teacher is not None
     assert not config.teacher.offload_hidden
     file = tmp_path / "run.yaml"
     assert load_warnings(file, overrides, RunConfig) == [

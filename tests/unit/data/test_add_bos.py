@@ -90,7 +90,6 @@ def test_documents_begin_with_the_token_of_each_tokenizer(
     assert len(labels) == len(wanted(student, None)) - (0 if begin else len(TEXTS))
     if not has_teacher:
         return
-    assert sample.teacher is not None
     of_teacher = wanted(teacher, teacher.bos_id if add_bos else None)
     assert sample.teacher.tokens_U1[: len(of_teacher)].tolist() == of_teacher
     for side, tokens, chunks in (

@@ -1,14 +1,16 @@
-"""Steps taken in a thread, one ahead: the loader's batches and states, errors at their step."""
+"""Steps that are read ahead: beside a running step, and two steps before a store needs them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from megatron_distill.data.prefetch import PrefetchedSteps
-from megatron_distill.errors import DataError, TrainingError
+from megatron_distill.data.prefetch import Lookahead, PrefetchedSteps
+from megatron_distill.errors import DataError, StoreError, TrainingError
+from megatron_distill.runtime.batch import Batch
 from tests.unit.data.test_loader import Numbers, loader_of, sample_ids
 
 LAST = 6
@@ -81,3 +83,71 @@ def test_no_thread_stays_after_an_end_of_all_ranks(error: TrainingError | None) 
     steps.__exit__(None if error is None else type(error), error, None)
     thread.join(10.0)
     assert set(threading.enumerate()) <= before
+
+
+LAST_STEP = 6
+STORES = ("0a", "0b")
+
+
+def ahead_of(source: Numbers, text: list[Sequence[Batch]] | None = None) -> Lookahead:
+    text = [] if text is None else text
+    return Lookahead(loader_of(source), last_step=LAST_STEP, expect=text.append, stores=STORES)
+
+
+def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before() -> None:
+    plain, text = loader_of(Numbers()), []
+    ahead = ahead_of(Numbers(), text)
+    for step in range(1, LAST_STEP + 1):
+        batches = ahead.take(step)
+        assert sample_ids(batches) == sample_ids(plain.take(step))
+        assert ahead.state_dict() == {**plain.state_dict(), "teacher_stores": list(STORES)}
+        assert len(text) == min(step + 2, LAST_STEP)
+        # The very object, by which a teacher knows what it was told about.
+        assert text[step - 1] is batches.micro_batches
+
+
+def test_no_step_after_the_last_is_taken() -> None:
+    # The source is broken at the first sample of step 7, which is never taken.
+    ahead = ahead_of(Numbers(broken_at=4 * LAST_STEP))
+    for step in range(1, LAST_STEP + 1):
+        ahead.take(step)
+
+
+def test_it_goes_on_from_any_state() -> None:
+    whole = ahead_of(Numbers())
+    states, batches = [], []
+    for step in range(1, LAST_STEP + 1):
+        states.append(whole.state_dict())
+        batches.append(sample_ids(whole.take(step)))
+    for done, state in enumerate(states):
+        again = ahead_of(Numbers())
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        for step in range(done + 1, LAST_STEP + 1):
+            assert sample_ids(again.take(step)) == batches[step - 1]
+
+
+def test_it_goes_on_from_the_state_of_a_run_with_a_live_teacher() -> None:
+    loader = loader_of(Numbers())
+    for step in range(1, 4):
+        loader.take(step)
+    ahead = ahead_of(Numbers())
+    ahead.load_state_dict(loader.state_dict())
+    assert sample_ids(ahead.take(4))[0][0] == 12
+
+
+@pytest.mark.parametrize("others", [["0b", "0a"], ["0a"], []])
+def test_other_stores_than_those_of_the_steps_before_are_refused(others: list[str]) -> None:
+    ahead = ahead_of(Numbers())
+    ahead.take(1)
+    state = {**ahead.state_dict(), "teacher_stores": others}
+    with pytest.raises(StoreError, match="name the same stores in the same order"):
+        ahead_of(Numbers()).load_state_dict(state)
+
+
+def test_an_error_comes_at_most_two_steps_early() -> None:
+    ahead = ahead_of(Numbers(broken_at=4 * 4))
+    ahead.take(1)
+    ahead.take(2)
+    with pytest.raises(DataError, match="sample 16 is broken"):
+        ahead.take(3)

@@ -1,4 +1,4 @@
-"""Bits per byte: the same for every tokenizer, exact over windows, documents and padding."""
+"""Losses of texts in bits per byte, and of documents one by one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_distill.data.formats import SourceSpec
-from megatron_distill.data.samples import Sample
+from megatron_distill.data.samples import FULLY_TRAINED, Sample
 from megatron_distill.data.sources import (
     DataOptions,
     TeacherReading,
@@ -19,12 +21,14 @@ from megatron_distill.data.sources import (
     held_out_samples,
 )
 from megatron_distill.data.tokenizers.open import Tokenizer
-from megatron_distill.errors import DataError
+from megatron_distill.errors import CheckpointError, DataError
 from megatron_distill.evaluation.bits_per_byte import (
     HeldOutText,
     measure_text,
     require_comparable,
 )
+from megatron_distill.evaluation.independent_loss import independent_loss
+from tests.distributed.hugging_face_models import VOCABULARY, reference, save_model
 from tests.support.tokenizer_kinds import tokenizer_of, training_texts
 
 KINDS = ("hf_bytes", "sp_bpe")
@@ -94,3 +98,46 @@ def test_texts_without_a_label_and_unequal_texts_are_refused() -> None:
     require_comparable(HeldOutText(9, 90, 1000), HeldOutText(8, 80, 1009))
     with pytest.raises(DataError, match=r"1,000 bytes of text for the student and 1,020"):
         require_comparable(HeldOutText(9, 90, 1000), HeldOutText(8, 80, 1020))
+
+
+# Documents of a sample: three, one of them a single token, and padding.
+DOCUMENTS = [0, 0, 0, 0, 1, 2, 2, 2, 2, 2, -1, -1]
+
+
+def samples() -> list[Sample]:
+    rng = np.random.default_rng(4)
+    return [
+        Sample(
+            tokens_S1=rng.integers(0, VOCABULARY, len(DOCUMENTS)).astype(np.int32),
+            document_ids_S1=np.array(DOCUMENTS, np.int32),
+            flags_S1=np.full(len(DOCUMENTS), FULLY_TRAINED, np.uint8),
+            sample_id=number,
+        )
+        for number in range(3)
+    ]
+
+
+def test_each_document_is_a_sequence_whose_first_token_is_no_label(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama3.1")
+    found = independent_loss(folder, samples())
+    measured = measure_text(samples(), [b"a"] * VOCABULARY, isolate_documents=True)
+    assert found.labels == measured.labels == 3 * (3 + 4)
+    # Label by label, the context alone given.
+    model, losses = reference(folder), []
+    for sample in samples():
+        for start, stop in ((0, 4), (5, 10)):
+            for label in range(start + 1, stop):
+                context = torch.from_numpy(sample.tokens_S1[start:label].astype(np.int64))
+                with torch.no_grad():
+                    logits = model(input_ids=context[None]).logits[0, -1].double()
+                losses.append(-float(logits.log_softmax(0)[int(sample.tokens_S1[label])]))
+    assert found.nats_per_label == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert found.nats_per_label > 0.5 * math.log(VOCABULARY)
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="none: transformers cannot load it"):
+        independent_loss(tmp_path / "none", samples())
+    folder = save_model(tmp_path / "model", "llama3.1")
+    with pytest.raises(DataError, match="no label; raise data.validation_fraction"):
+        independent_loss(folder, [])

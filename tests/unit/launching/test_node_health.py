@@ -1,13 +1,17 @@
-"""Checks of a node: the shared folder, a command, GPUs, and the record that they leave."""
+"""Checks of a node before a launch: its health, and what it sees."""
 
 from __future__ import annotations
 
+import platform
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import megatron_distill
 from megatron_distill.launching import node
 from megatron_distill.launching.node_health import Health, gpu_problems, main
+from megatron_distill.launching.node_view import named_paths, node_differences, seen_files, versions
 from megatron_distill.launching.records import (
     Launches,
     LaunchRecord,
@@ -30,7 +34,6 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Healt
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert main(["--launch", str(folder), *words]) == 0
     found = read_record(folder / "health" / "n1.json", Health)
-    assert found is not None
     assert found.node == "n1"
     return found
 
@@ -126,7 +129,51 @@ def test_gpus_that_hang_when_ranks_begin_are_a_recorded_failure(
     words = ["--launch", str(folder), "--endpoint", "n1:1", "--index", "0", "--", "program.py"]
     assert node.main(words) == 0
     outcome = read_record(folder / "nodes" / "0.json", NodeOutcome)
-    assert outcome is not None
     assert outcome.status is Status.FAILED
-    assert outcome.message is not None
     assert outcome.message.startswith("error: n1: nvidia-smi has not answered within 0.2 s; re")
+
+
+def test_paths_are_found_in_settings_and_caches_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    settings = {
+        "output": "runs/a",
+        "precision": "bf16",
+        "data": {"sources": [{"paths": ["corpus", "/data/*.jsonl"]}], "cache": "/scratch/cache"},
+        "template": "a/b\nc",
+        "long": "x" * 300,
+        "steps": 3,
+    }
+    assert list(named_paths(settings)) == ["runs/a", "corpus", "/data/*.jsonl"]
+
+
+def test_a_node_sees_folders_files_patterns_and_prefixes(tmp_path: Path) -> None:
+    for name in ("one.jsonl", "two.jsonl", "tokens.bin", "tokens.idx"):
+        (tmp_path / name).write_text(name)
+    names = [".", "one.jsonl", "*.jsonl", "tokens", "none", "none*"]
+    found = seen_files([str(tmp_path / name) for name in names])
+    assert list(found.values()) == [
+        "a folder", "1 file of 9 bytes", "2 files of 18 bytes", "2 files of 20 bytes",
+        "nothing", "nothing",
+    ]  # fmt: skip
+
+
+def test_the_versions_are_those_of_this_process() -> None:
+    found = versions()
+    assert found["Python"] == platform.python_version()
+    assert found["torch"] == metadata.version("torch")
+    assert found["megatron-distill"].startswith(megatron_distill.__version__)
+
+
+def view(version: str, **files: str) -> dict[str, dict[str, str]]:
+    return {"versions": {"torch": version}, "files": files}
+
+
+def test_a_node_is_compared_with_most_nodes_and_of_two_with_the_first() -> None:
+    views = {"n1": view("2.12", a="a folder"), "n2": view("2.13", a="a folder"), "n3": view("2.13")}
+    assert node_differences(views) == {"n1": ["has torch: 2.12, but n2: 2.13"]}
+    two = {"n1": view("2.13", a="nothing"), "n2": view("2.13", a="a folder")}
+    assert node_differences(two) == {"n2": ["sees under a: a folder, but n1: nothing"]}
+    assert node_differences({"n1": view("2.13")}) == node_differences({}) == {}

@@ -90,7 +90,6 @@ def test_no_later_job_of_a_submission_begins_after_useless_launches_or_an_error(
     outcome = Outcome(Status.MISCONFIGURED, "error: disk full", 20, 4.0)
     write_record(launches.begin(last) / "outcome.json", outcome)
     refusal = launches.refusal("a", max_starts=3)
-    assert refusal is not None
     assert refusal[0] is Status.MISCONFIGURED
     assert refusal[1].endswith("call `megatron-distill submit` again: error: disk full")
     assert launches.refusal("b", max_starts=3) is None

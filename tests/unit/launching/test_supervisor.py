@@ -121,7 +121,6 @@ def test_the_record_of_a_launch_tells_whether_another_one_follows(
     stop = _Stop()
     assert _decide(hosts, policy, launches, launch, failed, stop, without=without, silent=()) == 1
     found = launches.outcome(launch)
-    assert found is not None
     assert found.next.startswith(begins)
 
 
@@ -202,7 +201,6 @@ def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_an
     assert (hosts.again, hosts.names) == (True, ["b", "c", "a"])
     (launch,) = machines.launches.all()
     outcome = machines.launches.outcome(launch)
-    assert outcome is not None
     assert outcome.status is FAILED
     assert outcome.reason == "no answer from a: status 255: connect to host a: No route"
     assert outcome.next == "goes on from step 0"
@@ -225,7 +223,6 @@ def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
     assert (hosts.again, hosts.names) == (True, ["a", "c", "b"])
     (launch,) = machines.launches.all()
     outcome = machines.launches.outcome(launch)
-    assert outcome is not None
     assert outcome.reason == "1 node failed the checks: b"
     # It may have been slow: the next submission has it again.
     assert bad_nodes(machines.launches.folder) == []
@@ -238,7 +235,6 @@ def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
     assert not hosts.again
     assert [one.node for one in bad_nodes(machines.launches.folder)] == ["b"]
     outcome = machines.launches.outcome(machines.launches.all()[-1])
-    assert outcome is not None
     assert outcome.next.startswith("no further launch: 2 of 3 hosts are left")
 
 
@@ -309,5 +305,4 @@ def test_a_signal_in_the_pause_ends_the_job(machines: Machines) -> None:
     assert supervise(hosts, machines.program, Policy(sys.executable, hosts.job)) == 1
     assert not hosts.again
     outcome = machines.launches.outcome(machines.launches.all()[0])
-    assert outcome is not None
     assert outcome.next == "no further launch: cancelled; the same submission goes on from step 0"

@@ -133,7 +133,6 @@ def test_the_ranks_of_a_submission_have_its_nodes_port_words_and_container(
     (launch,) = stand_in.launches.all()
     assert (launch.name, launch.nodes) == (f"{JOB}-0", ["n1", "n3"])
     outcome = stand_in.launches.outcome(launch)
-    assert outcome is not None
     assert (outcome.status, outcome.next) == (Status.FAILED, "goes on from step 0")
 
 

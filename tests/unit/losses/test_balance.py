@@ -132,7 +132,6 @@ def test_the_running_mean_is_the_weighted_mean_of_all_steps() -> None:
         shares = [decay ** (len(seen) - 1 - index) for index in range(len(seen))]
         expected = sum(map(float.__mul__, shares, seen)) / sum(shares)
         mean = state.mean(decay=decay)
-        assert mean is not None
         assert mean.ce == pytest.approx(expected, rel=1e-12)
         assert mean.terms == pytest.approx((2 * expected,), rel=1e-12)
         assert mean.features == pytest.approx((3 * expected,), rel=1e-12)

@@ -73,7 +73,6 @@ def test_value_and_gradients_are_those_of_the_definition(
         work.gradient(student, coefficient=2.5).double(), own.grad, atol=1e-7, rtol=1e-5
     )
     for name, parameter in projector.named_parameters() if projector else ():
-        assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad.double(), maps[name].grad, atol=1e-7, rtol=1e-5)
 
 

@@ -248,8 +248,6 @@ def test_flex_applies_no_mask_where_a_block_is_seen_whole() -> None:
     case = Case(((0, 640),), window=400)
     mask = flex.block_mask(case.segments, case.window, torch.device("cpu"))
     counts, numbers = mask.full_kv_num_blocks, mask.full_kv_indices
-    assert counts is not None
-    assert numbers is not None
     found = [
         numbers[0, 0, row, : int(counts[0, 0, row])].tolist() for row in range(counts.shape[2])
     ]

@@ -1,8 +1,10 @@
-"""The law of drawn tokens: noise, cuts, ties and padding, against plain float64 references."""
+"""Drawn ids: cuts, ties, shards; and the text that they become."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.generation import Sampling
+from megatron_distill.models.generation.batches import RowSize, plan_batches
 from megatron_distill.models.generation.draw import draw, draw_keys, gumbel_noise, row_key
+from megatron_distill.models.generation.text import TextStream
 from megatron_distill.ops import VocabShard
 from tests.distributed.pool import Pool
 
@@ -99,7 +103,7 @@ def test_draws_follow_the_softmax(cut: dict[str, Any]) -> None:
     st.integers(1, 45),
     st.sampled_from([1e-6, 0.3, 0.5, 0.77, 0.999]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_cuts_with_ties_are_those_of_a_sorted_list(
     values: list[float], top_k: int, top_p: float
 ) -> None:
@@ -110,7 +114,6 @@ def test_cuts_with_ties_are_those_of_a_sorted_list(
     for cut in ({"top_k": top_k}, {"top_p": top_p}, {"top_k": top_k, "top_p": top_p}):
         sampling = Sampling(temperature=0.8, **cut)
         hidden = _cut(logits[None], group=_Alone(), sampling=sampling)  # type: ignore[arg-type]
-        assert hidden is not None
         inside = (~hidden[0]).numpy()
         expected = reference_softmax(logits, sampling)
         cumulated = abs(np.cumsum(sorted(expected)[::-1]) - top_p).min()
@@ -127,7 +130,7 @@ def test_greedy_takes_the_lowest_id_among_equals_and_no_padding() -> None:
     st.integers(1, 200),
     st.lists(st.tuples(st.integers(0, 199), st.sampled_from([1.0, 2.0, math.inf]))),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_largest_of_any_width_is_the_first_of_equal_ones(
     width: int, raised: list[tuple[int, float]]
 ) -> None:
@@ -208,3 +211,108 @@ def test_shards_draw_as_one(pool: Pool, cut: dict[str, Any]) -> None:
 def test_values_out_of_range_are_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Sampling(**values)
+
+
+def by_bytes(ids: Sequence[int]) -> str:
+    """A decoder with one id per byte."""
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def without_first_space(ids: Sequence[int]) -> str:
+    """A decoder that drops a leading space, as SentencePiece's."""
+    return by_bytes(ids).removeprefix(" ")
+
+
+def pieces(stream: TextStream, ids: bytes) -> list[str]:
+    found = []
+    for token in ids:
+        is_over = stream.push(token)
+        found.append(stream.new_text())
+        if is_over:
+            break
+    stream.finish()
+    return [*found, stream.new_text()]
+
+
+@given(st.text(max_size=12))
+def test_streamed_pieces_join_to_the_text_and_split_no_character(text: str) -> None:
+    found = pieces(TextStream(by_bytes), text.encode("utf-8", "replace"))
+    assert "".join(found) == text.encode("utf-8", "replace").decode()
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
+
+
+@given(st.text("ab\u00e9 ", max_size=20), st.lists(st.text("ab\u00e9", min_size=1, max_size=3)))
+def test_a_stop_string_over_several_ids_ends_the_text_before_it(
+    text: str, strings: list[str]
+) -> None:
+    stream = TextStream(by_bytes, tuple(strings))
+    found = pieces(stream, text.encode())
+    # The first that is complete; of those that are complete with one character, the longest.
+    ends = [(text.find(one) + len(one), text.find(one)) for one in strings if one in text]
+    first = min((end for end, _ in ends), default=0)
+    expected = text[: min(start for end, start in ends if end == first)] if ends else text
+    assert stream.text == "".join(found) == expected
+    assert stream.is_stopped == bool(ends)
+
+
+def test_text_that_may_become_a_stop_string_waits() -> None:
+    stream = TextStream(by_bytes, ("\n\nQ",))
+    assert pieces(stream, b"a\n\nb\n\nQ") == ["a", "", "", "\n\nb", "", "", "", ""]
+
+
+PIECES = ("a", "b\n\nc: d", "Q", ":", " e", "\n\nc:")
+
+
+def by_pieces(ids: Sequence[int]) -> str:
+    """A decoder with several characters per id."""
+    return "".join(PIECES[token] for token in ids)
+
+
+@pytest.mark.parametrize(
+    ("strings", "ids", "text", "is_stopped"),
+    [
+        ((": ", "\n\n"), (0, 1), "ab", True),  # two in one id: the earliest
+        (("c: d", "\n\nc"), (0, 1), "ab", True),  # one inside of the other
+        (("a\n\n",), (0, 5, 4), "", True),  # over two ids, and the whole text
+        (("Q:",), (4, 2, 3, 4), " e", True),
+        (("Q:",), (3, 4, 2), ": eQ", False),  # the prompt ends with its beginning
+    ],
+)
+def test_stops_in_ids_of_several_characters(
+    strings: tuple[str, ...], ids: tuple[int, ...], text: str, is_stopped: bool
+) -> None:
+    """The prompt has each stop string, which ends nothing."""
+    stream = TextStream(by_pieces, strings, context=(0, 5, 1, 2, 3, 2))
+    for token in ids:
+        if stream.push(token):
+            break
+    assert (stream.finish(), stream.is_stopped) == (text, is_stopped)
+
+
+def test_the_first_space_is_kept_after_a_prompt() -> None:
+    stream = TextStream(without_first_space, context=b"ab")
+    assert "".join(pieces(stream, b" c d")) == " c d"
+
+
+def test_an_unfinished_character_is_in_the_text_at_its_end() -> None:
+    assert pieces(TextStream(by_bytes), b"a\xc3") == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+sizes_of_rows = st.lists(st.builds(RowSize, st.integers(1, 90), st.integers(0, 40)), max_size=12)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@given(sizes_of_rows)
+def test_data_ranks_share_the_rows(in_step: bool, sizes: list[RowSize]) -> None:
+    plans = [
+        plan_batches(
+            sizes, rank=rank, ranks=3, groups=2, in_step=in_step, row_bytes=add, cache_bytes=200
+        )
+        for rank in range(3)
+    ]
+    rows = [row for plan in plans for batch in plan.mine for group in batch for row in group]
+    assert sorted(rows) == list(range(len(sizes)))
+    if in_step:
+        shapes = {tuple(len(batch) for batch in plan.mine) for plan in plans}
+        assert len(shapes) == 1, "ranks would make different numbers of steps"

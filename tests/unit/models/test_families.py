@@ -1,13 +1,15 @@
-"""Families of rows: the largest saving, whole rows, and equal work of the ranks."""
+"""Rows that share a beginning, and the batches they are in."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import add
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_distill.models.generation.batches import RowSize, batches_of, plan_batches
 from megatron_distill.models.generation.families import deal, families_of
 
 rows_of_ids = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple), max_size=9)
@@ -62,3 +64,44 @@ def test_subjects_stay_whole_where_each_rank_has_some_and_a_single_one_is_divide
         assert [len(one.rows) for one in own] == [20] * 3
     for own in deal(found[:1], [1] * len(rows), 4):
         assert [len(one.rows) for one in own] == [5]
+
+
+sizes_of_rows = st.lists(
+    st.builds(RowSize, st.integers(1, 9), st.integers(0, 5), st.integers(0, 30)), max_size=12
+)
+
+
+@given(sizes_of_rows, st.integers(1, 40), st.integers(1, 60))
+def test_a_batch_of_several_rows_is_within_every_bound(
+    sizes: list[RowSize], positions: int, cache_bytes: int
+) -> None:
+    batches = batches_of(
+        sizes,
+        range(len(sizes)),
+        row_bytes=add,
+        cache_bytes=cache_bytes,
+        positions=positions,
+    )
+    assert [row for batch in batches for row in batch] == list(range(len(sizes)))
+    for batch in batches:
+        if len(batch) > 1:
+            own = [sizes[row] for row in batch]
+            assert sum(size.given for size in own) <= positions
+            assert sum(size.continued for size in own) <= positions
+            capacity = max(size.given for size in own) + max(size.added for size in own)
+            assert len(own) * capacity <= cache_bytes
+
+
+def test_ranks_in_step_bound_the_positions_of_copies_too() -> None:
+    sizes = [RowSize(2, 5, 20) for _ in range(4)]
+    plan = plan_batches(
+        sizes,
+        rank=0,
+        ranks=1,
+        groups=1,
+        in_step=True,
+        row_bytes=lambda *_: 0,
+        cache_bytes=0,
+        positions=40,
+    )
+    assert [batch[0] for batch in plan.mine] == [[0, 1], [2, 3]]

@@ -54,7 +54,6 @@ def from_logits(problem: AlignedProblem, student: HiddenState, work: AlignedLine
     logits = student.outputs(lambda values: values, student.width) * student.logit_scale
     if student.logit_softcap is not None:
         logits = student.logit_softcap * torch.tanh(logits / student.logit_softcap)
-    assert work.label_loss is not None
     labels = work.rows.student_labels.unsqueeze(1)
     log_probs = logits.log_softmax(1).gather(1, labels).squeeze(1)
     total = -(work.label_loss.weights * log_probs).sum() * work.label_loss.coefficient
@@ -128,7 +127,6 @@ def test_rows_without_weight_may_hold_anything() -> None:
     """Rows in no chunk without a label, and chunks of weight zero."""
     problem = AlignedProblem.random()
     work = work_for(problem)
-    assert work.label_loss is not None
     idle = (problem.at.student_chunks == 0) | (problem.at.student_chunks == -1)
     label_weights = work.label_loss.weights.masked_fill(idle, 0.0)
     work = replace(work, label_loss=LabelLoss(label_weights, 0.5))

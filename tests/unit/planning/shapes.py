@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.planning.run import PlannedRun
+from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.runtime.layout import Layout
 
 
 def llama(layers: int, hidden: int, ffn: int, heads: int, keys: int, **more: Any) -> Architecture:
@@ -31,3 +32,24 @@ def run_of(student: Architecture = STUDENT, **changes: Any) -> PlannedRun:
     """Return a run of 8 Ki tokens per sequence, 256 of them per step."""
     fields: dict[str, Any] = {"teacher": None, "sequence_length": 8192, "global_batch_size": 256}
     return PlannedRun(student=student, **{**fields, **changes})
+
+
+ONE_RANK = Layout()
+
+
+def choice_of(
+    layers: tuple[int, ...],
+    teacher_layers: tuple[int, ...],
+    layout: Layout = ONE_RANK,
+    own: Layout | None = None,
+    **changes: Any,
+) -> Choice:
+    """Return the choice of one replica whose ranks run a teacher, in a layout of its own or not."""
+    fields = {"ranks": layout.model_ranks, "micro_batch_size": 1, "place": "shared", **changes}
+    return Choice(
+        layout=layout,
+        layers=layers,
+        teacher_layout=own or layout,
+        teacher_layers=teacher_layers,
+        **fields,
+    )

@@ -51,7 +51,6 @@ def cells_of(plan: PrintedPlan, one: Planned) -> list[str]:
 
 def test_the_rows_are_those_of_the_plan(plan: PrintedPlan) -> None:
     _, *rows = tables()[0]
-    assert plan.configured is not None
     by_name = {choice_name(one.choice): one for one in plan.rows}
     assert rows[0][0] == choice_name(plan.rows[0].choice)
     assert rows[0][2:] == cells_of(plan, plan.rows[0])
@@ -82,7 +81,6 @@ def test_the_parts_of_the_first_row_are_those_of_the_plan(plan: PrintedPlan) -> 
 def test_the_sentences_have_the_figures_of_the_plan(plan: PrintedPlan) -> None:
     text = " ".join(plan.text.split())
     configured, best = plan.configured, plan.rows[0]
-    assert configured is not None
     gib, usable, slower = re.findall(
         r"Yes, with ([\d.]+) GiB of ([\d.]+) usable. It is (\d+) % slower", PROSE
     )[0]

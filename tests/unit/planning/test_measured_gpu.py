@@ -14,11 +14,9 @@ from megatron_distill.commands.plan import make_plan
 from megatron_distill.config import load_config
 from megatron_distill.planning.device import load_device
 from megatron_distill.planning.memory import chunk_bytes
-from megatron_distill.planning.run import Choice
 from megatron_distill.planning.search import Search
-from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
-from tests.unit.planning.shapes import llama, run_of
+from tests.unit.planning.shapes import choice_of, llama, run_of
 
 GIB = 2**30
 DEVICE = load_device("h100-80gb-torch")
@@ -75,7 +73,6 @@ def test_a_measured_step_is_planned_within_15_percent(length: int, tmp_path: Pat
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
     plan = make_plan(load_config(path, []), 1, "h100-80gb-torch", shown=1)
-    assert plan.configured is not None
     assert plan.configured.time.total == pytest.approx(median(measured["seconds"]), rel=0.15)
     (rank,) = measured["ranks"]
     peak = sum(rank["persistent"].values()) + rank["peak"]["tensors"]
@@ -91,10 +88,7 @@ def test_measured_losses_need_the_planned_memory() -> None:
     for row in rows:
         one = llama(1, int(row["family"].split()[-1]), 512, 16, 4)
         run = run_of(one, teacher=one, sequence_length=8192, row_blocks=False)
-        choice = Choice(
-            layout=Layout(), ranks=1, micro_batch_size=1, layers=(1,), place="shared",
-            teacher_layout=Layout(), teacher_layers=(1,),
-        )  # fmt: skip
+        choice = choice_of((1,), (1,))
         assert chunk_bytes(run, choice, DEVICE) == pytest.approx(row["extra_bytes"], rel=0.01)
 
 
@@ -102,10 +96,7 @@ def test_blocks_of_rows_are_those_that_adaptive_kl_took_beside_reverse_kl() -> N
     logits = [row for part in parts("losses") for row in part.get("logits", ())]
     took = {row["family"]: row["extra_bytes"] for row in logits if row["subject"] == "ours"}
     one = llama(1, 2048, 512, 16, 4)
-    choice = Choice(
-        layout=Layout(), ranks=1, micro_batch_size=1, layers=(1,), place="shared",
-        teacher_layout=Layout(), teacher_layers=(1,),
-    )  # fmt: skip
+    choice = choice_of((1,), (1,))
     with_blocks, without = (
         chunk_bytes(run_of(one, teacher=one, row_blocks=blocks), choice, DEVICE)
         for blocks in (True, False)
@@ -120,5 +111,4 @@ def test_a_measured_capture_is_planned_within_15_percent() -> None:
     run = run_of(teacher, teacher=teacher, global_batch_size=2, chunk_tokens=2048, store_ids=64)
     assert run.tokens == measured["tokens"]
     planned = Search(run, DEVICE, 1, lambda role, layout: None, ("shared",)).capture()
-    assert planned is not None
     assert planned.seconds_per_step == pytest.approx(measured["capture"], rel=0.15)

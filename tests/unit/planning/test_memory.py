@@ -15,7 +15,7 @@ from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher
 from megatron_distill.planning.schedule import interleaved_order
 from megatron_distill.planning.step_time import step_time, teacher_seconds
 from megatron_distill.runtime.groups import Layout
-from tests.unit.planning.shapes import llama, run_of
+from tests.unit.planning.shapes import choice_of, llama, run_of
 
 DEVICE = load_device("h100-80gb")
 
@@ -50,17 +50,11 @@ def test_tensor_ranks_divide_a_forward_pass_but_for_the_input_of_a_layer() -> No
 MATH, CODE = llama(8, 1024, 4096, 16, 16), llama(4, 512, 2048, 8, 8)
 SMALL = llama(4, 256, 512, 4, 4)
 TWO = Layout(pipeline=2)
+STAGED = choice_of((2, 2), (4, 4), TWO, ranks=4)
 
 
 def taught(*several: SharedTeacher, **changes: object) -> PlannedRun:
     return run_of(SMALL, teacher=MATH, several=several, **changes)
-
-
-def choice_of(teacher_layers: tuple[int, ...], micro_batch_size: int) -> Choice:
-    return Choice(
-        layout=TWO, ranks=4, micro_batch_size=micro_batch_size, layers=(2, 2), place="shared",
-        teacher_layout=TWO, teacher_layers=teacher_layers,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "math", "code"), [(1, 0.75, 0.25), (2, 0.9375, 0.4375)])
@@ -70,7 +64,10 @@ def test_several_teachers_add_their_weights_and_the_time_of_their_samples(
     numbers = stage_numbers(SMALL, TWO, (2, 2))
     both = taught(SharedTeacher("math", MATH, 0.75), SharedTeacher("code", CODE, 0.25))
     runs = (run_of(SMALL, teacher=MATH), run_of(SMALL, teacher=CODE), both)
-    choices = [choice_of(layers, size) for layers in ((4, 4), (2, 2), (4, 4))]
+    choices = [
+        choice_of((2, 2), layers, TWO, ranks=4, micro_batch_size=size)
+        for layers in ((4, 4), (2, 2), (4, 4))
+    ]
     pairs = list(zip(runs, choices, strict=True))
     needs = [memory_need(run, choice, DEVICE, numbers) for run, choice in pairs]
     assert needs[2].teacher == needs[0].teacher + needs[1].teacher
@@ -85,10 +82,7 @@ def test_several_teachers_add_their_weights_and_the_time_of_their_samples(
 def test_weights_that_rest_in_host_memory_need_it_in_the_forward_passes_alone() -> None:
     layout = Layout()
     numbers = stage_numbers(SMALL, layout, (4,))
-    choice = Choice(
-        layout=layout, ranks=1, micro_batch_size=1, layers=(4,), place="shared",
-        teacher_layout=layout, teacher_layers=(8,),
-    )  # fmt: skip
+    choice = choice_of((4,), (8,))
     bytes_of = {
         shape: 2 * stage_numbers(shape, layout, (shape.num_layers,))[0].total
         for shape in (MATH, CODE)
@@ -118,7 +112,7 @@ def test_replicas_that_run_teachers_together_run_them_where_one_needs_them() -> 
     def seconds(*shards: bool) -> float:
         shapes = zip(("math", "code"), (MATH, CODE), shards, strict=True)
         both = [SharedTeacher(name, shape, 0.5, shards=it) for name, shape, it in shapes]
-        return teacher_seconds(taught(*both), choice_of((4, 4), 1), DEVICE)[0]
+        return teacher_seconds(taught(*both), STAGED, DEVICE)[0]
 
     alone, one, joint = seconds(False, False), seconds(False, True), seconds(True, True)
     # Two replicas: three of four micro-batches need each teacher that they run together.
@@ -129,10 +123,7 @@ def test_replicas_that_run_teachers_together_run_them_where_one_needs_them() -> 
 def test_each_of_several_teachers_has_whole_or_divided_weights() -> None:
     layout = Layout()
     numbers = stage_numbers(SMALL, layout, (4,))
-    choice = Choice(
-        layout=layout, ranks=8, micro_batch_size=1, layers=(4,), place="shared",
-        teacher_layout=layout, teacher_layers=(8,),
-    )  # fmt: skip
+    choice = choice_of((4,), (8,), ranks=8)
 
     def weights(*shards: bool) -> float:
         shapes = zip(("math", "code"), (MATH, CODE), shards, strict=True)
@@ -148,8 +139,7 @@ def test_a_mean_of_teachers_has_the_logits_of_all() -> None:
     shares = SharedTeacher("math", MATH, 1.0), SharedTeacher("code", CODE, 1.0)
     numbers = stage_numbers(SMALL, TWO, (2, 2))
     one, mean = (
-        memory_need(taught(*shares, mixed=mixed), choice_of((4, 4), 1), DEVICE, numbers)
-        for mixed in (1, 2)
+        memory_need(taught(*shares, mixed=mixed), STAGED, DEVICE, numbers) for mixed in (1, 2)
     )
     assert one.loss_chunk < mean.loss_chunk < 2 * one.loss_chunk
 
@@ -159,10 +149,7 @@ def test_signals_that_the_student_reads_twice_wait_for_every_micro_batch(
     offloads: bool, held: int
 ) -> None:
     layout = Layout()
-    choice = Choice(
-        layout=layout, ranks=1, micro_batch_size=1, layers=(4,), place="shared",
-        teacher_layout=layout, teacher_layers=(8,),
-    )  # fmt: skip
+    choice = choice_of((4,), (8,))
     within, kept = (
         memory_need(
             run_of(
@@ -193,20 +180,14 @@ def test_answers_from_another_layout_wait_for_a_wave_where_they_are_taken_in_the
         SMALL, **{"teacher": MATH, "global_batch_size": 16, "sent_ids": sent_ids, **changes}
     )
     layers = (4 // layout.pipeline,) * layout.pipeline
-    choice = Choice(
-        layout=layout, ranks=4, micro_batch_size=1, layers=layers, place="shared",
-        teacher_layout=TWO, teacher_layers=(4, 4),
-    )  # fmt: skip
+    choice = choice_of(layers, (4, 4), layout, TWO, ranks=4)
     need = memory_need(run, choice, DEVICE, stage_numbers(SMALL, layout, layers))
     assert need.hidden_states == held * 8192 * bytes_of_token
 
 
 def test_a_wave_counts_whole_for_each_of_several_teachers() -> None:
     both = SharedTeacher("math", MATH, 0.5), SharedTeacher("code", CODE, 0.25)
-    choice = Choice(
-        layout=Layout(2), ranks=4, micro_batch_size=1, layers=(4,), place="shared",
-        teacher_layout=TWO, teacher_layers=(4, 4),
-    )  # fmt: skip
+    choice = choice_of((4,), (4, 4), Layout(2), TWO, ranks=4)
     run = taught(*both, global_batch_size=16)
     need = memory_need(run, choice, DEVICE, stage_numbers(SMALL, Layout(2), (4,)))
     assert need.hidden_states == 2 * 8192 * 2 * (1024 + 512)
@@ -214,7 +195,6 @@ def test_a_wave_counts_whole_for_each_of_several_teachers() -> None:
 
 def test_fp8_keeps_copies_of_the_layers_weights_also_of_those_at_rest() -> None:
     numbers = stage_numbers(SMALL, TWO, (2, 2))
-    choice = choice_of((4, 4), 1)
     layers = {
         shape: 2 * stage_numbers(shape, TWO, own)[0].largest_layer
         for shape, own in ((SMALL, (2, 2)), (MATH, (4, 4)))
@@ -222,7 +202,7 @@ def test_fp8_keeps_copies_of_the_layers_weights_also_of_those_at_rest() -> None:
     layers[MATH] *= 2
 
     def need(**changes: object) -> MemoryNeed:
-        return memory_need(run_of(SMALL, teacher=MATH, **changes), choice, DEVICE, numbers)
+        return memory_need(run_of(SMALL, teacher=MATH, **changes), STAGED, DEVICE, numbers)
 
     without, student, teacher = need(), need(student_fp8=True), need(teacher_fp8=True)
     assert student.weights - without.weights == 2 * layers[SMALL]

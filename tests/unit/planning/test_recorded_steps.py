@@ -1,24 +1,21 @@
-"""Times and memory of the recorded steps and losses against the planner, without a model.
-
-The other peaks among the records are no steps of a plan: docs/planning.md lists them.
-"""
+"""Times and memory of recorded steps and losses against the planner, without a model."""
 
 from __future__ import annotations
 
 import json
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 import pytest
 
 from benchmarks.steps.cases import Body, Case, Ranks, Workload, layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case, planned_peaks
+from benchmarks.teachers import planned_steps
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import chunk_bytes
-from megatron_distill.planning.run import Choice
-from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
-from tests.unit.planning.shapes import llama, run_of
+from tests.unit.planning.shapes import choice_of, llama, run_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = json.loads((RESULTS / "step.json").read_text())["rounds"]
@@ -140,9 +137,65 @@ def test_the_recorded_losses_need_the_planned_memory() -> None:
     for precision, vocabulary, tokens, peak in rows:
         shape = llama(1, 256, 512, 4, 4, vocab_size=vocabulary)
         run = run_of(shape, teacher=shape, sequence_length=tokens, precision=precision)
-        choice = Choice(
-            layout=Layout(), ranks=1, micro_batch_size=1, layers=(1,), place="shared",
-            teacher_layout=Layout(), teacher_layers=(1,),
-        )  # fmt: skip
+        choice = choice_of((1,), (1,))
         planned = chunk_bytes(run, choice, CPU.shared_by(1)) / 2**20
         assert planned == pytest.approx(peak, rel=0.05), (precision, vocabulary, tokens)
+
+
+DISTINCT = 0.10  # equal steps differ by less between two hours of this machine
+
+
+def record(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def devices() -> list[DeviceProfile]:
+    return [DeviceProfile.model_validate(one) for one in record("planning")["devices"]]
+
+
+def errors(rows: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Of the predictions, by case, from measured and predicted seconds."""
+    return {name: there / measured - 1 for name, (measured, there) in rows.items()}
+
+
+def in_order(rows: dict[str, tuple[float, float]]) -> list[bool]:
+    """Whether the prediction has each pair of distinct times in the right order."""
+    pairs = combinations(sorted(rows.values()), 2)
+    return [there[0] < there[1] for here, there in (zip(*pair, strict=True) for pair in pairs)
+            if here[1] > (1 + DISTINCT) * here[0]]  # fmt: skip
+
+
+def test_steps_with_teachers_elsewhere_take_about_the_predicted_time() -> None:
+    recorded = record("teachers")
+    steps = recorded["steps"]
+    calibrated = [DeviceProfile.model_validate(one) for one in recorded["devices"]]
+    rows = {
+        name: (median(step["step_seconds"] for step in steps[name]), median(seconds))
+        for name, seconds in planned_steps(calibrated).items()
+    }
+    assert len(rows) == 9
+    assert len(in_order(rows)) == 30
+    assert all(in_order(rows))
+    found = errors(rows)
+    # Too short: docs/planning.md has both.
+    assert -0.175 <= found.pop("own layout, teacher TP2, student DP2") <= 0
+    assert -0.155 <= found.pop("own ranks, top 64, ipc, 1 ahead") <= 0
+    assert max(map(abs, found.values())) <= 0.15
+
+
+def test_the_steps_beside_peers_take_about_the_predicted_time(
+    devices: list[DeviceProfile],
+) -> None:
+    rounds = record("step")["rounds"]
+    rows = {
+        case.name: (
+            median(s for one in rounds[case.name]["ours"] for s in one["seconds"]),
+            median(planned_case(case, device).time.total for device in devices),
+        )
+        for case in (*layout_cases(), *peer_cases())
+    }
+    assert len(rows) == 19
+    assert max(map(abs, errors(rows).values())) <= 0.15
+    assert len(in_order(rows)) > 100
+    assert all(in_order(rows))

@@ -275,7 +275,6 @@ def test_break_even_days_and_device_hours_follow_from_the_times(
 ) -> None:
     run = replace(shared.run, steps=12_000)
     store, capture = shared.with_store(), shared.capture()
-    assert store is not None
     assert capture is not None
     live = ranking.fitting[0]
     saved = live.time.total - store.time.total

@@ -19,7 +19,7 @@ from megatron_distill.planning.search import Search
 from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
 from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
-from tests.unit.planning.shapes import llama, run_of
+from tests.unit.planning.shapes import choice_of, llama, run_of
 
 PEAK = 1e12
 FAST = Link(devices=64, gb_per_s=1e15, efficiency=1.0, latency_us=0.0)
@@ -38,16 +38,14 @@ DEVICE = load_device("h100-80gb").model_copy(
 STUDENT = llama(4, 512, 1408, 8, 4, vocab_size=32_768)
 TEACHER = llama(8, 1024, 2816, 16, 8, vocab_size=32_768)
 LENGTH, BATCH = 1024, 8
+SHARED = choice_of((STUDENT.num_layers,), (TEACHER.num_layers,))
+APART = replace(SHARED, place="own ranks", teacher_ranks=1)
 RUN = run_of(STUDENT, teacher=TEACHER, sequence_length=LENGTH, global_batch_size=BATCH)
 
 
 def work(run: PlannedRun, **changes: object) -> StepTime:
     """The FLOPs of one rank, in the fields of a step's times."""
-    choice = Choice(
-        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,), place="shared",
-        teacher_layout=Layout(), teacher_layers=(TEACHER.num_layers,),
-    )  # fmt: skip
-    choice = replace(choice, **changes)  # type: ignore[arg-type]
+    choice = replace(SHARED, **changes)  # type: ignore[arg-type]
     return step_time(run, choice, DEVICE, stage_numbers(STUDENT, Layout(), choice.layers))
 
 
@@ -98,14 +96,9 @@ def test_a_teacher_that_sends_its_top_ids_takes_the_time_of_their_choice() -> No
     cpu = DEVICE.model_copy(update={"logit_ns": {"bf16": 1.0}, "choice_ns": {"bf16": 5.0}})
     logits = BATCH * LENGTH * TEACHER.vocab_size
     plain = cpu.model_copy(update={"choice_ns": {}})
-    choice = Choice(
-        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,),
-        place="own ranks", teacher_layout=Layout(), teacher_layers=(TEACHER.num_layers,),
-        teacher_ranks=1,
-    )  # fmt: skip
 
     def seconds(run: PlannedRun, device: DeviceProfile) -> float:
-        return sum(teacher_seconds(run, choice, device))
+        return sum(teacher_seconds(run, APART, device))
 
     sends = replace(RUN, sent_ids=64)
     assert seconds(sends, cpu) - seconds(sends, plain) == pytest.approx(4e-9 * logits, rel=1e-6)
@@ -139,19 +132,14 @@ def test_tensor_ranks_of_a_teacher_sum_its_embedding_and_gather_the_chosen_ids(
 def test_a_choice_on_a_gpu_takes_the_bytes_of_its_passes() -> None:
     """Five passes over the logits, and the sort of maxima and candidates, at 10^15 bytes/s."""
     gpu = DEVICE.model_copy(update={"memory_gb_per_s": 1e6})
-    choice = Choice(
-        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,),
-        place="own ranks", teacher_layout=Layout(), teacher_layers=(TEACHER.num_layers,),
-        teacher_ranks=1,
-    )  # fmt: skip
 
     def choosing(count: int, device: DeviceProfile) -> float:
-        return sum(teacher_seconds(replace(RUN, sent_ids=count), choice, device))
+        return sum(teacher_seconds(replace(RUN, sent_ids=count), APART, device))
 
     tokens, columns = BATCH * LENGTH, TEACHER.vocab_size
     few, many = choosing(16, gpu), choosing(64, gpu)
     assert many - few == pytest.approx(1e-15 * tokens * (64 - 16) * 32 * 128, rel=1e-6)
-    without = sum(teacher_seconds(RUN, choice, gpu))
+    without = sum(teacher_seconds(RUN, APART, gpu))
     products = tokens * head_flops_per_token(TEACHER) / PEAK
     numbers = columns * (5 * 2 + 128 / 32) + 16 * 32 * 128
     assert few - without - products == pytest.approx(1e-15 * tokens * numbers, rel=1e-3)
@@ -242,6 +230,5 @@ def test_a_step_shorter_than_its_reading_takes_as_long_as_it() -> None:
 def test_a_capture_takes_the_flops_of_the_teacher_and_its_head() -> None:
     search = Search(RUN, DEVICE, 1, lambda role, layout: None, ("shared",))
     found = search.capture()
-    assert found is not None
     whole = forward_flops_per_token(TEACHER, sequence_length=LENGTH)
     assert found.seconds_per_step * PEAK == pytest.approx(BATCH * LENGTH * whole, rel=1e-6)

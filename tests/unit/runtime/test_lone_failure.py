@@ -1,18 +1,34 @@
-"""The last words of a rank that fails alone, also without memory, or that loses a silent peer."""
+"""Ranks that fail or fall silent alone: signs, the main thread's place, locks, the end."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from megatron_distill.runtime import heartbeats, lone_failure
+from megatron_distill.errors import ConfigError
+from megatron_distill.runtime import heartbeats, lone_failure, main_thread
+from megatron_distill.runtime.folder_lock import take_lock
+from megatron_distill.runtime.heartbeats import (
+    SignsOfOne,
+    give_sign,
+    living,
+    take_leave,
+    without_signs,
+)
 from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch, Progress
+from megatron_distill.runtime.main_thread import MainThread, awake_until
 from megatron_distill.runtime.roles import Roles
+from megatron_distill.runtime.termination import TerminationRequest
 from tests.guards.source_tree import ROOT
 
 # An allocation that is refused by the system, as by torch on a host without memory. No thread can
@@ -83,3 +99,88 @@ def test_a_rank_without_signs_is_given_up_sooner_once_steps_run(
     text = capsys.readouterr().err
     assert f"{roles.name(peer)} on node-b gave no sign of life for {name}, and " in text
     assert store.get("failed").decode() == str(peer)
+
+
+def test_looks_without_a_new_sign_are_counted_from_the_first_sign_to_the_leave() -> None:
+    store = dist.HashStore()
+    signs = SignsOfOne(store, 3)
+    assert [signs.silent_looks() for _ in range(2)] == [0, 0]  # it has not begun
+    give_sign(store, 3)
+    assert [signs.silent_looks() for _ in range(3)] == [0, 1, 2]
+    give_sign(store, 3)
+    assert [signs.silent_looks() for _ in range(2)] == [0, 1]
+    take_leave(store, 3)
+    assert [signs.silent_looks() for _ in range(2)] == [0, 0]
+
+
+def test_ranks_that_give_a_sign_are_told_from_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    for rank in range(4):
+        give_sign(store, rank)
+    monkeypatch.setattr(time, "sleep", lambda _: [give_sign(store, rank) for rank in (0, 3)])
+    assert living(store, [1, 3], seconds=0.0) == [3]
+    assert living(store, [0, 3], seconds=60.0) == [0, 3]
+
+
+def test_a_rank_that_writes_is_not_taken_for_a_silent_one() -> None:
+    store = dist.HashStore()
+    signs = SignsOfOne(store, 1)
+    give_sign(store, 1)
+    assert [signs.silent_looks() for _ in range(2)] == [0, 1]
+    with without_signs(store, 1):
+        assert [signs.silent_looks() for _ in range(3)] == [0, 0, 0]
+    assert [signs.silent_looks() for _ in range(2)] == [1, 2]
+
+
+LOOKS, SECONDS = 6, 0.05
+
+
+def seen(found: Future[tuple[list[int], str]]) -> None:
+    """Look at the main thread again and again."""
+    time.sleep(SECONDS)  # it comes to its wait
+    main = MainThread()
+    looks = []
+    for _ in range(LOOKS):
+        looks.append(main.idle_looks())
+        time.sleep(SECONDS)
+    found.set_result((looks, main.stack()[-1].name))
+
+
+def test_looks_at_a_single_wait_are_counted_and_its_place_is_known() -> None:
+    found: Future[tuple[list[int], str]] = Future()
+    thread = threading.Thread(target=seen, args=[found])
+    thread.start()
+    thread.join()  # the wait
+    looks, place = found.result()
+    assert looks == list(range(LOOKS))
+    assert place == "_wait_for_tstate_lock"
+
+
+def test_a_wait_for_a_checkpoint_and_a_computation_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_thread, "_PAUSE_SECONDS", SECONDS / 10)
+    with ThreadPoolExecutor(1) as threads:
+        written = threads.submit(time.sleep, 2 * LOOKS * SECONDS)
+        found: Future[tuple[list[int], str]] = Future()
+        threading.Thread(target=seen, args=[found]).start()
+        awake_until(written)
+    assert found.result()[0] == [0] * LOOKS
+
+    again: Future[tuple[list[int], str]] = Future()
+    threading.Thread(target=seen, args=[again]).start()
+    while not again.done():
+        sum(range(1000))
+    assert again.result()[0] == [0] * LOOKS
+
+
+def test_a_signal_to_stop_ends_the_wait(tmp_path: Path) -> None:
+    held = take_lock(tmp_path / "lock", named="output=runs/a", holder="job 7 on n1")
+    began = time.monotonic()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with TerminationRequest() as request, pytest.raises(ConfigError) as refused:
+            take_lock(tmp_path / "lock", named="output=runs/a")
+    finally:
+        os.close(held)
+    assert request.received
+    assert time.monotonic() - began < 30
+    assert str(refused.value).startswith("output=runs/a: another run (job 7 on n1) is writing")

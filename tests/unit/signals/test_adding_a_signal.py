@@ -54,7 +54,6 @@ def test_value_and_gradient_are_those_of_the_definition() -> None:
     expected = definition(exact, ids, counted)
     expected.backward(upstream.double())
     torch.testing.assert_close(value.detach().double(), expected.detach(), rtol=1e-6, atol=1e-6)
-    assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
 
 
@@ -88,7 +87,6 @@ def on_shards(rank: int, world: int) -> tuple[float, Tensor]:
     exact = weight.requires_grad_()
     expected = (kd * definition(hidden @ exact.t(), *accepted_ids())).sum()
     expected.backward()
-    assert exact.grad is not None
     torch.testing.assert_close(own.grad, exact.grad[shard.start : shard.stop])
     return float(total), expected.detach()
 

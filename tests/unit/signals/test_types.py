@@ -1,11 +1,14 @@
-"""Signals refuse, when they are made, what could only fail later or silently."""
+"""Signals are well-formed and frozen, and made when they are asked for."""
+
+from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
 
-from megatron_distill.signals import DenseLogits, HiddenState
+from megatron_distill.signals import DenseLogits, HiddenState, OnDemand
 
 
 def test_well_formed_signals_are_frozen() -> None:
@@ -46,3 +49,33 @@ def test_hidden_states_and_heads_belong_together(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         HiddenState(hidden, weight, **factors)
+
+
+def test_one_signal_is_held_at_a_time() -> None:
+    alive: list[weakref.ref[DenseLogits]] = []
+
+    def compute(number: int) -> DenseLogits:
+        assert [one for one in alive if one() is not None] == []
+        signal = DenseLogits(torch.full((1, 2), float(number)))
+        alive.append(weakref.ref(signal))
+        return signal
+
+    signals = OnDemand(3, compute)
+    assert len(signals) == 3
+    assert [float(signals[number].logits[0, 0]) for number in (0, 0, 1, 2, 2, 1)] == [
+        0.0, 0.0, 1.0, 2.0, 2.0, 1.0,
+    ]  # fmt: skip
+    assert len(alive) == 4
+
+
+def test_a_list_holds_all_of_them() -> None:
+    computed: list[int] = []
+
+    def compute(number: int) -> int:
+        computed.append(number)
+        return number
+
+    held = list(OnDemand(3, compute))
+    assert held == computed == [0, 1, 2]
+    with pytest.raises(IndexError, match="micro-batch 3 of 3"):
+        OnDemand(3, compute)[3]

@@ -68,7 +68,6 @@ def test_scalars_are_the_teachers() -> None:
     dense = torch.from_numpy(logits).double().log_softmax(1)
     entropy = -(dense.exp() * dense).sum(1)
     labels = torch.from_numpy(found.tokens_S1[1:]).long()
-    assert found.scalars is not None
     np.testing.assert_allclose(found.scalars.entropy_S, entropy, rtol=1e-5)
     label = dense.gather(1, labels[:, None])[:, 0]
     np.testing.assert_allclose(found.scalars.label_log_prob_S, label, rtol=1e-5)

@@ -87,7 +87,6 @@ def test_each_label_has_the_values_of_its_place(ranks: int) -> None:
     whole = batch_of(sample_of(RUNS[0]), sample_of(RUNS[1]))
     host = HostBatch.of(whole if ranks == 1 else whole.context_shard(1, ranks))
     assert host.record_numbers == (4, 6, 9)
-    assert host.places_bs2 is not None
     packed = [
         cut_to_rows(
             pack(RECORDS[number], exact(), UID), wanted_rows(host.places_bs2, number), exact()
@@ -109,7 +108,6 @@ def test_each_label_has_the_values_of_its_place(ranks: int) -> None:
         if number < 0:
             continue
         scalars, expected = RECORDS[number].scalars, alone[number]
-        assert scalars is not None
         assert isinstance(expected, TopK)
         assert likelihood.ids[row].tolist() == [label]
         assert float(likelihood.log_probs[row]) == scalars.label_log_prob_S[position]
@@ -141,7 +139,6 @@ def test_one_of_several_teachers_reads_the_records_of_its_own_samples(
     of_source = HostBatch.of(batch, JoinedSamples(1, takes_all=False, of_source=True))
     assert of_source.sample_ids == (3, 3)
     if routed.places_bs2 is not None:
-        assert named.places_bs2 is not None
         assert (routed.places_bs2[0] == -1).all()
         assert np.array_equal(routed.places_bs2[1], named.places_bs2[1])
 
@@ -204,7 +201,6 @@ def large(length: int) -> CaptureSettings:
 def traced(folder: Path, batch: Batch, length: int) -> tuple[int, int, int]:
     """Bytes that the read records hold; the largest number while reading, and while decoding."""
     host = HostBatch.of(batch)
-    assert host.places_bs2 is not None
     terms = [ChunkTerm("likelihood"), ChunkTerm("common", top_k=40)]
     stores = StoreSet.open([str(folder)])
     read_records(stores, [host])  # what is made once is no part of the figures
@@ -218,11 +214,9 @@ def traced(folder: Path, batch: Batch, length: int) -> tuple[int, int, int]:
     finally:
         tracemalloc.stop()
         stores.close()
-    assert found.label_log_prob is not None
     for label, (number, position) in enumerate(host.places_bs2.reshape(-1, 2).tolist()):
         if number >= 0:
             scalars = made_up(number, large(length)).scalars
-            assert scalars is not None
             expected = scalars.label_log_prob_S.astype(np.float16)[position]
             assert float(found.label_log_prob[label]) == float(expected)
     return held, of_reading, of_decoding

@@ -1,12 +1,17 @@
-"""Peak memory as it is reported."""
+"""Memory of a process: its peak, and the collection of cycles between steps."""
 
+from __future__ import annotations
+
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 
 from megatron_distill.train import throughput as memory
+from megatron_distill.train.loop import StepGarbage
 
 CPU = torch.device("cpu")
 SIZE = 200_000_000
@@ -52,3 +57,25 @@ def test_the_memory_of_a_block_that_is_left_out_does_not_count() -> None:
     assert 0.4 * SIZE < peak.bytes - before < 0.6 * SIZE
     del block
     assert peak.bytes - before > 0.4 * SIZE, "it is that of the run so far"
+
+
+class Cycle:
+    """An object that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_cycles_are_freed_after_every_nth_step_only() -> None:
+    assert gc.isenabled()
+    gc.freeze()  # a collection need not scan what the tests before this one have left
+    with StepGarbage(interval=3) as garbage:
+        assert not gc.isenabled()
+        alive = []
+        for step in range(1, 7):
+            found = weakref.ref(Cycle())
+            garbage.after_step(step)
+            alive.append(found() is not None)
+    gc.unfreeze()
+    assert gc.isenabled()
+    assert alive == [True, True, False, True, True, False]

@@ -70,7 +70,6 @@ def test_the_students_differ_in_the_objective_alone(comparison: LossRuns) -> Non
             update={"output": students[0].output, "objective": students[0].objective}
         )
         assert alike == students[0]
-        assert student.teacher is not None
         assert student.teacher.checkpoint == teacher.output
         assert student.validation.samples == STUDENT_TEXT.samples
         assert student.train.steps == teacher.train.steps == 10

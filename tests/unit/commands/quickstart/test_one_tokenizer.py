@@ -99,7 +99,6 @@ def test_the_students_differ_in_the_teacher_alone(
     assert {teacher.seed, alone.seed, distilled.seed} == {7}
     assert alone.teacher is None
     assert not alone.objective.terms
-    assert distilled.teacher is not None
     assert distilled.teacher.checkpoint == teacher.output
     assert alone.data.tokenizer.path == f"{teacher.output}/tokenizer"
     same = {"student", "data", "optimizer", "schedule", "train", "parallel", "validation", "seed"}
@@ -140,13 +139,10 @@ def test_the_offline_students_run_differs_in_the_store_alone(
 ) -> None:
     arguments = parse(["--output", str(tmp_path), "--offline", "--steps", "10"])
     flow = plan(arguments, arguments.seed, Checkout(ROOT))
-    assert flow.capture is not None
     assert flow.offline is not None
     online, offline = (
         load_config(run.arguments[1], run.arguments[2:]) for run in (flow.distilled, flow.offline)
     )
-    assert online.teacher is not None
-    assert offline.teacher is not None
     assert [source.path for source in offline.teacher.store or ()] == [str(flow.capture.folder)]
     assert offline.teacher.checkpoint == online.teacher.checkpoint
     for section in ("student", "data", "objective", "optimizer", "train", "parallel", "seed"):
@@ -157,7 +153,6 @@ def test_the_offline_students_run_differs_in_the_store_alone(
     assert capture.seed == online.seed
     assert capture.store.samples == 10 * online.train.global_batch_size
     assert capture.capture.micro_batch_size == online.train.micro_batch_size
-    assert capture.teacher is not None
     assert capture.teacher.checkpoint == online.teacher.checkpoint
     assert [child.name for child in flow.children] == [
         *("teacher", "student_alone", "student_distilled", "teacher_store", "student_offline")

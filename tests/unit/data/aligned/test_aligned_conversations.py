@@ -74,7 +74,6 @@ def source_of(
 def chunk_texts(sample: Sample, student: Tokenizer, teacher: Tokenizer) -> list[tuple[str, str]]:
     """The text of each chunk on both sides."""
     of_teacher = sample.teacher
-    assert of_teacher is not None
     sides = (
         (of_teacher.student_chunks_S1, sample.tokens_S1, student),
         (of_teacher.chunks_U1, of_teacher.tokens_U1, teacher),
@@ -153,7 +152,6 @@ def test_masks_come_from_the_student_s_rendering(tmp_path: Path) -> None:
         options = options_of(tmp_path, teacher, train_on="last_response", distill_on_prompt=prompts)
         sample = source_of(spec, student, options).next_sample()
         other = alone._sources[0].next_sample() if not prompts else None
-        assert sample.teacher is not None
         inside = sample.teacher.student_chunks_S1 != NO_CHUNK
         assert ((sample.flags_S1 & KD_TRAINED > 0) == inside).all()
         trained = (sample.flags_S1 & CE_TRAINED) > 0
@@ -267,7 +265,6 @@ Tokens = list[tuple[int, int]]  # ids with their chunks
 def documents_of(sample: Sample) -> list[tuple[Tokens, Tokens]]:
     """The tokens of each document on both sides, with their chunks in the sample."""
     teacher = sample.teacher
-    assert teacher is not None
     sides = (
         (sample.tokens_S1, teacher.student_chunks_S1, sample.document_ids_S1),
         (teacher.tokens_U1, teacher.chunks_U1, teacher.document_ids_U1),
@@ -292,7 +289,6 @@ def place_of(piece: Tokens, whole: Tokens) -> int | None:
 def both_sides(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The tokens of each document on both sides."""
     teacher = sample.teacher
-    assert teacher is not None
     return [
         (
             tuple(sample.tokens_S1[sample.document_ids_S1 == one].tolist()),

@@ -73,7 +73,7 @@ def check_chunks(
         assert forms[0] == forms[1], (pair, text, chunk)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(pair=st.sampled_from(PAIRS), text=texts)
 def test_a_chunk_has_all_tokens_of_its_characters(pair: tuple[str, str], text: str) -> None:
     check_document(pair, text)
@@ -111,7 +111,6 @@ def check_samples(pair: tuple[str, str], document: AlignedDocument, text: str) -
     count = 0
     for sample in samples:
         teacher = sample.teacher
-        assert teacher is not None
         check_chunks(
             pair,
             [(sample.tokens_S1, teacher.student_chunks_S1), (teacher.tokens_U1, teacher.chunks_U1)],

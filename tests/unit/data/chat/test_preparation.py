@@ -260,7 +260,6 @@ def test_workers_end_by_themselves_where_their_parent_is_killed() -> None:
     root = Path(__file__).parents[4]
     command = [sys.executable, "-m", "tests.support.killed_parent"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
-        assert parent.stdout is not None
         workers = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
         assert len(workers) == 2
         parent.kill()

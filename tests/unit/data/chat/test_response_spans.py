@@ -170,7 +170,7 @@ TEXTS = st.lists(EVIL, min_size=1, max_size=3).map("".join).filter(str.strip)
 
 
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "generation_blocks"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
 def test_learned_shapes_agree_with_each_conversation_alone(
     style: str, texts: Sequence[str]
@@ -204,7 +204,6 @@ def test_private_use_characters_of_a_text_are_not_placeholders(style: str) -> No
     messages = turns(icons, f"say {icons}", "why", f"{icons} then")
     for finder in (ResponseFinder(template_of(style)), Unlearned(template_of(style))):
         found = finder.find(messages, with_contents=True)
-        assert found.contents is not None
         texts = {index: found.text[slice(*span)] for index, span in found.contents.items()}
         assert texts == {index: message["content"] for index, message in enumerate(messages)}
         assert all(texts[index] in found.text[slice(*found.spans[index])] for index in (1, 3))

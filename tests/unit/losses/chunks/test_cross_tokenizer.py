@@ -129,7 +129,7 @@ def test_equal_models_with_one_tokenizer_have_no_loss(dtype: torch.dtype) -> Non
         assert float(found.abs().max()) < 1e-5, loss
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 30.0]),
@@ -239,7 +239,6 @@ def test_weight_zero_stops_a_chunk_that_is_not_finite(form: str) -> None:
     values = divergence(leaf, teacher, problem.at, loss_of(form, problem))
     assert bool(values[0].isnan())
     values[1:].sum().backward()
-    assert leaf.grad is not None
     assert bool(leaf.grad.isfinite().all())
     assert bool(leaf.grad.any())
 

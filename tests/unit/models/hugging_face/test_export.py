@@ -31,7 +31,7 @@ def _prepared() -> None:
         max_size=5,
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_written_files_are_read_back_by_the_library(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]
 ) -> None:
@@ -107,7 +107,7 @@ def parameters_of(name: str) -> tuple[Any, Any, int]:
 
 @pytest.mark.parametrize("name", ["llama3.1", "gpt2", "mixtral"])
 @given(cap=st.integers(1, 200_000), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_file_exceeds_the_cap_unless_one_tensor_does(
     name: str, cap: int, dtype: torch.dtype
 ) -> None:

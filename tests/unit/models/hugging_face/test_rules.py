@@ -51,7 +51,7 @@ def assert_covered_once(pieces: Sequence[TensorPiece], rows: int) -> None:
     groups=st.integers(1, 5), each=st.integers(1, 4), head=st.integers(1, 7),
     width=st.integers(1, 9), is_bias=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_every_row_of_both_sides_is_covered_once(
     case: str, groups: int, each: int, head: int, width: int, is_bias: bool
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_window_is_that_of_the_whole_and_reads_its_own_numbers_alone(
 
 
 @given(available=st.integers(1, 200), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_pruned_layers_are_spread_evenly(available: int, data: st.DataObject) -> None:
     from megatron_distill.train.assemble.shapes import evenly_spread
 

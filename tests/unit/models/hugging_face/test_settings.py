@@ -196,7 +196,7 @@ def gpt2(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     import transformers
 

@@ -1,4 +1,4 @@
-"""The evaluations that a start finds in its log, the samples it needs, and its best metric."""
+"""A run's records, and the configuration of a trained run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megatron_distill.config import KeepBestConfig
+from megatron_distill.config import KeepBestConfig, own_layouts, teacher_ranks
 from megatron_distill.data.blending import next_source
 from megatron_distill.train.assemble.evaluation import _logged, best_rule
 from megatron_distill.train.assemble.stores.source import most_samples
+from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 from megatron_distill.train.validation import logged_validation
+from tests.support.sample_configs import ARCHITECTURE, MINIMAL
 
 
 def test_a_source_named_evaluation_is_none_in_the_log(tmp_path: Path) -> None:
@@ -76,3 +79,34 @@ def test_a_store_of_one_source_must_have_all_that_the_run_reads_of_it(
 def test_the_best_value_of_a_metric_is_the_one_that_a_user_means(metric: str, mode: str) -> None:
     assert best_rule(KeepBestConfig(metric=metric)).mode == mode
     assert best_rule(KeepBestConfig(metric=metric, mode="max")).mode == "max"
+
+
+MODEL = {"architecture": ARCHITECTURE}
+APART = {**MODEL, "ranks": 2, "parallel": {"tensor": 2}, "steps_ahead": 3}
+SEVERAL = {
+    "teachers": {
+        "math": {**APART, "transfer": {"backend": "gloo"}},
+        "code": {**MODEL, "nodes": 1},
+        "law-2": {**MODEL, "parallel": {"pipeline": 2}},
+    },
+    "objective": {"routing_weights": {"math": 1, "code": 1, "law-2": 2}},
+}
+
+
+@pytest.mark.parametrize("tree", [{"teacher": APART}, SEVERAL], ids=["one", "several"])
+def test_every_teacher_runs_in_one_process(tmp_path: Path, tree: dict) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | tree))
+    config = load_trained_run(str(tmp_path), [], world_size=1)
+    assert list(own_layouts(config)) == []
+    assert teacher_ranks(config, ranks_per_node=8) == ()
+    teachers = [model for role, model in config.models.items() if role != "student"]
+    assert len(teachers) == len(tree.get("teachers", [0]))
+    assert all(model.steps_ahead == 1 for model in teachers)
+    assert not load_trained_run(str(tmp_path), STUDENT_ALONE, world_size=1).has_teacher
+
+
+def test_a_layout_of_two_ranks_is_given_again(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | SEVERAL))
+    given = ["teachers.law-2.parallel={tensor: 2}", "train.global_batch_size=2"]
+    config = load_trained_run(str(tmp_path), given, world_size=2)
+    assert [role for role, _ in own_layouts(config)] == ["teachers.law-2"]

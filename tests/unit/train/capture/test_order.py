@@ -1,15 +1,22 @@
-"""Which sample stands where, and that the source brings them so, reading as little as it can."""
+"""The order in which replicas capture samples, the places to go on from, and the progress."""
 
 from __future__ import annotations
 
+import io
+import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_distill import log
 from megatron_distill.data.collation import BatchLayout
 from megatron_distill.data.samples import FULLY_TRAINED, Sample
-from megatron_distill.train.capture.order import CaptureOrder, HoleSource
+from megatron_distill.errors import StoreError
+from megatron_distill.train.capture.order import CaptureOrder, HoleSource, StreamPositions
+from megatron_distill.train.progress import CaptureProgress, Done, Work
+from tests.support.terminals import Clock
 
 ORDERS = [
     CaptureOrder((0, 1, 2, 3, 4), 23, 5, 1, 2, 2),
@@ -108,3 +115,81 @@ def test_a_place_behind_is_not_gone_back_to() -> None:
 
 def test_without_holes_there_are_no_steps() -> None:
     assert CaptureOrder((), 23, 5, 2, 2, 2).steps == 0
+
+
+UID = b"12345678"
+STATES = {3: {"taken": [15], "sources": [{"given": 0.5}]}, 12: {"taken": [60], "sources": []}}
+
+
+def test_states_come_back_by_shard(tmp_path: Path) -> None:
+    StreamPositions(tmp_path, UID).save(STATES)
+    (tmp_path / "stream-000004.json.partial-elsewhere").write_text("half")
+    assert StreamPositions(tmp_path, UID).load() == STATES
+    assert StreamPositions(tmp_path / "absent", UID).load() == {}
+
+
+def test_a_state_of_another_store_is_refused(tmp_path: Path) -> None:
+    StreamPositions(tmp_path, UID).save(STATES)
+    with pytest.raises(StoreError, match="stream-000003.json: belongs to another store, 31323334"):
+        StreamPositions(tmp_path, b"87654321").load()
+
+
+def test_a_renamed_file_is_refused(tmp_path: Path) -> None:
+    StreamPositions(tmp_path, UID).save(STATES)
+    (tmp_path / "stream-000003.json").rename(tmp_path / "stream-000005.json")
+    with pytest.raises(
+        StoreError, match="stream-000005.json: not the content for this file name; remove it"
+    ):
+        StreamPositions(tmp_path, UID).load()
+
+
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+    StreamPositions(tmp_path, UID).save(STATES)
+    path = tmp_path / "stream-000012.json"
+    path.write_text(path.read_text().replace("60", "61"))
+    with pytest.raises(StoreError, match=r"stream-000012.json: damaged.*remove it, and the stream"):
+        StreamPositions(tmp_path, UID).load()
+
+
+def test_in_a_finished_store_no_position_is_saved(tmp_path: Path) -> None:
+    StreamPositions(tmp_path / "gone", UID).save(STATES)
+    assert list(tmp_path.iterdir()) == []
+
+
+WORK = Work(shards=10, shards_before=4, samples=600, sequence_length=50)
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    found: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger = log.configure(0, stream=io.StringIO())
+    logger.addHandler(Kept())
+    return found
+
+
+def play(stream: io.StringIO, seconds: float) -> None:
+    """Six steps of 100 samples, a shard each but for the first."""
+    clock = Clock()
+    progress = CaptureProgress(stream, WORK, samples_per_shard=100, clock=clock)
+    for step in range(6):
+        clock.now += seconds
+        progress.update(Done(max(0, step - 1), 100 * step, 600_000 * max(0, step - 1)))
+    clock.now += seconds
+    progress.close(Done(6, 600, 3_600_000))
+
+
+def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(lines: list[str]) -> None:
+    stream = io.StringIO()
+    play(stream, seconds=20.0)
+    assert stream.getvalue() == ""
+    assert lines == [
+        "samples 100/600  shards 4/10",
+        "samples 300/600  shards 6/10  250 tok/s  120.0 bytes/token  eta 1:00",
+        "samples 500/600  shards 8/10  250 tok/s  120.0 bytes/token  eta 0:20",
+        "samples 600/600  shards 10/10  250 tok/s  120.0 bytes/token  in 2:20",
+    ]

@@ -51,7 +51,6 @@ def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(
     monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(3.0, "gpu"))
     wide = config(tmp_path, "train.micro_batch_size=8")
     text = start_memory.memory_warning(wide, CPU, ranks=8)
-    assert text is not None
     first, *ways = text.splitlines()
     assert "the fullest rank of this run needs" in first
     assert "a small machine has 3.0 GiB" in first
@@ -81,7 +80,6 @@ def test_several_teachers_need_the_memory_of_all_of_their_weights(
     monkeypatch.setattr(start_memory, "_machine", lambda *_: machine(0.8, "gpu"))
     routed = several(tmp_path)
     text = start_memory.memory_warning(routed, CPU, ranks=4)
-    assert text is not None
     shapes = open_shapes(routed)
     numbers = sum(
         prod(one.shape) * len(list(places(one, shapes[role])))
@@ -127,7 +125,6 @@ def test_a_capture_that_does_not_fit_gets_layouts_that_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = config(tmp_path)
-    assert run.teacher is not None
     shape = open_shapes(run)["teacher"]
     numbers = sum(prod(one.shape) * len(list(places(one, shape))) for one in parameters(shape))
     weights = 4 * numbers / 2**30
@@ -143,7 +140,6 @@ def test_a_capture_that_does_not_fit_gets_layouts_that_do(
 
     assert warning(20 * weights) is None
     text = warning(1.5 * weights)
-    assert text is not None
     first, *ways = text.splitlines()
     assert "the fullest rank of this capture needs" in first
     assert f"teacher {weights:.2f}" in first

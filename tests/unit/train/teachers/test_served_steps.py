@@ -12,7 +12,7 @@ from megatron_distill.train.phase_report import PhaseNotes
 from megatron_distill.train.phase_timers import FORWARD, OTHER, TEACHER_PHASES, WAITING, PhaseTimers
 from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.teachers.served_steps import SENDING, SLOT, ServedSteps
-from tests.unit.train.test_phase_timers import DeviceEvent
+from tests.unit.train.test_phase_report import DeviceEvent
 
 LAST = 3
 
