@@ -107,6 +107,39 @@ def test_weights_of_one_two_and_three_pieces() -> None:
         assert abs(piece_weights(pieces).astype(np.float64).sum() - 1) < 1e-6
 
 
+def published_row(weights: list[float]) -> list[float]:
+    """A row as X-Token's published recipe changes it: a token of other text has entries 1 and 3.
+
+    A short row goes on with tokens of no weight, and the last one gets 0.2. The row is divided by
+    its sum, and its largest three and the last one once more stay, divided by their sum.
+    """
+    whole = np.array([*weights, 0.2])
+    kept = np.array([*np.sort(whole)[::-1][:3], 0.2])
+    return (kept / kept.sum()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        (b"20", [0.6523, 0.1426, 0.0649, 0.1426]),
+        (b"201", [0.6484, 0.1436, 0.0649, 0.1436]),
+    ],
+)
+def test_rows_have_every_piece_and_no_token_of_other_bytes(
+    text: bytes, published: list[float]
+) -> None:
+    """The recipe gives 28.7 % of '201' to a token of other text, and nothing to its '1'."""
+    found = build_vocabulary_map(ranked(b"20", b"201"), ranked())
+    ids, weights = found.row(254 + len(text))
+    assert bytes(ids.tolist()) == text
+    assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)
+    # The published numbers were rounded to bf16 on the way.
+    recipe = published_row(weights.astype(np.float64).tolist())
+    assert recipe == pytest.approx(published, rel=5e-3)
+    assert recipe[1] + recipe[3] == pytest.approx(0.287, abs=1.5e-3)
+    assert weights[0] - recipe[0] > 0.25
+
+
 def test_of_two_tokens_with_the_same_bytes_the_one_that_is_encoded_is_the_pair() -> None:
     # The model has "e" as a piece, and as the byte of its fallback with a lower id.
     sentencepiece, plain = tokenizer_of("sp_bpe"), tokenizer_of("hf_bytes")
@@ -201,7 +234,7 @@ def small_maps(draw: st.DrawFn) -> VocabularyMap:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(found=small_maps(), parts=st.integers(1, 4), padding=st.integers(0, 5))
 def test_shards_together_are_the_map(found: VocabularyMap, parts: int, padding: int) -> None:
     rows = {
