@@ -63,6 +63,17 @@ def _worker_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def start_forked(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start a process from the server that has imported torch and Megatron-Core."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
+    with _worker_environment():
+        # Not daemonic: sharded checkpoint saving starts child processes.
+        process = context.Process(target=target, args=args, daemon=False)
+        process.start()
+    return process
+
+
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -192,19 +203,12 @@ class Pool:
         atexit.register(self.close)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.preloaded"])
-        with _worker_environment():
-            for rank in range(self.size):
-                ours, other = context.Pipe()
-                stack_file = Path(self._folder.name) / f"stack{rank}"
-                # Not daemonic: sharded checkpoint saving starts child processes.
-                process = context.Process(
-                    target=_work, args=(rank, self._port, other, str(stack_file)), daemon=False
-                )
-                process.start()
-                other.close()
-                self._workers.append(_Worker(rank, process, ours, stack_file))
+        for rank in range(self.size):
+            ours, other = multiprocessing.Pipe()
+            stack_file = Path(self._folder.name) / f"stack{rank}"
+            process = start_forked(_work, rank, self._port, other, str(stack_file))
+            other.close()
+            self._workers.append(_Worker(rank, process, ours, stack_file))
         for worker in self._workers:
             if not worker.connection.poll(START_SECONDS):
                 self.close()

@@ -6,5 +6,11 @@ from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 
 # As every worker does before its first import of Megatron-Core.
 prepare_megatron_core(on_cuda=False)
-for _name in ("transformers", "megatron_distill.train.assemble.run"):
+for _name in (
+    "transformers",
+    "transformers.models.auto.tokenization_auto",
+    "torch._dynamo",  # by the first optimizer
+    "torch.distributed.run",
+    "megatron_distill.train.assemble.run",
+):
     import_module(_name)

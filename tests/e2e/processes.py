@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.e2e.forked_launches import ForkedLaunch, rank_of, run_forked
 from tests.e2e.runs import environment
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ except SystemExit as end:
 class Started:
     """A torchrun and every process that it was seen to start."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkedLaunch
     log: Path
     folder: Path
     seen: set[psutil.Process] = field(default_factory=set)
@@ -58,15 +59,8 @@ class Started:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the rank processes, by their number."""
-        found = {}
-        for process in self.look():
-            try:
-                rank = process.environ().get("RANK")
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-            if rank is not None and process.status() != psutil.STATUS_ZOMBIE:
-                found[int(rank)] = process
-        return [found[rank] for rank in sorted(found)]
+        numbered = {rank_of(process): process for process in self.look()}
+        return [numbered[rank] for rank in sorted(rank for rank in numbered if rank is not None)]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for something to happen while the run is alive, and return at once when it does."""
@@ -117,19 +111,19 @@ def torchrun(
         place.unlink()
     log = folder / "torchrun.log"
     command = [*launcher, "--standalone", f"--nproc-per-node={RANKS}", str(recorder), str(folder)]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, str(script), *arguments],
-            env=environment(),
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = ForkedLaunch.start([*command, str(script), *arguments], environment(), log)
     started = Started(process, log, folder)
     try:
         yield started
     finally:
         started.end()
+
+
+def run_from_imports(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run Python on a CPU in the project's folder until it ends well, from a forked start."""
+    done = run_forked([*words], environment(), ROOT, seconds=seconds)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    return done
 
 
 def run_python(*words: str, seconds: float) -> str:

@@ -16,11 +16,13 @@ import threading
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.guards.floors import cycles, floor_violations
 from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 
@@ -127,6 +129,10 @@ def real_start() -> Start:
     """Run the training command on configs/tiny.yaml and return its start."""
     from megatron_distill.ops.torch_rows import Block
 
+    # Packages of others take far longer under a profile function.
+    prepare_megatron_core(on_cuda=False)
+    for name in ("torch._dynamo", "transformers.models.auto.tokenization_auto"):
+        import_module(name)
     start = Start()
     gradient = Block.gradient
 

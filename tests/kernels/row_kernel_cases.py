@@ -1,7 +1,8 @@
 """The Triton executors against float64: every divergence, dense and on kept ids, several terms at
 several temperatures with labels, soft-caps and scales, tiles, rows that are degenerate.
 
-Run by `test_row_kernels`, in a process in which Triton interprets from the start, or on a GPU.
+Run by `test_row_kernels`, in a process in which Triton interprets from the start, or on a GPU. The
+interpreter leaves out what is marked for a GPU: further values on a path that it has taken.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
     ("dtype", "temperature"),
     [
         (torch.float32, 0.5),
-        pytest.param(torch.float32, 3.0, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 3.0, marks=pytest.mark.gpu),
         pytest.param(torch.bfloat16, 1.0, marks=pytest.mark.slow),
     ],
 )
@@ -81,14 +82,14 @@ def test_every_divergence_on_every_support(
     assert row_error(gradient, oracle_gradient) < CUT_OFF[dtype]
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("noise", [0.1, pytest.param(0.01, marks=pytest.mark.gpu), 0.001])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_student_near_its_teacher_in_some_tokens(
     name: str, noise: float, device: torch.device
 ) -> None:
-    student, teacher = on(device, *neighbours(6, 5000, noise))
-    student[::3] = student[::3].flip(1)
-    upstream = torch.ones(6, device=device)
+    student, teacher = on(device, *neighbours(3, 5000, noise))
+    student[0] = student[0].flip(0)
+    upstream = torch.ones(3, device=device)
     given = {"divergence": name, "support": "dense", "temperature": 0.5}
     value, gradient = solved(student, DenseLogits(teacher), upstream, **given)
     oracle = expected(student, DenseLogits(teacher), upstream, **given)

@@ -60,7 +60,7 @@ def assert_passed(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("some", ["not slow", "slow"])
+@pytest.mark.parametrize("some", ["not slow and not gpu", "slow"])
 def test_interpreted(some: str) -> None:
     assert_passed(child(*PYTEST, "-m", some, CASES, interpreted=True))
 

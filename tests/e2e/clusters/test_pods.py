@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from megatron_distill.launching.records import Launches, Status
 from tests.distributed.pool import Pool
+from tests.e2e.forked_launches import ForkedLaunch
 from tests.e2e.processes import PATIENCE, ROOT
 from tests.e2e.runs import Inputs, course, environment, run, step_records
 from tests.support.slurm_cluster import free_ports
@@ -26,18 +27,15 @@ def run_pods(attempt: int, *words: str) -> tuple[list[int], str]:
                "--attempt", str(attempt), "--pods", "localhost,127.0.0.1", "--port",
                str(free_ports(1)[0]), "--ranks-per-node", "1", "--max-starts", "2"]  # fmt: skip
     with ExitStack() as stack:
-        pods = []
-        for index in range(2):
-            pod = subprocess.Popen(
-                [*command, "--", "train", *words], cwd=ROOT,
-                env=environment(DISTILL_NODE_INDEX=str(index)),
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
-            stack.callback(pod.wait)
-            stack.callback(pod.terminate)
+        place = Path(stack.enter_context(TemporaryDirectory()))
+        logs, pods = [place / "0", place / "1"], []
+        for index, log in enumerate(logs):
+            variables = environment(DISTILL_NODE_INDEX=str(index))
+            pod = ForkedLaunch.start([*command, "--", "train", *words], variables, log, folder=ROOT)
+            stack.callback(pod.end)
             pods.append(pod)
-        texts = [pod.communicate(timeout=PATIENCE)[0] for pod in pods]
-        return [pod.returncode for pod in pods], "".join(texts)
+        statuses = [pod.wait(PATIENCE) for pod in pods]
+        return statuses, "".join(log.read_text() for log in logs)
 
 
 def test_pods_train_as_one_job_and_end_when_it_is_done(

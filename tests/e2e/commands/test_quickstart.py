@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_distill.store import StoreReader, verify
+from tests.e2e.forked_launches import run_forked
 from tests.e2e.runs import environment, records
 
 ROOT = Path(__file__).parents[3]
@@ -21,21 +22,16 @@ SECONDS = 600.0
 pytestmark = pytest.mark.slow
 
 
-def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "launch/quickstart.py", "--output", str(output), *arguments],
-        cwd=ROOT,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None:
-    child = start(tmp_path, "--offline", "--steps", "4", "validation.samples=8")
-    text, _ = child.communicate(timeout=SECONDS)
-    assert child.returncode == 0, text
+    words = ("--output", str(tmp_path), "--offline", "--steps", "4", "validation.samples=8")
+    done = run_forked(
+        [sys.executable, "launch/quickstart.py", *words],
+        environment(CUDA_VISIBLE_DEVICES=""),
+        ROOT,
+        seconds=SECONDS,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
     for promised in ("teacher", "student alone", "distilled student", "nats", "curves.png"):
         assert promised in text
     for promised in ("over 4 drafted tokens: student alone", "out of four: teacher"):
@@ -68,17 +64,14 @@ def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None
 
 def _answers_equal_those_of_the_harness(folder: Path) -> None:
     """On the exported student, with one process and in TP2 x PP2."""
-    done = subprocess.run(
+    done = run_forked(
         [
-            *(sys.executable, "-m", "benchmarks.lm_eval_agreement", "--limit", "20"),
+            *(sys.executable, "-m", "benchmarks.lm_eval_agreement", "--limit", "8"),
             *("--quickstart", str(folder), "--output", str(folder)),
         ],
-        cwd=ROOT,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
+        environment(CUDA_VISIBLE_DEVICES=""),
+        ROOT,
+        seconds=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
@@ -88,6 +81,17 @@ def _answers_equal_those_of_the_harness(folder: Path) -> None:
     for _, *gaps, greedy, texts in layouts:
         assert max(float(gap) for gap in gaps) <= 1e-3, "the script checks each against its size"
         assert (greedy, texts) == ("0", "0")
+
+
+def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "launch/quickstart.py", "--output", str(output), *arguments],
+        cwd=ROOT,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def interrupt(child: subprocess.Popen[str], metrics: Path, *, lines: int) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.forked_launches import run_forked
 from tests.e2e.runs import environment, records
 
 ROOT = Path(__file__).parents[3]
@@ -21,13 +21,11 @@ pytestmark = pytest.mark.slow
 def start(output: Path) -> str:
     script = "launch/quickstart_tokenizers.py"
     words = ("--steps", "4", "--losses", ",".join(LOSSES), "data.validation_fraction=0.005")
-    made = subprocess.run(
+    made = run_forked(
         [sys.executable, script, "--output", str(output), *words],
-        cwd=ROOT,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
+        environment(CUDA_VISIBLE_DEVICES=""),
+        ROOT,
+        seconds=SECONDS,
     )
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout

@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
 from tests.e2e.failing import Ending, call_script, message
-from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, TORCHRUN, run_program, torchrun
+from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, TORCHRUN, run_from_imports, torchrun
 from tests.e2e.runs import SECONDS
 from tests.support.chat_fixtures import chat_tokenizer
 
@@ -199,7 +199,7 @@ def test_an_interrupted_command_goes_on_to_the_same_bytes(
     assert len(parts(output)) < len(QUESTIONS)
     for folder in (output, tmp_path / "whole"):
         again = [*texts, "--output", str(folder)]
-        run_program(sys.executable, str(SCRIPT), *again, seconds=SECONDS)
+        run_from_imports(sys.executable, str(SCRIPT), *again, seconds=SECONDS)
     for file in sorted((tmp_path / "whole").glob("part-*.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         found = [json.loads(line) for line in (output / file.name).read_text().splitlines()]

@@ -24,7 +24,7 @@ from megatron_distill.train.assemble.trained_config import (
 )
 from tests.distributed.pool import Pool
 from tests.e2e.failing import call_alone, call_script
-from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, run_program
+from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, run_from_imports
 from tests.e2e.runs import CPU, VIRTUAL, Inputs, records, run
 
 PROMPT = "def __init__(self"
@@ -190,7 +190,7 @@ def test_an_evaluation_under_the_wrapper_has_the_figures_of_the_run(trained: Pat
     """With two processes, the words as a user types them."""
     words = [*SIGNALLING_TORCHRUN, "--standalone", "--nproc-per-node", "2", "launch/evaluate.py"]
     run_words = ["--run", str(trained / "student"), "parallel.tensor=2"]
-    found = json.loads(run_program(*words, *run_words, seconds=300).stdout)
+    found = json.loads(run_from_imports(*words, *run_words, seconds=300).stdout)
     assert set(found) >= {"ce_loss", "kd_loss", "top1_agreement"}
     validation: Any = records(trained / "student")[-1]["validation"]
     assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)

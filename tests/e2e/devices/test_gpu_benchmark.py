@@ -19,6 +19,7 @@ from benchmarks import gpu
 from benchmarks.harness.children import ChildFailed, run_child
 from benchmarks.harness.environment import installed
 from benchmarks.harness.op_profile import LOSS_RANGE, markdown
+from tests.e2e.forked_launches import run_forked
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import environment
 
@@ -29,9 +30,7 @@ SECONDS = 400
 def measured(folder: Path, *words: str) -> tuple[int, str, dict[str, object]]:
     """Run the benchmark; return its status, the text of the results and the raw figures."""
     command = [sys.executable, "benchmarks/gpu.py", "--quick", "--output", str(folder), *words]
-    done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, timeout=SECONDS, check=False
-    )
+    done = run_forked(command, environment(), ROOT, seconds=SECONDS)
     text = (folder / "gpu.md").read_text(encoding="utf-8")
     return done.returncode, text, json.loads((folder / "gpu.json").read_text())["parts"]
 

@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.evaluation.test_evaluation import COMMON, evaluations, quiz, weights
 from tests.e2e.failing import Ending, call_script
-from tests.e2e.processes import ROOT, TORCHRUN, run_program
+from tests.e2e.processes import ROOT, TORCHRUN, run_from_imports
 from tests.e2e.runs import CPU, Inputs, configure, records, run
 from tests.unit.evaluation.tasks import published
 
@@ -109,7 +109,9 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
             assert prompts[task] == {measured["prompt_hash"]: prompt}
     two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)]
     words = ["--hf", str(exported), "parallel.tensor=2", *both]
-    digests.append(_digest_of_same(run_program(*two, *words, seconds=600).stdout, last["student"]))
+    digests.append(
+        _digest_of_same(run_from_imports(*two, *words, seconds=600).stdout, last["student"])
+    )
     assert len(set(digests)) == 1, "the weights of one model, live and in two formats"
     assert re.fullmatch("sha256:[0-9a-f]{64}", digests[0])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.forked_launches import ForkedLaunch, rank_of
 from tests.e2e.processes import SCRIPT, TORCHRUN
 from tests.e2e.runs import Inputs, environment
 
@@ -58,7 +58,7 @@ OVERRIDES = (
 class Faulty:
     """A run of two ranks, one of which fails."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkedLaunch
     log: Path
     fault: Path
 
@@ -104,19 +104,11 @@ def started(
     shared = environment(FAULT_FILE=str(folder / "fault"), **variables)
     shared["PYTHONPATH"] = f"{faults}{os.pathsep}{shared['PYTHONPATH']}"
     log = folder / "log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            words, env=shared, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    process = ForkedLaunch.start(words, shared, log)
     try:
         yield Faulty(process, log, folder / "fault")
     finally:
-        if process.poll() is None:
-            family = [psutil.Process(process.pid)]
-            family += family[0].children(recursive=True)
-            for member in family:
-                member.kill()
-            process.wait()
+        process.end()
 
 
 def descendants_of(launcher: int) -> list[psutil.Process]:
@@ -174,9 +166,7 @@ def test_a_rank_that_stops_answering_is_named(
     with started(tmp_path, words, STOPPED) as run:
         stopped = psutil.Process(run.wait_for_the_fault())
         (other,) = [
-            process
-            for process in descendants_of(run.process.pid)
-            if process.environ().get("RANK") == str(1 - RANK)
+            process for process in descendants_of(run.process.pid) if rank_of(process) == 1 - RANK
         ]
         gone, _ = psutil.wait_procs([other], timeout=SECONDS_TO_THE_END)
         assert gone, run.output()

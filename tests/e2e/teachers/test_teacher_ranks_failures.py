@@ -21,6 +21,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.e2e.faults.test_kill import hold_during_a_save, send_to_all
 from tests.e2e.faults.test_lone_failures import command, descendants_of, started
+from tests.e2e.forked_launches import rank_of
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
 from tests.e2e.teachers.test_several_teachers import write_several
@@ -63,8 +64,15 @@ def hook(rank: int, method: str, kind: int) -> str:
     return named.replace("KIND", str(kind))
 
 
+# Looks at the signs of life of other ranks each second.
+QUICK_WATCH = """
+if "RANK" in os.environ:
+    from megatron_distill.runtime import lone_failure
+    lone_failure._WATCH_SECONDS = 1.0
+"""
 COMMAND, ROWS, CREDIT = 1, 3, 6
 HOOKS = {"student": hook(0, "send", COMMAND), "teacher": hook(1, "receive", COMMAND)}
+HOOKS = {role: own + QUICK_WATCH for role, own in HOOKS.items()}
 # After a second every other rank waits.
 KILLED = "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
 EXHAUSTED = "exhaust_memory()"
@@ -94,13 +102,14 @@ FAILURES = {
     "student at step 1": Failure("student.0", HOOKS["student"], 1, KILLED, "at step 1, or "),
     "teacher at step 1": Failure("teacher.0", HOOKS["teacher"], 1, KILLED, "at step 1, unit 0, or"),
     "memory of the student": Failure(
-        "student.0", hook(0, "send", CREDIT), 6, EXHAUSTED, "at step [3-6]: "
+        "student.0", hook(0, "send", CREDIT) + QUICK_WATCH, 6, EXHAUSTED, "at step [3-6]: "
     ),
     "memory of the teacher": Failure(
         "teacher.0", HOOKS["teacher"], 6, EXHAUSTED, r"at step 5, unit \d: "
     ),
     "second of the teacher": Failure(
-        # The other rank of the teacher may wait for the data of the step ahead, in no unit.
+        # With the usual time between looks at other ranks. The other rank of the teacher may wait
+        # for the data of the step ahead, in no unit.
         "teacher.1", hook(3, "receive", COMMAND), 6, KILLED, r"at step [4-7](, unit \d)?, or",
         2, TP2_AND_DP2,
     ),
@@ -185,19 +194,11 @@ def test_a_silent_teacher_is_named_with_unit_and_route(inputs: Inputs, tmp_path:
     assert cause.startswith(f"error: {last} on {socket.gethostname()} failed at step ")
 
 
-# Looks at the signs of life of other ranks each second.
-QUICK_WATCH = """
-if "RANK" in os.environ:
-    from megatron_distill.runtime import lone_failure
-    lone_failure._WATCH_SECONDS = 1.0
-"""
-
-
 @pytest.mark.slow
 def test_a_student_that_hangs_ends_the_launch_with_the_place(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    short, hangs = f"runtime.timeout_seconds={SILENT_SECONDS}", HOOKS["student"] + QUICK_WATCH
+    short, hangs = f"runtime.timeout_seconds={SILENT_SECONDS}", HOOKS["student"]
     text, seconds = fail(inputs, tmp_path, "time.sleep(600)", short, hook=hangs)
     assert SILENT_SECONDS < seconds < SECONDS_TO_THE_END, text
     cause = cause_of(text)
@@ -216,14 +217,12 @@ SHORT_SILENCE = f"""
 
 @pytest.mark.slow
 def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Path) -> None:
-    given, quick = words(inputs, tmp_path / "run"), QUICK_WATCH + SHORT_SILENCE
-    stopped, quick = "os.kill(os.getpid(), signal.SIGSTOP)", HOOKS["student"] + quick
+    given, quick = words(inputs, tmp_path / "run"), HOOKS["student"] + SHORT_SILENCE
+    stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
     with started(tmp_path, given, stopped, hook=quick, FAULT_MESSAGE="3") as launch:
         student = psutil.Process(launch.wait_for_the_fault())
         # The teacher waits for the next command; a wait of its own would have no limit.
-        (teacher,) = (
-            one for one in descendants_of(launch.process.pid) if one.environ().get("RANK") == "1"
-        )
+        (teacher,) = (one for one in descendants_of(launch.process.pid) if rank_of(one) == 1)
         gone, _ = psutil.wait_procs([teacher], timeout=SECONDS_TO_THE_END)
         assert gone, launch.output()
         student.kill()  # the launcher would give it half a minute
@@ -260,7 +259,7 @@ def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
     pool: Pool, inputs: Inputs, tmp_path: Path, rank: int
 ) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
-    steps = ("train.steps=60", "checkpoint.save=true")
+    steps = ("train.steps=40", "checkpoint.save=true")
     given = ["--config", str(config), f"output={output}", APART, *steps]
     with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as launch:
         launch.wait_until(lambda: (output / "metrics.jsonl").exists())
@@ -268,7 +267,7 @@ def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
         assert launch.wait() == 0
         assert launch.statuses() == ["0", "0"]
     (saved,) = checkpoints(output)
-    assert int(saved.removeprefix("step_")) < 60
+    assert int(saved.removeprefix("step_")) < 40
     after = run(pool, 1, config, output, *steps)
     shared = inputs.folder / "undisturbed-shared"
     if not shared.exists():  # it is there after the first case
@@ -277,11 +276,11 @@ def test_asked_to_stop_it_saves_and_goes_on_on_shared_ranks(
     assert course(after) == course(expected)
 
 
-STEPS = ("checkpoint.asynchronous=false", "checkpoint.interval=2", "train.steps=16")
+STEPS = ("checkpoint.asynchronous=false", "checkpoint.interval=2", "train.steps=10")
 
 
 def goes_on(
-    pool: Pool, inputs: Inputs, folder: Path, *layout: str, ranks: int = 1, steps: int = 16
+    pool: Pool, inputs: Inputs, folder: Path, *layout: str, ranks: int = 1, steps: int = 10
 ) -> bool:
     """Whether a further start comes to the end that an undisturbed run has."""
     config = inputs.folder / "dense.yaml"
@@ -322,7 +321,9 @@ def test_a_killed_rank_of_one_of_several_teachers_ends_the_launch(
     given = command("processes", write_several(inputs), tmp_path / "run", *own)
     given[given.index("--processes") + 1] = "3"
     # The student waits for an answer then, and the other teacher for a command.
-    text, seconds = ended(tmp_path, given, KILLED, hook=hook(2, "receive", COMMAND), message=6)
+    text, seconds = ended(
+        tmp_path, given, KILLED, hook=hook(2, "receive", COMMAND) + QUICK_WATCH, message=6
+    )
     assert seconds < SECONDS_TO_THE_END, text
     cause = cause_of(text)
     assert text.rstrip().endswith(cause), text
@@ -334,6 +335,7 @@ def test_a_killed_rank_of_one_of_several_teachers_ends_the_launch(
 
 # Between the header and the rows of a unit of step 5, which go over the network.
 BETWEEN = {"student": hook(0, "receive", ROWS), "teacher": hook(1, "send", ROWS)}
+BETWEEN = {role: own + QUICK_WATCH for role, own in BETWEEN.items()}
 
 
 @pytest.mark.slow
@@ -370,7 +372,7 @@ def test_killed_while_it_loads_it_starts_again(
 def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
     pool: Pool, inputs: Inputs, tmp_path: Path, role: str
 ) -> None:
-    output, steps, rank = tmp_path / "run", 40, list(STARTS).index(role)
+    output, steps, rank = tmp_path / "run", 24, list(STARTS).index(role)
     given = words(inputs, output, *STEPS, f"train.steps={steps}")
     with started(tmp_path, given, "pass", hook="FAULT\n") as launch:
         ranks = Started(launch.process, launch.log, tmp_path)
