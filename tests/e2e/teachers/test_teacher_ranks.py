@@ -341,9 +341,9 @@ def held_in_roles(
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 24], ids=["fast teacher", "slow teacher"])
 def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers: int) -> None:
-    given = [f"output={tmp_path}", "teacher.ranks=1", "train.steps=120"]
+    given = [f"output={tmp_path}", "teacher.ranks=1", "train.steps=200"]
     given += [f"teacher.architecture.num_layers={layers}"]
-    config, looks = inputs.folder / "dense.yaml", (70, 112)
+    config, looks = inputs.folder / "dense.yaml", (120, 190)
     held = pool.run(2, held_in_roles, config, given, looks, timeout=SECONDS)
     for before, after in held:
         grown = after.blocks - before.blocks
@@ -352,9 +352,9 @@ def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, layers
         assert after.threads == before.threads
         assert abs(after.files - before.files) < 4  # the corpus, while it is read
     found = records(tmp_path)
-    assert len(found) == 120
+    assert len(found) == 200
     peaks = [record["peak_memory_bytes"] for record in found]
-    assert peaks[-1] - peaks[40] < 4e6, peaks[::12]
+    assert peaks[-1] - peaks[40] < 4e6, peaks[::20]
     waited = sum(record["teacher_seconds"] for record in found[40:])
     total = sum(record["step_seconds"] for record in found[40:])
     assert (waited > 0.1 * total) == (layers == 24), (waited, total)  # 0.24 and 0.02 of it
