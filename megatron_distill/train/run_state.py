@@ -156,7 +156,11 @@ class RunState:
 
 
 def check_same_features(
-    description: Description, features: dict[str, Any] | None, folder: Path
+    description: Description,
+    features: dict[str, Any] | None,
+    folder: Path,
+    *,
+    remedy: str = "start a new run with student.checkpoint and another `output`",
 ) -> None:
     """Raise CheckpointError when a checkpoint's feature losses or projectors differ."""
     none: dict[str, Any] = {"losses": [], "projectors": None}
@@ -165,8 +169,7 @@ def check_same_features(
         if there[key] != here[key]:
             raise CheckpointError(
                 f"{folder} has other feature losses: {key} are {there[key]} in the checkpoint and "
-                f"{here[key]} in this run. Change {setting}, or start a new run with "
-                "student.checkpoint and another `output`"
+                f"{here[key]} in this run. Change {setting}, or {remedy}"
             )
 
 

@@ -302,6 +302,6 @@ class DataConfig(Section):
         le=1,
         description="Two tokenizers: largest share of documents or conversations without a chunk "
         "of both, counted over at least 100; likewise of documents that a store lacks. They are "
-        "left out, of a store in the student's tokens from terms without alignment alone; more "
-        "stop the run.",
+        "left out; those that a store in the student's tokens lacks, of terms without alignment "
+        "alone. More of them stop the run.",
     )

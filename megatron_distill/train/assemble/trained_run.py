@@ -98,14 +98,21 @@ def _restore_features(
 ) -> None:
     """Tap the paired layers, and load the projectors from the student's checkpoint.
 
-    Raises CheckpointError on all ranks: the checkpoint has other features or projectors.
+    Raises CheckpointError on all ranks: the checkpoint has other features or projectors. Raises
+    ConfigError: there is no checkpoint, and projectors are needed.
     """
     features.attach(chunks)
-    if features.projectors is None or checkpoint is None:
+    if features.projectors is None:
         return
+    remedy = "set objective.features=[] to evaluate without them"
+    if checkpoint is None:
+        raise ConfigError(
+            "objective.features: their projectors are in a run's checkpoint, and "
+            f"student.checkpoint = null; name the run, or {remedy}"
+        )
     with together():
         folder = resolve_checkpoint(checkpoint)
-        check_same_features(Description.read(folder), features.as_dict(), folder)
+        check_same_features(Description.read(folder), features.as_dict(), folder, remedy=remedy)
         stored = MappedChunks(folder)
     load_shards(replicated_shards(features.projectors.sharded_state(), groups), stored, groups)
 
