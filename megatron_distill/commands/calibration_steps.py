@@ -2,8 +2,8 @@
 
 The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
 one rank with all cores, one of a rank per core, and one of a rank with one thread beside idle cores
-are measured in both precisions, in each round of the calibration. Their phases over the predicted
-ones are the device's `step_factors`.
+are measured in both precisions. Their phases over the predicted ones are the device's
+`step_factors`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import tempfile
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from shutil import rmtree
 from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_distill.commands.train import COMMAND
@@ -29,8 +28,7 @@ __all__ = ["measured_machine"]
 _VOCABULARY: Final = 20_480
 _MOST_RANKS: Final = 8
 _PRECISIONS: Final = ("fp32", "bf16")
-_STEPS: Final = 3  # of one round
-_WARM: Final = 1  # of them that are not counted: the later ones of so short a run are alike
+_STEPS: Final = 6  # of which the first three are not counted
 _WORDS: Final = 400_000  # several times those that the steps read
 _SECONDS: Final = 600.0  # of one run; only a hang takes that long
 # The latter two are imported late in a run, and take a second there.
@@ -53,7 +51,7 @@ data:
   sequence_length: 384
   isolate_documents: false
 objective: {{terms: [{{divergence: forward_kl}}]}}
-train: {{steps: {steps}, micro_batch_size: 1}}
+train: {{steps: {steps}, micro_batch_size: 2}}
 checkpoint: {{save: false}}
 logging: {{progress: false}}
 runtime: {{device: cpu}}
@@ -90,7 +88,7 @@ def import_training() -> None:
 
 
 def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Path) -> DeviceProfile:
-    """Return a CPU with the factors of a small run's steps; takes the place of earlier runs."""
+    """Return a CPU with the factors of a small run's steps."""
     cores = device.cores or 1
     most = min(cores, _MOST_RANKS)
     for ranks, threads in sorted({(1, 1), (1, cores), (most, cores // most)}):
@@ -98,10 +96,9 @@ def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Pat
             words = [
                 f"output={folder}/{ranks}-{threads}-{precision}",
                 f"train.precision={precision}",
-                f"train.global_batch_size={ranks}",
+                f"train.global_batch_size={2 * ranks}",
                 f"runtime.threads={threads}",
             ]
-            rmtree(folder / words[0].rpartition("/")[2], ignore_errors=True)
             _train(forked, folder, words, ranks=ranks, threads=threads)
             device = _refined_by_run(device, folder, words, ranks=ranks)
     return device
@@ -166,6 +163,6 @@ def _refined_by_run(
     config = load_config(folder / "run.yaml", words)
     run = planned_run(config, open_shapes(config))
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
-    measured = read_steps(Path(config.output) / "metrics.jsonl", warm=_WARM)
+    measured = read_steps(Path(config.output) / "metrics.jsonl")
     threads = config.runtime.threads
     return refined(device, run, choice, measured, shared_by=ranks, threads=threads)

@@ -79,21 +79,19 @@ def measure_machine(
 ) -> DeviceProfile:
     """Measure this machine's CPU, or its first GPU; warns where other processes disturb it.
 
-    forked: ranks of a CPU, whose imports are done. steps: returns the device of one round refined
+    forked: ranks of a CPU, whose imports are done. steps: returns the device of all rounds refined
     by steps that it takes.
     """
     began, busy, own = time.perf_counter(), busy_seconds(), own_seconds(forked)
     machine = _Machine(kind, forked)
-    rounds = [(steps or _as_measured)(machine.rates()) for _ in range(_ROUNDS)]
+    found = reduced([machine.rates() for _ in range(_ROUNDS)])
+    if steps is not None:
+        found = steps(found)
     others = max(0.0, busy_seconds() - busy - (own_seconds(forked) - own))
     others /= time.perf_counter() - began
     # A GPU does not mind them.
     source = measured_beside(0.0 if machine.cores is None else others, cores=machine.cores or 1)
-    return reduced(rounds).model_copy(update={"source": source})
-
-
-def _as_measured(device: DeviceProfile) -> DeviceProfile:
-    return device
+    return found.model_copy(update={"source": source})
 
 
 class _Machine:
@@ -178,7 +176,7 @@ def _memory(device: torch.device) -> float:
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median time of one call, over as many as fit the time.
 
-    A call that takes longer is alone, and counts: caches are no matter to it.
+    The first is not counted: it may be the one that allocates. Of longer calls one is.
     """
 
     def once() -> float:
@@ -192,7 +190,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
     first = once()
     if first > _SECONDS:
-        return first
+        return once()
     return median(once() for _ in range(min(200, max(1, int(_SECONDS / max(first, 1e-6))))))
 
 

@@ -39,11 +39,8 @@ class MeasuredSteps:
         return max(1, round(total / (self.tflops_per_device * 1e12)))
 
 
-def read_steps(path: Path, *, warm: int = _WARM) -> MeasuredSteps:
-    """Read a `metrics.jsonl` after its first `warm` steps.
-
-    Raises DataError: it has too few steps with phases.
-    """
+def read_steps(path: Path) -> MeasuredSteps:
+    """Read a `metrics.jsonl`. Raises DataError: it has too few steps with phases."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -52,10 +49,10 @@ def read_steps(path: Path, *, warm: int = _WARM) -> MeasuredSteps:
             continue  # the last line of a run that is being written
         if isinstance(record, dict) and "timers" in record and "step_seconds" in record:
             records.append(record)
-    records = records[warm:]
+    records = records[_WARM:]
     if not records:
         raise DataError(
-            f"{path}: has no step with `timers` after the first {warm}; let the run make more"
+            f"{path}: has no step with `timers` after the first {_WARM}; let the run make more"
         )
 
     def middle(values: Sequence[float]) -> float:
