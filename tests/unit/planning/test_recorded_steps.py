@@ -18,12 +18,16 @@ from tests.guards.source_tree import ROOT
 from tests.unit.planning.shapes import choice_of, llama, run_of
 
 RESULTS = ROOT / "benchmarks" / "results"
-STEPS = json.loads((RESULTS / "step.json").read_text())["rounds"]
-PLANNING = json.loads((RESULTS / "planning.json").read_text())
-BESIDE = PLANNING["rounds"]
+
+
+def record(name: str) -> Any:
+    """The figures of a record."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 RECORDS = {
-    "step": {name: rounds["ours"][0]["ranks"] for name, rounds in STEPS.items()},
-    "planning": {name: rounds[0]["ranks"] for name, rounds in BESIDE.items()},
+    "step": {name: one["ours"][0]["ranks"] for name, one in record("step")["rounds"].items()},
+    "planning": {name: one[0]["ranks"] for name, one in record("planning")["rounds"].items()},
 }
 CASES = {case.name: case for case in (*layout_cases(), *peer_cases())}
 # The figures of memory have nothing of the rates.
@@ -63,9 +67,15 @@ def test_the_highest_peak_is_within_ten_per_cent_and_at_most_five_below(
     assert 0.95 * max(peaks) <= max(planned) <= 1.10 * max(peaks)
 
 
-def test_step_times_of_the_calibrated_device_are_within_fifteen_per_cent() -> None:
-    device = DeviceProfile.model_validate(PLANNING["devices"][0])
-    measured = {row["case"]: row["seconds"] for row in PLANNING["rows"]}
+# Of each record: by how much times differ that are compared, and the number of these pairs.
+TIMED = {"planning": (1.12, 19), "planning_repeated": (1.05, 23)}
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_step_times_of_the_calibrated_device_are_within_fifteen_per_cent(name: str) -> None:
+    recorded = record(name)
+    device = DeviceProfile.model_validate(recorded["devices"][0])
+    measured = {row["case"]: row["seconds"] for row in recorded["rows"]}
     assert set(measured) == set(CASES)
     ratios = {
         name: planned_case(CASES[name], device).time.total / seconds
@@ -74,20 +84,23 @@ def test_step_times_of_the_calibrated_device_are_within_fifteen_per_cent() -> No
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), ratios
 
 
-def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_times() -> None:
-    """Of layouts whose measured times differ by more than twelve per cent."""
-    device = DeviceProfile.model_validate(PLANNING["devices"][0])
-    rows = [(*row["case"].split("/"), row["case"], row["seconds"]) for row in PLANNING["rows"]]
+@pytest.mark.parametrize("name", TIMED)
+def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_times(
+    name: str,
+) -> None:
+    recorded, (factor, pairs) = record(name), TIMED[name]
+    device = DeviceProfile.model_validate(recorded["devices"][0])
+    rows = [(*row["case"].split("/"), row["case"], row["seconds"]) for row in recorded["rows"]]
     wrong, compared = [], 0
     for one, other in combinations(rows, 2):
         (*_, fast, less), (*_, slow, more) = sorted((one, other), key=lambda row: row[-1])
-        if (one[0], one[2]) != (other[0], other[2]) or more <= 1.12 * less:
+        if (one[0], one[2]) != (other[0], other[2]) or more <= factor * less:
             continue
         compared += 1
         times = [planned_case(CASES[name], device).time.total for name in (fast, slow)]
         if times[0] >= times[1]:
             wrong.append((fast, slow, times))
-    assert compared >= 19
+    assert compared >= pairs
     assert not wrong
 
 
@@ -145,10 +158,6 @@ def test_the_recorded_losses_need_the_planned_memory() -> None:
 DISTINCT = 0.10  # equal steps differ by less between two hours of this machine
 
 
-def record(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
 @pytest.fixture(scope="module")
 def devices() -> list[DeviceProfile]:
     return [DeviceProfile.model_validate(one) for one in record("planning")["devices"]]
@@ -175,7 +184,7 @@ def test_steps_with_teachers_elsewhere_take_about_the_predicted_time() -> None:
         for name, seconds in planned_steps(calibrated).items()
     }
     assert len(rows) == 9
-    assert len(in_order(rows)) == 30
+    assert len(in_order(rows)) == 27
     assert all(in_order(rows))
     assert max(map(abs, errors(rows).values())) <= 0.07
 
