@@ -8,6 +8,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import torch
@@ -84,7 +85,7 @@ def _collectives_of_forked(kind: str, folder: str) -> None:
 
 
 def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
-    """Time sums, gathers and scatters of two sizes; the first of the processes writes the means."""
+    """Time sums, gathers and scatters of two sizes; the first of the processes writes them."""
     torch.set_num_threads(1)
     # torch has new names for collectives that older releases do not know.
     warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
@@ -112,13 +113,17 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
             # One after the other, as in a step: each begins when all ranks have ended the last.
             for repetitions in (1, _REPEATS):
                 dist.barrier()
-                began, worked = time.perf_counter(), 0.0
+                began, own = time.perf_counter(), []
                 for _ in range(repetitions):
-                    worked += _work(operands)
+                    _work(operands)
+                    sent = time.perf_counter()
                     collective()
+                    own.append(time.perf_counter() - sent)
                 if kind == "cuda":
                     torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - began - worked) / _REPEATS)
+            whole = (time.perf_counter() - began) / _REPEATS
+            # On a CPU one message waits for a process that lost its core.
+            times.append(whole if operands is None else median(own))
     mean = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(mean)  # the rank that is first waits for the other
     times = (mean / _RANKS).tolist()
@@ -127,12 +132,10 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _work(operands: tuple[torch.Tensor, torch.Tensor] | None) -> float:
-    """Work as a step's layers do between two messages on a CPU, and return the seconds of it.
+def _work(operands: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Work as a step's layers do between two messages on a CPU.
 
     Ranks arrive apart after that, and their threads sleep: messages take longer than in a row.
     """
-    began = time.perf_counter()
     if operands is not None:
         torch.mm(*operands)
-    return time.perf_counter() - began

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
-from megatron_distill.planning.device import DeviceProfile, Precision, share
+from megatron_distill.planning.device import LONG_DOCUMENT, DeviceProfile, Precision, share
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -99,15 +99,21 @@ class Rank:
         """Return the time of element-wise work that reads and writes `byte_count` in all."""
         return element_seconds(self.device, byte_count, kernels=kernels)
 
-    def fused_attention(self, flops: float, scores: float, *, backward: bool) -> float:
-        """Return the time of a fused attention's products, and of the softmax of its scores."""
+    def fused_attention(
+        self, flops: float, scores: float, *, document: float, backward: bool
+    ) -> float:
+        """Return the time of a fused attention's products, and of the softmax of its scores.
+
+        document: tokens of one.
+        """
         device = self.device
         # A CPU's attention computes in fp32 whatever it is given.
         in_fp32 = self.precision == "fp32" or device.kind == "cpu"
         peak = device.peak_tflops["fp32" if in_fp32 else "bf16"] * 1e12
         softmax = scores * device.score_ns[backward] * 1e-9
         products = flops / (peak * device.attention_efficiency[backward])
-        return products + softmax + device.kernel_us * 1e-6
+        long = device.long_attention[backward] if document >= LONG_DOCUMENT else 1.0
+        return long * (products + softmax) + device.kernel_us * 1e-6
 
 
 def element_seconds(device: DeviceProfile, byte_count: float, *, kernels: int = 1) -> float:
@@ -326,15 +332,15 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
 def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float, float]:
     """Return forward and backward time of scores, softmax and the sum of values."""
     heads = shape.num_attention_heads / rank.layout.tensor
+    length = 2 * attended - 1
     if not rank.scores:
         seen = rank.tokens * heads * attended
         flops = 4.0 * seen * shape.head_size
         return (
-            rank.fused_attention(flops, seen, backward=False),
-            rank.fused_attention(_FUSED_BACKWARD * flops, seen, backward=True),
+            rank.fused_attention(flops, seen, document=length, backward=False),
+            rank.fused_attention(_FUSED_BACKWARD * flops, seen, document=length, backward=True),
         )
     # Every score of the square is in memory: causal masks save nothing.
-    length = 2 * attended - 1
     sequences = rank.tokens * rank.layout.context / length
     batched = sequences * heads
     # All heads of all sequences are one batched product.

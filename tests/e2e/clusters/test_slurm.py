@@ -67,7 +67,7 @@ def test_a_job_trains_to_the_end_without_a_bad_node_and_the_next_ones_have_nothi
     parts = r"([\d.]+) s until the ranks met, ([\d.]+) s for models and data, ([\d.]+) s for the"
     (start,) = re.findall(rf"first step ([\d.]+) s after the start: {parts} step", job.log)
     whole, *own = map(float, start)
-    assert min(own) > 0.0
+    assert min(own[:2]) > 0.0  # the step of so small a model may take 0.0 s
     assert sum(own) == pytest.approx(whole, abs=0.5)
 
     chain = cluster.submit_by_command((*words, "--chain", "2"), logs=output / "launches")

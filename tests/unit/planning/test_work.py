@@ -72,6 +72,18 @@ def test_the_softmax_of_a_cpu_takes_its_time_per_score_whatever_a_head_s_width()
     assert found.backward - plain.backward == pytest.approx(3 * scores * 1e-9, rel=1e-6)
 
 
+@pytest.mark.parametrize("length", [512, LENGTH])
+def test_the_scores_of_long_documents_have_a_measured_cost_of_their_own(length: int) -> None:
+    cpu = DEVICE.model_copy(update={"long_attention": (0.5, 0.2)})
+    choice, run = replace(SHARED, place="none"), replace(RUN, teacher=None, sequence_length=length)
+    numbers = stage_numbers(STUDENT, Layout(), choice.layers)
+    found, plain = (step_time(run, choice, one, numbers) for one in (cpu, DEVICE))
+    scores = BATCH * length * (length + 1) / 2 * STUDENT.num_attention_heads * STUDENT.num_layers
+    flops = 4 * scores * STUDENT.head_size if length == LENGTH else 0.0
+    assert plain.forward - found.forward == pytest.approx(0.5 * flops / PEAK, rel=1e-6)
+    assert plain.backward - found.backward == pytest.approx(0.8 * 2.5 * flops / PEAK, rel=1e-6)
+
+
 def test_logits_whose_rows_share_cache_sets_have_a_measured_cost_of_their_own() -> None:
     cpu = DEVICE.model_copy(
         update={"logit_ns": {"bf16": 1.0}, "aliased_logit_ns": {"bf16": 3.0}, "kind": "cpu"}
