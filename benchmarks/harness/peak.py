@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
+_PAUSE = 0.02  # seconds: a thread that waits for a core gets one
 
 
 @dataclass(frozen=True)
@@ -116,13 +119,16 @@ class LiveStorages(TorchDispatchMode):
     """Counts the bytes of storages that operators use while the mode is on and that are alive.
 
     Storages of tensors that exist at the start do not count. Memory that an operator allocates and
-    releases internally is not seen.
+    releases internally is not seen. A new peak above `settled_above` bytes counts if it is still
+    there after a pause: a thread of gloo holds the tensors of a finished collective until it runs
+    again, which on a busy machine may be after the next ones exist.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, settled_above: float = math.inf) -> None:
         super().__init__()
         self.current = 0
         self.peak = 0
+        self._settled_above = settled_above
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         # Held, so that no later storage gets the address of one of these.
@@ -173,6 +179,8 @@ class LiveStorages(TorchDispatchMode):
         self._alive[address] = weakref.ref(storage, gone)
         self._sizes[address] = size
         self.current += size
+        if self.current > max(self.peak, self._settled_above):
+            time.sleep(_PAUSE)
         self.peak = max(self.peak, self.current)
 
 

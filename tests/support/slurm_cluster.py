@@ -95,6 +95,15 @@ class Cluster:
         numbers = self.call(*program, *asked, *words).split()
         return [Job(self, number, logs / f"log-{number}.txt") for number in numbers]
 
+    def cancel_jobs(self) -> None:
+        """Cancel every job, and wait for their ends."""
+        left = self.call("squeue", "--noheader", "--format=%i").split()
+        if left:
+            self.call("scancel", *left)
+        self.wait_until(
+            lambda: not self.call("squeue", "--noheader").strip(), lambda: self.call("squeue")
+        )
+
     def kill_node(self, name: str) -> None:
         """End a node as a power cut does: its daemon and all processes of its steps."""
         daemon = self.daemons.pop(name)

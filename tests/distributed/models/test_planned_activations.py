@@ -7,13 +7,13 @@ models gives the bytes of layers alone.
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
+from tests.support.peaks import settle
 
 if TYPE_CHECKING:
     from megatron_distill.planning.device import Precision
@@ -112,7 +112,7 @@ def kept(rank: int, world: int, settings: dict[str, Setting], layout: dict[str, 
             run_model(model, batch, context_size=size)  # makes what later passes have in common
             with LiveStorages() as live:
                 output = run_model(model, batch, context_size=size)
-                gc.collect()
+                settle()
                 alive = live.held
             del output
             return alive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from tests.distributed.feature_worlds import (
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.models.test_models import LENGTH
 from tests.distributed.pool import Pool
-from tests.support.peaks import PASSES, least_peak
+from tests.support.peaks import PASSES, least_peak, settle
 
 if TYPE_CHECKING:
     from megatron_distill.runtime.groups import Groups
@@ -212,7 +211,7 @@ def bytes_of_signals(rank: int, world: int, micro_batches: int) -> tuple[bool, i
         with LiveStorages() as live:
             signals = teacher.signals(step.micro_batches)
             torch.distributed.barrier()  # until then a stage may hold what it sends
-            gc.collect()
+            settle()
             held = live.current
         assert len(signals) == micro_batches
         return groups.is_last_stage, held

@@ -9,8 +9,15 @@ import pytest
 from tests.support.slurm_cluster import Cluster, missing_programs, slurm_cluster
 
 
+@pytest.fixture
+def cluster(slurm: Cluster) -> Iterator[Cluster]:
+    """The Slurm of the file; a failed test leaves no job that holds the nodes of the next one."""
+    yield slurm
+    slurm.cancel_jobs()
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A Slurm of four nodes."""
     missing = missing_programs()
     if missing:

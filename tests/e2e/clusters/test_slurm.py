@@ -31,6 +31,7 @@ from tests.e2e.runs import Inputs, course, run, step_records
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
+WITH_CHECKPOINT = re.compile(r" s for models and data, \d+\.\d s for the checkpoint, ")
 
 
 def test_a_job_trains_to_the_end_without_a_bad_node_and_the_next_ones_have_nothing_to_do(
@@ -101,7 +102,8 @@ def test_a_job_goes_on_bit_for_bit_after_its_time_limit_a_killed_rank_and_a_lost
     assert job.log.count(WARNED) == job.log.count(NEAR_END) == limited
     step = launches_of(output).all()[limited].progress
     assert f"goes on from step {step}" in job.log
-    assert re.search(r" s for models and data, \d+\.\d s for the checkpoint, ", job.log)
+    # Slurm may bring a line into the job's log after the steps are in the run's.
+    job.wait_for(lambda: WITH_CHECKPOINT.search(job.log) is not None)
     assert "Traceback" not in job.log
 
     job.rank(1).kill()

@@ -20,6 +20,7 @@ from tests.e2e.failing import call, call_alone, message
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import MEANS_NAMES, MEANS_TERMS, Inputs, assembled, records, run
 from tests.reference.cross_tokenizer import Alignment
+from tests.support.peaks import least_peak
 
 SHORT = ("train.steps=2", "schedule.warmup_steps=1")
 NAMES = ("likelihood_js_divergence_t6", "common_forward_kl_t2", "common_reverse_kl_top8")
@@ -113,7 +114,6 @@ def test_documents_in_one_sample_give_the_losses_of_documents_alone(
 def peak_of_step(rank: int, world: int, config: Path, overrides: list[str]) -> int:
     """Peak bytes of tensors in a step, above those alive before it."""
     with assembled(rank, world, config, overrides) as (_, parts):
-        from benchmarks.harness.peak import LiveStorages
         from megatron_distill.train.step import run_student
 
         step, teacher, state = parts.loader.take(1), parts.teacher, parts.state
@@ -125,9 +125,7 @@ def peak_of_step(rank: int, world: int, config: Path, overrides: list[str]) -> i
             run_student(state.student, signals, objectives, step)
 
         take()
-        with LiveStorages() as live:
-            take()
-        return live.peak
+        return least_peak(take)
 
 
 @pytest.mark.slow
