@@ -33,7 +33,7 @@ PROMPTS = (17, 32, 24, 9)
 EARLY, LATE = slice(56, 73), slice(184, 201)  # of the new tokens, around 64 and 192
 PROFILED = 16  # rows
 PARTS = {  # of a step, and the operators of each
-    "products with weights": ("aten::mm", "aten::addmm_"),
+    "products with weights": ("aten::mm", "aten::addmm_", "mkldnn::_linear_pointwise"),
     "attention over the cache": ("aten::baddbmm", "aten::bmm", "aten::_softmax"),
     "choice of the id": ("aten::_log_softmax", "aten::amax", "aten::max", "aten::argmax"),
 }

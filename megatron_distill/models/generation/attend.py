@@ -18,10 +18,18 @@ from torch import Tensor
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.attention_kernels.blocked import BLOCK_BYTES
 from megatron_distill.models.attention_kernels.rule import AttentionRule
-from megatron_distill.models.generation.cache import Cache, LayerCache, as_mask, integers
+from megatron_distill.models.generation.cache import (
+    Cache,
+    LayerCache,
+    as_mask,
+    integers,
+    multiplies_all_heads,
+)
 from megatron_distill.runtime.segments import Segments
 
 __all__ = ["Append", "Core", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
+
+_SHORT = 128  # positions of rows that a CPU pads to one length
 
 
 @dataclass(frozen=True)
@@ -69,23 +77,23 @@ class Keys:
 def attend_once(
     query: Tensor, keys: Tensor, values: Tensor, *, added: Tensor | None, scale: float
 ) -> Tensor:
-    """Return attention of one position, query [b, g, r, d], over keys and values [b g, 1, K, d].
+    """Return attention of one position, query [b, g, r, d], over keys and values [b g, K, d].
 
     Each head of each row is a row of its own. The result then has the order in which the next
-    product reads it, without a copy. added: to the scores, [b g, 1, 1, K]. torch's fused attention
-    of a CPU has products head by head; here all heads are in one, and the scores are few.
+    product reads it, without a copy. added: to the scores, [b g, 1, 1, K], which are few:
+    where all heads are in one product, they are in memory.
     """
     rows, groups, repeats, size = query.shape
-    if query.device.type != "cpu" or query.dtype is not torch.float32:
+    if not multiplies_all_heads(query.dtype, query.device):
         query_R1rd = query.reshape(rows * groups, 1, repeats, size)
         found = F.scaled_dot_product_attention(
-            query_R1rd, keys, values, attn_mask=added, scale=scale
+            query_R1rd, keys[:, None], values[:, None], attn_mask=added, scale=scale
         )
         return found.reshape(query.shape)
     base = query.new_zeros(1, 1, 1) if added is None else added.squeeze(1)
     query_Rrd = query.reshape(rows * groups, repeats, size)
-    scores = torch.baddbmm(base, query_Rrd, keys.squeeze(1).mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), values.squeeze(1)).reshape(query.shape)
+    scores = torch.baddbmm(base, query_Rrd, keys.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), values).reshape(query.shape)
 
 
 def attend_to(query: Tensor, parts: Sequence[Keys], rule: AttentionRule) -> Tensor:
@@ -161,8 +169,8 @@ class Append:
             return attend_to(query, parts, rule)
         return attend_once(
             query,
-            store.flat_keys.narrow(2, 0, stored),
-            store.flat_values.narrow(2, 0, stored),
+            store.flat_keys.narrow(1, 0, stored),
+            store.flat_values.narrow(1, 0, stored),
             added=self._visible(store.slots, query.shape[1], query.dtype),
             scale=rule.scale,
         )
@@ -259,10 +267,35 @@ class FirstRows(_NewPositions):
         store = self.cache.layers[layer]
         if store.slots:
             self._store(store, pair)
+        if self._is_one_call(query, core.rule):
+            return self._by_one_call(query, pair, core.rule.scale)
         key, value = pair[:, None].unbind(3)
         heads = query.flatten(1, 2)[:, None]
         attended = core.module.attend(heads, key, value, self.segments, core.rule)
         return attended[:, 0].view_as(query)
+
+    def _is_one_call(self, query: Tensor, rule: AttentionRule) -> bool:
+        """Return whether padding costs a CPU less than calls for rows of each length."""
+        if query.device.type != "cpu" or rule.softcap is not None or self.most > _SHORT:
+            return False
+        return rule.window_of(self.most) is None and self.cache.rows * self.most <= 2 * len(
+            self.columns
+        )
+
+    def _by_one_call(self, query: Tensor, pair: Tensor, scale: float) -> Tensor:
+        """Attend with each row at the first of S places, which no earlier one sees."""
+        groups, repeats, size = query.shape[1:]
+        places_N = self.columns_N - self.shifts_b[self.rows_N]
+        padded = query.new_zeros(self.cache.rows, groups, self.most, repeats + 2, size)
+        padded[self.rows_N, :, places_N] = torch.cat([query[self.new], pair[self.new]], 2)
+        heads, key, value = padded.flatten(0, 1).transpose(1, 2).split([repeats, 1, 1], 1)
+        found = F.scaled_dot_product_attention(
+            heads, key.expand_as(heads), value.expand_as(heads), is_causal=True, scale=scale
+        )
+        by_place = found.transpose(1, 2).unflatten(0, (-1, groups))  # [b, g, S, r, d]
+        attended = torch.zeros_like(query)
+        attended[self.new] = by_place[self.rows_N, :, places_N]
+        return attended
 
     def _store(self, store: LayerCache, pair: Tensor) -> None:
         if store.slots not in self._stored:
@@ -272,7 +305,7 @@ class FirstRows(_NewPositions):
             slots = self.columns_N[chosen] % store.slots
             self._stored[store.slots] = chosen, self.rows_N[chosen], slots
         chosen, rows, slots = self._stored[store.slots]
-        store.pairs[rows, :, :, slots] = pair[chosen]
+        store.write(rows, slots, pair[chosen])
 
 
 class Extend(_NewPositions):
@@ -288,7 +321,7 @@ class Extend(_NewPositions):
         """See `Step`."""
         store, new, rule = self.cache.layers[layer], self.new, core.rule
         prefix = None if self.cache.prefix is None else self.cache.prefix.layers[layer]
-        joined = self._joined(prefix, store.pairs, pair[new])
+        joined = self._joined(prefix, store, pair[new])
         keys, values = joined.unbind(2)
         groups, repeats, size = query.shape[1:]
         # [b, g, r, S, d]; the places before a row's first new position stay zero.
@@ -312,23 +345,28 @@ class Extend(_NewPositions):
         found[new] = attended[self.rows_N, :, :, self.columns_N]
         return found
 
-    def _joined(self, prefix: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    def _joined(self, prefix: Tensor | None, old: LayerCache, new: Tensor) -> Tensor:
         """Return all keys and values of each row, [b, g, 2, K, d], with rows ending together.
 
         prefix: [1, g, 2, p, d], copied to each row: then one fused attention has all keys, without
-        scores in memory. old: a store [b, g, 2, slots, d] with t slots in use; new: [N, g, 2, d].
-        K = p + t + S. `layer_bytes_per_row` counts this copy.
+        scores in memory. old: with t slots in use; new: [N, g, 2, d]. K = p + t + S.
+        `layer_bytes_per_row` counts this copy.
         """
-        rows, groups, both, slots, size = old.shape
-        stored, first = min(self.cache.length, slots), 0 if prefix is None else prefix.shape[3]
-        joined = old.new_zeros(rows, groups, both, first + stored + self.most, size)
+        (rows, groups, slots, size), first = (
+            old.keys.shape,
+            0 if prefix is None else prefix.shape[3],
+        )
+        stored = min(self.cache.length, slots)
+        joined = new.new_zeros(rows, groups, 2, first + stored + self.most, size)
         own = joined[:, :, :, first:]
         if prefix is not None:
             joined[:, :, :, :first] = prefix
-        if stored and (any(self.shifts) or self.cache.length > slots):
-            torch.gather(old, 3, self._slots(slots).expand_as(own), out=own)
-        elif stored:
-            own[:, :, :, :stored] = old[:, :, :, :stored]
+        are_moved = any(self.shifts) or self.cache.length > slots
+        for part, into in zip(old.parts, old.of_parts(own), strict=True):
+            if stored and are_moved:
+                torch.gather(part, 3, self._slots(slots).expand_as(into), out=into)
+            elif stored:
+                into[:, :, :, :stored] = part[:, :, :, :stored]
         own[self.rows_N, :, :, stored + self.columns_N] = new
         return joined
 

@@ -134,18 +134,20 @@ class Flight:
         self._looks.clear()
         is_broken = False
         for place, row in enumerate(self.rows):
-            new = []
+            if not row.is_live:
+                continue
+            before = len(row.ids)
             for ids, log_probs in drawn:
-                if not row.is_live:
+                log_prob = log_probs[place]
+                is_broken |= not math.isfinite(log_prob)
+                row.push(ids[place], min(log_prob, 0.0))
+                if row.ended is not None:
                     break
-                is_broken |= not math.isfinite(log_probs[place])
-                token = ids[place]
-                row.push(token, min(log_probs[place], 0.0))
-                if row.ended != "id":
-                    new.append(token)
-            if new and on_tokens is not None:
-                assert row.index is not None
-                on_tokens(row.index, new)
+            if on_tokens is not None:
+                new = row.ids[before : -1 if row.ended == "id" else None]
+                if new:
+                    assert row.index is not None
+                    on_tokens(row.index, new)
         return is_broken
 
     def end_all(self) -> None:

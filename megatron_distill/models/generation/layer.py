@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megatron_distill.models.generation.attend import Core
 from megatron_distill.models.generation.cache import KeyShape
 from megatron_distill.models.generation.experts import ExpertLayer
+from megatron_distill.models.generation.linear import Linear, WeightCopies
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.runtime.groups import Groups
 
@@ -173,26 +174,6 @@ class HeadNorm:
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A matrix [in, out], a view of the module's, and a bias [out] or None."""
-
-    matrix: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, module: Any) -> Linear:
-        """Take the parameters of a linear module; an empty bias is none."""
-        bias = getattr(module, "bias", None)
-        return cls(module.weight.t(), bias if bias is not None and bias.numel() else None)
-
-    def __call__(self, x_NH: Tensor) -> Tensor:
-        """Return the product, with the bias."""
-        if self.bias is None:
-            return torch.mm(x_NH, self.matrix)
-        return torch.addmm(self.bias, x_NH, self.matrix)
-
-
-@dataclass(frozen=True)
 class FeedForward:
     """A dense feed-forward; with a gate, the first product is gate and rows up in one."""
 
@@ -202,19 +183,19 @@ class FeedForward:
     is_gated: bool
 
     @classmethod
-    def of(cls, module: Any) -> FeedForward:
+    def of(cls, module: Any, copies: WeightCopies) -> FeedForward:
         """Take the weights of upstream's module."""
         config = module.config
         return cls(
-            Linear.of(module.linear_fc1),
-            Linear.of(module.linear_fc2),
+            Linear.of(module.linear_fc1, copies),
+            Linear.of(module.linear_fc2, copies),
             config.activation_func,
             config.gated_linear_unit,
         )
 
     def __call__(self, x_NH: Tensor) -> Tensor:
         """Return this tensor rank's part of the output, without the last bias."""
-        return torch.mm(self.inner(x_NH), self.second.matrix)
+        return self.second.product(self.inner(x_NH))
 
     def inner(self, x_NH: Tensor) -> Tensor:
         """Return what the second product reads."""
@@ -262,21 +243,29 @@ class Layer:
     rotary_width: int
 
     @classmethod
-    def of(cls, module: Any, *, kinds: LayerKinds, groups: Groups, rotary_width: int) -> Layer:
+    def of(
+        cls,
+        module: Any,
+        *,
+        kinds: LayerKinds,
+        groups: Groups,
+        rotary_width: int,
+        copies: WeightCopies,
+    ) -> Layer:
         """Take the weights of a layer's modules."""
         attention, mlp, config = module.self_attention, module.mlp, module.config
         rotation = kinds.layers[module.layer_number - 1].rotation
         if isinstance(mlp, MoELayer):
             shared = mlp.shared_experts
             feed_forward: FeedForward | ExpertLayer = ExpertLayer.of(
-                mlp, None if shared is None else FeedForward.of(shared), groups=groups
+                mlp, None if shared is None else FeedForward.of(shared, copies), groups=groups
             )
             own_norm = _norm(module.pre_mlp_layernorm, config)
             assert own_norm is not None
             first_norm = own_norm
         else:
             assert isinstance(mlp, MLP), type(mlp)
-            feed_forward = FeedForward.of(mlp)
+            feed_forward = FeedForward.of(mlp, copies)
             first_norm = _norm_before(module.pre_mlp_layernorm, mlp.linear_fc1, config)
         ranks, kv_heads = groups.tensor.size(), config.num_query_groups
         own_groups = max(1, kv_heads // ranks)
@@ -285,9 +274,9 @@ class Layer:
         return cls(
             core=Core.of(attention.core_attention),
             attention_norm=_norm_before(module.input_layernorm, attention.linear_qkv, config),
-            mixed=Linear.of(attention.linear_qkv),
+            mixed=Linear.of(attention.linear_qkv, copies),
             head_norm=HeadNorm.of(query_norm, _norm(attention.k_layernorm, config), queries),
-            output=Linear.of(attention.linear_proj),
+            output=Linear.of(attention.linear_proj, copies),
             attention_post_norm=_norm(attention.post_norm, config),
             feed_forward_norm=first_norm,
             feed_forward=feed_forward,
@@ -326,11 +315,9 @@ class Layer:
     ) -> None:
         """Add the product of x to the hidden state: the sum over tensor ranks, bias and norm."""
         if norm is None and self.groups.tensor.size() == 1:
-            hidden_NH.addmm_(x, linear.matrix)
-            if linear.bias is not None:
-                hidden_NH.add_(linear.bias)
+            linear.add_(hidden_NH, x)
             return
-        update = summed(torch.mm(x, linear.matrix), self.groups.tensor)
+        update = summed(linear.product(x), self.groups.tensor)
         if linear.bias is not None:
             update.add_(linear.bias)
         hidden_NH.add_(update if norm is None else norm(update))

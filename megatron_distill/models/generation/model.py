@@ -238,8 +238,10 @@ class CachedGPT:
 
     def _gathered(self, finished: list[RowText], is_broken: bool) -> dict[int, Written]:
         own = {row.index: row.written() for row in finished if row.index is not None}
-        shared: list[dict[int, Written] | None] = [None] * self.groups.data_context.size()
-        dist.all_gather_object(shared, own, group=self.groups.data_context)
+        shared: list[dict[int, Written] | None] = [own]
+        if self.groups.data_context.size() > 1:
+            shared *= self.groups.data_context.size()
+            dist.all_gather_object(shared, own, group=self.groups.data_context)
         agree(CheckpointError(_NO_NUMBERS) if is_broken else None)
         return {index: text for part in shared if part is not None for index, text in part.items()}
 

@@ -20,6 +20,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.generation.attend import Step
 from megatron_distill.models.generation.cache import KeyShape
 from megatron_distill.models.generation.layer import GenerationNorm, Layer, summed
+from megatron_distill.models.generation.linear import Linear, WeightCopies
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.ops import LogitRule, VocabShard
@@ -55,7 +56,13 @@ class Stage:
     head: Tensor | None  # this rank's rows, on the last stage
     # Cosines and signed sines by position, [positions, 2, 1, 1, d], of each distinct rotation.
     tables: list[Tensor] = field(default_factory=list)
+    copies: WeightCopies = field(default_factory=WeightCopies)
     _sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _real_head: Linear | None = field(init=False, default=None)  # the rows of real columns
+
+    def __post_init__(self) -> None:
+        if self.head is not None:
+            self._real_head = Linear(self.head[: self.shard.real_width].t(), None, self.copies)
 
     @classmethod
     def of(
@@ -69,10 +76,16 @@ class Stage:
     ) -> Stage:
         """Take the weights of a rank's model chunks; `vocab_size` as in `vocab_shard`."""
         kinds = LayerKinds.of(architecture)
-        chunks, first = [], 0
+        chunks, first, copies = [], 0, WeightCopies()
         for chunk in model:
             layers = tuple(
-                Layer.of(module, kinds=kinds, groups=groups, rotary_width=chunk.rotary_size)
+                Layer.of(
+                    module,
+                    kinds=kinds,
+                    groups=groups,
+                    rotary_width=chunk.rotary_size,
+                    copies=copies,
+                )
                 for module in chunk.decoder.layers
             )
             chunks.append(ModelChunk(layers, first))
@@ -90,6 +103,7 @@ class Stage:
             if norm is None
             else GenerationNorm.of(norm.weight, getattr(norm, "bias", None), model[-1].config),
             model[-1].head_weight().detach() if groups.is_last_stage else None,
+            copies=copies,
         )
 
     @property
@@ -124,9 +138,8 @@ class Stage:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return the logits of this rank's real columns, fp32 [N, V]; on the last stage."""
         assert self.final_norm is not None
-        assert self.head is not None
-        weight_VH = self.head[: self.shard.real_width]
-        logits_NV = F.linear(self.final_norm(hidden_NH), weight_VH).float()
+        assert self._real_head is not None
+        logits_NV = self._real_head(self.final_norm(hidden_NH)).float()
         rule = LogitRule(self.architecture.logit_softcap, self.architecture.logit_scale)
         return rule.apply_(logits_NV)
 

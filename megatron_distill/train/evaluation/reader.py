@@ -50,10 +50,10 @@ class Reader:
             device=model.device,
             vocab_size=model.vocab_size,
         )
-        if stage.head is not None:
-            group = model.groups.tensor
-            stage.head = align_head(stage.head, own=stage.shard, wanted=shard, group=group)
-        stage.shard = shard
+        head = stage.head
+        if head is not None:
+            head = align_head(head, own=stage.shard, wanted=shard, group=model.groups.tensor)
+        stage = replace(stage, head=head, shard=shard)
         stage.reserve(model.positions)
         return cls(stage)
 

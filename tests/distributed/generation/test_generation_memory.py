@@ -52,14 +52,17 @@ class Stores(TorchDispatchMode):
         if func is self.CONVERTED:
             is_made = bool(self.places[args[0].untyped_storage().data_ptr()])
         for value in tree_leaves(result) if is_made else ():
-            is_pair = isinstance(value, Tensor) and value.ndim == 5 and value.shape[2] == 2
+            # Keys with values, or one of both: a rotation has neither slots nor a pair.
+            is_pair = isinstance(value, Tensor) and value.ndim == 5 and value.shape[2] <= 2
+            is_pair = is_pair and value.shape[2] * value.shape[3] > 1
             if is_pair or func is self.CONVERTED:
                 self.live += value.nbytes
                 self.peak = max(self.peak, self.live)
-                self.stores += func is self.STORE
-                place = value.untyped_storage().data_ptr()
+                self.stores += value.shape[2] * (func is self.STORE)
+                storage = value.untyped_storage()  # which views of it keep alive
+                place = storage.data_ptr()
                 self.places[place] += 1
-                weakref.finalize(value, self._free, value.nbytes, place)
+                weakref.finalize(storage, self._free, value.nbytes, place)
         return result
 
     def _free(self, size: int, place: int) -> None:
@@ -94,7 +97,7 @@ def _peaks(
         with Stores() as stores:
             model.write(rows, sampling=Sampling(temperature=1.0), stops=Stops(), prefix=shared)
         found["write"] = stores.peak / bound
-        found["batches"] = stores.stores / (shape.num_layers / groups.pipeline.size())
+        found["batches"] = stores.stores / (2 * shape.num_layers / groups.pipeline.size())
         assert not stores.live
         contexts = [(first, *row.ids[1:]) for first, row in enumerate(rows)]  # that share nothing
         answers = {"score": ((1, 2, 3),), "score copies": ((1, 2), (2, 3))}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_distill.models.generation.attend import attend_once
+from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.models.generation.attend import Core, FirstRows, attend_once
+from megatron_distill.models.generation.cache import Cache, KeyShape
 from megatron_distill.models.generation.layer import RootMeanSquare
+from megatron_distill.models.generation.linear import COPIED_BYTES, Linear, WeightCopies
 
 
 @pytest.mark.parametrize("gains", [(6,), (3, 6)], ids=str)
@@ -25,14 +30,80 @@ def test_a_norm_has_its_eps_below_the_root(gains: tuple[int, ...]) -> None:
 def test_attention_of_one_position_has_every_key_that_is_its_own(is_masked: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     query = torch.randn(3, 2, 2, 8, generator=generator)
-    keys, values = torch.randn(2, 6, 1, 11, 8, generator=generator)
+    keys, values = torch.randn(2, 6, 11, 8, generator=generator)
     added = None
     if is_masked:
         added = torch.zeros(6, 1, 1, 11)
         for head in range(6):
             added[head, ..., :head] = -torch.inf
-    wide = [one.double() for one in (query.view(6, 1, 2, 8), keys, values)]
+    wide = [one.double() for one in (query.view(6, 1, 2, 8), keys[:, None], values[:, None])]
     mask = None if added is None else added.double()
     expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.7).view_as(query)
-    found = attend_once(query, keys, values, added=added, scale=0.7)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    for stored in (keys, keys.mT.contiguous().mT):  # in both orders in memory
+        found = attend_once(query, stored, values, added=added, scale=0.7)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_short_first_rows_attend_to_their_own_earlier_positions(padding: int) -> None:
+    counts, (groups, repeats, size) = (5, 9, 7), (2, 3, 8)
+    cache = Cache.empty(
+        [KeyShape(groups, size, None)], 3, 16, dtype=torch.float32, device=torch.device("cpu")
+    )
+    generator = torch.Generator().manual_seed(4)
+    positions = sum(counts) + padding
+    query = torch.randn(positions, groups, repeats, size, generator=generator)
+    pair = torch.randn(positions, groups, 2, size, generator=generator)
+    rule = AttentionRule(scale=0.7, window=9)
+    # The module's kernels are for longer rows.
+    found = FirstRows(cache, counts, padding).attend(0, Core(cast("Any", None), rule), query, pair)
+    start = 0
+    for row, count in enumerate(counts):
+        own = slice(start, start + count)
+        q, (k, v) = query[own].double(), pair[own].double().unbind(2)
+        expected = F.scaled_dot_product_attention(
+            q.permute(1, 2, 0, 3), k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None],
+            is_causal=True, scale=0.7,
+        ).permute(2, 0, 1, 3)  # fmt: skip
+        torch.testing.assert_close(found[own].double(), expected, rtol=1e-5, atol=1e-6)
+        store = cache.layers[0]  # rows end at the same slot
+        torch.testing.assert_close(
+            store.keys[row, :, 9 - count : 9], pair[own, :, 0].transpose(0, 1)
+        )
+        start += count
+    assert not found[start:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_large_product_is_that_of_its_weight(rows: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(700, 96, generator=generator)
+    x, sums = (
+        torch.randn(rows, 96, generator=generator),
+        torch.randn(rows, 700, generator=generator),
+    )
+    bias = torch.randn(700, generator=generator) if has_bias else None
+    copies = WeightCopies()
+    linear = Linear(weight.t(), bias, copies)
+    product = x.double() @ weight.double().t()
+    whole = product if bias is None else product + bias.double()
+    with torch.inference_mode():
+        torch.testing.assert_close(linear.product(x).double(), product, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(linear(x).double(), whole, rtol=1e-5, atol=1e-5)
+        total = sums.clone()
+        linear.add_(total, x)
+        torch.testing.assert_close(total.double(), sums.double() + whole, rtol=1e-5, atol=1e-5)
+    # One copy, where some rows were multiplied.
+    used = 0 if rows < 4 else weight.nbytes
+    assert copies.left == COPIED_BYTES - used
+
+
+def test_copies_of_weights_end_at_their_bound() -> None:
+    weight = torch.randn(700, 96)
+    copies = WeightCopies(left=2 * weight.nbytes - 1)
+    first, second = copies.of(weight), copies.of(weight)
+    assert first is not None
+    assert second is None
+    assert copies.of(weight[:100]) is None, "small"
+    assert WeightCopies().of(weight.to(torch.bfloat16)) is None
