@@ -26,7 +26,13 @@ from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
 from tests.e2e.teachers.test_several_teacher_ranks import apart
 from tests.e2e.teachers.test_several_teachers import write_several
-from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
+from tests.e2e.teachers.test_teacher_ranks import (
+    FEATURES,
+    SENT,
+    TOP_K,
+    run_apart,
+    train_in_roles,
+)
 
 APART = "teacher.ranks=1"
 SECONDS_TO_THE_END = 60.0
@@ -260,11 +266,21 @@ def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Pat
     assert "teacher.0 ends" in cause
 
 
+SENT_VALUES: dict[str, Sequence[str]] = {
+    "hidden states": (),
+    "top-k": (SENT, TOP_K),
+    "layers alone": (FEATURES, "objective.terms=[]"),
+}
+
+
 @pytest.mark.slow
-def test_values_that_are_not_finite_end_the_launch(inputs: Inputs, tmp_path: Path) -> None:
-    infinite = "teacher.architecture.embedding_scale=1.0e+39"
+@pytest.mark.parametrize("case", SENT_VALUES)
+def test_values_that_are_not_finite_end_the_launch(
+    inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    given = ("teacher.architecture.embedding_scale=1.0e+39", *SENT_VALUES[case])
     # The seconds are from the teacher's wait for its first command.
-    text, seconds = fail(inputs, tmp_path, "pass", infinite, hook=HOOKS["teacher"], message=1)
+    text, seconds = fail(inputs, tmp_path, "pass", *given, hook=HOOKS["teacher"], message=1)
     assert seconds < SECONDS_TO_THE_END, text
     cause = cause_of(text)
     place = f"error: student.0 on {socket.gethostname()} failed at step 1, unit 0: AnswerError: "
