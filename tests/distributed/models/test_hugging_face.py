@@ -36,11 +36,11 @@ QUICK = {"gemma3": "TP2xPP2", "gpt2": "TP2xPP2", "glm4_moe": "PP2xEP2"}  # in th
 
 
 def all_cases() -> list[Any]:
-    """Each model cut along both axes, and one per kind of rules on more ranks than KV heads."""
+    """Each model cut along both axes; kinds and experts on more ranks than KV heads too."""
     cases = []
     for name in MODELS:
         layouts = ["TP2xEP2", "PP2xEP2"] if name in WITH_EXPERTS else ["TP2xPP2"]
-        if name in KINDS and name not in WITH_EXPERTS:
+        if name in (*KINDS, *WITH_EXPERTS):
             layouts.append("TP4")
         for layout in layouts:
             marks = () if layout == QUICK.get(name) else pytest.mark.slow

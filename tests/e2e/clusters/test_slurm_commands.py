@@ -124,7 +124,7 @@ def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned_in_its_warm_
     cluster: Cluster, inputs: Inputs, tmp_path: Path
 ) -> None:
     config, output = inputs.folder / "dense.yaml", tmp_path / "run"
-    words = (str(config), f"output={output}", "train.steps=4", "teacher.ranks=1", *SAVING)
+    words = (str(config), f"output={output}", "train.steps=4", "teacher.nodes=1", *SAVING)
     (array,) = cluster.submit_by_command((*words, "--array", "3"), logs=output / "launches")
     first, second, third = map(array.task, (1, 2, 3))
 

@@ -38,6 +38,10 @@ FEATURES = (
     "objective.features=[{student: 1, teacher: 2, loss: cosine}, "
     "{student: 4, teacher: 1, loss: mse}]"
 )
+SCHEDULED = (
+    "objective.balance={mode: magnitude, raw_losses: previous, ema: 0.5, "
+    "alpha_schedule: {to: 2.0, steps: 4}}"
+)
 NAMES = ("ce_loss", "kd_loss", "grad_norm", "top1_agreement")
 
 
@@ -64,6 +68,12 @@ CASES: dict[str, tuple[int, Sequence[str], str, bool]] = {
         4, (FEATURES, TENSOR, SEQUENCE, PIPELINE), "context: 2, pipeline: 2", False,
     ),
     "balanced": (2, (PIPELINE, "objective.balance.mode=magnitude"), "pipeline: 1", True),
+    "balanced by gradient norms": (
+        2, (PIPELINE, FEATURES, "objective.balance.mode=gradient_norm"), "pipeline: 1", True,
+    ),
+    "balanced by the step before, in a schedule": (
+        2, (PIPELINE, FEATURES, SCHEDULED), "pipeline: 1", True,
+    ),
     "more rows in the teacher's vocabulary": (
         2, ("teacher.architecture.vocab_divisible_by=8", TENSOR), "tensor: 1", False,
     ),
@@ -135,6 +145,8 @@ OF_TOP_K: dict[str, tuple[int, Sequence[str], str]] = {
     "t2 with a split sequence to t1": (2, (), "tensor: 2, sequence: true"),
     "t1 to t2 with a split sequence": (2, (TENSOR, SEQUENCE), "tensor: 1"),
     "p2 to c2": (2, (CONTEXT,), "pipeline: 2"),
+    "p2 to p1": (2, (), "pipeline: 2"),
+    "c2 to c1": (2, (), "context: 2"),
     "c2 to p2, host memory": (2, (PIPELINE, OFFLOADED), "context: 2"),
     "e2 to t2": (2, (TENSOR, SEQUENCE, EXPERTS), "expert: 2"),
 }  # fmt: skip

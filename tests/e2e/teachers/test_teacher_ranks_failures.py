@@ -24,8 +24,15 @@ from tests.e2e.faults.test_lone_failures import command, descendants_of, started
 from tests.e2e.forked_launches import rank_of
 from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
+from tests.e2e.teachers.test_several_teacher_ranks import apart
 from tests.e2e.teachers.test_several_teachers import write_several
-from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
+from tests.e2e.teachers.test_teacher_ranks import (
+    FEATURES,
+    SENT,
+    TOP_K,
+    run_apart,
+    train_in_roles,
+)
 
 APART = "teacher.ranks=1"
 SECONDS_TO_THE_END = 60.0
@@ -113,9 +120,23 @@ FAILURES = {
         "teacher.1", hook(3, "receive", COMMAND), 6, KILLED, r"at step [4-7](, unit \d)?, or",
         2, TP2_AND_DP2,
     ),
+    "second of the teacher at step 1": Failure(
+        "teacher.1", hook(3, "receive", COMMAND) + QUICK_WATCH, 1, KILLED,
+        r"at step 1(, unit \d)?, or ", 2,
+    ),
+    # It offers its slots for a round; the teacher may have computed the step ahead.
+    "second of the student at step 1": Failure(
+        "student.1", hook(1, "send", CREDIT) + QUICK_WATCH, 1, KILLED,
+        r"at step [12](, unit \d)?, or ", 2,
+    ),
+    "second of the student": Failure(
+        "student.1", hook(1, "send", CREDIT) + QUICK_WATCH, 6, KILLED,
+        r"at step [4-6](, unit \d)?, or ", 2,
+    ),
 }  # fmt: skip
 # Between two meetings of a start: the teacher has its model and opens its data, or the student
-# has its own and has not yet told the teacher where it begins.
+# has its own and has not yet told the teacher where it begins. Its second rank offers its slots
+# before it has a model.
 FAULTY_START = """
 import os
 if os.environ.get("RANK") == "RANK_NUMBER":
@@ -125,7 +146,7 @@ if os.environ.get("RANK") == "RANK_NUMBER":
     from megatron_distill.runtime.bridge import Bridge
     usual = Bridge.METHOD
     def failing(self, name, *value):
-        if name == "start":
+        if name == "PLACE":
             Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
             FAULT
         return usual(self, name, *value)
@@ -134,10 +155,22 @@ if "RANK" in os.environ:
     from megatron_distill.runtime import heartbeats, lone_failure
     heartbeats.SILENT_SECONDS, lone_failure._WATCH_SECONDS = 4.0, 1.0
 """
+
+
+def start_hook(rank: int, method: str, place: str = "start") -> str:
+    """The module for a rank that fails when it names a place of the start to the launch."""
+    named = FAULTY_START.replace("RANK_NUMBER", str(rank)).replace("METHOD", method)
+    return named.replace("PLACE", place)
+
+
 STARTS = {
-    role: FAULTY_START.replace("RANK_NUMBER", rank).replace("METHOD", method)
-    for role, rank, method in (("student", "0", "publish"), ("teacher", "1", "published"))
+    "student.0": start_hook(0, "publish"),
+    "student.1": start_hook(1, "publish", "slots/teacher/1"),
+    "teacher.0": start_hook(1, "published"),
+    "teacher.1": start_hook(3, "published"),
 }
+# The numbers of these ranks, and how many each role has.
+PLACES = {"student.0": (0, 1), "student.1": (1, 2), "teacher.0": (1, 1), "teacher.1": (3, 2)}
 
 
 def words(inputs: Inputs, output: Path, *overrides: str, ranks: int = 1) -> list[str]:
@@ -233,11 +266,21 @@ def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Pat
     assert "teacher.0 ends" in cause
 
 
+SENT_VALUES: dict[str, Sequence[str]] = {
+    "hidden states": (),
+    "top-k": (SENT, TOP_K),
+    "layers alone": (FEATURES, "objective.terms=[]"),
+}
+
+
 @pytest.mark.slow
-def test_values_that_are_not_finite_end_the_launch(inputs: Inputs, tmp_path: Path) -> None:
-    infinite = "teacher.architecture.embedding_scale=1.0e+39"
+@pytest.mark.parametrize("case", SENT_VALUES)
+def test_values_that_are_not_finite_end_the_launch(
+    inputs: Inputs, tmp_path: Path, case: str
+) -> None:
+    given = ("teacher.architecture.embedding_scale=1.0e+39", *SENT_VALUES[case])
     # The seconds are from the teacher's wait for its first command.
-    text, seconds = fail(inputs, tmp_path, "pass", infinite, hook=HOOKS["teacher"], message=1)
+    text, seconds = fail(inputs, tmp_path, "pass", *given, hook=HOOKS["teacher"], message=1)
     assert seconds < SECONDS_TO_THE_END, text
     cause = cause_of(text)
     place = f"error: student.0 on {socket.gethostname()} failed at step 1, unit 0: AnswerError: "
@@ -315,10 +358,11 @@ def test_a_failed_rank_ends_the_launch_and_the_next_start_gives_the_same_bits(
 
 @pytest.mark.slow
 def test_a_killed_rank_of_one_of_several_teachers_ends_the_launch(
-    inputs: Inputs, tmp_path: Path
+    pool: Pool, inputs: Inputs, tmp_path: Path
 ) -> None:
     own = ("teachers.code.ranks=1", "teachers.law.ranks=1", *STEPS)
-    given = command("processes", write_several(inputs), tmp_path / "run", *own)
+    output, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    given = command("processes", write_several(inputs), output, *own)
     given[given.index("--processes") + 1] = "3"
     # The student waits for an answer then, and the other teacher for a command.
     text, seconds = ended(
@@ -330,7 +374,12 @@ def test_a_killed_rank_of_one_of_several_teachers_ends_the_launch(
     assert cause.startswith("error: rank 2 died of SIGKILL; "), text
     assert f"No answer from teachers.law.0 on {socket.gethostname()}" in cause, text
     assert re.search(r"at step [4-7], unit \d, or ", cause), text
-    assert checkpoints(tmp_path / "run")
+    assert checkpoints(output)
+    for folder in (output, undisturbed):
+        apart(pool, 3, write_several(inputs), folder, "checkpoint.save=true", *own)
+    found, expected = (course(step_records(folder)) for folder in (output, undisturbed))
+    assert len(expected) == 10
+    assert found == expected
 
 
 # Between the header and the rows of a unit of step 5, which go over the network.
@@ -340,8 +389,8 @@ BETWEEN = {role: own + QUICK_WATCH for role, own in BETWEEN.items()}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", BETWEEN)
-def test_killed_between_messages_over_the_network_it_ends_the_launch(
-    inputs: Inputs, tmp_path: Path, role: str
+def test_killed_between_messages_over_the_network_it_starts_again(
+    pool: Pool, inputs: Inputs, tmp_path: Path, role: str
 ) -> None:
     own = ("teacher.transfer.backend=gloo", *STEPS)
     text, seconds = fail(inputs, tmp_path, KILLED, *own, hook=BETWEEN[role], message=18)
@@ -352,28 +401,30 @@ def test_killed_between_messages_over_the_network_it_ends_the_launch(
     assert f"No answer from {role}.0 on {socket.gethostname()}" in cause, text
     # The teacher is a step ahead of the student.
     assert re.search(r"at step [4-6], unit \d, or ", cause), text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", STARTS)
-def test_killed_while_it_loads_it_starts_again(
-    pool: Pool, inputs: Inputs, tmp_path: Path, role: str
-) -> None:
-    text, seconds = fail(inputs, tmp_path, KILLED, *STEPS, hook=STARTS[role])
-    assert seconds < SECONDS_TO_THE_END, text
-    cause = cause_of(text)
-    assert cause.startswith(f"error: rank {list(STARTS).index(role)} died of SIGKILL; "), text
-    assert f"No answer from {role}.0 on " in cause, text
     assert goes_on(pool, inputs, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", STARTS)
-def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
-    pool: Pool, inputs: Inputs, tmp_path: Path, role: str
+@pytest.mark.parametrize("name", STARTS)
+def test_killed_while_it_loads_it_starts_again(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str
 ) -> None:
-    output, steps, rank = tmp_path / "run", 24, list(STARTS).index(role)
-    given = words(inputs, output, *STEPS, f"train.steps={steps}")
+    rank, ranks = PLACES[name]
+    text, seconds = fail(inputs, tmp_path, KILLED, *STEPS, hook=STARTS[name], ranks=ranks)
+    assert seconds < SECONDS_TO_THE_END, text
+    cause = cause_of(text)
+    assert cause.startswith(f"error: rank {rank} died of SIGKILL; "), text
+    assert f"No answer from {name} on " in cause, text
+    assert goes_on(pool, inputs, tmp_path, ranks=ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACES)
+def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str
+) -> None:
+    output, steps, (rank, count) = tmp_path / "run", 24, PLACES[name]
+    given = words(inputs, output, *STEPS, f"train.steps={steps}", ranks=count)
     with started(tmp_path, given, "pass", hook="FAULT\n") as launch:
         ranks = Started(launch.process, launch.log, tmp_path)
         hold_during_a_save(ranks, output, after=7)
@@ -387,8 +438,8 @@ def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
     cause = cause_of(text)
     assert cause.startswith(f"error: rank {rank} died of SIGKILL; "), text
     # Between two steps the other role is in no unit.
-    assert re.search(rf"at step \d+(, unit \d+)?, or .* No answer from {role}.0 on ", cause), text
-    assert goes_on(pool, inputs, tmp_path, steps=steps)
+    assert re.search(rf"at step \d+(, unit \d+)?, or .* No answer from {name} on ", cause), text
+    assert goes_on(pool, inputs, tmp_path, ranks=count, steps=steps)
 
 
 @pytest.mark.slow
@@ -398,7 +449,7 @@ def test_asked_to_stop_while_the_teacher_loads_it_waits_for_it(
     output = tmp_path / "run"
     given = words(inputs, output, "train.steps=60")
     load = "time.sleep(3 * 4.0)"
-    with started(tmp_path, given, load, hook=STARTS["teacher"]) as launch:
+    with started(tmp_path, given, load, hook=STARTS["teacher.0"]) as launch:
         launch.wait_for_the_fault()
         launch.process.send_signal(signal.SIGTERM)
         assert launch.process.wait(timeout=240) == 0, launch.output()

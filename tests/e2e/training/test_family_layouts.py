@@ -17,6 +17,7 @@ from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     EXPERT,
     STEPS,
+    VIRTUAL,
     Course,
     Inputs,
     KnownRuns,
@@ -59,6 +60,8 @@ CASES = (
     ("qwen3", "TP2xCP2+sequence"),
     ("phi3", "TP2xPP2+sequence"),
     ("glm4_moe", "CP2xPP2, EP2"),
+    *((student, "PP2+virtual") for student in ("gemma2", "phi3", "glm4_moe")),
+    *((student, "DP2") for student in ("gemma2", "gpt2", "qwen3_moe")),
 )
 
 
@@ -96,7 +99,9 @@ def test_twenty_steps_of_a_family_are_those_of_one_rank(
 ) -> None:
     world, overrides = layout(case)
     more = (EXPERT,) if case.endswith("EP2") else ()
-    name = configured(inputs, student)
+    # Each of two virtual stages of two ranks has a layer.
+    deeper = {"label": f"{student} deeper", "num_hidden_layers": 4} if VIRTUAL in overrides else {}
+    name = configured(inputs, student, **deeper)
     expected = train(name, 1)
     assert len(expected) == STEPS
     assert expected[0]["kd_loss"] > 0.1
