@@ -131,6 +131,7 @@ CASES: list[Case] = [
     ({"expert": 2}, {"moe": MOE}),
 ]
 DATA, TENSOR, CONTEXT, EXPERT = CASES[0], CASES[1], CASES[5], CASES[-1]
+SEQUENCE, PIPELINE, VIRTUAL, TENSOR_PIPELINE = CASES[2], CASES[3], CASES[4], CASES[6]
 
 
 def world_of(layout: dict[str, Any]) -> int:
@@ -205,11 +206,16 @@ ORDERS: list[Any] = [
     (2, EXPERT, 32 * POSITIONS, 5),
 ]
 ORDERS += [
-    pytest.param(2, case, tokens, 6, marks=pytest.mark.slow)
+    pytest.param(4 if case == DATA else world_of(case[0]), case, tokens, 6, marks=pytest.mark.slow)
     for case, *others in (
+        (DATA, 7 * POSITIONS, 32 * POSITIONS),
         (TENSOR, 7 * POSITIONS, 32 * POSITIONS),
         (CONTEXT, 1, 32 * POSITIONS),
         (EXPERT, 1, 7 * POSITIONS),
+        *(
+            (case, 1, 7 * POSITIONS, 32 * POSITIONS)
+            for case in (SEQUENCE, PIPELINE, VIRTUAL, TENSOR_PIPELINE)
+        ),
     )
     for tokens in others
 ]
