@@ -23,6 +23,7 @@ from megatron_distill.runtime.termination import TerminationRequest
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
     from megatron_distill.data.tokenizers.open import Tokenizer
+    from megatron_distill.rollouts.check import LogProbCheck
     from megatron_distill.rollouts.folder import Totals
     from megatron_distill.rollouts.prompts import PromptTokens
     from megatron_distill.rollouts.write import RolloutWork
@@ -60,6 +61,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts of a part, which is saved whole (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--check-texts", type=int, default=8, metavar="TEXTS",
+        help="compare log-probabilities of so many texts with the forward pass of training, at "
+        "the end (default: %(default)s; 0: none)",
+    )  # fmt: skip
+    parser.add_argument(
         "--drop-truncated", action="store_true", help="leave out texts that end at --tokens"
     )
 
@@ -69,6 +75,8 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         value = getattr(arguments, option)
         if value is not None and value < 1:
             return f"--{option.replace('_', '-')} {value}: give 1 or more"
+    if arguments.check_texts < 0:
+        return f"--check-texts {arguments.check_texts}: give 0 (none) or more"
     if arguments.tokens < 1:
         return f"--tokens {arguments.tokens}: give 1 or more"
     if arguments.samples > 1 and arguments.temperature == 0:
@@ -88,12 +96,12 @@ def _write(arguments: argparse.Namespace, launch: Launch, termination: Terminati
 
     read = partial(configuration, arguments, launch.size)
     with model_world(launch, read) as (config, device):
-        totals = _rollouts(arguments, config, device, termination)
-    if totals is None:
+        found = _rollouts(arguments, config, device, termination)
+    if found is None:
         tell_unfinished()
         note(launch, f"{arguments.output}: stopped; the same command goes on")
     else:
-        note(launch, *_summary(arguments, totals))
+        note(launch, *_summary(arguments, *found))
 
 
 def _rollouts(
@@ -101,8 +109,8 @@ def _rollouts(
     config: RunConfig,
     device: Device,
     termination: TerminationRequest,
-) -> Totals | None:
-    """Write the missing parts; return the sums of all, None after a request to stop.
+) -> tuple[Totals, LogProbCheck | None] | None:
+    """Write the missing parts; return the sums of all and a check, None after a request to stop.
 
     Every rank must call this.
     """
@@ -112,6 +120,7 @@ def _rollouts(
     from megatron_distill.rollouts.write import FirstRank, write_parts
     from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
     from megatron_distill.train.assemble.trained_run import text_writer
+    from megatron_distill.train.evaluation.forward_log_probs import forward_log_probs
 
     with text_writer(config, device, tokenizer_everywhere=True) as found, ExitStack() as held:
         # It reads the whole file.
@@ -132,7 +141,11 @@ def _rollouts(
             if first is not None:
                 first.folder.require(weights=weights)
         is_whole = write_parts(
-            work, build=found.build, first=first, stop_requested=lambda: termination.received
+            work,
+            build=found.build,
+            log_probs=forward_log_probs,
+            first=first,
+            stop_requested=lambda: termination.received,
         )
         return from_first_rank(lambda: _known(first).finish()) if is_whole else None
 
@@ -155,6 +168,7 @@ def _look(
         strings=tuple(arguments.stop),
         part_rows=arguments.part_rows,
         keeps_truncated=not arguments.drop_truncated,
+        checked_texts=arguments.check_texts,
     )
     return work, tokens, prompts.digest()
 
@@ -172,12 +186,20 @@ def _settings(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any
     return {**found, "precision": config.train.precision}
 
 
-def _summary(arguments: argparse.Namespace, totals: Totals) -> Sequence[str]:
+def _summary(
+    arguments: argparse.Namespace, totals: Totals, check: LogProbCheck | None
+) -> Sequence[str]:
     folder = arguments.output
     texts, tokens = counted(totals.texts, "text"), counted(totals.tokens, "token")
     lines = [f"{folder}: {texts}, {tokens}"]
     if totals.tokens:
         lines[0] += f", {-totals.log_prob / totals.tokens:.3f} nats per token"
+    if check is not None:
+        compared = f"{counted(check.tokens, 'token')} of {counted(check.texts, 'text')}"
+        lines.append(
+            f"log-probabilities of {compared} and those of the forward pass of training differ by "
+            f"{check.mean_difference:.1e} nats per token, at most {check.max_difference:.1e}"
+        )
     if totals.left_out:
         lines.append(f"{counted(totals.left_out, 'prompt')} left out, see the warnings")
     if totals.truncated:

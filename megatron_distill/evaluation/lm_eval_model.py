@@ -12,6 +12,7 @@ from functools import cached_property
 from importlib.metadata import requires
 from typing import Any, Final, NamedTuple
 
+import datasets
 import lm_eval
 import numpy as np
 from datasets.exceptions import DatasetsError
@@ -50,6 +51,8 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
     Raises ConfigError for one that does not exist, whose data cannot be read, or whose own code
     needs a package that is missing.
     """
+    # It would tell a server of each file that it reads, and wait for one that does not answer.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     # The harness's own tasks are thousands of files to read; one of `include` needs none of them,
     # unless it is a group.
     manager = TaskManager(include_path=include, include_defaults=False)

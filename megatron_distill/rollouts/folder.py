@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.records import ROLLOUTS, complete_parts
+from megatron_distill.rollouts.check import LogProbCheck
 from megatron_distill.runtime.atomic_files import replace_file, write_errors
 from megatron_distill.runtime.folder_lock import take_lock
 
@@ -18,6 +19,7 @@ __all__ = ["RolloutFolder", "Totals"]
 
 _LOCK: Final = ".lock"
 _SUMS: Final = "sums"
+_CHECK: Final = "log_prob_check"
 _VERSION: Final = 1
 # Of settings that no option is named after.
 _CAUSES: Final = {"rows": " (rows of --prompts, at most --limit)", "weights": " (of the model)"}
@@ -121,12 +123,21 @@ class RolloutFolder:
             replace_file(self._sums(number), sums.encode())
             replace_file(self.part(number), content)
 
-    def finish(self, count: int) -> Totals:
-        """Record the sums of all parts next to the settings, and return them."""
+    def finish(self, count: int, check: LogProbCheck | None) -> tuple[Totals, LogProbCheck | None]:
+        """Record the sums of all parts and a check next to the settings, and return both.
+
+        Without a check, that of the record is kept.
+        """
         totals = sum((self.totals(number) for number in range(count)), start=Totals())
+        check = check or self._former_check()
+        more = {} if check is None else {_CHECK: vars(check)}
         with write_errors(self.path, ConfigError):
-            self._write_record({"totals": vars(totals)})
-        return totals
+            self._write_record({"totals": vars(totals), **more})
+        return totals, check
+
+    def _former_check(self) -> LogProbCheck | None:
+        found = json.loads((self.path / ROLLOUTS).read_text(encoding="utf-8")).get(_CHECK)
+        return None if found is None else LogProbCheck(**found)
 
     def totals(self, number: int) -> Totals:
         """Return the sums of a written part. Raises ConfigError: their file is damaged."""

@@ -17,6 +17,7 @@ from megatron_distill.errors import counted
 from megatron_distill.log import get_logger
 from megatron_distill.models.generation import Ending, Sampling, Stops, WriteRow, Written
 from megatron_distill.models.generation.model import CachedGPT
+from megatron_distill.rollouts.check import LogProbCheck, TextSample, TextsToLogProbs
 from megatron_distill.rollouts.folder import RolloutFolder, Totals
 from megatron_distill.rollouts.prompts import Prompt, PromptFile, PromptTokens
 from megatron_distill.runtime.collectives import (
@@ -45,6 +46,7 @@ class RolloutWork:
         strings: that end a text.
         part_rows: prompts of a part.
         keeps_truncated: whether texts that end at their length are saved.
+        checked_texts: most texts of a start whose log-probabilities are computed again; 0: none.
     """
 
     prompts: PromptFile
@@ -55,6 +57,7 @@ class RolloutWork:
     strings: tuple[str, ...] = ()
     part_rows: int = 256
     keeps_truncated: bool = True
+    checked_texts: int = 0
 
     @property
     def parts(self) -> int:
@@ -86,6 +89,7 @@ class FirstRank:
     _prompts: dict[int, Prompt] = field(init=False, default_factory=dict)
     _progress: ProgressReporter = field(init=False)
     _written: Totals = Totals()  # of this start
+    check: LogProbCheck | None = None  # of this start
 
     def begin(self) -> None:
         """Show the progress on standard error, with log lines above it."""
@@ -165,9 +169,12 @@ class FirstRank:
             ProgressFigure(f"{short_count(rate)} tok/s"),
         ]
 
-    def finish(self) -> Totals:
-        """Return the sums of all parts, and record them. Raises ConfigError."""
-        return self.folder.finish(self.work.parts)
+    def finish(self) -> tuple[Totals, LogProbCheck | None]:
+        """Return the sums of all parts and the newest check, and record them; raises ConfigError.
+
+        A start that wrote nothing has no check of its own.
+        """
+        return self.folder.finish(self.work.parts, self.check)
 
     def close(self) -> None:
         """Remove the progress bar."""
@@ -178,6 +185,7 @@ def write_parts(
     work: RolloutWork,
     *,
     build: Callable[[], CachedGPT],
+    log_probs: TextsToLogProbs,
     first: FirstRank | None,
     stop_requested: Callable[[], bool],
 ) -> bool:
@@ -186,34 +194,38 @@ def write_parts(
     The model is built where parts are missing.
 
     The part that a stop interrupts is left to the next start, with the same draws: they depend on
-    the seed, the row, the sample and the position alone. first: on the first rank.
+    the seed, the row, the sample and the position alone. first: on the first rank. log_probs:
+    compared with those of the first texts that were written, once all are.
 
     Raises a MegatronDistillError on all ranks together.
 
     Collective: world, a broadcast of the missing parts; per part those of `on_first_rank`, the
     prompts from the first rank, a vote, an all-gather of a short object per rank, and those of
-    `CachedGPT.write`.
+    `CachedGPT.write`. At the end those of `log_probs`.
     """
     missing, stop_ids = from_first_rank(partial(_missing, first))
     stops = Stops(ids=stop_ids, strings=work.strings)
     if not missing:
         return True
-    model = build()
+    model, sample = build(), TextSample(work.checked_texts)
     if first is not None:
         first.begin()
     with nullcontext() if first is None else closing(first):
-        return all(
-            _write_part(
-                number, work, stops, model=model, first=first, stop_requested=stop_requested
-            )
-            for number in missing
-        )
+        write = partial(_write_part, model=model, first=first, stop_requested=stop_requested)
+        if not all(write(number, work, stops, sample) for number in missing):
+            return False
+    if sample.texts:
+        check = sample.compared(log_probs(model, sample.texts))
+        if first is not None:
+            first.check = check
+    return True
 
 
 def _write_part(
     number: int,
     work: RolloutWork,
     stops: Stops,
+    sample: TextSample,
     *,
     model: CachedGPT,
     first: FirstRank | None,
@@ -234,6 +246,7 @@ def _write_part(
     with together():
         if first is not None:
             first.save(number, rows, written)
+    sample.take(rows, written)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,7 @@ CASES: list[Case] = [
     ({"expert": 2}, {"moe": MOE}),
 ]
 DATA, TENSOR, CONTEXT, EXPERT = CASES[0], CASES[1], CASES[5], CASES[-1]
+SEQUENCE, PIPELINE, VIRTUAL, TENSOR_PIPELINE = CASES[2], CASES[3], CASES[4], CASES[6]
 
 
 def world_of(layout: dict[str, Any]) -> int:
@@ -205,11 +207,16 @@ ORDERS: list[Any] = [
     (2, EXPERT, 32 * POSITIONS, 5),
 ]
 ORDERS += [
-    pytest.param(2, case, tokens, 6, marks=pytest.mark.slow)
+    pytest.param(4 if case == DATA else world_of(case[0]), case, tokens, 6, marks=pytest.mark.slow)
     for case, *others in (
+        (DATA, 7 * POSITIONS, 32 * POSITIONS),
         (TENSOR, 7 * POSITIONS, 32 * POSITIONS),
         (CONTEXT, 1, 32 * POSITIONS),
         (EXPERT, 1, 7 * POSITIONS),
+        *(
+            (case, 1, 7 * POSITIONS, 32 * POSITIONS)
+            for case in (SEQUENCE, PIPELINE, VIRTUAL, TENSOR_PIPELINE)
+        ),
     )
     for tokens in others
 ]
@@ -239,7 +246,7 @@ def test_ranks_without_rows_take_part(
 SUBJECTS, QUESTIONS = 3, 6
 
 
-def _few_shot() -> list[Request]:
+def _few_shot(subjects: int = SUBJECTS, questions: int = QUESTIONS) -> list[Request]:
     """Subjects with 150 tokens of examples each, and questions with four answers."""
     rng = np.random.default_rng(2)
 
@@ -247,9 +254,9 @@ def _few_shot() -> list[Request]:
         return rng.integers(0, TOKENS, count).astype(np.int32)
 
     found = []
-    for _ in range(SUBJECTS):
+    for _ in range(subjects):
         examples = ids(150)
-        for _ in range(QUESTIONS):
+        for _ in range(questions):
             context = np.concatenate([examples, ids(int(rng.integers(8, 20)))])
             found += [Request(context, ids(1)) for _ in range(4)]
     return found
@@ -289,3 +296,35 @@ def test_the_examples_of_a_subject_are_computed_once(pool: Pool) -> None:
         assert sum(positions for positions, _ in found) <= most
         for _, log_probs in found:
             np.testing.assert_allclose(log_probs, expected, atol=1e-5)
+
+
+def _seconds(rank: int, world: int) -> tuple[float, float]:
+    """Seconds of the processor for 57 subjects: examples read once, and again by each question."""
+    with megatron_groups() as groups, pytest.MonkeyPatch.context() as patch:
+        from megatron_distill.models.generation import model as cached
+        from megatron_distill.models.generation.families import PrefixFamily
+        from megatron_distill.train.evaluation.scoring import ModelScorer
+
+        sizes = {"hidden_size": 128, "ffn_hidden_size": 256, "max_position_embeddings": 192}
+        shape = small_architecture(vocab_size=VOCAB, **sizes)
+        chunks = build(shape, groups, seed=11)
+        model = cached.CachedGPT(chunks, shape, groups, torch.device("cpu"), vocab_size=TOKENS)
+        scorer, asked = ModelScorer(model, 192, 8192), _few_shot(57, 16)
+
+        def once() -> float:
+            began = time.process_time()
+            scorer.score(asked)
+            return time.process_time() - began
+
+        shared = [once() for _ in range(3)]  # the first is slower
+        patch.setattr(
+            cached, "families_of", lambda rows, copies: [PrefixFamily((), tuple(range(len(rows))))]
+        )
+        return min(shared[1:]), min(once() for _ in range(2))
+
+
+@pytest.mark.slow
+def test_reading_the_examples_once_takes_a_third_of_the_time(pool: Pool) -> None:
+    """Of one thread. The positions are a seventh; benchmarks/results/evaluate.md has more."""
+    ((shared, again),) = pool.run(1, _seconds)
+    assert again >= 3 * shared, (again, shared)

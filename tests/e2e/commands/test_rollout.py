@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -49,6 +50,12 @@ def rollout(pool: Pool, *words: object, world: int = 1) -> list[Ending]:
     return pool.run(world, call_script, SCRIPT, texts, timeout=SECONDS)
 
 
+def check_of(output: Path) -> dict[str, Any]:
+    """The comparison with the forward pass of training."""
+    found: dict[str, Any] = json.loads((output / "rollouts.json").read_text())["log_prob_check"]
+    return found
+
+
 def parts(output: Path) -> list[list[dict[str, Any]]]:
     """The rows of each part."""
     files = sorted(output.glob("part-*.jsonl"))
@@ -63,6 +70,11 @@ def alone(pool: Pool, model: Path, prompts: Path) -> Path:
     (ending,) = rollout(pool, *words)
     assert ending.status == 0, ending.stderr
     assert f"{output}: 12 texts, " in ending.stderr
+    assert re.search(
+        r"log-probabilities of \d+ tokens of 8 texts and those of the forward pass of training "
+        r"differ by \d\.\de-\d\d nats per token, at most \d\.\de-\d\d\n",
+        ending.stderr,
+    )
     return output
 
 
@@ -88,6 +100,10 @@ def test_each_prompt_has_its_samples_as_conversations(alone: Path) -> None:
     assert totals["tokens"] == sum(row["tokens"] for row in rows)
     assert totals["truncated"] == sum(row["ended"] == "length" for row in rows)
     assert totals["log_prob"] == pytest.approx(sum(row["log_prob"] for row in rows), abs=1e-3)
+    # Drawn at temperature 0.9 from 40 tokens; compared at temperature one from all of them.
+    check = check_of(alone)
+    assert (check["texts"], check["tokens"]) == (8, sum(row["tokens"] for row in rows[:8]))
+    assert 0 < check["mean_difference"] <= check["max_difference"] <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -112,6 +128,9 @@ def test_texts_are_the_same_in_every_layout(
         for row, expected in zip(mine, other, strict=True):
             assert row.pop("log_prob") == pytest.approx(expected.pop("log_prob"), abs=2e-3)
             assert row == expected
+    check = check_of(tmp_path / "a")
+    assert check["tokens"] == check_of(alone)["tokens"]
+    assert check["max_difference"] <= 1e-5
 
 
 def test_missing_parts_are_written_and_no_others(
@@ -124,8 +143,10 @@ def test_missing_parts_are_written_and_no_others(
     expected = second.read_bytes()
     second.unlink()
     first.write_text("kept\n")
-    (ending,) = rollout(pool, *words)
+    (ending,) = rollout(pool, *words, "--check-texts", 0)
     assert ending.status == 0
+    assert check_of(output) == (written := check_of(alone)), "that of the first start stays"
+    assert f"at most {written['max_difference']:.1e}" in ending.stderr
     assert first.read_text() == "kept\n"
     assert second.read_bytes() == expected == (alone / second.name).read_bytes()
     other = rollout(pool, *words, "--seed", 3)
@@ -154,6 +175,7 @@ def test_texts_that_end_at_their_length_and_prompts_that_are_too_long_are_counte
         ending.stderr
     )
     assert parts(output) == [[]]
+    assert (check_of(output)["texts"], check_of(output)["tokens"]) == (1, 1), "left out later"
 
 
 def test_a_run_trains_on_them(pool: Pool, alone: Path, model: Path, tmp_path: Path) -> None:

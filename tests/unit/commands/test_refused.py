@@ -32,6 +32,7 @@ _REFUSED: dict[tuple[str, ...], str] = {
     (*_TEXT, "--stop", "a", "--stop", ""): "a --stop text is empty; leave it out",
     (*_TEXT, "--tokenizer", "a"): "--tokenizer goes with --checkpoint or --hf",
     (*_ROLLOUT, "a", "--part-rows", "0"): "--part-rows 0: give 1 or more",
+    (*_ROLLOUT, "a", "--check-texts", "-1"): "--check-texts -1: give 0 (none) or more",
     (*_ROLLOUT, "a", "--samples", "2", "--temperature", "0"): "--samples: greedy texts of one prom",
     (*_ROLLOUT, "{folder}/file"): "--output {folder}/file: it is a file; name a folder",
     (*_ROLLOUT, "{folder}"): "--output {folder}: it is the folder of a run (config.yaml); name ano",

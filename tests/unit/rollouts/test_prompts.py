@@ -12,6 +12,7 @@ import pytest
 
 from megatron_distill.data.tokenizers.open import train_bpe
 from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.rollouts.check import LogProbCheck
 from megatron_distill.rollouts.folder import RolloutFolder, Totals
 from megatron_distill.rollouts.prompts import Prompt, PromptFile, PromptTokens
 from tests.support.chat_fixtures import chat_tokenizer
@@ -207,11 +208,15 @@ def test_parts_are_counted_and_their_sums_are_kept(tmp_path: Path) -> None:
     assert folder.part(1).read_text(encoding="utf-8") == '{"text": "é", "row": 1}\n'
     folder.write(0, [], Totals(left_out=1))
     folder.require(digest="b")
-    assert folder.finish(2) == Totals(2, 10, 1, 1, -5.0)
+    assert folder.finish(2, None) == (Totals(2, 10, 1, 1, -5.0), None)
+    check = LogProbCheck(texts=1, tokens=5, mean_difference=1e-7, max_difference=4e-7)
+    assert folder.finish(2, check)[1] == check
+    assert folder.finish(2, None)[1] == check, "a start without texts keeps it"
     record = json.loads((tmp_path / "a" / "b" / "rollouts.json").read_text())
     assert record["totals"] == {
         "texts": 2, "tokens": 10, "truncated": 1, "left_out": 1, "log_prob": -5.0,
     }  # fmt: skip
+    assert record["log_prob_check"] == vars(check)
     assert record["settings"] == {"version": 1, **SETTINGS, "digest": "b"}
     with pytest.raises(ConfigError, match=r"its rollouts have digest = b, not c; name another"):
         folder.require(digest="c")
@@ -244,7 +249,7 @@ def test_a_folder_of_another_kind_or_with_damaged_records_is_refused(tmp_path: P
     other.write(0, [], ONE)
     (tmp_path / "other" / "sums" / "part-00000.json").unlink()
     with pytest.raises(ConfigError, match=r"is missing or damaged; remove .*part-00000.jsonl to"):
-        other.finish(1)
+        other.finish(1, None)
 
 
 def test_a_second_process_is_refused_while_the_first_holds_the_folder(

@@ -110,6 +110,24 @@ def test_the_original_prompts_of_math_equal_those_of_the_authors_program(tmp_pat
     assert [item.target for item in found] == [row["solution"] for row in rows]
 
 
+@pytest.mark.parametrize("shots", [0, 2])
+def test_the_original_prompts_of_mmlu_pro_equal_those_of_the_authors_program(
+    tmp_path: Path, shots: int
+) -> None:
+    """evaluate_from_local.py of github.com/TIGER-AI-Lab/MMLU-Pro at f418b116, of the same rows."""
+    file = Path(__file__).parent / "golden" / "mmlu_pro_of_its_authors.json"
+    rows = [
+        {**row, "category": ("math", "computer science")[number % 2]}
+        for number, row in enumerate([*published.MMLU_PRO, *published.MMLU_PRO])
+    ]
+    rows[3]["options"] = ["one", "N/A", " three"]  # as in the first copies of the data set
+    test, dev = lines(tmp_path / "test.jsonl", rows), lines(tmp_path / "dev.jsonl", rows)
+    changes = {"files": [test], "shot_files": [dev], "shots": shots}
+    found = read_task(load_task("mmlu_pro_original", changes))
+    assert [item.prompt.text for item in found] == json.loads(file.read_text())[str(shots)]
+    assert [item.target for item in found] == [row["answer"] for row in rows]
+
+
 def test_shots_are_of_the_item_s_group_and_never_the_item_itself(tmp_path: Path) -> None:
     test = lines(tmp_path / "all.jsonl", published.MMLU)
     task = load_task("mmlu", {"files": [test], "shot_files": [], "shots": 3})
