@@ -200,6 +200,8 @@ def _summary(
             f"log-probabilities of {compared} and those of the forward pass of training differ by "
             f"{check.mean_difference:.1e} nats per token, at most {check.max_difference:.1e}"
         )
+    elif arguments.check_texts and totals.tokens:
+        lines.append("log-probabilities were not compared: no start ended after writing texts")
     if totals.left_out:
         lines.append(f"{counted(totals.left_out, 'prompt')} left out, see the warnings")
     if totals.truncated:

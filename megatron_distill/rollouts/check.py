@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_distill.errors import CheckpointError
 from megatron_distill.models.generation import WriteRow, Written
 from megatron_distill.models.generation.model import CachedGPT
 
@@ -46,11 +47,19 @@ class TextSample:
                 self.log_probs.append(text.log_probs)
 
     def compared(self, other: Sequence[Sequence[float]]) -> LogProbCheck:
-        """Return the differences to other log-probabilities of the same ids; there are texts."""
+        """Return the differences to other log-probabilities of the same ids; there are texts.
+
+        Raises CheckpointError where one is not a number.
+        """
         found = [
             abs(own - again)
             for mine, theirs in zip(self.log_probs, other, strict=True)
             for own, again in zip(mine, theirs, strict=True)
         ]
+        if not all(map(math.isfinite, found)):
+            raise CheckpointError(
+                "the forward pass of training gives a written text a log-probability that is not a "
+                "number; its weights or precision are at fault"
+            )
         mean = math.fsum(found) / len(found)
         return LogProbCheck(len(self.texts), len(found), mean, max(found))

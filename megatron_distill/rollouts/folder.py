@@ -136,8 +136,12 @@ class RolloutFolder:
         return totals, check
 
     def _former_check(self) -> LogProbCheck | None:
+        """Return the check of an earlier start; None without one, or of another version."""
         found = json.loads((self.path / ROLLOUTS).read_text(encoding="utf-8")).get(_CHECK)
-        return None if found is None else LogProbCheck(**found)
+        try:
+            return LogProbCheck(**found)
+        except TypeError:
+            return None
 
     def totals(self, number: int) -> Totals:
         """Return the sums of a written part. Raises ConfigError: their file is damaged."""

@@ -246,9 +246,10 @@ class _NewPositions:
 
 
 class FirstRows(_NewPositions):
-    """The first positions of all rows, without a prefix: attention as in training.
+    """The first positions of all rows, without a prefix.
 
-    The rows are documents of one packed sequence.
+    The rows are documents of one packed sequence, with attention as in training; or a CPU pads
+    short ones to one length.
     """
 
     def __init__(self, cache: Cache, counts: Sequence[int], padding: int = 0) -> None:

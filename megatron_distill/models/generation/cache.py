@@ -185,13 +185,15 @@ class LayerCache:
     def ordered(self, length: int) -> Tensor:
         """Return the stored part of `length` slots in their order, [b, g, 2, t, d]."""
         stored = min(length, self.slots)
-        found = self.parts[0][:, :, :, :stored]
-        if len(self.parts) > 1:
-            rows, groups, size = found.shape[0], found.shape[1], found.shape[4]
-            found = self.values.new_zeros(rows, groups, 2, stored, size)
-            for part, own in zip(self.parts, self.of_parts(found), strict=True):
-                own.copy_(part[:, :, :, :stored])
-        return found if length <= self.slots or not stored else found.roll(-(length % stored), 3)
+        first = length % stored if stored < length and stored else 0  # of a ring
+        if not first and len(self.parts) == 1:
+            return self.parts[0][:, :, :, :stored]
+        rows, groups, _, size = self.values.shape
+        found = self.values.new_empty(rows, groups, 2, stored, size)
+        for part, own in zip(self.parts, self.of_parts(found), strict=True):
+            own[:, :, :, : stored - first] = part[:, :, :, first:stored]
+            own[:, :, :, stored - first :] = part[:, :, :, :first]
+        return found
 
     def append(self, pair_bg2d: Tensor, length: int) -> int:
         """Store one slot after `length`; returns how many are stored, in any order."""
@@ -215,7 +217,6 @@ class LayerCache:
 
     def move(self, index_b11t1: Tensor) -> None:
         """Store at the first slots those of an index."""
-        assert self.slots >= index_b11t1.shape[3], (self.slots, index_b11t1.shape)
         for part in self.parts:
             index = index_b11t1.expand(-1, *part.shape[1:3], -1, part.shape[4])
             part[:, :, :, : index.shape[3]] = part.gather(3, index)
@@ -343,6 +344,7 @@ class Cache:
         moves_b = integers(moves, device)
         slots_bt = torch.arange(unused, end, device=device) - moves_b[:, None]
         index = slots_bt.clamp_(min=0)[:, None, None, :, None]
+        assert all(layer.slots >= self.length for layer in self.layers), "a ring has another order"
         for layer in self.layers:
             layer.move(index)
         self.length = end - unused

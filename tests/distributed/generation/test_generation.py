@@ -125,10 +125,19 @@ EVERY_STEP, AS_ON_CUDA = (1, 0), (4, 1)
 
 @contextmanager
 def looking(interval: int, delay: int) -> Iterator[None]:
-    """Let the host look at the drawn ids every few steps, some steps later, as beside a GPU."""
+    """Let the host look at the drawn ids every few steps, some steps later, as beside a GPU.
+
+    Then products and attention of first rows are a GPU's too; else a CPU's own, of any size.
+    """
+    from megatron_distill.models.generation import attend, linear
     from megatron_distill.models.generation.pace import PACES, StopCheckPace
 
-    with patch.dict(PACES, {"cpu": StopCheckPace(interval, delay)}):
+    least, short = (2**62, 0) if delay else (1, 2**62)
+    with (
+        patch.dict(PACES, {"cpu": StopCheckPace(interval, delay)}),
+        patch.multiple(linear, _LEAST_NUMBERS=least, _LEAST_ROWS=1, _ROWS_MET=1),
+        patch.object(attend, "_SHORT", short),
+    ):
         yield
 
 

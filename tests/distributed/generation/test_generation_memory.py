@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ class Stores(TorchDispatchMode):
         STORE,
         torch.ops.aten.index_select.default,
         torch.ops.aten.new_zeros.default,
+        torch.ops.aten.new_empty.default,
         torch.ops.aten.gather.default,
         torch.ops.aten.roll.default,
     )
@@ -141,6 +143,38 @@ def test_keys_and_values_stay_within_the_bound(
         assert found["score"] == 0.0, "keys without a continuation are not stored"
         for name in set(found) - {"batches", "score"}:
             assert 0.5 < found[name] <= 1.0, found
+
+
+def _copies_after_a_request(rank: int, world: int) -> tuple[int, bool]:
+    """Bytes of the copies of weights in a request, and whether they outlive it."""
+    with megatron_groups() as groups:
+        from megatron_distill.models.generation import Sampling, Stops, WriteRow, linear
+        from megatron_distill.models.generation.model import CachedGPT
+
+        shape = small_architecture(max_position_embeddings=64)
+        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        copied: list[weakref.ref[Tensor]] = []
+        sizes = []
+
+        def of(copies: Any, weight: Tensor) -> Tensor | None:
+            found = real(copies, weight)
+            if found is not None:
+                copied.append(weakref.ref(found))
+                sizes.append(weight.nbytes)
+            return found
+
+        real = linear.WeightCopies.of
+        small = patch.multiple(linear, _LEAST_NUMBERS=1, _ROWS_MET=1)
+        with small, patch.object(linear.WeightCopies, "of", of):
+            rows = [WriteRow((7,) * 5, row, 4) for row in range(4)]
+            model.write(rows, sampling=Sampling(), stops=Stops())
+        return sum(sizes), any(one() is not None for one in copied)
+
+
+def test_copies_of_weights_end_with_the_request(pool: Pool) -> None:
+    ((size, are_left),) = pool.run(1, _copies_after_a_request)
+    assert size > 10_000
+    assert not are_left
 
 
 def _on_uneven_stages(rank: int, world: int, layers: tuple[int, ...] | None) -> list[Any]:

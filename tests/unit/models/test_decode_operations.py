@@ -74,7 +74,7 @@ def test_short_first_rows_attend_to_their_own_earlier_positions(padding: int) ->
     assert not found[start:].any()
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, 4, 160])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_large_product_is_that_of_its_weight(rows: int, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(5)
@@ -94,9 +94,19 @@ def test_a_large_product_is_that_of_its_weight(rows: int, has_bias: bool) -> Non
         total = sums.clone()
         linear.add_(total, x)
         torch.testing.assert_close(total.double(), sums.double() + whole, rtol=1e-5, atol=1e-5)
-    # One copy, where some rows were multiplied.
-    used = 0 if rows < 4 else weight.nbytes
-    assert copies.left == COPIED_BYTES - used
+    # One copy, where many rows were multiplied.
+    assert copies.left == COPIED_BYTES - (weight.nbytes if rows == 160 else 0)
+
+
+def test_a_copy_is_made_once_it_pays() -> None:
+    copies, weight = WeightCopies(), torch.randn(700, 96)
+    linear = Linear(weight.t(), None, copies)
+    calls = 0
+    with torch.inference_mode():
+        while copies.left == COPIED_BYTES:
+            linear(torch.randn(16, 96))
+            calls += 1
+    assert calls * 16 == 128
 
 
 def test_copies_of_weights_end_at_their_bound() -> None:

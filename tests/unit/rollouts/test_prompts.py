@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_distill.data.tokenizers.open import train_bpe
-from megatron_distill.errors import ConfigError, DataError
-from megatron_distill.rollouts.check import LogProbCheck
+from megatron_distill.errors import CheckpointError, ConfigError, DataError
+from megatron_distill.models.generation import WriteRow, Written
+from megatron_distill.rollouts.check import LogProbCheck, TextSample
 from megatron_distill.rollouts.folder import RolloutFolder, Totals
 from megatron_distill.rollouts.prompts import Prompt, PromptFile, PromptTokens
 from tests.support.chat_fixtures import chat_tokenizer
@@ -217,9 +219,23 @@ def test_parts_are_counted_and_their_sums_are_kept(tmp_path: Path) -> None:
         "texts": 2, "tokens": 10, "truncated": 1, "left_out": 1, "log_prob": -5.0,
     }  # fmt: skip
     assert record["log_prob_check"] == vars(check)
+    other = {**record, "log_prob_check": {"of": "another version"}}
+    (tmp_path / "a" / "b" / "rollouts.json").write_text(json.dumps(other))
+    assert folder.finish(2, None)[1] is None
     assert record["settings"] == {"version": 1, **SETTINGS, "digest": "b"}
     with pytest.raises(ConfigError, match=r"its rollouts have digest = b, not c; name another"):
         folder.require(digest="c")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_comparison_with_numbers_that_are_none_is_an_error(place: int) -> None:
+    sample = TextSample(1)
+    sample.take([WriteRow((5,), 0, 2)], [Written((7, 8), (-1.0, -2.0), "length", "x")])
+    other = [-1.0, -2.5]
+    assert sample.compared([other]) == LogProbCheck(1, 2, 0.25, 0.5)
+    other[place] = math.nan
+    with pytest.raises(CheckpointError, match="not a number"):
+        sample.compared([other])
 
 
 def test_other_settings_are_refused_by_their_name_and_both_values(tmp_path: Path) -> None:
