@@ -153,7 +153,7 @@ def _refined_by_run(
     device: DeviceProfile, folder: Path, words: list[str], *, ranks: int
 ) -> DeviceProfile:
     from megatron_distill.config import load_config
-    from megatron_distill.planning.refine import read_steps, refined
+    from megatron_distill.planning.refine import read_steps, refined_by_steps
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
@@ -165,4 +165,4 @@ def _refined_by_run(
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
     measured = read_steps(Path(config.output) / "metrics.jsonl")
     threads = config.runtime.threads
-    return refined(device, run, choice, measured, shared_by=ranks, threads=threads)
+    return refined_by_steps(device, run, choice, measured, shared_by=ranks, threads=threads)
