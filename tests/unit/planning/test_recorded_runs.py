@@ -1,4 +1,4 @@
-"""Whole recorded runs of the quickstart's models beside their plans: two CPUs, two and four ranks."""
+"""Recorded runs of the quickstart's models beside plans: two CPUs, two and four ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNS = {
     "student alone": ("quickstart_student.yaml", ("teacher=null", "objective.terms=[]"), 4),
     "distilled student": ("quickstart_student.yaml", ("teacher.checkpoint=null", TEACHER), 4),
 }
-# Of each recorded run: which it is, the record of a calibration, and the bound. The recipes name the
+# Of a recorded run: which it is, the record of a calibration, and the bound. The recipes name the
 # CPU of theirs. The quickstart names none, and has the day of the other. Runs of equal work differ
 # there by 14 and 29 %, so that these two are not held to 15 %; docs/planning.md has the errors.
 HELD = {
