@@ -47,7 +47,9 @@ def _measured() -> DeviceProfile:
 
     from megatron_distill.commands.calibration_steps import measured_machine
 
-    return measured_machine("gpu" if torch.cuda.is_available() else "cpu")
+    device = measured_machine("gpu" if torch.cuda.is_available() else "cpu")
+    sys.stdout.write(f"measured in {device.measured_in:.0f} s\n")
+    return device
 
 
 def _refined(folder: Path, name: str) -> DeviceProfile:

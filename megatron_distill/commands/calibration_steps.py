@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -60,6 +61,12 @@ runtime: {{device: cpu}}
 
 def measured_machine(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
     """Measure this machine, a CPU also by real steps. Raises TrainingError: its steps fail."""
+    started = time.monotonic()
+    device = _measured(kind)
+    return device.model_copy(update={"measured_in": round(time.monotonic() - started, 1)})
+
+
+def _measured(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
     if kind == "gpu":
         from megatron_distill.planning.calibration import measure_machine
 

@@ -156,6 +156,7 @@ class DeviceProfile(_ProfileTable):
             share caches and memory.
         spread: of each measured rate that differed between the rounds of `calibrate`, by its key:
             the range over the median.
+        measured_in: seconds that `calibrate` took; 0: it did not say.
         source, date: of the figures. efficiency_source: of the shares, which no maker publishes.
     """
 
@@ -191,6 +192,7 @@ class DeviceProfile(_ProfileTable):
     node: Link
     network: Link
     spread: dict[str, float] = Field(default_factory=dict)
+    measured_in: float = Field(default=0.0, ge=0)
     source: str
     efficiency_source: str
     date: str
