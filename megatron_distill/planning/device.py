@@ -45,11 +45,11 @@ ALIASED_COLUMNS: Final = 2**15
 SEGMENTED_COLUMNS: Final = 192
 # Of a CPU: torch's attention then takes 256 queries at a time, and 64 before.
 LONG_DOCUMENT: Final = 768
-# Sizes that differ by no more than this factor have phases at about the same rates.
-_NEAR: Final = 1.25
 _FOLDER: Final = Path(__file__).parent / "devices"
 Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
+# Sizes that differ by no more than this factor have phases at about the same rates.
+_NEAR: Final = 1.25
 
 
 class _ProfileTable(BaseModel):
