@@ -10,7 +10,7 @@ The cases are those of benchmarks/step.py. The machine is calibrated before each
 end, since equal work takes longer at other times of a virtual machine; a prediction is the median
 of those for all these devices. Times are predicted twice: for a device as `megatron-distill
 calibrate` measures it, and refined by the first case as `calibrate --run` refines a device by a
-run, with a factor for each phase. That holds for runs of one rank in fp32, as it is.
+run, with a factor for each phase. That holds for runs like the first case.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _NOTE = """\
 `measured` is the median of all timed steps of all rounds, `others` the median of the cores that
 other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device:
 the median over the calibrations before each round and at the end. `refined` is the same with
-factors that make the phases of the first row the measured ones, for the rows with one rank and its
-precision. `peak` is
+factors that make the phases of the first row the measured ones, for the rows like it: one rank, its
+precision, and layers and heads whose FLOPs per token differ by a quarter at most. `peak` is
 the most bytes of tensors alive at once during a step above those that last from step to step, of
 the rank that has most; `lasting` those: weights of both models, gradients and the optimizer's
 state. Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.

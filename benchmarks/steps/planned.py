@@ -11,7 +11,7 @@ from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.refine import MeasuredSteps, refined
+from megatron_distill.planning.refine import MeasuredSteps, refined, refined_for
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import Planned, planned
 from megatron_distill.runtime.groups import Layout
@@ -22,7 +22,8 @@ __all__ = ["planned_case", "planned_peaks", "refined_by_case", "shape_of"]
 def planned_case(case: Case, device: DeviceProfile) -> Planned:
     """Predict time and memory of a case on ranks of a device, which its processes share."""
     run, choice = _run(case), _choice(case)
-    return planned(run, choice, device.shared_by(case.ranks.processes))
+    shared = device.shared_by(case.ranks.processes)
+    return planned(run, choice, refined_for(shared, run))
 
 
 def planned_peaks(case: Case, device: DeviceProfile) -> list[tuple[float, float]]:

@@ -47,7 +47,9 @@ def _measured() -> DeviceProfile:
 
     from megatron_distill.commands.calibration_steps import measured_machine
 
-    return measured_machine("gpu" if torch.cuda.is_available() else "cpu")
+    device = measured_machine("gpu" if torch.cuda.is_available() else "cpu")
+    sys.stdout.write(f"measured in {device.measured_in:.0f} s\n")
+    return device
 
 
 def _refined(folder: Path, name: str) -> DeviceProfile:
@@ -89,9 +91,7 @@ def _refined(folder: Path, name: str) -> DeviceProfile:
     found = refined(device, run, choice, measured, shared_by=ranks, threads=threads)
     steps, devices = counted(measured.count, "step"), counted(ranks, "device")
     lines = [f"{steps} of {measured.step:.3f} s on {devices}; factors:"]
-    shared = found.shared_by(ranks, threads=threads)
-    factors = {phase: shared.factor(phase, run.precision) for phase in measured.phases}
-    lines += [f"  {phase} {factor:.2f}" for phase, factor in factors.items() if factor != 1.0]
+    lines += [f"  {phase} {factor:.2f}" for phase, factor in found.runs[0].factors.items()]
     sys.stdout.write("\n".join(lines) + "\n")
     return found.model_copy(update={"name": f"{device.name}-refined"})
 

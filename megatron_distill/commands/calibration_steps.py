@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -60,6 +61,12 @@ runtime: {{device: cpu}}
 
 def measured_machine(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
     """Measure this machine, a CPU also by real steps. Raises TrainingError: its steps fail."""
+    started = time.monotonic()
+    device = _measured(kind)
+    return device.model_copy(update={"measured_in": round(time.monotonic() - started, 1)})
+
+
+def _measured(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
     if kind == "gpu":
         from megatron_distill.planning.calibration import measure_machine
 
@@ -153,7 +160,7 @@ def _refined_by_run(
     device: DeviceProfile, folder: Path, words: list[str], *, ranks: int
 ) -> DeviceProfile:
     from megatron_distill.config import load_config
-    from megatron_distill.planning.refine import read_steps, refined
+    from megatron_distill.planning.refine import read_steps, refined_by_steps
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
@@ -165,4 +172,4 @@ def _refined_by_run(
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
     measured = read_steps(Path(config.output) / "metrics.jsonl")
     threads = config.runtime.threads
-    return refined(device, run, choice, measured, shared_by=ranks, threads=threads)
+    return refined_by_steps(device, run, choice, measured, shared_by=ranks, threads=threads)

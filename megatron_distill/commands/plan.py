@@ -93,6 +93,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
             f"{counted(machine.node.devices, 'rank')}; plan at most as many"
         )
     device = machine.shared_by(devices, threads=config.runtime.threads)
+    from megatron_distill.planning.refine import refined_for
     from megatron_distill.planning.report import plan_report
     from megatron_distill.planning.search import Search
     from megatron_distill.train.reports.planned_run import (
@@ -110,6 +111,7 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
     shapes = open_shapes(config)
     run = planned_run(config, shapes)
     places = teacher_places(config)
+    device = refined_for(device, run)
     search = Search(run, device, devices, shape_rule(config, shapes), places)
     ranking = search.ranking(shown=shown)
     configured = _configured(config, run, device, devices)

@@ -20,6 +20,7 @@ __all__ = [
     "Curve",
     "DeviceProfile",
     "Link",
+    "MeasuredRun",
     "Phase",
     "Precision",
     "SEGMENTED_COLUMNS",
@@ -47,6 +48,8 @@ LONG_DOCUMENT: Final = 768
 _FOLDER: Final = Path(__file__).parent / "devices"
 Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
+# Sizes that differ by no more than this factor have phases at about the same rates.
+_NEAR: Final = 1.25
 
 
 class _ProfileTable(BaseModel):
@@ -93,6 +96,32 @@ class Link(_ProfileTable):
         return self.latency_us * 1e-6 + byte_count / (self.gb_per_s * 1e9 * self.efficiency)
 
 
+class MeasuredRun(_ProfileTable):
+    """Measured over predicted times of a run's phases, and the run that they hold for.
+
+    ranks, threads: of a run that share a CPU, and of each of them; 1 on other devices. work: see
+    `refine`. factors: of each phase.
+    """
+
+    precision: Precision
+    ranks: int = 1
+    threads: int = 1
+    work: dict[str, Positive]
+    factors: dict[Phase, Positive] = Field(default_factory=dict)
+
+    def is_like(self, other: MeasuredRun) -> bool:
+        """Whether factors of one hold for the other: no number of their work differs by more
+        than a quarter, and cores are shared alike.
+        """
+        ours, theirs = (
+            (one.precision, one.ranks, one.threads, one.work.keys()) for one in (self, other)
+        )
+        return ours == theirs and all(
+            max(size, other.work[name]) <= _NEAR * min(size, other.work[name])
+            for name, size in self.work.items()
+        )
+
+
 class DeviceProfile(_ProfileTable):
     """One device, as the planner needs it.
 
@@ -120,12 +149,14 @@ class DeviceProfile(_ProfileTable):
             ascending. Other work divides like the smallest product.
         node, network: links inside a node, and between nodes.
         ranks: of a run, that share a CPU. idle_cores: whether they leave some of its cores idle.
-        factors: measured over predicted time of a step's phases, from a run's log; see `refine`.
+        factors: measured over predicted time of a step's phases, for every run that is planned.
+        runs: the same of measured runs, for runs like them; see `refine`.
         step_factors: the same of a CPU, by who has its cores and by precision: of the steps that
-            `calibrate` takes, or of a run's log. Layers have more than the sum of their calls, and
-            threads and ranks share caches and memory.
+            `calibrate` takes. Layers have more than the sum of their calls, and threads and ranks
+            share caches and memory.
         spread: of each measured rate that differed between the rounds of `calibrate`, by its key:
             the range over the median.
+        measured_in: seconds that `calibrate` took; 0: it did not say.
         source, date: of the figures. efficiency_source: of the shares, which no maker publishes.
     """
 
@@ -154,12 +185,14 @@ class DeviceProfile(_ProfileTable):
     ranks: int = 1
     idle_cores: bool = False
     factors: dict[Phase, Positive] = Field(default_factory=dict)
+    runs: tuple[MeasuredRun, ...] = ()
     step_factors: dict[Sharing, dict[Precision, dict[Phase, Positive]]] = Field(
         default_factory=dict
     )
     node: Link
     network: Link
     spread: dict[str, float] = Field(default_factory=dict)
+    measured_in: float = Field(default=0.0, ge=0)
     source: str
     efficiency_source: str
     date: str

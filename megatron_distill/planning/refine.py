@@ -10,12 +10,13 @@ from statistics import median
 from typing import Final, get_args
 
 from megatron_distill.errors import DataError
-from megatron_distill.planning.device import DeviceProfile, Phase
+from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
+from megatron_distill.planning.device import DeviceProfile, MeasuredRun, Phase
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import phase_seconds
 
-__all__ = ["MeasuredSteps", "read_steps", "refined"]
+__all__ = ["MeasuredSteps", "read_steps", "refined", "refined_by_steps", "refined_for"]
 
 # The first steps compile, allocate and fill caches.
 _WARM: Final = 3
@@ -81,27 +82,97 @@ def refined(
 ) -> DeviceProfile:
     """Return the device with factors that make the run's predicted phases the measured ones.
 
-    shared_by, threads: ranks of a machine that share a CPU, and threads of each, as in
-    `DeviceProfile.shared_by`. Phases that the run hardly has keep theirs. A CPU's factors hold for
-    runs of that precision with one rank, several, or idle cores, as it had.
+    They hold for runs like this one: `refined_for`. Those of an earlier run like it are replaced,
+    but in phases that this one hardly has. shared_by, threads: ranks of a machine that share a CPU,
+    and threads of each, as in `DeviceProfile.shared_by`.
     """
-    plain = device.model_copy(update={"factors": {}})
-    on_cpu = device.cores is not None
-    shared = plain.shared_by(shared_by, threads=threads)
-    numbers = stage_numbers(run.student, choice.layout, choice.layers)
-    predicted = phase_seconds(run, choice, shared, numbers)
+    shared = device.shared_by(shared_by, threads=threads)
+    own = MeasuredRun(
+        precision=run.precision, ranks=shared.ranks, threads=shared.threads, work=_work(run)
+    )
+    known = {
+        phase: factor
+        for one in device.runs
+        if own.is_like(one)
+        for phase, factor in one.factors.items()
+    }
+    factors = known | _ratios(_plain(shared), run, choice, measured)
+    others = tuple(one for one in device.runs if not own.is_like(one))
+    runs = (own.model_copy(update={"factors": factors}), *others)
+    return device.model_copy(update={"factors": {}, "runs": runs})
+
+
+def refined_for(device: DeviceProfile, run: PlannedRun) -> DeviceProfile:
+    """Return a rank's device with the factors of the measured run that is like this one, if any.
+
+    Like it: `MeasuredRun.is_like`. A phase's time over its prediction depends on its size, so that
+    factors of a small run make the plan of a large one worse.
+    """
+    own = MeasuredRun(
+        precision=run.precision, ranks=device.ranks, threads=device.threads, work=_work(run)
+    )
+    for one in device.runs:
+        if own.is_like(one):
+            return device.model_copy(update={"factors": one.factors})
+    return device
+
+
+def refined_by_steps(
+    device: DeviceProfile,
+    run: PlannedRun,
+    choice: Choice,
+    measured: MeasuredSteps,
+    *,
+    shared_by: int,
+    threads: int | None = None,
+) -> DeviceProfile:
+    """Return a CPU with `step_factors` of its calibration's run, which hold for every run.
+
+    They are those of its precision and sharing of the cores; arguments as of `refined`.
+    """
+    shared = device.shared_by(shared_by, threads=threads)
     before = device.step_factors.get(shared.sharing, {})
-    factors = dict(before.get(run.precision, {}) if on_cpu else device.factors)
+    factors = dict(before.get(run.precision, {}))
+    for phase, ratio in _ratios(_plain(shared), run, choice, measured).items():
+        factors[phase] = round(factors.get(phase, 1.0) * ratio, 4)
+    own = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
+    return device.model_copy(update={"step_factors": own})
+
+
+def _plain(device: DeviceProfile) -> DeviceProfile:
+    return device.model_copy(update={"factors": {}})
+
+
+def _ratios(
+    device: DeviceProfile, run: PlannedRun, choice: Choice, measured: MeasuredSteps
+) -> dict[Phase, float]:
+    """Return measured over predicted times of the phases that are long enough to tell a rate."""
+    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    predicted = phase_seconds(run, choice, device, numbers)
+    found: dict[Phase, float] = {}
     for phase, seconds in measured.phases.items():
         enough = min(seconds, predicted[phase]) > _LEAST * measured.step
         # Waiting for other stages is a result of the other phases.
         waits = phase == "communication" and choice.layout.pipeline > 1
         if enough and not waits:
-            known = factors.get(phase, 1.0) if on_cpu else 1.0
-            factors[phase] = round(known * seconds / predicted[phase], 4)
-    if not on_cpu:
-        return device.model_copy(update={"factors": factors})
-    own = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
-    replaced = f"step_factors.{shared.sharing}.{run.precision}."
-    spread = {key: one for key, one in device.spread.items() if not key.startswith(replaced)}
-    return device.model_copy(update={"factors": {}, "step_factors": own, "spread": spread})
+            found[phase] = round(seconds / predicted[phase], 4)
+    return found
+
+
+def _work(run: PlannedRun) -> dict[str, float]:
+    """Return the length of a sequence, and FLOPs per token of each model's layers and head."""
+    found = {"sequence_length": float(run.sequence_length)}
+    teachers = [(one.shape, one.share) for one in run.several]
+    if not teachers and run.teacher is not None:
+        teachers = [(run.teacher, 1.0)]
+    roles = {"student": ([(run.student, 1.0)], run.sequence_length)}
+    if teachers:
+        roles["teacher"] = teachers, run.teacher_length or run.sequence_length
+    for role, (shapes, length) in roles.items():
+        heads = sum(share * head_flops_per_token(shape) for shape, share in shapes)
+        whole = sum(
+            share * forward_flops_per_token(shape, sequence_length=length)
+            for shape, share in shapes
+        )
+        found |= {f"{role}_layers": whole - heads, f"{role}_head": heads}
+    return found

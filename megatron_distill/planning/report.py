@@ -75,6 +75,7 @@ def plan_report(
         lines += _reasons(ranking)
     rates = f"Rates: {device.source} ({device.date}). Shares of them: {device.efficiency_source}."
     lines += ["", *_wrapped(rates), *_wrapped(_varied(run, device))]
+    lines += _wrapped(_measured(device))
     return "\n".join(lines) + "\n"
 
 
@@ -89,6 +90,20 @@ def _varied(run: PlannedRun, device: DeviceProfile) -> str:
         f"Rates that varied by more than {_STEADY:.0%} while they were measured: "
         f"{', '.join(names[:_NAMED])}{rest}."
     )
+
+
+def _measured(device: DeviceProfile) -> str:
+    """Return the line on the runs that refined the device, empty where none did."""
+    if not device.runs:
+        return ""
+    runs = f"{counted(len(device.runs), 'run')} of {device.title}"
+    if not device.factors:
+        return (
+            f"Measured steps of {runs} refine nothing here: models, sequences, precision or ranks "
+            "that share a machine differ."
+        )
+    parts = ", ".join(f"{phase} {factor:.2f}" for phase, factor in device.factors.items())
+    return f"Refined by measured steps of such a run, factors: {parts}."
 
 
 def _nothing(store: Planned | None) -> str:

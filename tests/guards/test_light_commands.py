@@ -1,8 +1,10 @@
-"""Commands that a user waits for at a prompt load neither torch nor Megatron-Core."""
+"""Commands that a user waits for at a prompt are quick: without torch and Megatron-Core."""
 
 import json
+import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.guards.source_tree import ROOT
@@ -10,6 +12,7 @@ from tests.unit.commands.test_plan import RUN
 
 # Each takes a second or more to import, or brings one that does.
 HEAVY = ("torch", "megatron", "transformers", "triton", "datasets", "matplotlib", "numpy")
+MOST_SECONDS = 5.0
 PROBE = """
 import contextlib, io, json, sys
 from megatron_distill.cli import main
@@ -73,6 +76,22 @@ def planned_folder(folder: Path, name: str) -> str:
     return str(path)
 
 
+def run_alone(words: Sequence[str]) -> tuple[str, float]:
+    """Run Python in a child: what it prints, and the seconds that it computes, at any load."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -92,15 +111,19 @@ def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> No
             for devices in ("256", "4096")
         ),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(commands)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded = json.loads(done.stdout)
-    for command, names in zip(commands, loaded, strict=True):
+    printed, seconds = run_alone(["-c", PROBE, json.dumps(commands)])
+    for command, names in zip(commands, json.loads(printed), strict=True):
         assert not [name for name in HEAVY if name in names], command
+    # All of them together, among them a plan for 256 devices.
+    assert seconds < MOST_SECONDS
+
+
+def test_a_plan_for_4096_ranks_with_a_simulated_step_computes_for_less_than_five_seconds(
+    tmp_path: Path,
+) -> None:
+    words = ["plan", planned_folder(tmp_path, "llama"), "data.sequence_length=8192"]
+    words += ["--devices", "4096", "--device", "h100-80gb", "--simulate", str(tmp_path / "plan")]
+    printed, seconds = run_alone(["-m", "megatron_distill.cli", *words])
+    assert "Simulated: " in printed
+    assert (tmp_path / "plan" / "timeline.png").is_file()
+    assert seconds < MOST_SECONDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +37,7 @@ from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of, read_shape
 
 __all__ = [
+    "all_unplanned",
     "configured_choice",
     "open_shapes",
     "planned_run",
@@ -96,8 +97,12 @@ def open_shapes(
 
 @dataclass(frozen=True)
 class Unplanned:
-    """A part of a configuration that the planner does not know: key and reason, and the remedy."""
+    """A part of a configuration that the planner does not know.
 
+    key: of the part. reason: why, with the key. remedy: for a plan.
+    """
+
+    key: str
     reason: str
     remedy: str
 
@@ -111,32 +116,39 @@ def unplanned(config: RunConfig, *, only_memory: bool = False) -> Unplanned | No
 
     only_memory: its time is not asked for.
     """
+    return next(all_unplanned(config, only_memory=only_memory), None)
+
+
+def all_unplanned(config: RunConfig, *, only_memory: bool = False) -> Iterator[Unplanned]:
+    """Yield all parts that the planner does not know; arguments as of `unplanned`."""
     for name, model in (config.teachers or {}).items():
         for key in _OTHER_PLACES[1:] if only_memory else _OTHER_PLACES:
             if getattr(model, key) is not None:
-                return Unplanned(
+                yield Unplanned(
+                    f"teachers.{name}.{key}",
                     f"teachers.{name}.{key}: a plan has several teachers on the student's ranks "
                     "alone, in its layout and with its tokenizer",
                     f"set teachers.{name}.{key}=null for the plan",
                 )
     for name in own_tokenizers(config) if config.teachers else ():
         # Named by a term with an alignment, or with a sequence length of its own.
-        return Unplanned(
+        yield Unplanned(
+            f"teachers.{name}.tokenizer",
             f"teachers.{name} has a tokenizer of its own, and a plan has several teachers with the "
             "student's alone",
             f"leave teachers.{name} and its terms out of the plan",
         )
     if only_memory or not config.teachers or not routed_terms(config):
-        return None
+        return
     for index, source in enumerate(config.data.sources):
         if source.teacher_field is not None:
-            return Unplanned(
+            yield Unplanned(
+                f"data.sources.{index}.teacher_field",
                 f"data.sources.{index}.teacher_field = {source.teacher_field!r}: a plan does not "
                 "read the rows, so that it does not know how many each teacher has",
                 f"set data.sources.{index}.teacher_field=null and objective.routing_weights for "
                 "the plan",
             )
-    return None
 
 
 def vocabulary_note(

@@ -30,11 +30,11 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.reports.planned_run import (
+    all_unplanned,
     configured_choice,
     open_shapes,
     planned_run,
     shape_rule,
-    unplanned,
 )
 
 __all__ = [
@@ -64,12 +64,17 @@ def warn_of_memory(config: RunConfig, device: Device, *, ranks: int) -> None:
 def memory_warning(config: RunConfig, rank_device: Device, *, ranks: int) -> str | None:
     """Return a warning where the fullest rank needs more memory than there is, with ways out.
 
-    ranks: of the student. Reads descriptions of the models only. Nothing is predicted where one of
-    several teachers has ranks, a layout or a tokenizer of its own. Raises ConfigError where the
-    persistent states alone exceed a GPU's memory: these are exact, and nothing can free them.
+    ranks: of the student. Reads descriptions of the models only. Where one of several teachers has
+    ranks, a layout or a tokenizer of its own, it says that nothing is predicted. Raises ConfigError
+    where the persistent states alone exceed a GPU's memory: these are exact, and nothing frees
+    them.
     """
-    if unplanned(config, only_memory=True) is not None:
-        return None
+    unknown = list(dict.fromkeys(one.key for one in all_unplanned(config, only_memory=True)))
+    if unknown:
+        return (
+            "memory: not predicted for several teachers in places of their own, "
+            f"{', '.join(unknown)}; watch the memory of the first steps"
+        )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _machine(rank_device.torch_device, local)
     shapes = open_shapes(config)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.distributed.hugging_face_models import MODELS
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_parameters import SHAPES
 from tests.distributed.pool import Pool
@@ -62,6 +64,23 @@ def test_experts_over_several_ranks_have_the_planned_parameters(
         for name, (built, planned) in rank.items():
             assert built == planned, name
             assert built[1] > 0
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[2], OF_EXPERTS[2]], ids=str)
+def test_every_hugging_face_family_has_the_planned_parameters(
+    pool: Pool, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    import transformers
+
+    from megatron_distill.models.hugging_face.description import describe
+
+    shapes = {}
+    for name, (kind, settings) in MODELS.items():
+        transformers.AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path / name)
+        shapes[name] = describe(tmp_path / name).architecture.as_dict()
+    for rank in pool.run(4, counted, shapes, layout):
+        for name, (built, planned) in rank.items():
+            assert built == planned, name
 
 
 RANKS = 4

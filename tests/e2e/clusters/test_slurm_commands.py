@@ -1,7 +1,8 @@
 """Further jobs of a real Slurm: other commands, an array, and warnings outside of a step.
 
-Regimes: an evaluation, rollouts, a script that raises, an array whose tasks go on from one another,
-the warning of the time limit in warm-up, evaluation and capture, a spare node, a full disk.
+Regimes: an evaluation, rollouts, scripts that end well and raise, an array whose tasks go on from
+one another, the warning of the time limit in warm-up, evaluation and capture, a spare node, a full
+disk.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_distill.launching.records import Launches, Status, bad_nodes
 from megatron_distill.launching.run_status import read_status
@@ -40,9 +42,25 @@ RAISING = """\
 import os, time
 rank = os.environ["RANK"]
 print(f"rank {rank} says hello", flush=True)
+said = __file__ + ".said"
 if rank == "1":
+    while not os.path.exists(said):
+        time.sleep(0.1)
+    os.remove(said)
     raise RuntimeError("the cause")
+open(said, "w").close()
 time.sleep(600)
+"""
+# The first layers of a state, as rank 0 keeps them.
+PRUNING = """\
+import os, sys
+source, target, option, layers = sys.argv[1:]
+if os.environ["RANK"] == "0":
+    import torch
+    state = torch.load(source)
+    kept = {key: value for key, value in state.items() if int(key.split(".")[1]) < int(layers)}
+    torch.save(kept, target)
+    print(option, len(kept), flush=True)
 """
 
 
@@ -96,13 +114,21 @@ def texts(rollouts: Path) -> list[str]:
     return [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
 
 
-def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_and_launch(
+def test_a_script_that_prunes_is_done_and_one_that_raises_has_its_traceback_in_the_job(
     cluster: Cluster, tmp_path: Path
 ) -> None:
+    state = {f"layers.{layer}.weight": torch.full((2,), float(layer)) for layer in range(4)}
+    torch.save(state, tmp_path / "state.pt")
+    (tmp_path / "prune.py").write_text(PRUNING)
+    pruned = tmp_path / "pruned"
     script, folder = tmp_path / "script.py", tmp_path / "50% of run #2"  # as Slurm reads no word
     script.write_text(RAISING)
     words = ("--command", str(script), "--folder", str(folder), "--max-starts", "2", "word")
     (job,) = cluster.submit_by_command(words, logs=folder / "launches", nodes=1, ranks=2)
+    words = ("--command", str(tmp_path / "prune.py"), "--folder", str(pruned), "--",
+             str(tmp_path / "state.pt"), str(tmp_path / "pruned.pt"), "--layers", "2")  # fmt: skip
+    # It runs beside the other one.
+    (pruning,) = cluster.submit_by_command(words, logs=pruned / "launches", nodes=1, ranks=2)
     assert job.wait_for_end() == "FAILED 1:0", job.log
     assert job.fields["Restarts"] == "1"
     assert outcomes(folder) == [Status.FAILED, Status.FAILED]
@@ -118,6 +144,10 @@ def test_a_script_that_raises_has_its_traceback_in_the_job_and_a_file_per_rank_a
         for rank in (0, 1):
             assert (launch / f"rank_0000{rank}.out").read_text() == f"rank {rank} says hello\n"
         assert "RuntimeError: the cause" in (launch / "rank_00001.err").read_text()
+    assert pruning.wait_for_end() == "COMPLETED 0:0", pruning.log
+    assert outcomes(pruned) == [Status.DONE]
+    assert "--layers 2" in pruning.log
+    assert torch.load(tmp_path / "pruned.pt").keys() == {"layers.0.weight", "layers.1.weight"}
 
 
 def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned_in_its_warm_up(

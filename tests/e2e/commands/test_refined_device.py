@@ -10,7 +10,7 @@ from megatron_distill.cli import main
 from megatron_distill.config import load_config
 from megatron_distill.planning.device import load_device, write_device
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.refine import read_steps
+from megatron_distill.planning.refine import read_steps, refined_for
 from megatron_distill.planning.step_time import phase_seconds
 from megatron_distill.train.reports.planned_run import configured_choice, open_shapes, planned_run
 from tests.distributed.pool import Pool
@@ -57,7 +57,7 @@ def test_a_run_with_several_teachers_refines_a_device(
     ]  # fmt: skip
     choice = configured_choice(trained, planned, ranks=RANKS, teachers=0)
     numbers = stage_numbers(planned.student, choice.layout, choice.layers)
-    device = load_device(str(file)).shared_by(RANKS)
+    device = refined_for(load_device(str(file)).shared_by(RANKS), planned)
     predicted = phase_seconds(planned, choice, device, numbers)
     measured = read_steps(output / "metrics.jsonl")
     for phase in ("teacher", "forward", "backward"):

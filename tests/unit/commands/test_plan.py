@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.cli import main
+from megatron_distill.config import load_config
 from megatron_distill.planning.device import load_device, write_device
+from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.refine import MeasuredSteps, refined
+from megatron_distill.planning.step_time import phase_seconds
+from megatron_distill.train.reports.planned_run import configured_choice, open_shapes, planned_run
 
 RUN = """
 student: {architecture: {num_layers: 8, hidden_size: 512, ffn_hidden_size: 1408,
@@ -67,6 +72,29 @@ def test_a_plan_names_the_rates_that_varied_by_more_than_fifteen_per_cent(
     )
     assert main([*words, "l40s"]) == 0
     assert "varied" not in capsys.readouterr().out
+
+
+def test_a_plan_says_whether_measured_steps_refine_it(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = load_config(config, [])
+    run = planned_run(given, open_shapes(given))
+    choice = configured_choice(given, run, ranks=1, teachers=0)
+    device = load_device("l40s")
+    planned = phase_seconds(run, choice, device, stage_numbers(run.student, choice.layout, (8,)))
+    measured = MeasuredSteps({"teacher": 1.5 * planned["teacher"]}, 1e-9, 1, 1.0, 1.0)
+    write_device(refined(device, run, choice, measured, shared_by=1), tmp_path / "mine.yaml")
+    words = ["plan", config, "--devices", "4", "--device", str(tmp_path / "mine.yaml")]
+
+    def end(*overrides: str) -> str:
+        assert main([*words, *overrides]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert end().endswith("Refined by measured steps of such a run, factors: teacher 1.50.")
+    assert end("data.sequence_length=1024").endswith(
+        "Measured steps of 1 run of NVIDIA L40S 48 GB refine nothing here: models, sequences, "
+        "precision or ranks that share a machine differ."
+    )
 
 
 def test_a_plan_names_its_assumed_vocabulary_once(

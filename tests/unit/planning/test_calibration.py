@@ -31,6 +31,8 @@ def test_the_measured_machine_plans_a_run(
     file, config = tmp_path / "mine.yaml", tmp_path / "run.yaml"
     assert main(["calibrate", "--output", str(file)]) == 0
     device = load_device(str(file))
+    assert device.measured_in > 0
+    assert f"measured in {device.measured_in:.0f} s\n" in capsys.readouterr().out
     assert device.source.startswith("measured by megatron-distill calibrate")
     for curve in (device.product_efficiency, device.memory_efficiency):
         assert all(0 < share <= 1 for _, share in curve)

@@ -67,8 +67,12 @@ def test_the_highest_peak_is_within_ten_per_cent_and_at_most_five_below(
     assert 0.95 * max(peaks) <= max(planned) <= 1.10 * max(peaks)
 
 
-# Of each record: by how much times differ that are compared, and the number of these pairs.
-TIMED = {"planning": (1.12, 19), "planning_repeated": (1.05, 23)}
+# Of each record: the pairs whose times differ by more than 5 %, and those in the wrong order. The
+# heads of TP1 took longer there than the same heads of another case: docs/planning.md.
+TIMED = {
+    "planning": (29, [("layouts/CP2/fp32", "layouts/TP1/fp32")]),
+    "planning_repeated": (23, []),
+}
 
 
 @pytest.mark.parametrize("name", TIMED)
@@ -88,20 +92,20 @@ def test_step_times_of_the_calibrated_device_are_within_fifteen_per_cent(name: s
 def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_times(
     name: str,
 ) -> None:
-    recorded, (factor, pairs) = record(name), TIMED[name]
+    recorded, (pairs, known) = record(name), TIMED[name]
     device = DeviceProfile.model_validate(recorded["devices"][0])
     rows = [(*row["case"].split("/"), row["case"], row["seconds"]) for row in recorded["rows"]]
     wrong, compared = [], 0
     for one, other in combinations(rows, 2):
         (*_, fast, less), (*_, slow, more) = sorted((one, other), key=lambda row: row[-1])
-        if (one[0], one[2]) != (other[0], other[2]) or more <= factor * less:
+        if (one[0], one[2]) != (other[0], other[2]) or more <= 1.05 * less:
             continue
         compared += 1
         times = [planned_case(CASES[name], device).time.total for name in (fast, slow)]
         if times[0] >= times[1]:
-            wrong.append((fast, slow, times))
-    assert compared >= pairs
-    assert not wrong
+            wrong.append((fast, slow))
+    assert compared == pairs
+    assert wrong == known
 
 
 def recorded_attention() -> list[tuple[int, int, float]]:

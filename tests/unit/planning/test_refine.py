@@ -11,8 +11,8 @@ import pytest
 from megatron_distill.errors import DataError
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.refine import MeasuredSteps, read_steps, refined
-from megatron_distill.planning.run import Choice
+from megatron_distill.planning.refine import MeasuredSteps, read_steps, refined, refined_for
+from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import phase_seconds, step_time
 from megatron_distill.runtime.groups import Layout
 from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
@@ -52,7 +52,7 @@ def log(path: Path, steps: int, **changes: float) -> Path:
 def test_the_refined_device_predicts_the_measured_phases(tmp_path: Path) -> None:
     measured = read_steps(log(tmp_path / "metrics.jsonl", 9))
     assert measured.count == 6
-    device = refined(DEVICE, RUN, CHOICE, measured, shared_by=64)
+    device = refined_for(refined(DEVICE, RUN, CHOICE, measured, shared_by=64), RUN)
     assert device.factors["teacher"] == pytest.approx(1.3, rel=1e-3)
     after = phase_seconds(RUN, CHOICE, device, NUMBERS)
     for phase in ("teacher", "forward", "loss", "backward"):
@@ -63,9 +63,10 @@ def test_the_refined_device_predicts_the_measured_phases(tmp_path: Path) -> None
     assert now == pytest.approx(measured.step, rel=0.01)
 
 
-def test_a_run_of_a_cpu_refines_its_own_phases_and_a_second_run_further_ones() -> None:
+def test_a_run_of_a_cpu_refines_runs_like_it_and_a_second_run_further_ones() -> None:
     fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 5.0}
-    cpu = DeviceProfile.model_validate(fields)
+    calibrated = {"one rank": {"fp32": {"loss": 1.25}}}
+    cpu = DeviceProfile.model_validate(fields | {"step_factors": calibrated})
     run = run_of(llama(4, 256, 704, 8, 4, vocab_size=32_768), precision="fp32")
     numbers = stage_numbers(run.student, Layout(), (4,))
     one = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(4,), place="none")
@@ -81,13 +82,38 @@ def test_a_run_of_a_cpu_refines_its_own_phases_and_a_second_run_further_ones() -
     again = refined(both, run, one, measured(one, 1.8), shared_by=1)
     for device, alone, beside in ((first, 1.5, 1.0), (both, 1.5, 1.2), (again, 1.8, 1.2)):
         for choice, speed in ((one, alone), (two, beside)):
-            shared = device.shared_by(choice.ranks)
+            shared = refined_for(device.shared_by(choice.ranks), run)
             now = phase_seconds(run, choice, shared, numbers)
             wanted = measured(choice, speed).phases
             assert now["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
             assert now["backward"] == pytest.approx(wanted["backward"], rel=1e-3)
-            assert shared.factor("loss", "bf16") == 1.0
-        assert not device.factors
+    assert len(again.runs) == 2
+    assert again.step_factors == calibrated
+
+
+NEAR = {"sequence_length": 2400, "num_layers": 38, "vocab_size": 150_000}
+FAR = {"sequence_length": 2600, "num_layers": 41, "vocab_size": 164_000}
+
+
+def changed(key: str, value: int) -> PlannedRun:
+    """A run over short sequences, with one size changed."""
+    run = run_of(teacher=TEACHER, sequence_length=2048)
+    if key == "sequence_length":
+        return replace(run, sequence_length=value)
+    return replace(run, student=replace(STUDENT, **{key: value}))
+
+
+def test_factors_hold_for_runs_whose_work_differs_by_a_quarter_at_most() -> None:
+    run = changed("sequence_length", 2048)
+    phases = phase_seconds(run, CHOICE, DEVICE, NUMBERS)
+    measured = MeasuredSteps({key: 1.5 * time for key, time in phases.items()}, 1e-9, 1, 1.0, 1.0)
+    device = refined(DEVICE, run, CHOICE, measured, shared_by=64)
+    assert refined_for(device, run).factors["loss"] == 1.5
+    for key in NEAR:
+        assert refined_for(device, changed(key, NEAR[key])).factors["loss"] == 1.5, key
+        assert not refined_for(device, changed(key, FAR[key])).factors, key
+    for other in (replace(run, precision="fp32"), replace(run, teacher=None)):
+        assert not refined_for(device, other).factors
 
 
 def test_weights_that_no_pass_hides_are_gathered_in_the_optimizer_s_phase() -> None:

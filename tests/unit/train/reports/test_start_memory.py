@@ -108,8 +108,11 @@ def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not
     code = open_shapes(stored)["teachers.code"]
     numbers = sum(prod(one.shape) * len(list(places(one, code))) for one in parameters(code))
     assert f", teacher {numbers * 2 / 2**30:.2f}, " in text
-    apart = several(tmp_path, "teachers.math.parallel={tensor: 2}")
-    assert start_memory.memory_warning(apart, CPU, ranks=4) is None
+    apart = several(tmp_path, "teachers.math.parallel={tensor: 2}", "teachers.code.ranks=2")
+    assert start_memory.memory_warning(apart, CPU, ranks=4) == (
+        "memory: not predicted for several teachers in places of their own, "
+        "teachers.math.parallel, teachers.code.ranks; watch the memory of the first steps"
+    )
 
 
 def test_a_teacher_that_rests_in_host_memory_is_not_counted_beside_the_student(
