@@ -9,6 +9,7 @@ from typing import Final
 
 from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
+from megatron_distill.planning.aligned import aligned_bytes
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.parameters import RankNumbers, fullest_shard, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
@@ -200,6 +201,11 @@ def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float
     """
     split = choice.layout.tensor
     tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
+    gradient = tokens * run.student.hidden_size * run.width
+    if run.is_aligned:
+        theirs = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
+        logits = aligned_bytes(run, device, tokens=tokens, teacher_tokens=theirs, split=split)
+        return logits + gradient
     columns = run.student.padded_vocab_size(split) // split
     chosen = run.chunk_tokens or max(1, _CHUNK[device.kind] // columns)
     rows = ceil(tokens / ceil(tokens / chosen))  # chunks of equal size
@@ -209,7 +215,6 @@ def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float
     block = min(rows, per_block) * columns * _FP32 * buffers
     if device.kind == "gpu" and not run.row_blocks:
         block = 0
-    gradient = tokens * run.student.hidden_size * run.width
     product = 0.0
     if device.kind == "cpu" and run.width < _FP32:
         product = min(_WIDE_PRODUCT, columns * run.student.hidden_size) * run.width

@@ -31,7 +31,7 @@ from megatron_distill.models.flops import balanced_stages, forward_flops_per_tok
 from megatron_distill.models.hugging_face.description import describe_for_plan
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import reading_seconds
-from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
+from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun, SharedTeacher, TeacherPlace
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of, read_shape
@@ -210,6 +210,11 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         paired_layers=_paired_layers(config.objective.features, shapes),
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
+        chunk_losses=tuple(
+            ChunkLoss(term.alignment, term.top_k, term.uncommon_top_k)
+            for term in config.objective.terms
+            if term.alignment is not None
+        ),
         global_batch_size=train.global_batch_size,
         steps=train.steps,
         precision=train.precision,
