@@ -11,6 +11,7 @@ from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
 from megatron_distill.planning.aligned import aligned_bytes
 from megatron_distill.planning.device import DeviceProfile
+from megatron_distill.planning.gathered_layers import gathered_layers
 from megatron_distill.planning.parameters import RankNumbers, fullest_shard, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
@@ -127,7 +128,8 @@ def stage_need(
     # The weights of the next teacher arrive while one runs.
     arriving = sum(sorted(resting)[-2:])
     # A teacher's forward pass comes before the student's. Then the loss, the backward pass of the
-    # last layer, and that of the embedding follow each other.
+    # last layer, and that of the embedding follow each other. Before a layer's backward pass comes
+    # that of its loss.
     peak = max(
         *(
             _teacher_forward(one, its, device) + _choosing_chunk(one, its, device) + arriving
@@ -135,6 +137,7 @@ def stage_need(
         ),
         held.in_flight + chunk,
         held.in_flight + held.live,
+        held.in_flight + gathered_layers(run, choice, stage).peak,
         held.in_flight - held.one + _embedding_gradient(run, choice, stage),
     )
     buffers = peak - held.in_flight - chunk

@@ -22,6 +22,7 @@ from megatron_distill.planning.end_operations import (
     head_passes,
     measuring_passes,
 )
+from megatron_distill.planning.gathered_layers import gathered_layers
 from megatron_distill.planning.operations import (
     LayerTimes,
     Passes,
@@ -153,6 +154,7 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         ]
         if stage == 0:
             chunks_of_stage[0] += embedding_passes(run.student, rank)
+        chunks_of_stage[0] += _gathers(run, choice, device, stage)
         passes = tuple(one.scaled(*factors) for one in chunks_of_stage)
         stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
     if device.core_share == 1.0:
@@ -160,6 +162,13 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     # Stages of a CPU that wait for the slowest lend it their cores.
     busy = mean(stage.total for stage in stages) / max(stage.total for stage in stages)
     return [stage.times(max(busy, device.core_share)) for stage in stages]
+
+
+def _gathers(run: PlannedRun, choice: Choice, device: DeviceProfile, stage: int) -> Passes:
+    """Return the messages of a micro-batch with layers of a teacher of another tokenizer."""
+    tensor, context = gathered_layers(run, choice, stage).seconds(device)
+    once = tensor + context
+    return Passes(0.0, 0.0, once, once, 2 * tensor, 2 * context)
 
 
 def _heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
