@@ -72,10 +72,12 @@ def shape_of(body: Body, case: Case) -> Architecture:
 def _run(case: Case) -> PlannedRun:
     workload, ranks = case.workload, case.ranks
     sequences = workload.micro_batch_size * workload.micro_batches * ranks.data_parallel
+    documents = [length for sample in range(sequences) for length in workload.documents(sample)]
     return PlannedRun(
         student=shape_of(workload.student, case),
         teacher=shape_of(workload.teacher, case),
         sequence_length=workload.sequence_length,
+        document_length=round(sum(length**2 for length in documents) / sum(documents)),
         global_batch_size=sequences,
         precision="bf16" if case.precision == "bf16" else "fp32",
         chunk_tokens=case.chunk_tokens,

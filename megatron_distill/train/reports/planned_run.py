@@ -26,6 +26,7 @@ from megatron_distill.config import (
     routed_terms,
     teacher_parallel,
 )
+from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import balanced_stages, forward_flops_per_token
 from megatron_distill.models.hugging_face.description import describe_for_plan
@@ -45,6 +46,7 @@ __all__ = [
     "tokenizer_paths",
     "unplanned",
     "vocabulary_note",
+    "with_documents",
 ]
 
 _STORE_IDS: Final = 64
@@ -240,6 +242,21 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         or any(map(_takes_row_blocks, config.objective.terms)),
         reading_seconds=_reading_seconds(config),
     )
+
+
+def with_documents(run: PlannedRun, config: RunConfig, length: int | None) -> PlannedRun:
+    """Return the run with documents of so many tokens in its samples; None: one per sample.
+
+    Raises ConfigError: attention crosses from one document to the next.
+    """
+    if length is None:
+        return run
+    if not config.data.isolate_documents:
+        raise ConfigError(
+            f"--document-length {length}: with data.isolate_documents=false attention sees whole "
+            "sequences; leave the length out"
+        )
+    return replace(run, document_length=length)
 
 
 def _takes_row_blocks(term: TermConfig) -> bool:
