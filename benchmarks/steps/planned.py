@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import get_args
 
 from benchmarks.steps.cases import Body, Case
@@ -19,10 +20,22 @@ from megatron_distill.runtime.groups import Layout
 __all__ = ["planned_case", "planned_peaks", "refined_by_case", "shape_of"]
 
 
-def planned_case(case: Case, device: DeviceProfile) -> Planned:
-    """Predict time and memory of a case on ranks of a device, which its processes share."""
+def planned_case(
+    case: Case,
+    device: DeviceProfile,
+    *,
+    threads: int | None = None,
+    document_length: int | None = None,
+) -> Planned:
+    """Predict time and memory of a case on ranks of a device, which its processes share.
+
+    threads: of each; None: as many as there are cores for. document_length: tokens of the document
+    of a mean token; None: that of the case.
+    """
     run, choice = _run(case), _choice(case)
-    return planned(run, choice, device.shared_by(case.ranks.processes))
+    if document_length is not None:
+        run = replace(run, document_length=document_length)
+    return planned(run, choice, device.shared_by(case.ranks.processes, threads=threads))
 
 
 def planned_peaks(case: Case, device: DeviceProfile) -> list[tuple[float, float]]:

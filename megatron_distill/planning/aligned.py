@@ -57,8 +57,8 @@ class _Columns:
 
     @classmethod
     def of(cls, student: Architecture, teacher: Architecture, *, split: int) -> _Columns:
-        both = [shape.padded_vocab_size(split) // split for shape in (student, teacher)]
-        return cls(*both, _COMMON * min(both))
+        own, theirs = (shape.padded_vocab_size(split) // split for shape in (student, teacher))
+        return cls(own, theirs, _COMMON * min(own, theirs))
 
 
 def band_count(run: PlannedRun, device: DeviceProfile, *, rows: float, split: int) -> int:
