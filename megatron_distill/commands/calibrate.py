@@ -87,7 +87,7 @@ def _refined(folder: Path, name: str, document_length: int | None) -> DeviceProf
         raise ConfigError(f"--run {folder}: {problem.reason}; give another run")
     measured = read_steps(log)
     run = planned_run(config, open_shapes(config, rows=_vocabularies(config, folder)))
-    run = with_documents(run, config, document_length)
+    run = with_documents(run, config.data, document_length)
     flops = step_flops_per_token(
         run.student,
         None if run.several else run.teacher,  # as the speed in the log counts them

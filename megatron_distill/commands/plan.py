@@ -133,7 +133,7 @@ def make_plan(
     if problem is not None:
         raise ConfigError(f"{problem.reason}; {problem.remedy}")
     shapes = open_shapes(config)
-    run = with_documents(planned_run(config, shapes), config, document_length)
+    run = with_documents(planned_run(config, shapes), config.data, document_length)
     places = teacher_places(config)
     search = Search(run, device, devices, shape_rule(config, shapes), places)
     ranking = search.ranking(shown=shown)

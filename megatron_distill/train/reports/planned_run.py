@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from megatron_distill.config import (
     ArchitectureConfig,
+    DataConfig,
     FeatureConfig,
     JobConfig,
     ModelConfig,
@@ -244,14 +245,14 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
     )
 
 
-def with_documents(run: PlannedRun, config: RunConfig, length: int | None) -> PlannedRun:
+def with_documents(run: PlannedRun, data: DataConfig, length: int | None) -> PlannedRun:
     """Return the run with documents of so many tokens in its samples; None: one per sample.
 
     Raises ConfigError: attention crosses from one document to the next.
     """
     if length is None:
         return run
-    if not config.data.isolate_documents:
+    if not data.isolate_documents:
         raise ConfigError(
             f"--document-length {length}: with data.isolate_documents=false attention sees whole "
             "sequences; leave the length out"
