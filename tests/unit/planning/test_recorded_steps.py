@@ -22,8 +22,15 @@ from benchmarks.steps.cases import (
 from benchmarks.steps.planned import planned_case, planned_peaks
 from benchmarks.teachers import planned_steps
 from benchmarks.workers.attention import bounds_of
+from megatron_distill.config import load_config
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import chunk_bytes
+from megatron_distill.planning.search import planned
+from megatron_distill.train.reports.planned_run import (
+    configured_choice,
+    open_shapes,
+    planned_run,
+)
 from tests.guards.source_tree import ROOT
 from tests.unit.planning.shapes import choice_of, llama, run_of
 
@@ -195,8 +202,8 @@ def test_recorded_steps_over_documents_are_those_of_their_plans(path: Path) -> N
     rows = {}
     for row in recorded["rows"]:
         case = cases[row["case"]]
-        planned = median(planned_case(case, device).time.total for device in profiles)
-        rows[case.name] = row["seconds"], planned
+        seconds = median(planned_case(case, device).time.total for device in profiles)
+        rows[case.name] = row["seconds"], seconds
         ((_, peak),) = planned_peaks(case, CPU)
         assert 0.95 * row["peak"] <= peak <= 1.10 * row["peak"], case.name
     assert max(map(abs, errors(rows).values())) <= 0.15, errors(rows)
@@ -274,3 +281,32 @@ def test_the_steps_beside_peers_take_about_the_predicted_time(
     assert max(map(abs, errors(rows).values())) <= 0.15
     assert len(in_order(rows)) > 100
     assert all(in_order(rows))
+
+
+# Of the quickstart: file, overrides and ranks of each run; tokenizers of 2,048 ids.
+QUICKSTART = {
+    "teacher": ("teacher", (), 2),
+    "student alone": ("student", ("teacher=null", "objective.terms=[]"), 4),
+    "distilled student": ("student", ("teacher.checkpoint=null",), 4),
+}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_offline"])
+def test_the_runs_of_the_quickstart_are_planned_in_the_order_of_their_speeds(
+    name: str, devices: list[DeviceProfile]
+) -> None:
+    teacher = load_config(ROOT / "configs" / "quickstart_teacher.yaml", []).student.architecture
+    assert teacher is not None
+    shape = json.dumps(teacher.model_dump(mode="json", exclude_none=True))
+    planned_speeds = {}
+    for label, (file, given, ranks) in QUICKSTART.items():
+        own = [f"teacher.architecture={shape}"] * (label == "distilled student")
+        config = load_config(ROOT / "configs" / f"quickstart_{file}.yaml", [*given, *own])
+        run = planned_run(config, open_shapes(config, rows={"student": 2048, "teacher": 2048}))
+        choice = configured_choice(config, run, ranks=ranks, teachers=0)
+        time = planned(run, choice, devices[0].shared_by(ranks)).time
+        planned_speeds[label] = run.tokens / time.total
+    for seed in record(name)["seeds"]:
+        speeds = {run["label"]: run["tokens_per_second"] for run in seed["runs"]}
+        order = sorted(QUICKSTART, key=speeds.__getitem__)
+        assert order == sorted(QUICKSTART, key=planned_speeds.__getitem__)
