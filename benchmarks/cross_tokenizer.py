@@ -1,6 +1,6 @@
 """A step with a teacher of another tokenizer beside TRL's GOLD trainer, and the losses alone.
 
-    python benchmarks/cross_tokenizer.py                   # nine minutes; extra `bench` installed
+    python benchmarks/cross_tokenizer.py                   # eleven minutes; extra `bench` installed
     python benchmarks/cross_tokenizer.py --quick           # one turn, one peer: three minutes
     python benchmarks/cross_tokenizer.py --only step       # one part; the file keeps the others
     python benchmarks/cross_tokenizer.py --profile common  # operators of our step
@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from rich.console import Console
 
+from benchmarks.cross_tokenizers.planned import LOSSES, planned_row
 from benchmarks.cross_tokenizers.texts import BATCH, LENGTH, MODELS, prepare
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe, installed
+from megatron_distill.planning.device import DeviceProfile, read_device
 
 _CHILD_SECONDS: Final = 600
 _MIB: Final = 2**20
@@ -56,7 +60,8 @@ gradients and AdamW. Ours always has cross-entropy on all labels too. TRL's is `
 rows are settings of `GOLDConfig`, and leave the prompt (the first line) and the last token out. It
 tokenises the teacher's texts within the step; ours tokenises twice, aligns, packs and plans the
 rows of the loss in threads beside the step, in the time given as `preparation`. The peak includes
-the gradient buffers, which live on between our steps and are made anew in each of TRL's.
+the gradient buffers, which live on between our steps and are made anew in each of TRL's. `planned`
+is the planner's time on this machine, calibrated before and after: the median of both plans.
 """,
     "hidden": """\
 The loss from hidden states includes the products of both heads and cross-entropy as in the step;
@@ -86,10 +91,33 @@ def main() -> int:
             console.print(found["profile"], markup=False)
             return 0
         for part in _PARTS if arguments.only is None else [arguments.only]:
+            devices = [_calibrated()] if part == "step" and not arguments.quick else []
             measured = {"environment": environment, **_run(part, folder, arguments)}
+            devices += [_calibrated()] if devices else []
+            if devices:
+                measured["devices"] = [one.model_dump(mode="json") for one in devices]
             console.print("\n".join(_section(part, measured)), markup=False)
             _write(arguments.output, arguments.name, part, measured)
     return 0
+
+
+def _calibrated() -> DeviceProfile:
+    """Return the machine as a process of its own measures it now."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "this-cpu.yaml"
+        words = ["-m", "megatron_distill.cli", "calibrate", "--output", str(path)]
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=_CHILD_SECONDS)
+        return read_device(path)
+
+
+def _planned(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Return the planned seconds of our rows; empty where the machine was not calibrated."""
+    devices = [DeviceProfile.model_validate(one) for one in measured.get("devices", ())]
+    return {
+        name: median(planned_row(name, device).time.total for device in devices)
+        for name in measured["rows"]
+        if devices and name in LOSSES
+    }
 
 
 def _arguments() -> argparse.Namespace:
@@ -128,7 +156,9 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
     peers = {name: row for name, row in rows.items() if name.startswith(_PEER)}
     heads = [f"time, {name.removeprefix(_PEER)}" for name in peers]
     heads += [f"peak, {name.removeprefix(_PEER)}" for name in peers]
-    columns = ["s", "best s", "tokens/s", "others", "peak MiB", "value", *heads]
+    plans = _planned(measured)
+    columns = ["s", "best s", *(["planned s", "error"] if plans else [])]
+    columns += ["tokens/s", "others", "peak MiB", "value", *heads]
     lines = [f"## {_PARTS[part]}", "", _NOTES[part]]
     lines += [f"- {key}: {value}" for key, value in measured["environment"].items()]
     busy = max(max(row["others"]) for row in rows.values())
@@ -139,6 +169,7 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
         cells = [
             f"{row['median']:.3f}",
             f"{row['best']:.3f}",
+            *_of_plan(plans, name, row),
             f"{facts['labels'] / row['median']:,.0f}",
             f"{sorted(row['others'])[len(row['others']) // 2]:.2f}",
             f"{_peak(row) / _MIB:,.0f}",
@@ -157,6 +188,15 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
             f"{found['transformers']:.6f}; logits differ by at most {found['logit_difference']:.1e}"
         )
     return [*lines, ""]
+
+
+def _of_plan(plans: Mapping[str, float], name: str, row: Mapping[str, Any]) -> list[str]:
+    """Return a row's cells of the plan; none without plans."""
+    if not plans:
+        return []
+    if name not in plans:
+        return ["", ""]
+    return [f"{plans[name]:.3f}", f"{100 * (plans[name] / row['median'] - 1):+.1f} %"]
 
 
 def _published(folder: Path) -> str:

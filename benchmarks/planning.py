@@ -3,10 +3,12 @@
     python benchmarks/planning.py --quiet 0.3           # every layout, three times: half an hour
     python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2
     python benchmarks/planning.py --only memory         # valid on a busy machine too
+    python benchmarks/planning.py --documents --rounds 1 --steps 3      # over packed documents
     python benchmarks/planning.py --again               # new formulas beside the recorded steps
     python benchmarks/planning.py --again --device this-cpu.yaml    # a newly calibrated device
 
-The cases are those of benchmarks/step.py. The machine is calibrated before each round and at the
+The cases are those of benchmarks/step.py, or with --documents steps over whole sequences and over
+documents of some 512 tokens. The machine is calibrated before each round and at the
 end, since equal work takes longer at other times of a virtual machine; a prediction is the median
 of those for all these devices. Times are predicted twice: for a device as `megatron-distill
 calibrate` measures it, and refined by the first case as `calibrate --run` refines a device by a
@@ -30,7 +32,7 @@ from typing import Any
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.quiet import others, run_in_quiet
-from benchmarks.steps.cases import Case, layout_cases, peer_cases
+from benchmarks.steps.cases import Case, document_cases, layout_cases, peer_cases
 from benchmarks.steps.planned import planned_case, planned_peaks, refined_by_case
 from megatron_distill.commands.calibration_steps import measured_machine
 from megatron_distill.errors import ConfigError, counted
@@ -69,9 +71,10 @@ class Row:
 def main() -> int:
     """Measure, print, and save the results."""
     arguments = _arguments()
-    cases = [case for case in _cases() if arguments.cases in case.name]
+    chosen = document_cases() if arguments.documents else _cases()
+    cases = [case for case in chosen if arguments.cases in case.name]
     if not cases:
-        names = ", ".join(case.name for case in _cases())
+        names = ", ".join(case.name for case in chosen)
         sys.stderr.write(f"--cases {arguments.cases}: is in no name of a case: {names}\n")
         return 2
     try:
@@ -80,7 +83,7 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     if arguments.again:
-        return _again(arguments.output, given)
+        return _again(arguments.output, given, arguments.record)
     # Before the measurements: it has the load that they met.
     environment = describe("benchmarks/planning.py", sys.argv[1:])
     has_times = arguments.only != "memory"
@@ -96,16 +99,17 @@ def main() -> int:
             sys.stdout.write(f"{case.name} {number + 1}/{arguments.rounds}: {steps} s\n")
             sys.stdout.flush()
     devices += [measured_machine("cpu")] if measures else []
-    _save(arguments.output, environment, devices, measured, has_times=has_times)
+    file = arguments.output / f"{arguments.record}.json"
+    _save(file, environment, devices, measured, has_times=has_times)
     return 0
 
 
-def _again(folder: Path, given: DeviceProfile | None) -> int:
+def _again(folder: Path, given: DeviceProfile | None, name: str) -> int:
     """Write the record of a folder again, with the predictions of the present formulas.
 
     given: a device in place of the record's.
     """
-    file = folder / "planning.json"
+    file = folder / f"{name}.json"
     if not file.is_file():
         sys.stderr.write(f"--again: {file} does not exist; measure first\n")
         return 1
@@ -115,12 +119,12 @@ def _again(folder: Path, given: DeviceProfile | None) -> int:
     if given is not None:
         environment["calibrated"] = f"{given.date}, {given.source}"
     devices = [given] if given else [DeviceProfile.model_validate(one) for one in kept["devices"]]
-    _save(folder, environment, devices, kept["rounds"], has_times=kept["has_times"])
+    _save(file, environment, devices, kept["rounds"], has_times=kept["has_times"])
     return 0
 
 
 def _save(
-    folder: Path,
+    file: Path,
     environment: dict[str, str],
     devices: Sequence[DeviceProfile],
     measured: dict[str, list[Any]],
@@ -128,7 +132,8 @@ def _save(
     has_times: bool,
 ) -> None:
     """Print the table of all measured cases, and write the record."""
-    rows = _rows([case for case in _cases() if case.name in measured], measured, devices)
+    every = [*_cases(), *document_cases()]
+    rows = _rows([case for case in every if case.name in measured], measured, devices)
     text = "\n".join(_markdown(environment, devices, rows, has_times=has_times))
     sys.stdout.write(text)
     kept = {
@@ -138,9 +143,9 @@ def _save(
         "rows": [asdict(row) for row in rows],
         "rounds": measured,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "planning.md").write_text(text, encoding="utf-8")
-    (folder / "planning.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".md").write_text(text, encoding="utf-8")
+    file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -148,6 +153,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument(
+        "--documents", action="store_true", help="steps over documents; saved as planning_documents"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="processes per case")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
     parser.add_argument("--device", help="a calibrated device's file, instead of measuring")
@@ -162,7 +170,9 @@ def _arguments() -> argparse.Namespace:
         help="wait until others use fewer cores, and repeat what they disturbed",
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.record = "planning_documents" if arguments.documents else "planning"
+    return arguments
 
 
 def _cases() -> list[Case]:

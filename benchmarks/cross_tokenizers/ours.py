@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from benchmarks.cross_tokenizers.planned import LOSSES
 from benchmarks.cross_tokenizers.texts import LENGTH, Texts
 from benchmarks.steps.own_step import OwnStep
 from benchmarks.steps.subject import OPTIMIZER, TrainingState, training_state
@@ -42,12 +43,7 @@ Run = Callable[[], float]
 
 # Each is one row of the tables; the loss from logits alone is without cross-entropy.
 TERMS: Final[Mapping[str, tuple[ChunkTerm, ...]]] = {
-    "likelihood": (ChunkTerm("likelihood"),),
-    "common": (ChunkTerm("common"),),
-    "common, top 64": (ChunkTerm("common", top_k=64),),
-    "projection": (ChunkTerm("projection"),),
-    "gold": (ChunkTerm("gold"),),
-    "uld": (ChunkTerm("uld"),),
+    name: (ChunkTerm(loss.alignment, top_k=loss.top_k),) for name, loss in LOSSES.items()
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from random import Random
 from typing import Any, Literal
 
 Subject = Literal["ours", "peer", "peer-unrepaired", "peer-stock"]
@@ -34,6 +35,16 @@ class Workload:
     sequence_length: int
     micro_batch_size: int
     micro_batches: int  # per data-parallel rank
+    document_length: int | None = None  # mean of the documents in a sample; None: one per sample
+
+    def documents(self, sample: int) -> list[int]:
+        """Return the lengths of a sample's documents, drawn from half to 1.5 times the mean."""
+        if self.document_length is None:
+            return [self.sequence_length]
+        drawn, mean, lengths = Random(sample), self.document_length, list[int]()
+        while (left := self.sequence_length - sum(lengths)) > 0:
+            lengths.append(min(left, drawn.randint(mean // 2, mean + mean // 2)))
+        return lengths
 
     def tokens_per_step(self, data_parallel: int) -> int:
         """Return the tokens of one optimizer step over all ranks."""
@@ -172,6 +183,24 @@ def peer_cases() -> list[Case]:
     return [
         Case(WORKLOADS[workload], LAYOUTS[layout], precision)
         for workload, layout, precision in plan
+    ]
+
+
+def document_cases() -> list[Case]:
+    """Return steps over whole sequences, and over packed documents of some 512 tokens."""
+    student, teacher = Body(2, 256, 704, 8, 4), Body(2, 384, 1024, 8, 4)
+    return [
+        Case(
+            Workload(
+                f"{length}-{'whole' if mean is None else 'documents'}",
+                *(student, teacher, 8192, length, 1, 8192 // length),
+                document_length=mean,
+            ),
+            LAYOUTS["TP1"],
+            "fp32",
+        )
+        for length in (8192, 2048)
+        for mean in (None, 512)
     ]
 
 

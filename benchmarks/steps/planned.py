@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import get_args
 
 from benchmarks.steps.cases import Body, Case
@@ -19,10 +20,22 @@ from megatron_distill.runtime.groups import Layout
 __all__ = ["planned_case", "planned_peaks", "refined_by_case", "shape_of"]
 
 
-def planned_case(case: Case, device: DeviceProfile) -> Planned:
-    """Predict time and memory of a case on ranks of a device, which its processes share."""
+def planned_case(
+    case: Case,
+    device: DeviceProfile,
+    *,
+    threads: int | None = None,
+    document_length: int | None = None,
+) -> Planned:
+    """Predict time and memory of a case on ranks of a device, which its processes share.
+
+    threads: of each; None: as many as there are cores for. document_length: tokens of the document
+    of a mean token; None: that of the case.
+    """
     run, choice = _run(case), _choice(case)
-    shared = device.shared_by(case.ranks.processes)
+    if document_length is not None:
+        run = replace(run, document_length=document_length)
+    shared = device.shared_by(case.ranks.processes, threads=threads)
     return planned(run, choice, refined_for(shared, run))
 
 
@@ -73,10 +86,12 @@ def shape_of(body: Body, case: Case) -> Architecture:
 def _run(case: Case) -> PlannedRun:
     workload, ranks = case.workload, case.ranks
     sequences = workload.micro_batch_size * workload.micro_batches * ranks.data_parallel
+    documents = [length for sample in range(sequences) for length in workload.documents(sample)]
     return PlannedRun(
         student=shape_of(workload.student, case),
         teacher=shape_of(workload.teacher, case),
         sequence_length=workload.sequence_length,
+        document_length=round(sum(length**2 for length in documents) / sum(documents)),
         global_batch_size=sequences,
         precision="bf16" if case.precision == "bf16" else "fp32",
         chunk_tokens=case.chunk_tokens,

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from benchmarks.steps.cases import Body, Case
 from megatron_distill.config import OptimizerConfig, ScheduleConfig
+from megatron_distill.data.collation import document_positions
 from megatron_distill.models.architecture import Architecture, MixtureOfExperts
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.gpt import HiddenStateGPT, build_gpt
@@ -130,29 +131,33 @@ def random_batches(case: Case, step: int, *, groups: Groups, device: torch.devic
     generator = torch.Generator().manual_seed(DATA_SEED + step)
     size, length = workload.micro_batch_size, workload.sequence_length
     micro_batches = []
-    for _ in range(workload.micro_batches):
+    for number in range(workload.micro_batches):
         tokens = torch.randint(
             workload.vocab_size, (data_parallel, size, length + 1), generator=generator
         )
-        batch = _batch(tokens[groups.data.rank()])
+        first = size * (groups.data.rank() * workload.micro_batches + number)
+        documents = [workload.documents(first + sample) for sample in range(size)]
+        batch = _batch(tokens[groups.data.rank()], documents)
         shard = batch.context_shard(groups.context.rank(), groups.context.size())
         micro_batches.append(shard.with_trained_rows().to(device))
     count = case.tokens_per_step
     return StepBatches(tuple(micro_batches), ce_tokens=count, kd_tokens=count, positions=count)
 
 
-def _batch(tokens_bS1: torch.Tensor) -> Batch:
+def _batch(tokens_bS1: torch.Tensor, documents: Sequence[Sequence[int]]) -> Batch:
     size, length = tokens_bS1.shape[0], tokens_bS1.shape[1] - 1
     everywhere = torch.ones(size, length, dtype=torch.bool)
-    positions = torch.arange(length)
+    document_ids_bS = torch.stack(
+        [torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in documents]
+    )
     return Batch(
         tokens_bs=tokens_bS1[:, :-1].contiguous(),
         labels_bs=tokens_bS1[:, 1:].contiguous(),
         ce_mask_bs=everywhere,
         kd_mask_bs=everywhere,
-        position_ids_bs=positions.expand(size, -1).contiguous(),
-        document_ids_bS=torch.zeros(size, length, dtype=torch.int64),
-        sequence_index_s=positions,
+        position_ids_bs=document_positions(document_ids_bS),
+        document_ids_bS=document_ids_bS,
+        sequence_index_s=torch.arange(length),
         sample_ids_b=torch.arange(size),
-        isolate_documents=False,
+        isolate_documents=max(map(len, documents)) > 1,
     )

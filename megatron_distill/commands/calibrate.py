@@ -23,11 +23,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run", type=Path, metavar="RUN", help="refine --device by this run's metrics.jsonl"
     )
     parser.add_argument("--device", metavar="NAME", help="with --run: the device of the run")
+    parser.add_argument(
+        "--document-length",
+        type=int,
+        metavar="TOKENS",
+        help="with --run: as for `plan` (one document per sample)",
+    )
 
 
 def _check(given: argparse.Namespace) -> str | None:
     if (given.run is None) != (given.device is None):
         return "--run and --device go together: the run, and the device that it ran on"
+    length = given.document_length
+    if length is not None and (given.run is None or length < 1):
+        return f"--document-length {length}: must be 1 or more, and goes with --run"
     fault = no_file(given.output)
     return None if fault is None else f"--output {fault}"
 
@@ -35,7 +44,10 @@ def _check(given: argparse.Namespace) -> str | None:
 def _run(given: argparse.Namespace) -> int:
     from megatron_distill.planning.device import write_device
 
-    device = _measured() if given.run is None else _refined(given.run, given.device)
+    if given.run is None:
+        device = _measured()
+    else:
+        device = _refined(given.run, given.device, given.document_length)
     path = given.output or Path(f"{device.name}.yaml")
     write_device(device, path)
     sys.stdout.write(f"{path}: use it as `{PROGRAM} plan CONFIG --device {path}`\n")
@@ -52,7 +64,7 @@ def _measured() -> DeviceProfile:
     return device
 
 
-def _refined(folder: Path, name: str) -> DeviceProfile:
+def _refined(folder: Path, name: str, document_length: int | None) -> DeviceProfile:
     from megatron_distill.config import check_layout, load_config, teacher_ranks
     from megatron_distill.planning.device import load_device
 
@@ -68,6 +80,7 @@ def _refined(folder: Path, name: str) -> DeviceProfile:
         open_shapes,
         planned_run,
         unplanned,
+        with_documents,
     )
 
     config = load_config(settings, [])
@@ -76,6 +89,7 @@ def _refined(folder: Path, name: str) -> DeviceProfile:
         raise ConfigError(f"--run {folder}: {problem.reason}; give another run")
     measured = read_steps(log)
     run = planned_run(config, open_shapes(config, rows=_vocabularies(config, folder)))
+    run = with_documents(run, config.data, document_length)
     flops = step_flops_per_token(
         run.student,
         None if run.several else run.teacher,  # as the speed in the log counts them

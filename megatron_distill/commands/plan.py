@@ -41,6 +41,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--row", type=int, default=1, help="with --simulate: row of the table, 0: as configured (1)"
     )
+    parser.add_argument(
+        "--document-length",
+        type=int,
+        metavar="TOKENS",
+        help="of the documents in a sample, sum of squares over sum (one document per sample)",
+    )
     parser.add_argument("--shown", type=int, default=_SHOWN, help=f"layouts to show ({_SHOWN})")
 
 
@@ -48,6 +54,8 @@ def _check(given: argparse.Namespace) -> str | None:
     for name in ("devices", "shown"):
         if getattr(given, name) < 1:
             return f"--{name} {getattr(given, name)}: must be 1 or more"
+    if given.document_length is not None and given.document_length < 1:
+        return f"--document-length {given.document_length}: must be 1 or more"
     if given.row < 0:
         return f"--row {given.row}: must be 0, the configured layout, or a row of the table"
     if given.simulate is not None and given.simulate.exists() and not given.simulate.is_dir():
@@ -59,7 +67,13 @@ def _run(given: argparse.Namespace) -> int:
     from megatron_distill.config import load_config
 
     config = load_config(config_file(given.config), given.overrides)
-    plan = make_plan(config, given.devices, given.device, shown=given.shown)
+    plan = make_plan(
+        config,
+        given.devices,
+        given.device,
+        shown=given.shown,
+        document_length=given.document_length,
+    )
     sys.stdout.write(plan.text)
     if given.simulate is not None:
         sys.stdout.write(_simulated(plan, given.row, given.simulate))
@@ -82,8 +96,18 @@ def plan_of(config: RunConfig, devices: int, device_name: str) -> str:
     return make_plan(config, devices, device_name, shown=_SHOWN).text
 
 
-def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) -> PrintedPlan:
-    """Plan a run on so many devices. Raises ConfigError or CheckpointError."""
+def make_plan(
+    config: RunConfig,
+    devices: int,
+    device_name: str,
+    *,
+    shown: int,
+    document_length: int | None = None,
+) -> PrintedPlan:
+    """Plan a run on so many devices. Raises ConfigError or CheckpointError.
+
+    document_length: tokens of the document of a mean token; None: one document per sample.
+    """
     from megatron_distill.planning.device import load_device
 
     machine = load_device(device_name)
@@ -103,13 +127,14 @@ def make_plan(config: RunConfig, devices: int, device_name: str, *, shown: int) 
         teacher_places,
         unplanned,
         vocabulary_note,
+        with_documents,
     )
 
     problem = unplanned(config)
     if problem is not None:
         raise ConfigError(f"{problem.reason}; {problem.remedy}")
     shapes = open_shapes(config)
-    run = planned_run(config, shapes)
+    run = with_documents(planned_run(config, shapes), config.data, document_length)
     places = teacher_places(config)
     device = refined_for(device, run)
     search = Search(run, device, devices, shape_rule(config, shapes), places)

@@ -40,7 +40,7 @@ from megatron_distill.planning.calibration_rounds import reduced
 from megatron_distill.planning.device import (
     ALIASED_COLUMNS,
     CALIBRATED,
-    LONG_DOCUMENT,
+    SCORED_DOCUMENT,
     Curve,
     DeviceProfile,
     Precision,
@@ -65,7 +65,6 @@ _COLUMNS: Final = 33_024  # of logits, as many as aliased ones and no multiple o
 _TOP_K: Final = 64
 _NARROW: Final = 8192  # columns of rows that are read whole for so many ids
 _HEAD_WIDTHS: Final = (32, 128)  # of which a CPU's attention is measured
-_SHORT, _LONG = 512, 2 * LONG_DOCUMENT  # tokens of its documents
 # Of products in layers: [tokens, hidden size, a multiple of it].
 _GAIN_SHAPES: Final = ((512, 256, 1408), (2048, 768, 2048))
 _HIDDEN: Final = 1024
@@ -120,14 +119,13 @@ class _Machine:
             if self._kind == "cpu":
                 torch.set_num_threads(1)
             peaks, efficiency = self._products()
-            attention, softmax, long = self._attention(peaks)
+            attention, softmax = self._attention(peaks)
             rate, memory = self._elements()
             rates = {
                 "peak_tflops": peaks,
                 "product_efficiency": efficiency,
                 "attention_efficiency": attention,
                 "score_ns": softmax,
-                "long_attention": long,
                 "memory_gb_per_s": rate,
                 "memory_efficiency": memory,
                 "kernel_us": self._kernel() * 1e6,
@@ -240,9 +238,8 @@ def _cold_product(
     return work
 
 
-# Shares of the peak of attention's products, nanoseconds of a softmax, and time of a score in long
-# documents over that in short ones; forward and backward.
-_Attention = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+# Shares of the peak of attention's products, and nanoseconds of a softmax; forward and backward.
+_Attention = tuple[tuple[float, float], tuple[float, float]]
 
 
 def _attention(device: torch.device) -> Callable[[dict[Precision, float]], _Attention]:
@@ -267,7 +264,7 @@ def _gpu_attention(device: torch.device) -> Callable[[dict[Precision, float]], _
     def measure(peaks: dict[Precision, float]) -> _Attention:
         ahead, back = _both_passes(forward, device)
         peak = peaks["bf16"] * 1e12
-        return (flops / ahead / peak, 2.5 * flops / back / peak), (0.0, 0.0), (1.0, 1.0)
+        return (flops / ahead / peak, 2.5 * flops / back / peak), (0.0, 0.0)
 
     return measure
 
@@ -275,31 +272,29 @@ def _gpu_attention(device: torch.device) -> Callable[[dict[Precision, float]], _
 def _cpu_attention() -> Callable[[dict[Precision, float]], _Attention]:
     """Return a measurement of the products and of the softmax of one score.
 
-    Two widths of heads tell them apart. The narrow ones are measured in a long document too.
+    Two widths of heads tell them apart.
     """
-    heads, groups = 8, 4
-    narrow, wide = _HEAD_WIDTHS
-    passes, counts = [], []
-    for width, length in ((narrow, _SHORT), (wide, _SHORT), (narrow, _LONG)):
-        segments = Segments(bounds=((0, length),))
-        counts.append(heads * length * (length + 1) / 2)
+    heads, groups, length = 8, 4, SCORED_DOCUMENT
+    scores = heads * length * (length + 1) / 2
+    segments = Segments(bounds=((0, length),))
+    passes = []
+    for width in _HEAD_WIDTHS:
         query, key, value = (
             torch.randn(length, 1, count, width, requires_grad=True)
             for count in (heads, groups, groups)
         )
         rule = AttentionRule(scale=width**-0.5, softcap=None, dropout=0.0)
         passes.append(partial(attend, query, key, value, segments, rule))
-    scores, _, more = counts
+    narrow, wide = _HEAD_WIDTHS
 
     def measure(peaks: dict[Precision, float]) -> _Attention:
         found = [_both_passes(forward, torch.device("cpu")) for forward in passes]
-        shares, softmax, long = [], [], []
-        for products, few, many, longer in zip((4.0, 10.0), *found, strict=True):
+        shares, softmax = [], []
+        for products, few, many in zip((4.0, 10.0), *found, strict=True):
             rate = products * scores * (wide - narrow) / max(many - few, 0.1 * many)
             shares.append(rate / (peaks["fp32"] * 1e12))
             softmax.append(max(0.0, few - products * scores * narrow / rate) / scores * 1e9)
-            long.append(longer / more / (few / scores))
-        return (shares[0], shares[1]), (softmax[0], softmax[1]), (long[0], long[1])
+        return (shares[0], shares[1]), (softmax[0], softmax[1])
 
     return measure
 

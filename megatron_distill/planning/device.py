@@ -15,7 +15,6 @@ from megatron_distill.runtime.atomic_files import replace_file
 
 __all__ = [
     "ALIASED_COLUMNS",
-    "LONG_DOCUMENT",
     "CALIBRATED",
     "Curve",
     "DeviceProfile",
@@ -23,6 +22,7 @@ __all__ = [
     "MeasuredRun",
     "Phase",
     "Precision",
+    "SCORED_DOCUMENT",
     "SEGMENTED_COLUMNS",
     "Sharing",
     "device_names",
@@ -43,8 +43,8 @@ ALIASED_COLUMNS: Final = 2**15
 # Columns of a row per chosen id from which a choice reads segments, and not the whole row twice:
 # ops/topk.py.
 SEGMENTED_COLUMNS: Final = 192
-# Of a CPU: torch's attention then takes 256 queries at a time, and 64 before.
-LONG_DOCUMENT: Final = 768
+# Tokens of the document in which attention is measured on a CPU.
+SCORED_DOCUMENT: Final = 512
 _FOLDER: Final = Path(__file__).parent / "devices"
 Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -131,8 +131,8 @@ class DeviceProfile(_ProfileTable):
         product_efficiency: share of the peak over the GFLOP of one product, ascending.
         attention_efficiency: share of the peak of a fused attention's products, forward and
             backward. score_ns: of the softmax of one score, which the width of a head does not
-            change, where it was measured. long_attention: time of a score over that, both
-            included, in documents of at least `LONG_DOCUMENT` tokens.
+            change, where it was measured. Both of a CPU per score that is needed, in documents of
+            `SCORED_DOCUMENT` tokens.
         memory_gb_per_s, memory_efficiency: of element-wise work; the share over its megabytes.
         kernel_us: of starting one operation.
         logit_ns: of one logit of one model in the losses and their gradient, by precision, where it
@@ -169,7 +169,6 @@ class DeviceProfile(_ProfileTable):
     product_efficiency: Curve
     attention_efficiency: tuple[Positive, Positive]
     score_ns: tuple[float, float] = (0.0, 0.0)
-    long_attention: tuple[Positive, Positive] = (1.0, 1.0)
     memory_gb_per_s: Positive
     memory_efficiency: Curve
     kernel_us: float = Field(ge=0)

@@ -12,7 +12,7 @@ from megatron_distill.planning.operations import Passes, Rank
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
 
-__all__ = ["embedding_passes", "head_passes", "measuring_passes"]
+__all__ = ["embedding_passes", "head_messages", "head_passes", "measuring_passes"]
 
 # Passes over a matrix of logits besides the products: the student's are read for their statistics,
 # read and written for the gradient; the teacher's are read for both.
@@ -69,6 +69,12 @@ def head_passes(
     whole = teacher if chosen else student
     statistics, edge, back = _head_messages(whole, rank, chunks=chunks, chosen=chosen)
     return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
+
+
+def head_messages(student: Architecture, rank: Rank, *, chunks: int) -> Passes:
+    """Return the messages of `head_passes` with losses alone."""
+    statistics, edge, back = _head_messages(student, rank, chunks=chunks)
+    return Passes(0.0, 0.0, statistics + edge, back, statistics + edge + back)
 
 
 def measuring_passes(

@@ -9,7 +9,9 @@ from typing import Final
 
 from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
+from megatron_distill.planning.aligned import aligned_bytes
 from megatron_distill.planning.device import DeviceProfile
+from megatron_distill.planning.gathered_layers import gathered_layers
 from megatron_distill.planning.parameters import RankNumbers, fullest_shard, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
@@ -126,7 +128,8 @@ def stage_need(
     # The weights of the next teacher arrive while one runs.
     arriving = sum(sorted(resting)[-2:])
     # A teacher's forward pass comes before the student's. Then the loss, the backward pass of the
-    # last layer, and that of the embedding follow each other.
+    # last layer, and that of the embedding follow each other. Before a layer's backward pass comes
+    # that of its loss.
     peak = max(
         *(
             _teacher_forward(one, its, device) + _choosing_chunk(one, its, device) + arriving
@@ -134,6 +137,7 @@ def stage_need(
         ),
         held.in_flight + chunk,
         held.in_flight + held.live,
+        held.in_flight + gathered_layers(run, choice, stage).peak,
         held.in_flight - held.one + _embedding_gradient(run, choice, stage),
     )
     buffers = peak - held.in_flight - chunk
@@ -200,6 +204,11 @@ def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float
     """
     split = choice.layout.tensor
     tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
+    gradient = tokens * run.student.hidden_size * run.width
+    if run.is_aligned:
+        theirs = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
+        logits = aligned_bytes(run, device, tokens=tokens, teacher_tokens=theirs, split=split)
+        return logits + gradient
     columns = run.student.padded_vocab_size(split) // split
     chosen = run.chunk_tokens or max(1, _CHUNK[device.kind] // columns)
     rows = ceil(tokens / ceil(tokens / chosen))  # chunks of equal size
@@ -209,7 +218,6 @@ def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float
     block = min(rows, per_block) * columns * _FP32 * buffers
     if device.kind == "gpu" and not run.row_blocks:
         block = 0
-    gradient = tokens * run.student.hidden_size * run.width
     product = 0.0
     if device.kind == "cpu" and run.width < _FP32:
         product = min(_WIDE_PRODUCT, columns * run.student.hidden_size) * run.width

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
-from megatron_distill.planning.device import LONG_DOCUMENT, DeviceProfile, Precision, share
+from megatron_distill.planning.device import SCORED_DOCUMENT, DeviceProfile, Precision, share
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -33,6 +33,9 @@ __all__ = [
 Recomputed = Literal["none", "selective", "full"]
 # Backward of a fused attention computes the scores again: five products where forward has two.
 _FUSED_BACKWARD: Final = 2.5
+# Queries of a block of torch's attention on a CPU, by the least length of a document; and keys.
+_QUERY_BLOCKS: Final = ((768, 256), (192, 64), (0, 32))
+_KEY_BLOCK: Final = 512
 # Calls of torch in one pass of a layer on a CPU, views and new tensors included. They run one after
 # the other on one thread, however small the work is; on a GPU kernels hide them.
 CALLS_OF_LAYER: Final = 340
@@ -99,21 +102,15 @@ class Rank:
         """Return the time of element-wise work that reads and writes `byte_count` in all."""
         return element_seconds(self.device, byte_count, kernels=kernels)
 
-    def fused_attention(
-        self, flops: float, scores: float, *, document: float, backward: bool
-    ) -> float:
-        """Return the time of a fused attention's products, and of the softmax of its scores.
-
-        document: tokens of one.
-        """
+    def fused_attention(self, flops: float, scores: float, *, backward: bool) -> float:
+        """Return the time of a fused attention's products, and of the softmax of its scores."""
         device = self.device
         # A CPU's attention computes in fp32 whatever it is given.
         in_fp32 = self.precision == "fp32" or device.kind == "cpu"
         peak = device.peak_tflops["fp32" if in_fp32 else "bf16"] * 1e12
         softmax = scores * device.score_ns[backward] * 1e-9
         products = flops / (peak * device.attention_efficiency[backward])
-        long = device.long_attention[backward] if document >= LONG_DOCUMENT else 1.0
-        return long * (products + softmax) + device.kernel_us * 1e-6
+        return products + softmax + device.kernel_us * 1e-6
 
 
 def element_seconds(device: DeviceProfile, byte_count: float, *, kernels: int = 1) -> float:
@@ -335,10 +332,12 @@ def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float,
     length = 2 * attended - 1
     if not rank.scores:
         seen = rank.tokens * heads * attended
+        if rank.device.kind == "cpu" and attended == rank.attended[0]:  # without a window
+            seen *= _computed_share(round(length)) / _computed_share(SCORED_DOCUMENT)
         flops = 4.0 * seen * shape.head_size
         return (
-            rank.fused_attention(flops, seen, document=length, backward=False),
-            rank.fused_attention(_FUSED_BACKWARD * flops, seen, document=length, backward=True),
+            rank.fused_attention(flops, seen, backward=False),
+            rank.fused_attention(_FUSED_BACKWARD * flops, seen, backward=True),
         )
     # Every score of the square is in memory: causal masks save nothing.
     sequences = rank.tokens * rank.layout.context / length
@@ -351,6 +350,21 @@ def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float,
     # Softmax reads and writes, dropout too with a byte of mask; the products read and write once.
     softmax = rank.passes(scores * (6 * rank.width + 1), kernels=3)
     return once + softmax, 2 * once + rank.passes(scores * (8 * rank.width + 1), kernels=3)
+
+
+@lru_cache(maxsize=64)
+def _computed_share(length: int) -> float:
+    """Return the scores that torch computes on a CPU over those that a causal document needs.
+
+    Of each block of queries all blocks of keys that one of them sees are computed whole.
+    """
+    block = next(size for least, size in _QUERY_BLOCKS if length >= least)
+    computed = 0
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        seen = -(-stop // _KEY_BLOCK) * _KEY_BLOCK
+        computed += (stop - start) * min(seen, length)
+    return computed / (length * (length + 1) / 2)
 
 
 def _feed_forward(

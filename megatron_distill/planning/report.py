@@ -55,7 +55,10 @@ def plan_report(
     store, capture: the fastest run with a store, and the fastest capture of it. configured: the
     layout of the configuration itself, or the reason why it does not run. note: an assumption.
     """
-    lines = [f"plan for {devices:,} x {device.title}, {ranking.tried:,} choices tried", ""]
+    lines = [f"plan for {devices:,} x {device.title}, {ranking.tried:,} choices tried"]
+    if run.document_length is not None:
+        lines[0] += f", documents of {run.document_length:,} tokens"
+    lines += [""]
     lines += [] if note is None else [*_wrapped(note), ""]
     best = ranking.fitting[:shown]
     if not best:

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from megatron_distill.planning.device import Precision
     from megatron_distill.runtime.layout import Layout
 
-__all__ = ["Choice", "Parts", "PlannedRun", "SharedTeacher", "TeacherPlace", "teachers_apart"]
+__all__ = [
+    "Choice",
+    "ChunkLoss",
+    "Parts",
+    "PlannedRun",
+    "SharedTeacher",
+    "TeacherPlace",
+    "teachers_apart",
+]
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Parts:
 
 
 TeacherPlace = Literal["none", "shared", "own ranks", "store"]
+Alignment = Literal["likelihood", "common", "projection", "gold", "uld"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,15 @@ class SharedTeacher:
     shards: bool = False
 
 
+@dataclass(frozen=True)
+class ChunkLoss:
+    """A loss between two tokenizers; the fields are those of a term of the objective."""
+
+    alignment: Alignment
+    top_k: int | None = None
+    uncommon_top_k: int = 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """The parts of a configuration that decide memory and time, without a layout.
@@ -65,12 +83,14 @@ class PlannedRun:
         paired_layers: of losses between layers: the student's, the teacher's, and whether their
             attention is compared.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
+        chunk_losses: between two tokenizers; empty: there is one.
         shards_teacher: whether the ranks with the same weights of the teacher divide them.
         keeps_signals: whether the student runs twice in a step, with signals that are kept for it.
         measures: what each step measures for the balance of the losses, in a forward pass of the
             student before its own: the losses, or the norms of their gradients.
         rests: whether the teacher's weights but its head are on a GPU in its forward pass alone.
-        document_length: mean tokens of a document; None: attention sees whole sequences.
+        document_length: tokens of the document of a mean token, the sum of squared lengths over
+            the sum of lengths; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
         chunk_tokens: of the losses; None: chosen by the device.
         sent_ids: ids per token that a teacher with its own ranks or layout sends; None: hidden
@@ -89,6 +109,7 @@ class PlannedRun:
     sends_heads: bool = False
     paired_layers: tuple[tuple[int, int, bool], ...] = ()
     teacher_length: int | None = None
+    chunk_losses: tuple[ChunkLoss, ...] = ()
     document_length: int | None = None
     global_batch_size: int
     steps: int = 0
@@ -121,6 +142,11 @@ class PlannedRun:
     def tokens(self) -> int:
         """Positions of the student in one step."""
         return self.global_batch_size * self.sequence_length
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the losses are between two tokenizers, of a teacher with a model."""
+        return bool(self.chunk_losses) and self.teacher is not None
 
     @property
     def answer_bytes(self) -> float:
@@ -231,6 +257,11 @@ class Choice:
     def teacher_micro_batches(self, run: PlannedRun) -> int:
         """Return the micro-batches of the busiest replica of the teacher in a step."""
         return -(-run.global_batch_size // (self.teacher_data * self.micro_batch_size))
+
+    def teacher_tokens(self, run: PlannedRun) -> int:
+        """Return the tokens of the teacher's micro-batch on one of the student's context ranks."""
+        length = run.teacher_length or run.sequence_length
+        return self.micro_batch_size * length // self.layout.context
 
     def chunk_layers(self, rank: int) -> list[range]:
         """Return the layers of each chunk on a pipeline rank of the student."""

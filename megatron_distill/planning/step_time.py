@@ -13,13 +13,16 @@ from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING, Final
 
+from megatron_distill.planning.aligned import aligned_passes, band_count
 from megatron_distill.planning.answers import waiting_without_a_step_ahead
 from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.end_operations import (
     embedding_passes,
+    head_messages,
     head_passes,
     measuring_passes,
 )
+from megatron_distill.planning.gathered_layers import gathered_layers
 from megatron_distill.planning.operations import (
     LayerTimes,
     Passes,
@@ -138,11 +141,7 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     """Return the student's stages; a teacher that runs within them is not in their times."""
     rank = student_rank(run, choice, device)
     last = choice.layout.pipeline - 1
-    chunks = loss_chunks(run, choice, device)
-    heads = head_passes(run.student, choice.head_in_stages(run), rank, chunks=chunks)
-    several = run.several and choice.keeps_head(run)
-    for one, _, share in teachers_apart(run, choice) if several else ():
-        heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
+    heads = _heads(run, choice, rank)
     precision, loss = run.precision, device.factor("loss", run.precision)
     factors = device.factor("forward", precision), device.factor("backward", precision)
     heads = heads.scaled(loss, loss)
@@ -155,6 +154,7 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         ]
         if stage == 0:
             chunks_of_stage[0] += embedding_passes(run.student, rank)
+        chunks_of_stage[0] += _gathers(run, choice, device, stage)
         passes = tuple(one.scaled(*factors) for one in chunks_of_stage)
         stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
     if device.core_share == 1.0:
@@ -162,6 +162,27 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     # Stages of a CPU that wait for the slowest lend it their cores.
     busy = mean(stage.total for stage in stages) / max(stage.total for stage in stages)
     return [stage.times(max(busy, device.core_share)) for stage in stages]
+
+
+def _gathers(run: PlannedRun, choice: Choice, device: DeviceProfile, stage: int) -> Passes:
+    """Return the messages of a micro-batch with layers of a teacher of another tokenizer."""
+    tensor, context = gathered_layers(run, choice, stage).seconds(device)
+    once = tensor + context
+    return Passes(0.0, 0.0, once, once, 2 * tensor, 2 * context)
+
+
+def _heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
+    """Return the heads and losses of a micro-batch on the student's last stage."""
+    chunks = loss_chunks(run, choice, rank.device)
+    if run.is_aligned:
+        tokens = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
+        work = aligned_passes(run, rank, teacher_tokens=tokens)
+        return work + head_messages(run.student, rank, chunks=chunks)
+    heads = head_passes(run.student, choice.head_in_stages(run), rank, chunks=chunks)
+    several = run.several and choice.keeps_head(run)
+    for one, _, share in teachers_apart(run, choice) if several else ():
+        heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
+    return heads
 
 
 def measuring_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> list[StageTimes]:
@@ -268,6 +289,9 @@ def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:
     """Return the chunks of logits in a micro-batch."""
     split = choice.layout.tensor
     tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
+    if run.is_aligned:
+        rows = max(tokens, choice.teacher_tokens(run))
+        return band_count(run, device, rows=rows, split=split)
     columns = run.student.padded_vocab_size(split) // split
     chosen = run.chunk_tokens or max(1, _LOGITS_OF_CHUNK[device.kind] // columns)
     return ceil(tokens / chosen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from megatron_distill.planning.gathered_layers import gathered_layers
 from megatron_distill.planning.operations import Recomputed, layer_kinds
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
@@ -68,6 +69,10 @@ def stage_bytes(run: PlannedRun, choice: Choice, numbers: RankNumbers, stage: in
         # The gathered hidden state and its scattered gradient, and the statistics of the logits.
         edge = once.tensor * (2 if layout.sequence else 1)
         tensor += edge + _STATISTICS * tokens * (layout.tensor - 1)
+    of_tensor, of_context = gathered_layers(run, choice, stage).received(
+        measures=run.measures is not None
+    )
+    tensor, context = tensor + of_tensor, context + of_context
     return StepBytes(
         teacher=_of_teachers(run, choice, stage),
         answers=_answers(run, choice, stage),

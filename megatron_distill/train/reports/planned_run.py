@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from megatron_distill.config import (
     ArchitectureConfig,
+    DataConfig,
     FeatureConfig,
     JobConfig,
     ModelConfig,
@@ -26,12 +27,13 @@ from megatron_distill.config import (
     routed_terms,
     teacher_parallel,
 )
+from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import balanced_stages, forward_flops_per_token
 from megatron_distill.models.hugging_face.description import describe_for_plan
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import reading_seconds
-from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher, TeacherPlace
+from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun, SharedTeacher, TeacherPlace
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of, read_shape
@@ -46,6 +48,7 @@ __all__ = [
     "tokenizer_paths",
     "unplanned",
     "vocabulary_note",
+    "with_documents",
 ]
 
 _STORE_IDS: Final = 64
@@ -222,6 +225,11 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         paired_layers=_paired_layers(config.objective.features, shapes),
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
+        chunk_losses=tuple(
+            ChunkLoss(term.alignment, term.top_k, term.uncommon_top_k)
+            for term in config.objective.terms
+            if term.alignment is not None
+        ),
         global_batch_size=train.global_batch_size,
         steps=train.steps,
         precision=train.precision,
@@ -247,6 +255,21 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         or any(map(_takes_row_blocks, config.objective.terms)),
         reading_seconds=_reading_seconds(config),
     )
+
+
+def with_documents(run: PlannedRun, data: DataConfig, length: int | None) -> PlannedRun:
+    """Return the run with documents of so many tokens in its samples; None: one per sample.
+
+    Raises ConfigError: attention crosses from one document to the next.
+    """
+    if length is None:
+        return run
+    if not data.isolate_documents:
+        raise ConfigError(
+            f"--document-length {length}: with data.isolate_documents=false attention sees whole "
+            "sequences; leave the length out"
+        )
+    return replace(run, document_length=length)
 
 
 def _takes_row_blocks(term: TermConfig) -> bool:

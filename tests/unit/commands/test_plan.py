@@ -194,3 +194,24 @@ def test_the_training_command_plans_too(config: str, capsys: pytest.CaptureFixtu
     assert "plan for 8 x NVIDIA L40S" in capsys.readouterr().out
     assert main(["train", config, "--plan", "l40s"]) == 1
     assert "as 64xh100-80gb" in capsys.readouterr().err
+
+
+def test_a_plan_of_short_documents_is_faster(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", config, "--devices", "1", "--device", "l40s"]
+
+    def seconds(*more: str) -> float:
+        assert main([*words, *more]) == 0
+        heading, _, _, row, *_ = capsys.readouterr().out.splitlines()
+        assert heading.endswith(f"documents of {int(more[1]):,} tokens" if more else "tried")
+        return float(row.split()[-4])
+
+    whole = seconds()
+    assert seconds("--document-length", "256") < whole
+    assert seconds("--document-length", "2048") == whole
+    assert main([*words, "--document-length", "256", "data.isolate_documents=false"]) != 0
+    assert "data.isolate_documents=false" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        main([*words, "--document-length", "0"])
+    assert "must be 1 or more" in capsys.readouterr().err

@@ -48,11 +48,20 @@ def test_the_measured_machine_plans_a_run(
     assert "plan for 2 x " in capsys.readouterr().out
 
 
-def test_a_run_and_its_device_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["--run", "runs/first"], "--run and --device go together"),
+        (["--document-length", "512"], "--document-length 512: must be 1 or more, and goes with"),
+    ],
+)
+def test_options_of_a_run_go_together(
+    given: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["calibrate", "--run", "runs/first"])
+        main(["calibrate", *given])
     assert end.value.code == 2
-    assert "--run and --device go together" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 def test_the_work_of_others_is_counted_and_ones_own_is_not() -> None:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from itertools import combinations, pairwise
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.steps.cases import Body, Case, Ranks, Workload, layout_cases, peer_cases
+from benchmarks.steps.cases import (
+    Body,
+    Case,
+    Ranks,
+    Workload,
+    document_cases,
+    layout_cases,
+    peer_cases,
+)
 from benchmarks.steps.planned import planned_case, planned_peaks
 from benchmarks.teachers import planned_steps
+from benchmarks.workers.attention import bounds_of
+from megatron_distill.config import load_config
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import chunk_bytes
+from megatron_distill.planning.search import planned
+from megatron_distill.train.reports.planned_run import (
+    configured_choice,
+    open_shapes,
+    planned_run,
+)
 from tests.guards.source_tree import ROOT
 from tests.unit.planning.shapes import choice_of, llama, run_of
 
@@ -108,15 +125,25 @@ def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_time
     assert wrong == known
 
 
-def recorded_attention() -> list[tuple[int, int, float]]:
-    """Positions, context ranks and MiB of the whole steps in the record of attention."""
+class AttentionRow(NamedTuple):
+    """A whole step in the record of attention; documents as `bounds_of` names them."""
+
+    length: int
+    documents: str
+    context: int
+    tokens_per_second: float
+    peak: float
+
+
+def recorded_attention() -> list[AttentionRow]:
     found = []
     for line in (RESULTS / "attention.md").read_text().splitlines():
         if line.startswith("| step "):
             cells = [cell.strip().replace(",", "") for cell in line.split("|")[1:-1]]
-            words = cells[0].split()
-            context = int(words[-1][2:]) if words[-1].startswith("CP") else 1
-            found.append((int(words[1]), context, float(cells[5])))
+            _, length, documents, *more = cells[0].split()
+            context = int(more[0][2:]) if more else 1
+            speed, peak = float(cells[2]), float(cells[5])
+            found.append(AttentionRow(int(length), documents, context, speed, peak))
     return found
 
 
@@ -129,12 +156,62 @@ def tiny_case(length: int, context: int) -> Case:
 
 def test_the_recorded_steps_over_long_sequences_need_the_planned_memory() -> None:
     rows = recorded_attention()
-    assert {row[:2] for row in rows} == {(512, 1), (2048, 1), (8192, 1), (8192, 2)}
-    for length, context, peak in rows:
+    shapes = {(row.length, row.context) for row in rows}
+    assert shapes == {(512, 1), (2048, 1), (8192, 1), (8192, 2)}
+    for length, _, context, _, peak in rows:
         one_thread = CPU.model_copy(update={"cores": context})
         stages = planned_peaks(tiny_case(length, context), one_thread)
         planned = max(bytes_of for _, bytes_of in stages) / 2**20
         assert 0.95 * peak <= planned <= 1.10 * peak, (length, context, planned, peak)
+
+
+def mean_document(row: AttentionRow) -> int:
+    """Tokens of the document of a mean token, over the samples of a step."""
+    bounds = [bounds_of(row.length, row.documents, seed=n) for n in range(16_384 // row.length)]
+    lengths = [stop - start for one in bounds for start, stop in pairwise(one)]
+    return round(sum(length**2 for length in lengths) / sum(lengths))
+
+
+@pytest.mark.parametrize("name", ["planning_repeated", "teachers"])
+def test_the_recorded_steps_over_documents_take_about_the_planned_time(name: str) -> None:
+    """By calibrations of the same hour; the times of the record are of one thread."""
+    profiles = [DeviceProfile.model_validate(one) for one in record(name)["devices"]]
+    rows = {
+        f"{row.length} {row.documents} {row.context}": (
+            16_384 / row.tokens_per_second,
+            median(
+                planned_case(
+                    tiny_case(row.length, row.context),
+                    device,
+                    threads=1,
+                    document_length=mean_document(row),
+                ).time.total
+                for device in profiles
+            ),
+        )
+        for row in recorded_attention()
+    }
+    assert len(rows) == 7
+    assert max(map(abs, errors(rows).values())) <= 0.15, errors(rows)
+    assert len(in_order(rows)) == 18
+    assert all(in_order(rows))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("planning_documents.json")))
+def test_recorded_steps_over_documents_are_those_of_their_plans(path: Path) -> None:
+    recorded = record(path.stem)
+    profiles = [DeviceProfile.model_validate(one) for one in recorded["devices"]]
+    cases = {case.name: case for case in document_cases()}
+    assert {row["case"] for row in recorded["rows"]} == set(cases)
+    rows = {}
+    for row in recorded["rows"]:
+        case = cases[row["case"]]
+        seconds = median(planned_case(case, device).time.total for device in profiles)
+        rows[case.name] = row["seconds"], seconds
+        ((_, peak),) = planned_peaks(case, CPU)
+        assert 0.95 * row["peak"] <= peak <= 1.10 * row["peak"], case.name
+    assert max(map(abs, errors(rows).values())) <= 0.15, errors(rows)
+    assert all(in_order(rows))
 
 
 def recorded_losses() -> list[tuple[str, int, int, float]]:
@@ -208,3 +285,32 @@ def test_the_steps_beside_peers_take_about_the_predicted_time(
     assert max(map(abs, errors(rows).values())) <= 0.15
     assert len(in_order(rows)) > 100
     assert all(in_order(rows))
+
+
+# Of the quickstart: file, overrides and ranks of each run; tokenizers of 2,048 ids.
+QUICKSTART = {
+    "teacher": ("teacher", (), 2),
+    "student alone": ("student", ("teacher=null", "objective.terms=[]"), 4),
+    "distilled student": ("student", ("teacher.checkpoint=null",), 4),
+}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_offline"])
+def test_the_runs_of_the_quickstart_are_planned_in_the_order_of_their_speeds(
+    name: str, devices: list[DeviceProfile]
+) -> None:
+    teacher = load_config(ROOT / "configs" / "quickstart_teacher.yaml", []).student.architecture
+    assert teacher is not None
+    shape = json.dumps(teacher.model_dump(mode="json", exclude_none=True))
+    planned_speeds = {}
+    for label, (file, given, ranks) in QUICKSTART.items():
+        own = [f"teacher.architecture={shape}"] * (label == "distilled student")
+        config = load_config(ROOT / "configs" / f"quickstart_{file}.yaml", [*given, *own])
+        run = planned_run(config, open_shapes(config, rows={"student": 2048, "teacher": 2048}))
+        choice = configured_choice(config, run, ranks=ranks, teachers=0)
+        time = planned(run, choice, devices[0].shared_by(ranks)).time
+        planned_speeds[label] = run.tokens / time.total
+    for seed in record(name)["seeds"]:
+        speeds = {run["label"]: run["tokens_per_second"] for run in seed["runs"]}
+        order = sorted(QUICKSTART, key=speeds.__getitem__)
+        assert order == sorted(QUICKSTART, key=planned_speeds.__getitem__)

@@ -72,16 +72,33 @@ def test_the_softmax_of_a_cpu_takes_its_time_per_score_whatever_a_head_s_width()
     assert found.backward - plain.backward == pytest.approx(3 * scores * 1e-9, rel=1e-6)
 
 
-@pytest.mark.parametrize("length", [512, LENGTH])
-def test_the_scores_of_long_documents_have_a_measured_cost_of_their_own(length: int) -> None:
-    cpu = DEVICE.model_copy(update={"long_attention": (0.5, 0.2)})
-    choice, run = replace(SHARED, place="none"), replace(RUN, teacher=None, sequence_length=length)
+@pytest.mark.parametrize(
+    ("length", "document", "keys"),
+    [
+        (512, None, 512),
+        (1024, None, 768),  # a half of the queries reads one block of keys, the other half two
+        (2048, None, 1280),
+        (1024, 512, 512),
+        (1024, 256, 256),
+        (1024, 640, (512 * 512 + 128 * 640) / 640),
+    ],
+)
+def test_a_cpu_computes_whole_blocks_of_keys(
+    length: int, document: int | None, keys: float
+) -> None:
+    """Over the causal scores of documents; the rate is of those that 512 tokens need."""
+    cpu = DEVICE.model_copy(update={"kind": "cpu", "score_ns": (1e3, 2e3)})
+    choice = replace(SHARED, place="none")
+    run = replace(RUN, teacher=None, sequence_length=length, document_length=document)
     numbers = stage_numbers(STUDENT, Layout(), choice.layers)
-    found, plain = (step_time(run, choice, one, numbers) for one in (cpu, DEVICE))
-    scores = BATCH * length * (length + 1) / 2 * STUDENT.num_attention_heads * STUDENT.num_layers
-    flops = 4 * scores * STUDENT.head_size if length == LENGTH else 0.0
-    assert plain.forward - found.forward == pytest.approx(0.5 * flops / PEAK, rel=1e-6)
-    assert plain.backward - found.backward == pytest.approx(0.8 * 2.5 * flops / PEAK, rel=1e-6)
+    found, none = (
+        step_time(run, choice, one, numbers)
+        for one in (cpu, cpu.model_copy(update={"score_ns": (0.0, 0.0)}))
+    )
+    scores = BATCH * length * STUDENT.num_attention_heads * STUDENT.num_layers
+    seen = scores * keys * 513 / (2 * 512) * 1e-6
+    assert found.forward - none.forward == pytest.approx(seen, rel=1e-3)
+    assert found.backward - none.backward == pytest.approx(2 * seen, rel=1e-3)
 
 
 def test_logits_whose_rows_share_cache_sets_have_a_measured_cost_of_their_own() -> None:

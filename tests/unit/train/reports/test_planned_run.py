@@ -11,6 +11,7 @@ from megatron_distill.config import load_config
 from megatron_distill.planning.device import load_device, reading_seconds
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.run import ChunkLoss
 from megatron_distill.planning.search import Search
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.assemble.answers.plan import answer_plan, sent_records
@@ -248,3 +249,18 @@ def test_the_time_of_reading_is_that_of_the_sources(
     config = load_config(tmp_path / "run.yaml", changes)
     found = planned_run(config, open_shapes(config)).reading_seconds
     assert found == pytest.approx(reading_seconds(texts=texts, aligned_by=processes))
+
+
+def test_terms_with_an_alignment_are_planned_as_losses_between_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    terms = (
+        "[{alignment: common, divergence: forward_kl, top_k: 64}, "
+        "{alignment: uld, uncommon_top_k: 32}]"
+    )
+    given = [ALIGNED[0], "teacher.sequence_length=4096", f"objective.terms={terms}"]
+    config = load_config(tmp_path / "run.yaml", given)
+    run = planned_run(config, open_shapes(config))
+    assert run.chunk_losses == (ChunkLoss("common", 64), ChunkLoss("uld", None, 32))
+    assert run.is_aligned
+    plain = load_config(tmp_path / "run.yaml", [])
+    assert not planned_run(plain, open_shapes(plain)).is_aligned
