@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,12 @@ from megatron_distill.losses import (
 from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.distributed.megatron_world import (
     megatron_groups,
+    objective_of,
     parts_of,
     rows_of,
     small_architecture,
+    student_of,
+    teacher_of,
 )
 from tests.reference.balancing import balanced_total
 from tests.reference.distillation import cross_entropy, forward_kl
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_distill.train.balancing import Balancing
     from megatron_distill.train.objective import TokenObjective
     from megatron_distill.train.step import Student
+    from megatron_distill.train.teachers.live import OnlineTeacher
 
 LENGTH, SAMPLES, VOCABULARY = 32, 4, 208
 CE_WEIGHT, ALPHA = 0.8, 0.6
@@ -98,42 +102,31 @@ def step_batches(case: Case, *, rank: int, ranks: int, context: tuple[int, int])
     )
 
 
-def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObjective, Balancing]:
+def build(case: Case, groups: Groups) -> tuple[Student, OnlineTeacher, TokenObjective, Balancing]:
     """Student with Megatron's gradient buffers, teacher, objective and balancing of a case."""
-    from megatron_distill.config import OptimizerConfig
-    from megatron_distill.models.execution import Execution, Recompute
-    from megatron_distill.models.gpt import build_gpt, vocab_shard
-    from megatron_distill.ops import LogitRule
     from megatron_distill.train.balancing import Balancing, Schedules
-    from megatron_distill.train.objective import TokenObjective
-    from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
-    from megatron_distill.train.step import Student
 
-    execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(case.recompute))
     shape = {"init_std": 0.2, "vocab_size": VOCABULARY}
-    student = small_architecture(
+    own = small_architecture(
         **shape,
         hidden_dropout=case.dropout,
         attention_dropout=case.dropout,
         tied_embeddings=case.tied,
     )
-    chunks = build_gpt(student, groups=groups, execution=execution, seed=11)
-    (teacher,) = build_gpt(
-        student if case.same_teacher else small_architecture(**shape, num_layers=2),
-        groups=groups,
-        execution=replace(execution, recompute=Recompute()),
-        seed=11 if case.same_teacher else 12,
-        interleaved=False,
+    student = student_of(
+        own,
+        groups,
+        length=LENGTH,
+        positions=SAMPLES * LENGTH,
+        recompute=case.recompute,
+        overlap=case.overlap,
     )
-    teacher.eval()
-    objective = TokenObjective(
-        ce_weight=CE_WEIGHT,
-        terms=TERMS,
-        metrics=("student_entropy",),
-        chunk_tokens=24,
-        shard=vocab_shard(student, groups),
-        logit_rule=LogitRule(None, 1.0),
-        groups=groups,
+    other, seed = (
+        (own, 11) if case.same_teacher else (small_architecture(**shape, num_layers=2), 12)
+    )
+    teacher = teacher_of(other, groups, length=LENGTH, seed=seed)
+    objective = objective_of(
+        own, groups, ce_weight=CE_WEIGHT, terms=TERMS, metrics=("student_entropy",), chunk_tokens=24
     )
     balancing = Balancing(
         mode=case.mode,
@@ -146,10 +139,7 @@ def build(case: Case, groups: Groups) -> tuple[Student, HiddenStateGPT, TokenObj
         ratios=case.ratios,
         per_micro_batch=case.per_micro_batch,
     )
-    plain = OptimizerConfig(distributed=False, overlap_grad_reduce=case.overlap)
-    wrapped = wrap_data_parallel(chunks, plain, groups=groups)
-    connect_schedule(wrapped, plain, positions=SAMPLES * LENGTH)
-    return Student(chunks, wrapped, groups, LENGTH), teacher, objective, balancing
+    return student, teacher, objective, balancing
 
 
 @dataclass(frozen=True)
@@ -166,19 +156,15 @@ def balanced(rank: int, world: int, case: Case) -> Found:
     """Run the step as training does, without the optimizer."""
     with megatron_groups(**dict(case.layout)) as groups:
         from megatron_distill.train.step import run_student
-        from megatron_distill.train.teachers.live import OnlineTeacher
 
         student, teacher, objective, balancing = build(case, groups)
-        head = teacher.head_weight().detach() if groups.is_last_stage else None
-        architecture = small_architecture(vocab_size=VOCABULARY)
-        listener = OnlineTeacher(teacher, architecture, head, groups, LENGTH)
         step = step_batches(
             case,
             rank=groups.data.rank(),
             ranks=groups.data.size(),
             context=(groups.context.rank(), groups.context.size()),
         )
-        signals = listener.signals(step.micro_batches)
+        signals = teacher.signals(step.micro_batches)
         prepared = balancing.prepare(
             student, signals, objective, step, steps_done=0, state=BalanceState()
         )
@@ -218,8 +204,8 @@ def formula(rank: int, world: int, case: Case, parts: list[slice] | None) -> Ora
         hidden = _hidden(student.chunks[0], batch)
         logits = hidden.double() @ student.chunks[0].head_weight()[:VOCABULARY].double().t()
         with torch.no_grad():
-            states = _hidden(teacher, batch).double()
-            taught = states @ teacher.head_weight()[:VOCABULARY].double().t()
+            states = _hidden(teacher.model, batch).double()
+            taught = states @ teacher.model.head_weight()[:VOCABULARY].double().t()
         ce_N = cross_entropy(logits, batch.labels_bs.flatten())
         terms_N = [forward_kl(logits, taught, term.temperature) for term in TERMS]
         masks = [mask.flatten() for mask in (batch.ce_mask_bs, batch.kd_mask_bs)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,22 +10,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_distill.data.aligned.documents import AlignedDocument, Side
-from megatron_distill.data.aligned.packing import AlignedPacker, Window
-from megatron_distill.data.collation import GlobalBatch, count_labels, micro_batch, pack_samples
+from megatron_distill.data.aligned.documents import AlignedDocument
+from megatron_distill.data.collation import GlobalBatch, micro_batch
 from megatron_distill.losses import (
     BalanceMode,
     BalanceState,
     ChunkTerm,
     FeaturePair,
+    ScoreRule,
+    Term,
     ValueSchedule,
 )
 from megatron_distill.runtime.batch import Batch, StepBatches
+from tests.distributed.aligned_steps import packed, random_side, step_of
 from tests.distributed.megatron_world import (
     megatron_groups,
+    objective_of,
     parts_of,
     rows_of,
     small_architecture,
+    student_of,
+    teacher_of,
 )
 from tests.distributed.models.test_models import LENGTH, packed_batch
 from tests.reference.cross_tokenizer import Alignment
@@ -58,6 +63,7 @@ PAIRS: tuple[Pair, ...] = (
     (3, 6, "cosine", 1.5),
     (2, 5, "mse", 0.4),
 )
+METRICS = ("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement")
 Parts = dict[tuple[str, tuple[int, ...]], Tensor]
 
 
@@ -145,20 +151,15 @@ def aligned_samples(setting: Setting) -> GlobalBatch:
     """Documents of random tokens in chunks of one to three tokens, packed for both sides."""
     rng = np.random.default_rng(8)
 
-    def side(sizes: Any) -> Side:
-        tokens = rng.integers(0, 200, int(sizes.sum())).astype(np.int32)
-        return Side.of_chunks(tokens, np.repeat(np.arange(len(sizes)), sizes).astype(np.int32))
+    def documents() -> Iterator[AlignedDocument]:
+        while True:
+            own = other = random_side(rng, np.ones(13, np.int64), 200)
+            if setting.tokens == "own":
+                chunks = (rng.choice([1, 1, 1, 2, 3], 9) for _ in range(2))
+                own, other = (random_side(rng, sizes, 200) for sizes in chunks)
+            yield AlignedDocument(own, other)
 
-    packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(setting.teacher_length + 1, 0))
-    found: list[Any] = []
-    while len(found) < ROWS:
-        own = other = side(np.ones(13, np.int64))
-        if setting.tokens == "own":
-            own, other = (side(rng.choice([1, 1, 1, 2, 3], 9)) for _ in range(2))
-        packer.add(AlignedDocument(own, other), len(found))
-        while packer.is_ready and len(found) < ROWS:
-            found.append(packer.take(len(found)))
-    return pack_samples(found)
+    return packed(documents(), (LENGTH, setting.teacher_length), ROWS)
 
 
 def chunk_ends(setting: Setting) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
@@ -211,27 +212,10 @@ def trained_chunks(setting: Setting) -> Trained:
     )
 
 
-def aligned_step(groups: Groups, planner: ChunkPlanner, setting: Setting) -> StepBatches:
-    """This rank's share of the samples of two tokenizers."""
-    packed, size = aligned_samples(setting), setting.micro_batch_size
-    (counts,) = count_labels(packed, isolate_documents=True)
-    share = ROWS // groups.data.size()
-    first = groups.data.rank() * share
-    batches = [
-        planner.planned(micro_batch(packed, slice(at, at + size), isolate_documents=True))
-        for at in range(first, first + share, size)
-    ]
-    return StepBatches(
-        tuple(batches),
-        *(counts.ce, counts.kd, ROWS * LENGTH),
-        *(counts.chunks, counts.pairs, counts.chunk_labels, counts.chunk_ends),
-    )
-
-
 def step_batches(groups: Groups, setting: Setting, planner: ChunkPlanner | None) -> StepBatches:
     """This rank's share of the whole batch; with a planner, of the samples of two tokenizers."""
     if planner is not None:
-        return aligned_step(groups, planner, setting)
+        return step_of(aligned_samples(setting), groups, planner, setting.micro_batch_size)
     whole, micro_batch_size = whole_batch(), setting.micro_batch_size
     own = range(groups.data.rank(), ROWS, groups.data.size())
     starts = range(0, len(own), micro_batch_size)
@@ -247,39 +231,17 @@ def step_batches(groups: Groups, setting: Setting, planner: ChunkPlanner | None)
 
 def build_student(groups: Groups, recompute: str) -> Student:
     """The student with Megatron's gradient buffers, whole on every rank."""
-    from megatron_distill.config import OptimizerConfig
-    from megatron_distill.models.execution import Execution, Recompute
-    from megatron_distill.models.gpt import build_gpt
-    from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
-    from megatron_distill.train.step import Student
-
-    execution = Execution(torch.float32, torch.device("cpu"), Recompute.of(recompute))
-    chunks = build_gpt(small_architecture(**STUDENT), groups=groups, execution=execution, seed=11)
-    plain = OptimizerConfig(distributed=False, overlap_grad_reduce=False)
-    wrapped = wrap_data_parallel(chunks, plain, groups=groups)
-    connect_schedule(wrapped, plain, positions=ROWS * LENGTH)
-    return Student(chunks, wrapped, groups, LENGTH)
+    shape = small_architecture(**STUDENT)
+    return student_of(shape, groups, length=LENGTH, positions=ROWS * LENGTH, recompute=recompute)
 
 
 def build_teacher(groups: Groups, changes: dict[str, Any], length: int = LENGTH) -> OnlineTeacher:
     """The frozen teacher."""
-    from megatron_distill.models.execution import Execution
-    from megatron_distill.models.gpt import build_gpt
-    from megatron_distill.train.teachers.live import OnlineTeacher
-
-    architecture = small_architecture(**changes)
-    execution = Execution(torch.float32, torch.device("cpu"))
-    (model,) = build_gpt(
-        architecture, groups=groups, execution=execution, seed=12, interleaved=False
-    )
-    model.freeze()
-    head = model.head_weight().detach() if groups.is_last_stage else None
-    return OnlineTeacher(model, architecture, head, groups, length)
+    return teacher_of(small_architecture(**changes), groups, length=length)
 
 
 def build_losses(setting: Setting, groups: Groups) -> FeatureLosses:
     """The feature losses of a setting, with projectors where the sizes differ."""
-    from megatron_distill.losses import FeaturePair, ScoreRule
     from megatron_distill.train.features import (
         FeatureLosses,
         ProjectorOptimization,
@@ -367,10 +329,6 @@ def between_tokenizers(
 def take_step(rank: int, world: int, setting: Setting) -> Found:
     """Forward and backward of one step, gradients reduced and not applied."""
     with megatron_groups(**setting.layout) as groups:
-        from megatron_distill.losses import Term
-        from megatron_distill.models.gpt import vocab_shard
-        from megatron_distill.ops import LogitRule
-        from megatron_distill.train.objective import TokenObjective
         from megatron_distill.train.step import run_student
         from megatron_distill.train.teachers.live import FeatureTeacher
 
@@ -379,14 +337,13 @@ def take_step(rank: int, world: int, setting: Setting) -> Found:
         losses = build_losses(setting, groups)
         losses.attach(student.chunks)
         ways = even_routes(losses.pairs, online.architecture.num_layers, groups.layout)
-        objective = TokenObjective(
+        objective = objective_of(
+            small_architecture(**STUDENT),
+            groups,
             ce_weight=setting.ce_weight,
             terms=(Term("forward_kl", weight=setting.kd_weight),) if setting.kd_weight else (),
-            metrics=("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement"),
+            metrics=METRICS,
             chunk_tokens=24,
-            shard=vocab_shard(small_architecture(**STUDENT), groups),
-            logit_rule=LogitRule(None, 1.0),
-            groups=groups,
             features=losses,
             feature_weights=tuple(setting.factor * pair.weight for pair in losses.pairs),
         )

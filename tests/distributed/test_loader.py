@@ -19,7 +19,6 @@ from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from tests.distributed.pool import Pool
 from tests.support.data_fixtures import ByteTokenizer, story, write_jsonl
-from tests.support.indexed_corpus import numbered, write_indexed
 
 LENGTH = 16
 ROWS = 8
@@ -43,7 +42,12 @@ def open_source(spec: SourceSpec, rank: int) -> SampleSource | None:
 
 
 def loader_for(
-    source: SampleSource | None, rank: int, layout: Layout, *, prefetch: int = 2
+    source: SampleSource | None,
+    rank: int,
+    layout: Layout,
+    *,
+    prefetch: int = 2,
+    group: dist.ProcessGroup | None = None,
 ) -> StepLoader:
     """Ranks as (tensor fastest, then context, then data), as Megatron-Core orders them."""
     data, context, micro = layout
@@ -57,7 +61,7 @@ def loader_for(
         data_parallel_size=data,
         context_parallel_rank=rank // replicas % context,
         context_parallel_size=context,
-        group=dist.group.WORLD,
+        group=group or dist.group.WORLD,
         prefetch=prefetch,
     )
 
@@ -185,21 +189,6 @@ def test_an_error_of_the_reader_is_raised_on_all_ranks_at_its_step(
     assert f"{path}:301: the value of 'text' is not text but a number" in message
 
 
-def open_and_say(rank: int, world_size: int, spec: SourceSpec) -> str:
-    try:
-        open_source(spec, rank)
-    except DataError as error:
-        dist.barrier()
-        return str(error)
-    raise AssertionError("no error")
-
-
-def test_a_source_that_cannot_be_opened_ends_all_ranks(pool: Pool) -> None:
-    results = pool.run(2, open_and_say, SourceSpec("text", ("/absent/corpus-*.txt",)))
-    assert results[0] == results[1]
-    assert "/absent/corpus-*.txt: the glob matches no file" in results[0]
-
-
 def load_and_say(rank: int, world_size: int, spec: SourceSpec, state: str) -> str:
     with loader_for(open_source(spec, rank), rank, (1, 1, 8)) as loader:
         loader.take(0)
@@ -245,15 +234,3 @@ def take_distant(rank: int, world_size: int) -> tuple[list[int], dict[str, Any]]
 def test_large_sample_ids_and_any_text_travel_unchanged(pool: Pool) -> None:
     expected = ([2**40 + 7] * 2, {"samples": ROWS, "source": {"word": "\u00fc" * 11}})
     assert pool.run(2, take_distant) == [expected, expected]
-
-
-def test_an_indexed_corpus_is_opened_by_the_first_rank_alone(pool: Pool, tmp_path: Path) -> None:
-    # Megatron-Core's own builder waits in a barrier for the other ranks, which never come here.
-    documents = [[token % 200 + 1 for token in document] for document in numbered(40)]
-    spec = SourceSpec("megatron", (write_indexed(tmp_path / "corpus", documents),))
-    alone = pool.run(1, take_steps, spec, (1, 1, 8), None, 8)
-    for world_size, layout in ((2, (2, 1, 2)), (4, (2, 2, 4))):
-        results = pool.run(world_size, take_steps, spec, layout, None, 8)
-        for step in range(8):
-            held = sorted(cell for cells, _, _ in results for cell in cells[step])
-            assert held == sorted(alone[0][0][step])

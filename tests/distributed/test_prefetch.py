@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,37 +13,25 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.data.formats import SourceSpec
-from megatron_distill.data.loader import StepLoader
 from megatron_distill.data.prefetch import PrefetchedSteps, PrefetchedUnits, exchange_group
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.batch import Batch, StepBatches
 from tests.distributed.pool import Pool
-from tests.distributed.test_loader import LENGTH, ROWS, Layout, open_source, take_until_error
-from tests.support.data_fixtures import story
+from tests.distributed.test_loader import ROWS, Layout, loader_for, open_source, take_until_error
+from tests.support.data_fixtures import story, write_jsonl
 
 
-def loader_in(
-    group: dist.ProcessGroup | None, spec: SourceSpec, rank: int, layout: Layout
-) -> StepLoader:
-    """The loader of a training stream, ranks as in `loader_for`."""
-    data, context, micro = layout
-    return StepLoader(
-        open_source(spec, rank),
-        sequence_length=LENGTH,
-        global_batch_size=ROWS,
-        micro_batch_size=micro,
-        data_parallel_rank=rank // context,
-        data_parallel_size=data,
-        context_parallel_rank=rank % context,
-        context_parallel_size=context,
-        group=group,
+@pytest.fixture
+def spec(tmp_path: Path) -> SourceSpec:
+    return SourceSpec(
+        "jsonl", (str(write_jsonl(tmp_path / "corpus.jsonl", map(story, range(60)))),)
     )
 
 
 def prefetched(spec: SourceSpec, rank: int, layout: Layout) -> PrefetchedSteps:
     """The steps of a training stream."""
     group = exchange_group(timeout_seconds=60.0)
-    loader = loader_in(group, spec, rank, layout)
+    loader = loader_for(open_source(spec, rank), rank, layout, group=group)
     return PrefetchedSteps(loader, last_step=99, device=torch.device("cpu"), group=group)
 
 
@@ -66,12 +53,10 @@ def prefetch_until_error(
 
 @pytest.mark.parametrize("layout", [(2, 1, 2), (1, 2, 4)])
 def test_an_error_is_raised_on_all_ranks_by_the_step_of_a_loader_without_prefetch(
-    pool: Pool, tmp_path: Path, layout: Layout
+    pool: Pool, spec: SourceSpec, layout: Layout
 ) -> None:
-    path = tmp_path / "corpus.jsonl"
-    lines = [json.dumps({"text": story(index)}) for index in range(60)]
-    path.write_text("\n".join([*lines, '{"text": 7}']))
-    spec = SourceSpec("jsonl", (str(path),))
+    with Path(spec.paths[0]).open("a") as corpus:
+        corpus.write('{"text": 7}\n')
     plain = pool.run(2, take_until_error, spec, 0)
     assert pool.run(2, prefetch_until_error, spec, layout) == plain
 
@@ -97,11 +82,10 @@ def taken_meanwhile(rank: int, world_size: int, spec: SourceSpec) -> tuple[list[
             return finished, steps.state_dict() == state != steps._loader.state_dict()
 
 
-def test_the_next_step_is_read_and_exchanged_while_a_step_runs(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
-    found = pool.run(2, taken_meanwhile, SourceSpec("jsonl", (str(path),)))
-    assert found == [([1, 2], True)] * 2
+def test_the_next_step_is_read_and_exchanged_while_a_step_runs(
+    pool: Pool, spec: SourceSpec
+) -> None:
+    assert pool.run(2, taken_meanwhile, spec) == [([1, 2], True)] * 2
 
 
 def units_taken_meanwhile(
@@ -110,7 +94,7 @@ def units_taken_meanwhile(
     """The steps whose units the thread has taken during step 1, and the samples of that step."""
     second, finished = Event(), []
     group = exchange_group(timeout_seconds=60.0)
-    loader = loader_in(group, spec, rank, (world_size, 1, 1))
+    loader = loader_for(open_source(spec, rank), rank, (world_size, 1, 1), group=group)
     take = loader.take_units
 
     def noted(step: int, units: Sequence[int], *, replicas: int) -> list[Batch]:
@@ -131,10 +115,10 @@ def units_taken_meanwhile(
         return list(finished), [unit.sample_ids_b.tolist() for unit in units]
 
 
-def test_the_units_of_the_next_step_are_taken_while_a_step_runs(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
-    found = pool.run(2, units_taken_meanwhile, SourceSpec("jsonl", (str(path),)))
+def test_the_units_of_the_next_step_are_taken_while_a_step_runs(
+    pool: Pool, spec: SourceSpec
+) -> None:
+    found = pool.run(2, units_taken_meanwhile, spec)
     assert [steps for steps, _ in found] == [[1, 2]] * 2
     samples = [sample for _, units in found for unit in units for sample in unit]
     assert len(set(samples)) == len(samples) == 4
@@ -152,10 +136,8 @@ def end_early(rank: int, world_size: int, spec: SourceSpec) -> list[list[int]]:
     return found
 
 
-def test_the_world_works_on_after_an_end_in_the_middle(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("\n".join(json.dumps({"text": story(index)}) for index in range(60)))
-    for first, second in pool.run(4, end_early, SourceSpec("jsonl", (str(path),))):
+def test_the_world_works_on_after_an_end_in_the_middle(pool: Pool, spec: SourceSpec) -> None:
+    for first, second in pool.run(4, end_early, spec):
         assert first == second
         assert len(first) == 2 * ROWS // 4
 

@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.megatron_world import (
+    build,
+    megatron_groups,
+    saved_description,
+    small_architecture,
+)
 from tests.distributed.pool import Pool
 
 
 def checkpoints_at_each_removal(rank: int, world: int, root: Path) -> list[list[str]]:
     """The complete checkpoints each time that something is removed while step 1 is saved twice."""
     with megatron_groups() as groups:
-        from megatron_distill.train.checkpoint.description import Description
         from megatron_distill.train.checkpoint.folder import CheckpointFolder
         from megatron_distill.train.checkpoint.state import model_shards
 
         architecture = small_architecture()
         shards = model_shards(build(architecture, groups, seed=3), groups)
-        description = Description(
-            step=1, tokens=0, bad_steps=0, architecture=architecture.as_dict(), tokenizer="",
-            layout="", data={},
-        )  # fmt: skip
+        description = saved_description(architecture.as_dict())
         folder = CheckpointFolder(root, keep=1, asynchronous=False)
         folder.prepare()
         found: list[list[str]] = []

@@ -110,15 +110,6 @@ class KnownStores:
         return self._known[key]
 
 
-def contents(store: Path) -> dict[str, bytes]:
-    """All files of a store by name."""
-    return {
-        str(path.relative_to(store)): path.read_bytes()
-        for path in sorted(store.rglob("*"))
-        if path.is_file()
-    }
-
-
 def shards_of(store: Path) -> list[str]:
     """Names of the shards that are there."""
     return sorted(path.stem for path in (store / "shards").glob("logits-*.json"))

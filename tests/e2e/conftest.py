@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.distributed.pool import Pool
@@ -31,3 +33,9 @@ def inputs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     teacher = SECOND_TEACHER.format(tokenizer=found.second_tokenizer(421))
     found.write("aligned", STUDENT, teacher, terms=ALIGNED_TERMS)
     return found
+
+
+@pytest.fixture(scope="session")
+def dense(inputs: Inputs) -> Path:
+    """The configuration of a small dense student and its teacher."""
+    return inputs.folder / "dense.yaml"

@@ -21,9 +21,3 @@ def convert(
     """Call the tool on every rank; ranks that do not end together are a failure."""
     texts = [str(word) for word in words]
     return pool.run(world, call_script, TOOL, texts, limits, None, free, timeout=SECONDS)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}

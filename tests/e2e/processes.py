@@ -119,6 +119,15 @@ def torchrun(
         started.end()
 
 
+def wait_until(condition: Callable[[], bool], during: subprocess.Popen[str] | None = None) -> None:
+    """Wait for something, while a process is alive if one is given."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert during is None or during.poll() is None, during.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def run_from_imports(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
     """Run Python on a CPU in the project's folder until it ends well, from a forked start."""
     done = run_forked([*words], environment(), ROOT, seconds=seconds)

@@ -315,10 +315,16 @@ def train_here(
     return run_training(config, CPU, StopAfter(stop_after))
 
 
-def failure_here(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> str:
+def failure_here(
+    rank: int,
+    world: int,
+    config_path: Path,
+    overrides: Sequence[str],
+    train: Callable[..., bool] = train_here,
+) -> str:
     """Run one training that must fail in a pool worker; returns the error's kind and message."""
     try:
-        train_here(rank, world, config_path, overrides)
+        train(rank, world, config_path, overrides)
     except MegatronDistillError as error:
         return f"{type(error).__name__}: {error}"
     return "no failure"
@@ -413,11 +419,17 @@ def resumed(
     return run(pool, world, config, folder / "cut", *saved), whole
 
 
+@contextmanager
+def log_of(rank: int) -> Iterator[io.StringIO]:
+    """Let the log of this rank go into the stream in the block, whoever configures it."""
+    stream, configure_log = io.StringIO(), log.configure
+    with patch.object(log, "configure", lambda *_, **__: configure_log(rank, stream=stream)):
+        yield stream
+
+
 def logged(rank: int, world: int, config_path: Path, overrides: Sequence[str]) -> str:
     """Train in a pool worker; returns the log of this rank."""
-    stream = io.StringIO()
-    configure_log = log.configure
-    with patch.object(log, "configure", lambda *_, **__: configure_log(rank, stream=stream)):
+    with log_of(rank) as stream:
         train_here(rank, world, config_path, overrides)
     return stream.getvalue()
 

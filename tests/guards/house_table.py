@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.guards.floors import cycles, floor_violations
+from tests.guards.habits import broad_handlers, global_state
 from tests.guards.source_tree import PACKAGE, ROOT, Source, read_sources
 
 
@@ -40,17 +41,6 @@ def annotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[bool]:
     given = function.args
     parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs]
     return [one.annotation is not None for one in parameters if one.arg not in ("self", "cls")]
-
-
-def broad_handlers(sources: Sequence[Source]) -> int:
-    """How many handlers catch everything."""
-    found = 0
-    for source in sources:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ExceptHandler):
-                kind = "" if node.type is None else ast.unparse(node.type)
-                found += kind in ("", "Exception", "BaseException")
-    return found
 
 
 def sizes() -> dict[str, Any]:
@@ -78,10 +68,8 @@ def sizes() -> dict[str, Any]:
         "params annotated": f"{sum(parameters) / len(parameters):.1%}",
         "import cycles": len(list(cycles(sources))),
         "upward imports": len(list(floor_violations(sources))),
-        "broad except": broad_handlers(sources),
-        "global": sum(
-            isinstance(node, ast.Global) for source in sources for node in ast.walk(source.tree)
-        ),
+        "broad except": len(list(broad_handlers(sources))),
+        "global": len(list(global_state(sources))),
         "test/package": round(sum(len(one.text.splitlines()) for one in tests) / lines, 2),
         "test files": len(tests),
     }

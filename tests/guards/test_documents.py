@@ -38,9 +38,7 @@ def named_paths(text: str) -> Iterator[str]:
     starts = roots()
     for span in CODE.findall(FENCE.sub("", text)):
         for word in span.split():
-            if re.fullmatch(r"[\w.*-]+(?:/[\w.*-]+)+/?", word) is None or word.startswith(
-                NOT_PATHS
-            ):
+            if PATH.fullmatch(word) is None or word.startswith(NOT_PATHS):
                 continue
             if word.partition("/")[0] in starts or word.endswith(".py"):
                 yield word

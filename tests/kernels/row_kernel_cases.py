@@ -22,7 +22,14 @@ from megatron_distill.ops.torch_rows import Block
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference.distillation import GRADIENT_TOLERANCE, Problem, row_error, solve
 from tests.reference.logits import logit_pair, neighbours
-from tests.support.divergence_runs import NAMES, SUPPORTS, expected, signal_of, solved
+from tests.support.divergence_runs import (
+    NAMES,
+    SUPPORTS,
+    assert_six_digits,
+    expected,
+    signal_of,
+    solved,
+)
 from tests.support.objective_runs import run
 from tests.unit.losses.test_objective_terms import (
     BETWEEN,
@@ -89,12 +96,7 @@ def test_a_student_near_its_teacher_in_some_tokens(
 ) -> None:
     student, teacher = on(device, *neighbours(3, 5000, noise))
     student[0] = student[0].flip(0)
-    upstream = torch.ones(3, device=device)
-    given = {"divergence": name, "support": "dense", "temperature": 0.5}
-    value, gradient = solved(student, DenseLogits(teacher), upstream, **given)
-    oracle = expected(student, DenseLogits(teacher), upstream, **given)
-    assert float(((value.double() - oracle[0]).abs() / oracle[0]).max()) < 1e-6
-    assert row_error(gradient, oracle[1]) < 1e-6
+    assert_six_digits(name, student, teacher, 0.5, {})
 
 
 @pytest.mark.parametrize("apart", [31.7, -301.7])
@@ -104,12 +106,7 @@ def test_a_constant_between_the_models_costs_no_digits(
 ) -> None:
     student, teacher = on(device, *neighbours(4, 5000, 0.01))
     student += apart
-    upstream = torch.ones(4, device=device)
-    given = {"divergence": name, "support": "dense"}
-    value, gradient = solved(student, DenseLogits(teacher), upstream, **given)
-    oracle = expected(student, DenseLogits(teacher), upstream, **given)
-    assert float(((value.double() - oracle[0]).abs() / oracle[0]).max()) < 1e-6
-    assert row_error(gradient, oracle[1]) < 1e-6
+    assert_six_digits(name, student, teacher, 1.0, {})
 
 
 @pytest.mark.parametrize("name", NAMES)

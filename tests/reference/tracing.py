@@ -21,7 +21,22 @@ PRODUCTS = {
 }
 
 
-class Trace(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """Looks at every operator that runs inside, once it has its result."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.look(func, args, result)
+        return result
+
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note what is to be noted."""
+        raise NotImplementedError
+
+
+class Trace(Watch):
     """Records every operator that runs inside.
 
     Attributes:
@@ -38,21 +53,13 @@ class Trace(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in existing}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if func in PRODUCTS:
             operands = [leaf for leaf in args if isinstance(leaf, Tensor)][-2:]
             self.products.append(tuple(operand.detach() for operand in operands))
         if func.namespace == "c10d":
             self.collectives.append(func._opname)
         self._count(result)
-        return result
 
     def _count(self, result: Any) -> None:
         """Add the storages of a result; the bytes alive grow with a new one only."""
@@ -71,7 +78,7 @@ class Trace(TorchDispatchMode):
             self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
 
 
-class HostWaits(TorchDispatchMode):
+class HostWaits(Watch):
     """Counts the operators whose result the host has to wait for on a GPU."""
 
     WAITING = (
@@ -85,11 +92,8 @@ class HostWaits(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         self.count += func in self.WAITING
-        return func(*args, **(kwargs or {}))
 
 
 def traced(run: Callable[[], object], *existing: Tensor) -> Trace:

@@ -66,7 +66,7 @@ def assert_six_digits(
     name: str, student: Tensor, teacher: Tensor, temperature: float, given: dict[str, float]
 ) -> None:
     """Value and gradient of each row against float64, dense, with an upstream gradient of ones."""
-    ones = torch.ones(len(student))
+    ones = torch.ones(len(student), device=student.device)
     found = solved(
         student, DenseLogits(teacher), ones, divergence=name, temperature=temperature, **given
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_distill.evaluation.requests import Request, Score, model_input
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from megatron_distill.evaluation.requests import Request, Score, Scorer, model_input
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
 
 # The last three rows of the head are no tokens, and tensor parallelism adds more.
@@ -46,10 +46,8 @@ def _architecture(changes: dict[str, Any]) -> Any:
     return small_architecture(vocab_size=VOCAB, init_std=0.2, **changes)
 
 
-def _dense(
-    rank: int, world: int, changes: dict[str, Any], greedy: bool = False
-) -> list[tuple[float, bool]]:
-    """Each request alone, unpadded, with whole logits in float64; or the greedy tokens."""
+def _dense(rank: int, world: int, changes: dict[str, Any]) -> list[tuple[float, bool]]:
+    """Each request alone, unpadded, with whole logits in float64."""
     with megatron_groups() as groups:
         from megatron_distill.models.gpt import run_model
         from megatron_distill.runtime.batch import Batch
@@ -86,7 +84,6 @@ def _scored(
 ) -> tuple[list[tuple[float, bool]], list[int]]:
     """The scores of a layout, and the numbers of requests that were reported as done."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.evaluation.requests import Scorer
         from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.train.evaluation.pass_scoring import PassScorer
@@ -151,30 +148,28 @@ def same(found: Scores, expected: Scores) -> None:
         assert log_prob == pytest.approx(own, abs=1e-5 * count)
 
 
-@pytest.fixture(scope="module")
-def dense(pool: Pool) -> OfModel:
-    """The scores of a model's whole logits, computed once for each model."""
+def of_each_model(score: OfModel) -> OfModel:
+    """Scores of models by their changes, computed once for each."""
     known: dict[str, Scores] = {}
 
     def of(changes: dict[str, Any]) -> Scores:
         if str(changes) not in known:
-            (known[str(changes)],) = pool.run(1, _dense, changes)
+            known[str(changes)] = score(changes)
         return known[str(changes)]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def dense(pool: Pool) -> OfModel:
+    """The scores of a model's whole logits."""
+    return of_each_model(lambda changes: pool.run(1, _dense, changes)[0])
 
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> OfModel:
-    """The scores of a model by one rank in large batches, computed once for each model."""
-    known: dict[str, Scores] = {}
-
-    def of(changes: dict[str, Any]) -> Scores:
-        if str(changes) not in known:
-            ((known[str(changes)], _),) = pool.run(1, _scored, {}, changes, 200, 0)
-        return known[str(changes)]
-
-    return of
+    """The scores of a model by one rank in large batches."""
+    return of_each_model(lambda changes: pool.run(1, _scored, {}, changes, 200, 0)[0][0])
 
 
 # By the cache, and by the passes of models with sharded weights, on models without.
@@ -266,11 +261,9 @@ def _positions(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, list
     """Positions that this rank computes in its layers, and the log-probabilities."""
     with megatron_groups(**layout) as groups, pytest.MonkeyPatch.context() as patch:
         from megatron_distill.models.generation.layer import Layer
-        from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.train.evaluation.scoring import ModelScorer
 
         architecture = small_architecture(vocab_size=VOCAB, max_position_embeddings=192)
-        chunks = build(architecture, groups, seed=11)
         counted = [0]
         plain = Layer.__call__
 
@@ -279,7 +272,7 @@ def _positions(rank: int, world: int, layout: dict[str, Any]) -> tuple[int, list
             return plain(layer, hidden_NH, *rest)
 
         patch.setattr(Layer, "__call__", counting)
-        model = CachedGPT(chunks, architecture, groups, torch.device("cpu"), vocab_size=TOKENS)
+        model = writer_of(architecture, groups, vocab_size=TOKENS)
         scores = ModelScorer(model, 192, 1024).score(_few_shot())
         return counted[0] // architecture.num_layers, [score.log_prob for score in scores]
 

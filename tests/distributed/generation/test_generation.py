@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_distill.errors import CheckpointError, ConfigError
+from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
 from tests.distributed.hugging_face_models import MODELS, VOCABULARY, reference, save_model
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
+from tests.e2e.runs import quick_and_slow
 
 LENGTHS = (5, 11, 23, 8)
 FAST = ("qwen3", "gemma2")
@@ -32,7 +35,6 @@ def prompts(vocabulary: int = VOCABULARY) -> list[tuple[int, ...]]:
 
 def _of_folder(rank: int, world: int, folder: Path, prefix: tuple[int, ...]) -> dict[str, Any]:
     with megatron_groups() as groups:
-        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.hugging_face.description import describe
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights
@@ -163,16 +165,10 @@ def _sampled(
     pace: tuple[int, int] = EVERY_STEP,
 ) -> dict[str, Any]:
     with megatron_groups(**layout) as groups, looking(*pace):
-        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         architecture = small_architecture(
             **KINDS[kind], vocab_size=197, init_std=0.2, max_position_embeddings=64
         )
-        chunks = build(architecture, groups, seed=11)
-        model = CachedGPT(
-            chunks, architecture, groups, torch.device("cpu"), vocab_size=190, cache_gib=cache_gib
-        )
+        model = writer_of(architecture, groups, vocab_size=190, cache_gib=cache_gib)
         every = prompts(190)
         rows = [WriteRow(every[row], row, 9 + row) for row in order]
         found: dict[str, Any] = {}
@@ -218,14 +214,7 @@ QUICK = (LAYOUTS[0], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5], LAYOUTS[7])
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> Callable[[str], dict[str, Any]]:
     """The texts of one rank, written once for each kind of model."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def of(kind: str) -> dict[str, Any]:
-        if kind not in known:
-            (known[kind],) = pool.run(1, _sampled, {}, kind)
-        return known[kind]
-
-    return of
+    return cache(lambda kind: pool.run(1, _sampled, {}, kind)[0])
 
 
 @pytest.mark.parametrize(
@@ -250,59 +239,36 @@ def test_every_layout_draws_the_same_ids(
         same(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "kind", "layout", "order", "gib"),
-    [
-        (1, "dense", {}, (3, 1, 0, 2), 1.0),
-        (1, "dense", {}, (2, 0, 3, 1), 1e-6),
-        pytest.param(2, "dense", {"tensor": 2}, (2, 0, 3, 1), 1e-6, marks=pytest.mark.slow),
-        pytest.param(2, "dense", {"context": 2}, (1, 3, 2, 0), 1e-6, marks=pytest.mark.slow),
-        pytest.param(2, "experts", {"expert": 2}, (2, 0, 3, 1), 1e-6, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_order_and_size_of_batches_do_not_change_the_ids(
-    pool: Pool,
-    alone: Callable[[str], dict[str, Any]],
-    world: int,
-    kind: str,
-    layout: dict[str, Any],
-    order: tuple[int, ...],
-    gib: float,
+# Ranks, kind and layout; the order of the rows, the cache, and when the host looks at drawn ids.
+WAYS: dict[str, tuple[int, str, dict[str, Any], tuple[int, ...], float, tuple[int, int]]] = {
+    "another order": (1, "dense", {}, (3, 1, 0, 2), 1.0, EVERY_STEP),
+    "small batches": (1, "dense", {}, (2, 0, 3, 1), 1e-6, EVERY_STEP),
+    "small batches, TP2": (2, "dense", {"tensor": 2}, (2, 0, 3, 1), 1e-6, EVERY_STEP),
+    "small batches, CP2": (2, "dense", {"context": 2}, (1, 3, 2, 0), 1e-6, EVERY_STEP),
+    "small batches, EP2": (2, "experts", {"expert": 2}, (2, 0, 3, 1), 1e-6, EVERY_STEP),
+    "late looks": (1, "dense", {}, (3, 1, 0, 2), 1.0, AS_ON_CUDA),
+    "late looks, PP2+virtual": (
+        2, "dense", {"pipeline": 2, "virtual_pipeline": 2}, (3, 1, 0, 2), 1.0, AS_ON_CUDA,
+    ),
+    "late looks, EP2": (2, "experts", {"expert": 2}, (3, 1, 0, 2), 1.0, AS_ON_CUDA),
+}  # fmt: skip
+QUICK_WAYS = ("another order", "small batches", "late looks", "late looks, EP2")
+
+
+@pytest.mark.parametrize("way", quick_and_slow(WAYS, QUICK_WAYS))
+def test_neither_order_nor_batches_nor_late_looks_change_the_ids(
+    pool: Pool, alone: Callable[[str], dict[str, Any]], way: str
 ) -> None:
-    for found in pool.run(world, _sampled, layout, kind, order, gib):
+    world, kind, *given = WAYS[way]
+    layout, *others = given
+    for found in pool.run(world, _sampled, layout, kind, *others):
         same(found, alone(kind))
-
-
-@pytest.mark.parametrize(
-    ("world", "kind", "layout"),
-    [
-        (1, "dense", {}),
-        pytest.param(2, "dense", {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
-        (2, "experts", {"expert": 2}),
-    ],
-    ids=str,
-)
-def test_a_look_some_steps_later_does_not_change_the_ids(
-    pool: Pool,
-    alone: Callable[[str], dict[str, Any]],
-    world: int,
-    kind: str,
-    layout: dict[str, Any],
-) -> None:
-    found = pool.run(world, _sampled, layout, kind, (3, 1, 0, 2), 1.0, AS_ON_CUDA)
-    for one in found:
-        same(one, alone(kind))
 
 
 def _refused(rank: int, world: int) -> dict[str, str]:
     with megatron_groups(tensor=2) as groups:
-        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         architecture = small_architecture()
-        chunks = build(architecture, groups, seed=11)
-        model = CachedGPT(chunks, architecture, groups, torch.device("cpu"))
+        model = writer_of(architecture, groups)
 
         def write(*ids: int, strings: tuple[str, ...] = (), limit: int = 2) -> None:
             stops = Stops(strings=strings)
@@ -310,7 +276,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 
         def damaged() -> None:
             with torch.no_grad():
-                chunks[0].decoder.layers[1].mlp.linear_fc2.weight[3, 2] = float("nan")
+                model.chunks[0].decoder.layers[1].mlp.linear_fc2.weight[3, 2] = float("nan")
             write(5, 6, limit=9)
 
         cases = {
@@ -346,12 +312,8 @@ def _asked_to_stop(
 ) -> list[int]:
     """Write rows of one batch each until the last rank's second question; returns their lengths."""
     with megatron_groups(**layout) as groups, looking(*pace):
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         shape = small_architecture(**KINDS[kind], init_std=0.2, max_position_embeddings=64)
-        chunks = build(shape, groups, seed=11)
-        model = CachedGPT(chunks, shape, groups, torch.device("cpu"), cache_gib=1e-6)
+        model = writer_of(shape, groups, cache_gib=1e-6)
         questions = iter(range(100))
         texts = model.write(
             [WriteRow(ids, sample, 40) for sample, ids in enumerate(prompts(190))],

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+from tests.distributed.megatron_world import megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
+from tests.reference.tracing import Watch
 
 VOCABULARY = 2**16
 HIDDEN = 4 * 32  # bytes of a hidden state
@@ -31,16 +32,14 @@ class Moved(NamedTuple):
     is_object: bool
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(Watch):
     """Records each collective, with the bytes that a rank contributes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.moved: list[Moved] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
             given = args[1] if "allgather" in name else args[0]
@@ -48,16 +47,12 @@ class Collectives(TorchDispatchMode):
                 if isinstance(value, Tensor):
                     is_object = value.dtype is torch.uint8
                     self.moved.append(Moved(name, value.nbytes, is_object))
-        return func(*args, **(kwargs or {}))
 
 
 def _moved(rank: int, world: int, layout: dict[str, int], sampling: dict[str, Any]) -> Any:
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         shape = small_architecture(vocab_size=VOCABULARY)
-        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        model = writer_of(shape, groups)
         rows = [tuple(range(9 * length, 10 * length)) for length in LENGTHS]  # that share nothing
         with Collectives() as writing:
             model.write(
@@ -126,7 +121,6 @@ def _moved_by_two_models(rank: int, world: int, layout: dict[str, int]) -> dict[
     """Draft with one model and verify with another, compare them on texts, and score by passes."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.evaluation.requests import Request
-        from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.train.evaluation.pass_scoring import PassScorer
         from megatron_distill.train.evaluation.speculative import RULES, speculate
@@ -135,7 +129,7 @@ def _moved_by_two_models(rank: int, world: int, layout: dict[str, int]) -> dict[
         device, models = torch.device("cpu"), []
         for layers in (4, 2):
             shape = small_architecture(vocab_size=VOCABULARY, num_layers=layers)
-            models.append(CachedGPT(build(shape, groups, seed=11), shape, groups, device))
+            models.append(writer_of(shape, groups))
         teacher, student = models
         rows = [tuple(range(9 * length, 10 * length)) for length in LENGTHS]
         with Collectives() as drafting:
@@ -180,11 +174,8 @@ def test_two_models_and_passes_exchange_no_row_of_the_vocabulary(
 def _groups_by_direction(rank: int, world: int, layout: dict[str, int]) -> dict[str, set[str]]:
     """Write a few rows; return the groups of messages to a later stage, and of those back."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         shape = small_architecture()
-        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        model = writer_of(shape, groups)
         found: dict[str, set[str]] = {"on": set(), "back": set()}
 
         def noted(name: str, original: Any) -> Any:

@@ -10,18 +10,19 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+from tests.distributed.megatron_world import megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
+from tests.reference.tracing import Watch
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
 # Bytes of keys and values: 6 rows of 48 positions.
 BOUND = 6 * 48 * 512
 
 
-class Stores(TorchDispatchMode):
+class Stores(Watch):
     """Counts the live bytes of all keys and values, stored, copied or joined, and operations.
 
     Of what is copied to another type, that of keys and values alone.
@@ -45,10 +46,7 @@ class Stores(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.places: Counter[int] = Counter()  # addresses of live keys and values
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         self.calls[func._schema.name] += 1
         is_made = func in self.MAKERS
         if func is self.CONVERTED:
@@ -65,7 +63,6 @@ class Stores(TorchDispatchMode):
                 place = storage.data_ptr()
                 self.places[place] += 1
                 weakref.finalize(storage, self._free, value.nbytes, place)
-        return result
 
     def _free(self, size: int, place: int) -> None:
         self.live -= size
@@ -78,7 +75,6 @@ def _peaks(
     """Return peaks as shares of the bound; `softcap`: of scores, in bf16."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.execution import Execution
-        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import build_gpt
 
@@ -148,11 +144,9 @@ def test_keys_and_values_stay_within_the_bound(
 def _copies_after_a_request(rank: int, world: int) -> tuple[int, bool]:
     """Bytes of the copies of weights in a request, and whether they outlive it."""
     with megatron_groups() as groups:
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow, linear
-        from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.models.generation import linear
 
-        shape = small_architecture(max_position_embeddings=64)
-        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        model = writer_of(small_architecture(max_position_embeddings=64), groups)
         copied: list[weakref.ref[Tensor]] = []
         sizes = []
 
@@ -181,7 +175,6 @@ def _on_uneven_stages(rank: int, world: int, layers: tuple[int, ...] | None) -> 
     """Ids and scores where the memory of the stages would hold different numbers of rows."""
     with megatron_groups(pipeline=world) as groups:
         from megatron_distill.models.execution import Execution
-        from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.models.gpt import build_gpt
 
@@ -207,22 +200,17 @@ def test_stages_of_unequal_layers_have_the_same_batches(pool: Pool) -> None:
 
 def _largest_scores(rank: int, world: int, bound: int) -> int:
     with megatron_groups() as groups, pytest.MonkeyPatch.context() as patch:
-        from megatron_distill.models.generation import ScoreRow, attend
-        from megatron_distill.models.generation.model import CachedGPT
+        from megatron_distill.models.generation import attend
 
         patch.setattr(attend, "BLOCK_BYTES", bound)
         shape = small_architecture(attention_softcap=2.0, max_position_embeddings=512)
-        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        model = writer_of(shape, groups)
         found = [0]
 
-        class Softmaxes(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-            ) -> Any:
-                result = func(*args, **(kwargs or {}))
+        class Softmaxes(Watch):
+            def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
                 if "softmax" in func._schema.name and result.shape[-1] > 400:
                     found.append(result.nbytes)
-                return result
 
         with Softmaxes():
             model.score([ScoreRow((7,) * 99, ((1,),))], prefix=(1,) * 400)
@@ -237,11 +225,8 @@ def test_blocks_of_scores_count_the_keys_of_the_prefix(pool: Pool) -> None:
 
 def _waits(rank: int, world: int) -> list[int]:
     with megatron_groups() as groups:
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         shape = small_architecture(moe=MOE)
-        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        model = writer_of(shape, groups)
         found = []
         for tokens in (2, 9):
             with Stores() as stores:

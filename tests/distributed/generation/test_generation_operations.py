@@ -9,10 +9,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from megatron_distill.models.generation import Sampling, Stops, WriteRow
+from tests.distributed.megatron_world import megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
+from tests.reference.tracing import Watch
 
 STEPS = 10
 # One operation each of CUDA, and these of a CPU: RMSNorm; keys with values into the cache, and
@@ -22,7 +23,7 @@ STORE = ("copy", "copy")
 ATTENTION = ("baddbmm", "softmax", "bmm")
 
 
-class Operations(TorchDispatchMode):
+class Operations(Watch):
     """Counts what is computed, and views of it."""
 
     def __init__(self) -> None:
@@ -30,15 +31,12 @@ class Operations(TorchDispatchMode):
         self.computed: Counter[str] = Counter()
         self.views: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         returns = func._schema.returns
         alias = returns[0].alias_info if returns else None
         is_view = alias is not None and not alias.is_write
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
         (self.views if is_view else self.computed)[name] += 1
-        return func(*args, **(kwargs or {}))
 
     def sums(self) -> tuple[int, int]:
         """Return the numbers of operations, a norm and attention as one each, and of views."""
@@ -52,18 +50,12 @@ def _per_step(
 ) -> dict[int, tuple[float, float]]:
     """Return operations and views of a step, by the number of layers."""
     with megatron_groups() as groups:
-        import torch
-
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         found = {}
         for layers in (2, 4):
             shape = small_architecture(
                 num_layers=layers, max_position_embeddings=64, vocab_size=128, **changes
             )
-            chunks = build(shape, groups, seed=11)
-            model = CachedGPT(chunks, shape, groups, torch.device("cpu"))
+            model = writer_of(shape, groups)
             counts = []
             for tokens in (4, 4 + STEPS):
                 rows = [WriteRow((7,) * length, length, tokens) for length in (3, 9, 5)]
@@ -99,7 +91,7 @@ def test_a_layer_has_few_operations_in_each_step(pool: Pool, kind: str) -> None:
     assert few - (many - few) <= 10 + 4
 
 
-class Sizes(TorchDispatchMode):
+class Sizes(Watch):
     """Records rows of the products with one matrix, keys of the scores, and slots of each layer."""
 
     def __init__(self, columns: int) -> None:
@@ -109,18 +101,14 @@ class Sizes(TorchDispatchMode):
         self.keys: list[int] = []
         self.slots: list[int] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func._schema.name
-        if name in ("aten::mm", "aten::linear") and found.shape[1] == self.columns:
-            self.rows.append(found.shape[0])
+        if name in ("aten::mm", "aten::linear") and result.shape[1] == self.columns:
+            self.rows.append(result.shape[0])
         elif name == "aten::baddbmm":
-            self.keys.append(found.shape[2])
-        elif name == "aten::zeros" and found.dim() == 5:  # keys of a layer, then its values
-            self.slots.append(found.shape[3])
-        return found
+            self.keys.append(result.shape[2])
+        elif name == "aten::zeros" and result.dim() == 5:  # keys of a layer, then its values
+            self.slots.append(result.shape[3])
 
 
 def _sizes(
@@ -128,13 +116,8 @@ def _sizes(
 ) -> tuple[Sizes, list[Any]]:
     """Write rows that each ninth id ends; return sizes, and the texts."""
     with megatron_groups() as groups:
-        import torch
-
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow
-        from megatron_distill.models.generation.model import CachedGPT
-
         shape = small_architecture(max_position_embeddings=64, **changes)
-        model = CachedGPT(build(shape, groups, seed=11), shape, groups, torch.device("cpu"))
+        model = writer_of(shape, groups)
         rows = [
             WriteRow((7,) * length, row, limit)
             for row, (length, limit) in enumerate(zip(lengths, limits, strict=True))

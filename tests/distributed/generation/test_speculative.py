@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
 
 TOKENS = 190
@@ -21,15 +22,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def _models(groups: Any, kind: str) -> tuple[Any, Any]:
     """A teacher and a student that is near it: the same seed, and two of its layers."""
-    from megatron_distill.models.generation.model import CachedGPT
-
-    found = []
-    for changes in KINDS[kind]:
-        shape = small_architecture(init_std=0.15, max_position_embeddings=64, **changes)
-        chunks = build(shape, groups, seed=11)
-        device = torch.device("cpu")
-        found.append(CachedGPT(chunks, shape, groups, device, vocab_size=TOKENS, cache_gib=1.0))
-    return found[0], found[1]
+    shapes = (
+        small_architecture(init_std=0.15, max_position_embeddings=64, **changes)
+        for changes in KINDS[kind]
+    )
+    teacher, student = (
+        writer_of(shape, groups, vocab_size=TOKENS, cache_gib=1.0) for shape in shapes
+    )
+    return teacher, student
 
 
 def _prompts() -> list[tuple[int, ...]]:
@@ -43,7 +43,6 @@ def _prompts() -> list[tuple[int, ...]]:
 
 def _everything(rank: int, world: int, layout: dict[str, int], kind: str) -> dict[str, Any]:
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow
         from megatron_distill.train.evaluation.speculative import speculate
         from megatron_distill.train.evaluation.teacher_text import Text, compare_texts
 
@@ -155,7 +154,6 @@ SMALL_TOKENS, ROWS = 6, 3000
 def _many(rank: int, world: int) -> tuple[list[tuple[int, ...]], list[float], dict[str, float]]:
     """Many texts of two ids after one prompt, and the teacher's probability of each."""
     with megatron_groups() as groups:
-        from megatron_distill.models.generation import ScoreRow
         from megatron_distill.models.generation.model import CachedGPT
         from megatron_distill.train.evaluation.speculative import block_figures, speculate
 
@@ -221,7 +219,6 @@ def _without_context(groups: Any, share: torch.Tensor) -> Any:
 def _free_of_context(rank: int, world: int, layout: dict[str, int]) -> dict[str, Any]:
     """Blocks of several lengths, and the figures of the same models on texts of the teacher."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.generation import Sampling, Stops, WriteRow
         from megatron_distill.train.evaluation.speculative import block_figures, speculate
         from megatron_distill.train.evaluation.teacher_text import Text, compare_texts
 

@@ -3,27 +3,28 @@ micro-batches, all gradients are those of one rank that has all samples in one m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_distill.align.vocabulary_map import Evidence, VocabularyMap, VocabularySide
-from megatron_distill.data.aligned.documents import AlignedDocument, Side
-from megatron_distill.data.aligned.packing import AlignedPacker, Window
-from megatron_distill.data.collation import GlobalBatch, count_labels, micro_batch, pack_samples
+from megatron_distill.data.aligned.documents import AlignedDocument
 from megatron_distill.data.tokenizers.open import Vocabulary
 from megatron_distill.losses import ChunkTerm
-from megatron_distill.runtime.batch import StepBatches
+from tests.distributed.aligned_steps import packed, random_side, step_of
 from tests.distributed.balanced_steps import _gradients
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    objective_of,
+    small_architecture,
+    student_of,
+    teacher_of,
+)
 from tests.distributed.models.test_model_layouts import Parts, _whole
 from tests.distributed.pool import Pool
-
-if TYPE_CHECKING:
-    from megatron_distill.data.aligned.rows import ChunkPlanner
-    from megatron_distill.runtime.groups import Groups
 
 LENGTH, TEACHER_LENGTH, SAMPLES = 16, 24, 4
 # Ids of both tokenizers.
@@ -41,43 +42,12 @@ TERMS = (
 )
 
 
-def samples() -> GlobalBatch:
-    """Documents of random tokens with chunks of one to three tokens, packed for both sides."""
+def documents() -> Iterator[AlignedDocument]:
+    """Documents of random tokens in chunks of one to three tokens."""
     rng = np.random.default_rng(8)
-
-    def side(vocabulary: int) -> Side:
-        sizes = rng.choice([1, 1, 1, 2, 3], 7)
-        tokens = rng.integers(0, vocabulary, int(sizes.sum())).astype(np.int32)
-        return Side.of_chunks(tokens, np.repeat(np.arange(len(sizes)), sizes).astype(np.int32))
-
-    packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(TEACHER_LENGTH + 1, 0))
-    found = []
-    while len(found) < SAMPLES:
-        packer.add(AlignedDocument(side(STUDENT), side(TEACHER)), len(found))
-        while packer.is_ready and len(found) < SAMPLES:
-            found.append(packer.take(len(found)))
-    return pack_samples(found)
-
-
-def step_of(groups: Groups, planner: ChunkPlanner, size: int) -> StepBatches:
-    """This rank's micro-batches of so many samples."""
-    packed = samples()
-    (counts,) = count_labels(packed, isolate_documents=True)
-    assert counts.chunks > counts.pairs > 10
-    share = SAMPLES // groups.data.size()
-    first = groups.data.rank() * share
-    batches = [
-        planner.planned(micro_batch(packed, slice(at, at + size), isolate_documents=True))
-        for at in range(first, first + share, size)
-    ]
-    return StepBatches(
-        tuple(batches),
-        counts.ce,
-        counts.kd,
-        SAMPLES * LENGTH,
-        chunks=counts.chunks,
-        pairs=counts.pairs,
-    )
+    while True:
+        sizes = (STUDENT, TEACHER)
+        yield AlignedDocument(*(random_side(rng, rng.choice([1, 1, 1, 2, 3], 7), n) for n in sizes))
 
 
 def taken(
@@ -85,47 +55,32 @@ def taken(
 ) -> tuple[dict[str, float], Parts]:
     """The report and the gradients of a step without the optimizer."""
     with megatron_groups(**layout) as groups:
-        from megatron_distill.config import OptimizerConfig
-        from megatron_distill.models.execution import Execution
-        from megatron_distill.models.gpt import build_gpt, vocab_shard
-        from megatron_distill.ops import LogitRule
         from megatron_distill.train.assemble.alignment import TeacherTokenizer
-        from megatron_distill.train.objective import TokenObjective
-        from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
-        from megatron_distill.train.step import Student, run_student
-        from megatron_distill.train.teachers.live import OnlineTeacher
+        from megatron_distill.train.step import run_student
 
-        cpu = torch.device("cpu")
-        execution = Execution(torch.float32, cpu)
         shape = small_architecture(init_std=0.2, vocab_size=STUDENT, num_kv_heads=4)
         other = small_architecture(init_std=0.3, vocab_size=TEACHER, num_kv_heads=4, num_layers=2)
-        chunks = build_gpt(shape, groups=groups, execution=execution, seed=11)
-        (model,) = build_gpt(other, groups=groups, execution=execution, seed=12, interleaved=False)
-        model.eval()
-        head = model.head_weight().detach() if groups.is_last_stage else None
+        student = student_of(shape, groups, length=LENGTH, positions=SAMPLES * LENGTH, overlap=True)
         teacher, aligned = TeacherTokenizer(
             Vocabulary(TEACHER, "teacher"), TEACHER_LENGTH, None, tokens_map, "teacher"
         ).connect(
-            OnlineTeacher(model, other, head, groups, TEACHER_LENGTH),
-            shape, Vocabulary(STUDENT, "student"), groups, cpu, chunk_tokens=7,
+            teacher_of(other, groups, length=TEACHER_LENGTH),
+            shape, Vocabulary(STUDENT, "student"), groups, torch.device("cpu"), chunk_tokens=7,
         )  # fmt: skip
-        objective = TokenObjective(
-            ce_weight=0.5, terms=TERMS, metrics=(), chunk_tokens=7,
-            shard=vocab_shard(shape, groups), logit_rule=LogitRule(None, 1.0), groups=groups,
-            aligned=aligned,
-        )  # fmt: skip
-        plain = OptimizerConfig(distributed=False)
-        wrapped = wrap_data_parallel(chunks, plain, groups=groups)
-        connect_schedule(wrapped, plain, positions=SAMPLES * LENGTH)
-        step = step_of(groups, aligned.planner, size)
+        objective = objective_of(
+            shape, groups, ce_weight=0.5, terms=TERMS, metrics=(), chunk_tokens=7, aligned=aligned
+        )
+        batch = packed(documents(), (LENGTH, TEACHER_LENGTH), SAMPLES)
+        step = step_of(batch, groups, aligned.planner, size)
+        assert step.chunks > step.pairs > 10
         means = run_student(
-            Student(chunks, wrapped, groups, LENGTH),
+            student,
             teacher.signals(step.micro_batches),
             [objective] * len(step.micro_batches),
             step,
         )
         report = {name: float(value) for name, value in means.items()}
-        return report, _gradients(chunks, groups)
+        return report, _gradients(student.chunks, groups)
 
 
 @pytest.fixture(scope="module")

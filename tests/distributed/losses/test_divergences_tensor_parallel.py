@@ -24,7 +24,7 @@ from tests.reference import divergences as oracles
 from tests.reference.distillation import GRADIENT_TOLERANCE, VALUE_TOLERANCE, row_error
 from tests.reference.logits import logit_pair, neighbours
 from tests.reference.tracing import Trace
-from tests.support.divergence_runs import expected
+from tests.support.divergence_runs import expected, solved
 
 WORLDS = [1, 2, 4]
 TEMPERATURES = [0.5, 1.0, 2.0, 4.0]
@@ -144,16 +144,9 @@ def near_cases(rank: int, world: int, noise: float) -> list[tuple[Tensor, Tensor
     columns = slice(shard.start, shard.stop)
     student, teacher = neighbours(9, 203, noise)
     student[::3] = student[::3].flip(1)
-    answers = []
-    for name in oracles.ORACLES:
-        leaf = padded(student, columns).requires_grad_()
-        signal = DenseLogits(padded(teacher, columns))
-        group = dist.group.WORLD
-        value = token_divergence(leaf, signal, divergence=name, shard=shard, group=group)
-        value.backward(torch.linspace(0.1, 1.0, 9))
-        assert leaf.grad is not None
-        answers.append((value.detach(), leaf.grad))
-    return answers
+    own, signal = padded(student, columns), DenseLogits(padded(teacher, columns))
+    upstream, given = torch.linspace(0.1, 1.0, 9), {"shard": shard, "group": dist.group.WORLD}
+    return [solved(own, signal, upstream, divergence=name, **given) for name in oracles.ORACLES]
 
 
 # On one rank: tests/unit/losses/test_precision.py.
@@ -177,17 +170,9 @@ def sampled_on_shard(rank: int, world: int) -> tuple[Tensor, Tensor]:
     student, teacher = logit_pair(6, 203, 7, torch.float32)
     generator = torch.Generator().manual_seed(2)
     ids = torch.multinomial(teacher.softmax(1), 30, replacement=True, generator=generator)
-    leaf = padded(student, columns).requires_grad_()
-    value = token_divergence(
-        leaf,
-        Sampled(ids, torch.ones_like(ids)),
-        divergence="forward_kl",
-        shard=shard,
-        group=dist.group.WORLD,
-    )
-    value.sum().backward()
-    assert leaf.grad is not None
-    return value.detach(), leaf.grad
+    given = {"divergence": "forward_kl", "shard": shard, "group": dist.group.WORLD}
+    signal = Sampled(ids, torch.ones_like(ids))
+    return solved(padded(student, columns), signal, torch.ones(6), **given)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -268,26 +253,6 @@ def test_log_softmax_and_top_k_of_four_tokens_by_hand(pool: Pool) -> None:
         assert kept.log_probs[0].tolist() == pytest.approx([-0.440190, -1.440190], abs=1e-6)
 
 
-def few_columns(
-    rank: int, world: int, name: str, support: str, ids: str
-) -> tuple[Tensor, Tensor, VocabShard]:
-    shard = VocabShard.for_rank(20, 24, rank, world)
-    columns = slice(shard.start, shard.stop)
-    student, teacher = logit_pair(6, 20, 7)
-    leaf = padded(student, columns).requires_grad_()
-    value = token_divergence(
-        leaf,
-        few_ids(teacher, ids),
-        divergence=name,
-        support=support,  # type: ignore[arg-type]
-        shard=shard,
-        group=dist.group.WORLD,
-    )
-    value.backward(torch.linspace(0.1, 1.0, 6))
-    assert leaf.grad is not None
-    return value.detach(), leaf.grad, shard
-
-
 def few_ids(teacher: Tensor, ids: str) -> TopK:
     """More ids than a shard of four has columns, or none but those of the first."""
     if ids == "many":
@@ -302,8 +267,16 @@ def few_ids(teacher: Tensor, ids: str) -> TopK:
     return TopK(kept[0], kept[1].float(), kept[2].float())
 
 
-def few_columns_of_each(rank: int, world: int, ids: str) -> list[tuple[Tensor, Tensor, VocabShard]]:
-    return [few_columns(rank, world, *case, ids) for case in ON_IDS]
+def few_columns(rank: int, world: int, ids: str) -> list[tuple[Tensor, Tensor]]:
+    shard = VocabShard.for_rank(20, 24, rank, world)
+    assert shard.width < KEPT
+    student, teacher = logit_pair(6, 20, 7)
+    own, signal = padded(student, slice(shard.start, shard.stop)), few_ids(teacher, ids)
+    upstream, given = torch.linspace(0.1, 1.0, 6), {"shard": shard, "group": dist.group.WORLD}
+    return [
+        solved(own, signal, upstream, divergence=name, support=support, **given)
+        for name, support in ON_IDS
+    ]
 
 
 ON_IDS = [(name, support) for name in oracles.ORACLES for support in SUPPORTS[1:]]
@@ -311,7 +284,7 @@ ON_IDS = [(name, support) for name in oracles.ORACLES for support in SUPPORTS[1:
 
 @pytest.mark.parametrize("ids", ["many", "first shard's"])
 def test_defect_15_more_ids_than_a_shard_has_columns_or_none(pool: Pool, ids: str) -> None:
-    ranks = pool.run(4, few_columns_of_each, ids)
+    ranks = pool.run(4, few_columns, ids)
     student, teacher = logit_pair(6, 20, 7)
     kept = few_ids(teacher, ids)
     upstream = torch.linspace(0.1, 1.0, len(student))
@@ -323,4 +296,3 @@ def test_defect_15_more_ids_than_a_shard_has_columns_or_none(pool: Pool, ids: st
         found = torch.cat([answer[1] for answer in answers], 1)
         assert row_error(found[:, :20], gradient) < 1e-6, (name, support)
         assert not found[:, 20:].any()
-        assert max(answer[2].width for answer in answers) < KEPT

@@ -165,35 +165,3 @@ def test_weights_of_a_step_scale_the_gradient_and_not_the_report(pool: Pool) -> 
     assert moved
     for place, gradient in moved:
         torch.testing.assert_close(other.gradients[place], 2 * gradient)
-
-
-def owners(rank: int, world: int, layout: dict[str, Any], depth: int) -> list[int]:
-    """The layers that this rank's chunks hold."""
-    from tests.distributed.megatron_world import megatron_groups, small_architecture
-
-    with megatron_groups(**layout) as groups:
-        from megatron_distill.models.execution import Execution
-        from megatron_distill.models.gpt import build_gpt
-
-        chunks = build_gpt(
-            small_architecture(num_layers=depth),
-            groups=groups,
-            execution=Execution(torch.float32, torch.device("cpu")),
-            seed=1,
-        )
-        return [layer.layer_number for chunk in chunks for layer in chunk.decoder.layers]
-
-
-@pytest.mark.parametrize("depth", [4, 7])
-@pytest.mark.parametrize("layout", [PP2, VIRTUAL])
-def test_layers_are_looked_for_where_they_are(
-    pool: Pool, layout: dict[str, Any], depth: int
-) -> None:
-    from megatron_distill.models.pipeline_stages import even_layers, ranks_of_layers
-    from megatron_distill.runtime.groups import Layout
-
-    found = pool.run(2, owners, layout, depth)
-    whole = Layout(**layout)
-    ranks = ranks_of_layers(even_layers(depth, whole.stages), whole.pipeline)
-    for rank, layers in enumerate(found):
-        assert layers == [layer for layer in range(1, depth + 1) if ranks[layer - 1] == rank]

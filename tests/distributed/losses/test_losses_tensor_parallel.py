@@ -1,6 +1,6 @@
 """Losses on vocabulary shards equal the dense float64 oracle for every number of ranks: uneven
-vocabularies, a wholly padded shard, both entries, all temperatures; identical bits on all ranks;
-and the collectives that the docstrings promise."""
+vocabularies, a wholly padded shard, all temperatures; identical bits on all ranks; and the
+collectives that the docstrings promise."""
 
 from __future__ import annotations
 
@@ -51,14 +51,11 @@ def objective_on_shard(
     sizes: tuple[int, int],
     terms: Sequence[Term],
     chunk_tokens: int,
-    with_logits: bool,
 ) -> Answer:
     shard = VocabShard.for_rank(*sizes, rank, world)
     columns = slice(shard.start, shard.stop)
     teacher_weight = padded(problem.teacher_weight, sizes[1])[columns]
-    signal: DenseLogits | HiddenState = HiddenState(problem.teacher_hidden, teacher_weight)
-    if with_logits:
-        signal = DenseLogits(problem.teacher_hidden @ teacher_weight.t())
+    signal = HiddenState(problem.teacher_hidden, teacher_weight)
     hidden = problem.hidden_NH.requires_grad_()
     weight = padded(problem.weight_GH, sizes[1])[columns].requires_grad_()
     results: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -89,13 +86,9 @@ def solve_on_shards(
     sizes: tuple[int, int],
     terms: Sequence[Term],
     chunk_tokens: int = 6,
-    *,
-    with_logits: bool = False,
 ) -> tuple[Answer, list[Answer]]:
     """The whole answer, and those of the ranks, which must agree to the bit where they overlap."""
-    answers: list[Answer] = pool.run(
-        world, objective_on_shard, problem, sizes, terms, chunk_tokens, with_logits
-    )
+    answers: list[Answer] = pool.run(world, objective_on_shard, problem, sizes, terms, chunk_tokens)
     for answer in answers[1:]:
         assert torch.equal(answer.total, answers[0].total)
         for name, value in answers[0].report.items():

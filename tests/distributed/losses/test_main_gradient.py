@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.balanced_steps import (
@@ -21,6 +20,7 @@ from tests.distributed.losses.test_balanced_step import assert_equal
 from tests.distributed.megatron_world import megatron_groups
 from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
+from tests.reference.tracing import Watch
 
 PIPELINE = (("pipeline", 2),)
 VIRTUAL = (*PIPELINE, ("virtual_pipeline", 2))
@@ -56,7 +56,7 @@ def test_every_gradient_is_autograds(pool: Pool, name: str) -> None:
     assert_equal(pool.run(world, balanced, Case(layout=groups, tied=tied, overlap=overlap)), oracle)
 
 
-class NewMatrices(TorchDispatchMode):
+class NewMatrices(Watch):
     """Counts the storages of operator results with one shape."""
 
     def __init__(self, shape: torch.Size) -> None:
@@ -65,15 +65,11 @@ class NewMatrices(TorchDispatchMode):
         # Held, so that no address is taken twice.
         self.found: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.shape == self.shape:
                 storage = leaf.untyped_storage()
                 self.found[storage.data_ptr()] = storage
-        return result
 
 
 def matrices(rank: int, world: int, case: Case, wrapped: bool) -> int:

@@ -32,22 +32,17 @@ def _next(
     rank: int, world: int, layout: dict[str, Any], logit_softcap: float | None
 ) -> torch.Tensor:
     with megatron_groups(**layout) as groups:
-        from megatron_distill.models.execution import Execution
-        from megatron_distill.models.gpt import build_gpt
         from megatron_distill.train.next_token import logits_after
 
-        device = torch.device("cpu")
         architecture = small_architecture(**_changes(logit_softcap))
-        (model,) = build_gpt(
-            architecture, groups=groups, execution=Execution(torch.float32, device), seed=11
-        )
+        (model,) = build(architecture, groups, seed=11)
         found = logits_after(
             model,
             prompt(),
             positions=slice(LENGTH - 1, LENGTH),
             architecture=architecture,
             groups=groups,
-            device=device,
+            device=torch.device("cpu"),
         )
         return found[:, 0]
 
@@ -93,13 +88,11 @@ def test_every_rank_of_every_layout_sees_the_last_positions_logits(
 def _padded(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the real ids, and of all rows, of a head whose padding is always the largest."""
     with megatron_groups(tensor=world) as groups:
-        from megatron_distill.models.execution import Execution
-        from megatron_distill.models.gpt import build_gpt, vocab_shard
+        from megatron_distill.models.gpt import vocab_shard
         from megatron_distill.train.next_token import logits_after
 
-        device, architecture = torch.device("cpu"), small_architecture(vocab_size=216)
-        execution = Execution(torch.float32, device)
-        (model,) = build_gpt(architecture, groups=groups, execution=execution, seed=11)
+        architecture = small_architecture(vocab_size=216)
+        (model,) = build(architecture, groups, seed=11)
         shard = vocab_shard(architecture, groups, tokens=REAL)
         with torch.no_grad():
             head = model.head_weight()
@@ -112,7 +105,7 @@ def _padded(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
                 positions=slice(6, 7),
                 architecture=architecture,
                 groups=groups,
-                device=device,
+                device=torch.device("cpu"),
                 vocab_size=size,
             )[:, 0]
             for size in (REAL, None)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.workers import context, ring
 from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.models.taps import LayerCall
 from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.segments import Segments
 from tests.distributed.megatron_world import megatron_groups, small_architecture
@@ -31,7 +32,6 @@ def _attended(rank: int, world: int, cases: list[Case]) -> list[list[Tensor]]:
 
         from megatron_distill.models.attention import TorchAttention
         from megatron_distill.models.execution import Execution, transformer_config
-        from megatron_distill.models.taps import LayerCall
 
         execution = Execution(torch.float64, torch.device("cpu"))
         config = transformer_config(small_architecture(), groups.layout, execution)
@@ -79,7 +79,6 @@ def _held_after_forward(rank: int, world: int, case: Case) -> tuple[bool, bool]:
 
         from megatron_distill.models import attention
         from megatron_distill.models.execution import Execution, Recompute, transformer_config
-        from megatron_distill.models.taps import LayerCall
 
         index = zigzag_index(case.bounds[0][-1], rank=rank, size=world)
         leaves = [x[index].requires_grad_() for x in case.tensors(torch.float64)[:3]]

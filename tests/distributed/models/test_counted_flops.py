@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_distill.losses import BalanceMode, BalanceState, Term, fused_linear_objective
-from megatron_distill.runtime.batch import StepBatches
+from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
+from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.signals import HiddenState
 from tests.distributed import balanced_steps
 from tests.distributed.balanced_steps import Case
@@ -21,12 +22,15 @@ from tests.distributed.pool import Pool
 ROWS, LENGTH = 2, 32
 
 
+def without_attention(counter: FlopCounterMode) -> int:
+    counts = counter.get_flop_counts()["Global"].items()
+    return sum(count for operation, count in counts if "attention" not in str(operation))
+
+
 def products(rank: int, world: int, shapes: dict[str, Any]) -> dict[str, tuple[int, float]]:
     """FLOPs of the products of a forward pass without attention and head: built, and counted."""
     with megatron_groups() as groups:
-        from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
         from megatron_distill.models.gpt import run_model
-        from megatron_distill.runtime.batch import Batch
 
         found = {}
         for name, fields in shapes.items():
@@ -36,11 +40,7 @@ def products(rank: int, world: int, shapes: dict[str, Any]) -> dict[str, tuple[i
             batch = Batch.untrained(torch.ones((ROWS, LENGTH), dtype=torch.int64))
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 run_model(model, batch, context_size=1)
-            built = sum(
-                count
-                for operation, count in counter.get_flop_counts()["Global"].items()
-                if "attention" not in str(operation)
-            )
+            built = without_attention(counter)
             per_token = forward_flops_per_token(
                 shape, sequence_length=LENGTH, attended_positions=0.0
             )
@@ -82,27 +82,19 @@ def test_the_heads_take_three_products_of_the_student_and_one_of_the_teacher() -
 def measured_products(rank: int, world: int, mode: BalanceMode) -> tuple[int, float, float]:
     """FLOPs of the products of a pass that measures; those of its layers, and of one head."""
     with megatron_groups() as groups:
-        from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
-        from megatron_distill.train.teachers.live import OnlineTeacher
-
         case = Case(mode=mode)
         student, teacher, objective, balancing = balanced_steps.build(case, groups)
         shape = small_architecture(vocab_size=balanced_steps.VOCABULARY)
         length = balanced_steps.LENGTH
-        live = OnlineTeacher(teacher, shape, teacher.head_weight().detach(), groups, length)
         batch = balanced_steps.whole_batch(case)
         every = torch.ones_like(batch.ce_mask_bs)
         batch = replace(batch, ce_mask_bs=every, kd_mask_bs=every)
         tokens = every.numel()
         step = StepBatches((batch,), ce_tokens=tokens, kd_tokens=tokens, positions=tokens)
-        signals = list(live.signals(step.micro_batches))
+        signals = list(teacher.signals(step.micro_batches))
         with FlopCounterMode(display=False) as counter:
             balancing.prepare(student, signals, objective, step, steps_done=0, state=BalanceState())
-        built = sum(
-            count
-            for operation, count in counter.get_flop_counts()["Global"].items()
-            if "attention" not in str(operation)
-        )
+        built = without_attention(counter)
         whole = forward_flops_per_token(shape, sequence_length=length, attended_positions=0.0)
         head = 2 * tokens * balanced_steps.VOCABULARY * shape.hidden_size
         return built, tokens * (whole - head_flops_per_token(shape)), head

@@ -17,7 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.megatron_world import (
+    build,
+    megatron_groups,
+    save_checkpoint,
+    small_architecture,
+)
 from tests.distributed.models.test_parameters import transformer_engine_layers
 from tests.distributed.pool import Pool
 
@@ -273,10 +278,7 @@ def through_a_checkpoint(
     with megatron_groups() as groups, transformer_engine_layers() if is_engine else nullcontext():
         from megatron_distill.models import layers
         from megatron_distill.models.weights import fill, sharded_tensors
-        from megatron_distill.train.checkpoint.description import Description
-        from megatron_distill.train.checkpoint.folder import CheckpointFolder
         from megatron_distill.train.checkpoint.reader import CheckpointWeights
-        from megatron_distill.train.checkpoint.state import model_shards
 
         architecture = small_architecture(moe=MOE)
         sides = []
@@ -284,16 +286,7 @@ def through_a_checkpoint(
             is_grouped = kind == "grouped"
             with patch.object(layers, "grouped_experts_run", lambda *_, on=is_grouped, **__: on):
                 sides.append(build(architecture, groups, seed=len(sides)))
-        checkpoints = CheckpointFolder(folder, keep=1, asynchronous=False)
-        checkpoints.prepare()
-        checkpoints.save(
-            model_shards(sides[0], groups),
-            Description(
-                step=1, tokens=0, bad_steps=0, architecture=architecture.as_dict(), tokenizer="",
-                layout="", data={},
-            ),
-        )  # fmt: skip
-        (saved,) = folder.glob("step_*")
+        saved = save_checkpoint(folder, sides[0], architecture, groups)
         fill(sides[1], CheckpointWeights(saved, architecture), groups=groups)
         found = [
             {(part.key, part.global_offset): part.data for part in sharded_tensors(side, groups)}

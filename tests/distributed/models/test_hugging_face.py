@@ -18,7 +18,7 @@ from tests.distributed.hugging_face_models import (
     stored_tensors,
     tokens,
 )
-from tests.distributed.megatron_world import megatron_groups
+from tests.distributed.megatron_world import megatron_groups, save_checkpoint
 from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 
@@ -65,9 +65,6 @@ def through_a_layout(
         from megatron_distill.models.hugging_face.description import describe
         from megatron_distill.models.hugging_face.model import HuggingFaceWeights
         from megatron_distill.models.weights import fill
-        from megatron_distill.train.checkpoint.description import Description
-        from megatron_distill.train.checkpoint.folder import CheckpointFolder
-        from megatron_distill.train.checkpoint.state import model_shards
         from megatron_distill.train.convert.convert import export_checkpoint
         from megatron_distill.train.next_token import logits_after
 
@@ -87,15 +84,7 @@ def through_a_layout(
             )  # fmt: skip
         if rank == 0:
             copy_assets(folder, out / "run" / ASSETS_FOLDER)
-        checkpoints = CheckpointFolder(out / "run" / "checkpoints", keep=1, asynchronous=False)
-        checkpoints.prepare()
-        checkpoints.save(
-            model_shards(chunks, groups),
-            Description(
-                step=1, tokens=0, bad_steps=0, architecture=shape.as_dict(), tokenizer="",
-                layout="", data={},
-            ),
-        )  # fmt: skip
+        save_checkpoint(out / "run" / "checkpoints", chunks, shape, groups)
         export_checkpoint(
             str(out / "run"), out / "exported", dtype=None, max_shard_size="40KB",
             family=described.family.model_type, tokenizer=None, overwrite=False,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles, rotary_frequencies
 from megatron_distill.runtime.batch import Batch
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
@@ -51,17 +52,7 @@ def _document_alone(rank: int, world: int, positions: str) -> tuple[torch.Tensor
         architecture = small_architecture(positions=positions)
         (model,) = build(architecture, groups, seed=11)
         packed = packed_batch(isolate=True)
-        alone = Batch(
-            tokens_bs=packed.tokens_bs[:1, 5:20],
-            labels_bs=packed.labels_bs[:1, 5:20],
-            ce_mask_bs=packed.ce_mask_bs[:1, 5:20],
-            kd_mask_bs=packed.kd_mask_bs[:1, 5:20],
-            position_ids_bs=torch.arange(15)[None],
-            document_ids_bS=torch.zeros(1, 15, dtype=torch.int64),
-            sequence_index_s=torch.arange(15),
-            sample_ids_b=torch.zeros(1, dtype=torch.int64),
-            isolate_documents=True,
-        )
+        alone = Batch.untrained(packed.tokens_bs[:1, 5:20])
         with torch.no_grad():
             together = run_model(model, packed, context_size=1)[5:20, 0]
             return together, run_model(model, alone, context_size=1)[:, 0]
@@ -101,7 +92,6 @@ def test_a_frozen_head_is_cut_along_other_shards(
 def _chosen(rank: int, world: int, changes: dict[str, Any]) -> list[Any]:
     """The window of each layer, and the rotation that it takes from planes of their own numbers."""
     architecture = small_architecture(**changes)
-    from megatron_distill.models.layer_kinds import LayerKinds
 
     kinds = LayerKinds.of(architecture)
     angles = torch.arange(len(kinds.rotations)).view(1, 1, -1, 1)
@@ -134,7 +124,6 @@ LLAMA = {"factor": 32.0, "low": 1.0, "high": 4.0, "original": 8192}
 def _frequencies(rank: int, world: int, kind: str | None) -> tuple[Tensor, Tensor]:
     small_architecture()
     from megatron_distill.models.architecture import RopeScaling
-    from megatron_distill.models.layer_kinds import rotary_angles, rotary_frequencies
 
     scaling = None
     if kind is not None:

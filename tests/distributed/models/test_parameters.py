@@ -15,7 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.hugging_face_models import save_model
-from tests.distributed.megatron_world import build, megatron_groups, small_architecture
+from tests.distributed.megatron_world import (
+    build,
+    megatron_groups,
+    saved_description,
+    small_architecture,
+)
 from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
 
@@ -235,16 +240,13 @@ def _complaint(
 ) -> str:
     architecture = small_architecture(**ours)
     from megatron_distill.errors import CheckpointError
-    from megatron_distill.train.checkpoint.description import Description, check_same_model
+    from megatron_distill.train.checkpoint.description import check_same_model
 
     values = json.loads(json.dumps(small_architecture(**saved).as_dict()))
     for name in forgotten:
         holder, _, key = name.rpartition(".")
         del (values[holder] if holder else values)[key]
-    description = Description(
-        step=1, tokens=1, bad_steps=0, architecture={**values, **added}, tokenizer="abc",
-        layout="", data={},
-    )  # fmt: skip
+    description = saved_description({**values, **added}, tokenizer="abc")
     try:
         check_same_model(description, architecture, "abc", Path("folder"))
     except CheckpointError as error:

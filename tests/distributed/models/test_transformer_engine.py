@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_distill.runtime.batch import Batch
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.models.test_parameters import transformer_engine_layers
 from tests.distributed.pool import Pool
@@ -81,7 +82,6 @@ def attended(rank: int, world: int, shape: dict[str, Any]) -> list[tuple[str, Te
         from megatron_distill.models import layers, transformer_engine
         from megatron_distill.models.execution import Execution
         from megatron_distill.models.gpt import build_gpt, run_model
-        from megatron_distill.runtime.batch import Batch
         from tests.distributed.models.test_models import packed_batch
 
         batch = packed_batch(isolate=True)
@@ -176,7 +176,6 @@ def rotated(rank: int, world: int, shape: dict[str, Any]) -> tuple[Tensor, Tenso
 
         from megatron_distill.models import layers
         from megatron_distill.models.gpt import run_model
-        from megatron_distill.runtime.batch import Batch
 
         calls: list[Tensor] = []
 

@@ -9,18 +9,25 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.harness.peak import LiveStorages
+from megatron_distill.losses import Term
 from megatron_distill.runtime.batch import StepBatches
 from tests.distributed.feature_worlds import (
+    METRICS,
     STUDENT,
     TEACHER,
     Setting,
     build_losses,
-    build_student,
     build_teacher,
     even_routes,
     whole_batch,
 )
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import (
+    megatron_groups,
+    objective_of,
+    small_architecture,
+    student_of,
+)
 from tests.distributed.models.test_models import LENGTH
 from tests.distributed.pool import Pool
 from tests.support.peaks import PASSES, least_peak, settle
@@ -52,32 +59,21 @@ def step_of(micro_batches: int) -> StepBatches:
     )
 
 
-def student_of(groups: Groups, step: StepBatches, recompute: str) -> Student:
+def student_for(groups: Groups, step: StepBatches, recompute: str) -> Student:
     """The student, its gradients divided by the positions of this step."""
-    from megatron_distill.config import OptimizerConfig
-    from megatron_distill.train.optimizer import connect_schedule
-
-    student = build_student(groups, recompute)
-    plain = OptimizerConfig(distributed=False, overlap_grad_reduce=False)
-    connect_schedule(student.wrapped, plain, positions=step.positions)
-    return student
+    shape = small_architecture(**STUDENT)
+    return student_of(shape, groups, length=LENGTH, positions=step.positions, recompute=recompute)
 
 
-def objective_of(groups: Groups, features: FeatureLosses | None) -> TokenObjective:
+def objective_with(groups: Groups, features: FeatureLosses | None) -> TokenObjective:
     """Cross-entropy, a divergence, and the feature losses if given."""
-    from megatron_distill.losses import Term
-    from megatron_distill.models.gpt import vocab_shard
-    from megatron_distill.ops import LogitRule
-    from megatron_distill.train.objective import TokenObjective
-
-    return TokenObjective(
+    return objective_of(
+        small_architecture(**STUDENT),
+        groups,
         ce_weight=1.0,
         terms=(Term("forward_kl"),),
-        metrics=("teacher_ce", "student_entropy", "teacher_entropy", "top1_agreement"),
+        metrics=METRICS,
         chunk_tokens=None,
-        shard=vocab_shard(small_architecture(**STUDENT), groups),
-        logit_rule=LogitRule(None, 1.0),
-        groups=groups,
         features=features,
         feature_weights=tuple(pair.weight for pair in features.pairs) if features else (),
     )
@@ -115,7 +111,7 @@ def peak_of_step(
         from megatron_distill.train.teachers.live import FeatureTeacher
 
         step, device = step_of(micro_batches), torch.device("cpu")
-        student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
+        student, teacher = student_for(groups, step, "full"), build_teacher(groups, TEACHER)
         features, host = build_losses(Setting(), groups), None
         if groups.pipeline.size() > 1 or balanced:
             teacher = replace(teacher, host_states=Away(device))  # type: ignore[arg-type]
@@ -123,7 +119,7 @@ def peak_of_step(
         features.attach(student.chunks)
         ways = even_routes(features.pairs, teacher.architecture.num_layers, groups.layout)
         source: Any = FeatureTeacher(teacher, ways, host)
-        objective = objective_of(groups, features)
+        objective = objective_with(groups, features)
 
         def take() -> None:
             signals = source.signals(step.micro_batches)
@@ -177,14 +173,13 @@ def packed_step(documents: int) -> StepBatches:
 def peak_of_documents(rank: int, world: int, documents: int) -> int:
     """Peak bytes of tensors of a step, above those alive before."""
     with megatron_groups() as groups:
-        from benchmarks.harness.peak import LiveStorages
         from megatron_distill.train.step import run_student
 
         step = packed_step(documents)
-        student, teacher = student_of(groups, step, "none"), build_teacher(groups, TEACHER)
+        student, teacher = student_for(groups, step, "none"), build_teacher(groups, TEACHER)
         student = replace(student, sequence_length=LONG)
         teacher = replace(teacher, sequence_length=LONG)
-        objective = objective_of(groups, None)
+        objective = objective_with(groups, None)
 
         def take() -> None:
             run_student(student, teacher.signals(step.micro_batches), [objective] * 2, step)
@@ -204,8 +199,6 @@ def test_the_peak_of_a_step_is_that_of_one_document_a_sample(pool: Pool) -> None
 def bytes_of_signals(rank: int, world: int, micro_batches: int) -> tuple[bool, int]:
     """Whether this is the last stage, and the bytes that a step's signals hold there."""
     with megatron_groups(**SEQUENCE, pipeline=2) as groups:
-        from benchmarks.harness.peak import LiveStorages
-
         teacher, step = build_teacher(groups, TEACHER), step_of(micro_batches)
         teacher.signals(step.micro_batches)
         with LiveStorages() as live:
@@ -235,8 +228,8 @@ def means_of_step(
 
         device = torch.device("cpu")
         features = build_losses(Setting(), groups) if with_features else None
-        step, objective = step_of(4), objective_of(groups, features)
-        student, teacher = student_of(groups, step, "full"), build_teacher(groups, TEACHER)
+        step, objective = step_of(4), objective_with(groups, features)
+        student, teacher = student_for(groups, step, "full"), build_teacher(groups, TEACHER)
         if through_host and groups.is_last_stage:
             teacher = replace(teacher, host_states=HostStates(device))
         source: Any = teacher

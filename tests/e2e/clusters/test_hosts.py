@@ -19,7 +19,7 @@ import pytest
 from megatron_distill.launching.records import Launches, Status
 from tests.distributed.pool import Pool
 from tests.e2e.processes import PATIENCE, ROOT
-from tests.e2e.runs import Inputs, course, environment, run, step_records
+from tests.e2e.runs import course, environment, run, step_records
 from tests.support.network_hosts import INTERFACE, Hosts, refusal, two_hosts
 
 pytestmark = pytest.mark.slow
@@ -77,9 +77,9 @@ def has_ranks(log: Path) -> bool:
 
 
 def test_both_hosts_end_when_their_cable_is_pulled_and_go_on_when_it_is_back(
-    hosts: Hosts, pool: Pool, inputs: Inputs, tmp_path: Path
+    hosts: Hosts, pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, output, log = inputs.folder / "dense.yaml", tmp_path / "run", tmp_path / "job.log"
+    config, output, log = dense, tmp_path / "run", tmp_path / "job.log"
     launches = Launches(output / "launches", output, "")
 
     def wait_for(condition: Callable[[], bool]) -> None:

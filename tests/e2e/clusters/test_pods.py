@@ -13,7 +13,7 @@ from megatron_distill.launching.records import Launches, Status
 from tests.distributed.pool import Pool
 from tests.e2e.forked_launches import ForkedLaunch
 from tests.e2e.processes import PATIENCE, ROOT
-from tests.e2e.runs import Inputs, course, environment, run, step_records
+from tests.e2e.runs import course, environment, run, step_records
 from tests.support.slurm_cluster import free_ports
 
 pytestmark = pytest.mark.slow
@@ -39,30 +39,30 @@ def run_pods(attempt: int, *words: str) -> tuple[list[int], str]:
 
 
 def test_pods_train_as_one_job_and_end_when_it_is_done(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    output = tmp_path / "run"
     # A JobSet of the same name was stopped and deleted.
     before = output / "launches" / "distill-0"
     before.mkdir(parents=True)
     (before / "rank_00000.unfinished").touch()
-    statuses, text = run_pods(0, str(config), f"output={output}", *SAVING)
+    statuses, text = run_pods(0, str(dense), f"output={output}", *SAVING)
     assert statuses == [0, 0], text
-    reference = run(pool, 2, config, tmp_path / "reference", *SAVING)
+    reference = run(pool, 2, dense, tmp_path / "reference", *SAVING)
     assert course(step_records(output)) == course(reference)
     launches = Launches(output / "launches", output, "")
     (launch,) = launches.all()
     outcome = launches.outcome(launch)
     assert outcome is not None
     assert outcome.status is Status.DONE
-    statuses, text = run_pods(1, str(config), f"output={output}", *SAVING)
+    statuses, text = run_pods(1, str(dense), f"output={output}", *SAVING)
     assert statuses == [0, 0], text
     assert "nothing to do" in text
 
 
-def test_pods_end_their_job_after_an_error_in_the_settings(inputs: Inputs, tmp_path: Path) -> None:
-    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
-    statuses, text = run_pods(0, str(config), f"output={output}", *SAVING, "parallel.tensor=4")
+def test_pods_end_their_job_after_an_error_in_the_settings(dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    statuses, text = run_pods(0, str(dense), f"output={output}", *SAVING, "parallel.tensor=4")
     assert statuses == [78, 78], text
     assert "parallel.tensor" in text
     assert "Traceback" not in text

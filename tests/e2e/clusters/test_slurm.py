@@ -27,7 +27,7 @@ from tests.e2e.clusters.jobs import (
     steps_done,
     written_by,
 )
-from tests.e2e.runs import Inputs, course, run, step_records
+from tests.e2e.runs import course, run, step_records
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -35,12 +35,12 @@ WITH_CHECKPOINT = re.compile(r" s for models and data, \d+\.\d s for the checkpo
 
 
 def test_a_job_trains_to_the_end_without_a_bad_node_and_the_next_ones_have_nothing_to_do(
-    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+    cluster: Cluster, pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    output = tmp_path / "run"
     settings = ("train.steps=4", *SAVING)
     check = ("--health-command", 'test "$SLURMD_NODENAME" != n2')
-    words = (str(config), f"output={output}", *settings)
+    words = (str(dense), f"output={output}", *settings)
     (job,) = cluster.submit_by_command((*words, *check), logs=output / "launches")
     script = (output / "launches" / "job.sbatch").read_text()
     assert "#SBATCH --exclude" not in script
@@ -50,7 +50,7 @@ def test_a_job_trains_to_the_end_without_a_bad_node_and_the_next_ones_have_nothi
     assert [one.node for one in bad_nodes(output / "launches")] == ["n2"]
     assert job.fields["ExcNodeList"] == "n2"
 
-    expected = course(run(pool, 2, config, tmp_path / "reference", *settings))
+    expected = course(run(pool, 2, dense, tmp_path / "reference", *settings))
     assert course(step_records(output)) == expected
     launches = launches_of(output)
     _, launch = launches.all()
@@ -83,13 +83,13 @@ def test_a_job_trains_to_the_end_without_a_bad_node_and_the_next_ones_have_nothi
 
 
 def test_a_job_goes_on_bit_for_bit_after_its_time_limit_a_killed_rank_and_a_lost_node(
-    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+    cluster: Cluster, pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+    output = tmp_path / "run"
     settings = (*ENDLESS, "checkpoint.interval=2")
     # The clock would tell the ranks a second before the end: Slurm's signal comes before.
     rules = ("--max-starts", "9", "--grace-seconds", "1")
-    words = (*rules, "--", "train", str(config), f"output={output}", *settings)
+    words = (*rules, "--", "train", str(dense), f"output={output}", *settings)
     job = cluster.submit(words, options=("--time=1", "--signal=B:USR1@1"))
     # A loaded machine may take a launch or two to its first steps.
     job.wait_for(lambda: steps_done(output) >= 2)
@@ -131,7 +131,7 @@ def test_a_job_goes_on_bit_for_bit_after_its_time_limit_a_killed_rank_and_a_lost
     found = step_records(output)
     assert [one["step"] for one in found] == list(range(1, len(found) + 1))
     reference = run(
-        pool, 2, config, tmp_path / "reference", *ENDLESS, "checkpoint.save=false",
+        pool, 2, dense, tmp_path / "reference", *ENDLESS, "checkpoint.save=false",
         stop_after=len(found),
     )  # fmt: skip
     assert course(found) == course(reference)
@@ -142,11 +142,11 @@ def test_a_job_goes_on_bit_for_bit_after_its_time_limit_a_killed_rank_and_a_lost
 
 
 def test_an_error_in_the_configuration_is_not_tried_again(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path
+    cluster: Cluster, dense: Path, tmp_path: Path
 ) -> None:
-    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
-    before = cluster.submit((str(config), f"output={output}", "train.steps=-1"))
-    layout = cluster.submit((str(config), f"output={output}", "parallel.tensor=4"))
+    output = tmp_path / "run"
+    before = cluster.submit((str(dense), f"output={output}", "train.steps=-1"))
+    layout = cluster.submit((str(dense), f"output={output}", "parallel.tensor=4"))
     assert before.wait_for_end() == "FAILED 78:0", before.log
     assert "train.steps = -1: must be an integer" in before.log
     # Two ranks are known on the first node, which compares the layout before any of them starts.
@@ -159,9 +159,9 @@ def test_an_error_in_the_configuration_is_not_tried_again(
 
 
 def test_jobs_share_nodes_but_not_a_folder_until_the_batch_script_of_its_job_is_killed(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path
+    cluster: Cluster, dense: Path, tmp_path: Path
 ) -> None:
-    config = str(inputs.folder / "dense.yaml")
+    config = str(dense)
     outputs = [tmp_path / "first", tmp_path / "second"]
     on = ("--nodelist=n1,n2",)
     first, second = (

@@ -18,7 +18,7 @@ import torch
 from megatron_distill.launching.records import Launches, Status, bad_nodes
 from megatron_distill.launching.run_status import read_status
 from tests.distributed.pool import Pool
-from tests.e2e.captures import contents, has_shards, partial_files, run_in, write_capture
+from tests.e2e.captures import has_shards, partial_files, run_in, write_capture
 from tests.e2e.clusters.jobs import (
     ENDLESS,
     SAVING,
@@ -34,6 +34,7 @@ from tests.e2e.faults.test_kill import scoring_of_minutes
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import SECONDS, Inputs, records, run, step_records
 from tests.support.slurm_cluster import Cluster
+from tests.support.store_samples import contents
 
 pytestmark = pytest.mark.slow
 
@@ -65,10 +66,10 @@ if os.environ["RANK"] == "0":
 
 
 def test_a_run_is_evaluated_on_the_nodes(
-    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+    cluster: Cluster, pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     output, figures = tmp_path / "run", tmp_path / "figures.json"
-    run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=1", *SAVING)
+    run(pool, 1, dense, output, "train.steps=1", *SAVING)
     words = ("--command", "evaluate", str(output), "parallel.tensor=2", "validation.samples=4")
     words = (*words, "--", "--json", str(figures))
     (job,) = cluster.submit_by_command(words, logs=output / "launches_evaluate")
@@ -80,10 +81,10 @@ def test_a_run_is_evaluated_on_the_nodes(
 
 
 def test_rollouts_that_were_warned_go_on_to_the_same_texts_and_are_then_done(
-    cluster: Cluster, pool: Pool, inputs: Inputs, tmp_path: Path
+    cluster: Cluster, pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     trained, output, alone = tmp_path / "run", tmp_path / "rollouts", tmp_path / "alone"
-    run(pool, 1, inputs.folder / "dense.yaml", trained, "train.steps=1", *SAVING)
+    run(pool, 1, dense, trained, "train.steps=1", *SAVING)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "def f{number}("}}\n' for number in range(24)))
     model = (str(trained), "parallel.tensor=2")
@@ -151,10 +152,10 @@ def test_a_script_that_prunes_is_done_and_one_that_raises_has_its_traceback_in_t
 
 
 def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned_in_its_warm_up(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path
+    cluster: Cluster, dense: Path, tmp_path: Path
 ) -> None:
-    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
-    words = (str(config), f"output={output}", "train.steps=4", "teacher.nodes=1", *SAVING)
+    output = tmp_path / "run"
+    words = (str(dense), f"output={output}", "train.steps=4", "teacher.nodes=1", *SAVING)
     (array,) = cluster.submit_by_command((*words, "--array", "3"), logs=output / "launches")
     first, second, third = map(array.task, (1, 2, 3))
 
@@ -179,11 +180,11 @@ def test_a_task_of_an_array_goes_on_where_the_one_before_was_warned_in_its_warm_
 
 
 def test_a_warning_in_an_evaluation_saves_its_step_and_a_disk_that_fills_up_then_ends_the_job(
-    cluster: Cluster, inputs: Inputs, tmp_path: Path, small_disk: Callable[[str], Path]
+    cluster: Cluster, dense: Path, tmp_path: Path, small_disk: Callable[[str], Path]
 ) -> None:
     disk = small_disk("16m")
     output = disk / "run"
-    words = (str(inputs.folder / "dense.yaml"), f"output={output}", *ENDLESS)
+    words = (str(dense), f"output={output}", *ENDLESS)
     scoring = (*scoring_of_minutes(tmp_path, "score"), "evaluation.interval=3")
     job = cluster.submit((*words, "checkpoint.interval=2", *scoring))
     job.wait_for(lambda: steps_done(output) >= 3)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -24,8 +23,8 @@ from megatron_distill.data.tokenizers.open import train_bpe
 from tests.distributed.pool import Pool
 from tests.e2e.converting import convert
 from tests.e2e.failing import call_alone, script
-from tests.e2e.processes import PATIENCE, ROOT
-from tests.e2e.runs import Inputs, course, environment, quick_and_slow, run, step_records
+from tests.e2e.processes import PATIENCE, ROOT, wait_until
+from tests.e2e.runs import course, environment, quick_and_slow, run, step_records
 from tests.support.chat_fixtures import chat_tokenizer
 from tests.support.terminals import PseudoTerminal
 
@@ -95,13 +94,12 @@ def ranks_below(pid: int) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "generate"])
 def test_an_interruption_ends_every_rank(
-    pool: Pool, inputs: Inputs, tmp_path: Path, command: str
+    pool: Pool, dense: Path, tmp_path: Path, command: str
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     if command == "generate":
-        run(pool, 1, config, tmp_path / "run", *SHORT, "checkpoint.save=true")
+        run(pool, 1, dense, tmp_path / "run", *SHORT, "checkpoint.save=true")
     words = {
-        "train": (str(config), "output=run2", "train.steps=100000", "checkpoint.save=true"),
+        "train": (str(dense), "output=run2", "train.steps=100000", "checkpoint.save=true"),
         "generate": ("run", "--tokens", "1000000"),
     }[command]
     process = subprocess.Popen(
@@ -114,13 +112,10 @@ def test_an_interruption_ends_every_rank(
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + PATIENCE
-        ranks: list[psutil.Process] = []
-        while len(ranks) < 2 or (command == "train" and not (tmp_path / METRICS).exists()):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-            ranks = ranks_below(process.pid)
+        if command == "train":
+            wait_until((tmp_path / METRICS).exists, process)
+        wait_until(lambda: len(ranks_below(process.pid)) >= 2, process)
+        ranks = ranks_below(process.pid)
         process.send_signal(signal.SIGINT)
         _, reported = process.communicate(timeout=PATIENCE)
     finally:
@@ -137,17 +132,16 @@ def test_an_interruption_ends_every_rank(
 
 
 @pytest.fixture(scope="module")
-def chatting(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chatting(pool: Pool, dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run of a student whose tokenizer has a chat template."""
     folder = tmp_path_factory.mktemp("chatting")
     chat_tokenizer("qwen25").save(folder / "tokenizer")
-    config = inputs.folder / "dense.yaml"
     tokenizer = f"data.tokenizer.path={folder / 'tokenizer'}"
     # The last step has a learning rate of 0: random weights write different tokens.
     one_step = ("train.steps=1", "schedule.warmup_steps=0", "checkpoint.save=true")
     untied = ("student.architecture.tied_embeddings=false", "student.architecture.init_std=0.5")
     changes = (*one_step, *untied, "data.sequence_length=64", tokenizer)
-    run(pool, 1, config, folder / "run", *changes)
+    run(pool, 1, dense, folder / "run", *changes)
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from megatron_distill.store import StoreReader, verify
 from tests.e2e.forked_launches import run_forked
+from tests.e2e.processes import wait_until
 from tests.e2e.runs import environment, records
 
 ROOT = Path(__file__).parents[3]
@@ -96,11 +96,7 @@ def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def interrupt(child: subprocess.Popen[str], metrics: Path, *, lines: int) -> str:
     """Press Ctrl-C once a log has so many lines; returns what was printed."""
-    deadline = time.monotonic() + SECONDS
-    while not (metrics.exists() and metrics.read_text().count("\n") >= lines):
-        assert child.poll() is None, child.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= lines, child)
     family = psutil.Process(child.pid).children(recursive=True)
     child.send_signal(signal.SIGINT)
     text, _ = child.communicate(timeout=SECONDS)

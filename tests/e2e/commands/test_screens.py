@@ -24,10 +24,10 @@ def counted(rank: int, world: int, config_path: Path, overrides: Sequence[str]) 
 
 
 def test_the_first_rank_alone_begins_with_the_banner(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     arguments = [f"output={tmp_path}", *SHORT, FEATURES, "parallel.tensor=2"]
-    first, second = pool.run(2, logged, inputs.folder / "dense.yaml", arguments)
+    first, second = pool.run(2, logged, dense, arguments)
     assert first.count(f"distillation into {tmp_path}\n") == 1
     assert "  layout     2 ranks = tensor 2; fp32" in first
     assert "+ features: 0.5 x mse; 1 pair of layers" in first

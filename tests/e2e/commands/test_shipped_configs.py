@@ -13,9 +13,11 @@ from megatron_distill.data.tokenizers.open import load_tokenizer
 from tests.distributed.hugging_face_models import reference, save_model
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in
+from tests.e2e.conversion.test_hugging_face import give_tokenizer
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
 from tests.e2e.runs import SECOND_SIZES, Inputs, run
+from tests.support.chat_fixtures import chat_tokenizer, write_rows
 
 CONFIGS = ROOT / "configs"
 CHAT = CONFIGS / "qwen25_7b_to_1.5b_chat.yaml"
@@ -82,22 +84,13 @@ def corpora(pool: Pool, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def give_tokenizer(rank: int, world: int, tokenizer: Path, folder: Path) -> None:
-    from megatron_distill.models.hugging_face.assets import copy_tokenizer
-
-    copy_tokenizer(tokenizer, folder)
-
-
 def write_chat_tokenizer(rank: int, world: int, folder: Path) -> int:
-    from tests.support.chat_fixtures import chat_tokenizer
-
     tokenizer = chat_tokenizer("qwen25")
     tokenizer.save(folder)
     return tokenizer.vocab_size
 
 
 def write_corpora(rank: int, world: int, inputs: Inputs, folder: Path) -> None:
-    from megatron_distill.data.tokenizers.open import load_tokenizer
     from tests.support.indexed_corpus import write_indexed
 
     tokenizer = load_tokenizer(inputs.tokenizer)
@@ -105,11 +98,6 @@ def write_corpora(rank: int, world: int, inputs: Inputs, folder: Path) -> None:
     documents = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
     for name in ("web", "code"):
         write_indexed(folder / name, documents, end=tokenizer.eos_id)
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def indexed(corpora: Path) -> tuple[str, ...]:

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.hugging_face_models import save_model, stored_tensors
+from tests.distributed.hugging_face_models import stored_tensors
 from tests.distributed.pool import Pool
-from tests.e2e.converting import contents, convert
+from tests.e2e.conversion.test_conversion_stopped import commands
+from tests.e2e.converting import convert
 from tests.e2e.failing import message
+from tests.support.store_samples import contents
 
 
 @pytest.fixture(scope="module")
 def made(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as `transformers` writes it in hf/, and its checkpoint in checkpoint/."""
     root = tmp_path_factory.mktemp("made")
-    save_model(root / "hf", "llama2")
-    endings = convert(pool, "import", "--hf", root / "hf", "--output", root / "checkpoint")
-    assert [ending.status for ending in endings] == [0, 0], endings
+    commands(pool, root)
     return root
 
 

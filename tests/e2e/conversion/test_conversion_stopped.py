@@ -13,10 +13,11 @@ import pytest
 
 from tests.distributed.hugging_face_models import save_model, stored_tensors
 from tests.distributed.pool import Pool
-from tests.e2e.converting import TOOL, contents, convert
+from tests.e2e.converting import TOOL, convert
 from tests.e2e.failing import message
 from tests.e2e.processes import PATIENCE, SIGNALLING_TORCHRUN, TORCHRUN, torchrun
 from tests.e2e.runs import environment
+from tests.support.store_samples import contents
 
 Sources = dict[str, tuple[str, ...]]
 
@@ -50,9 +51,7 @@ def test_a_real_disk_that_fills_up_while_converting(
     pool: Pool, small: Sources, small_disk: Callable[[str], Path], command: str, world: int
 ) -> None:
     disk = small_disk("400k")
-    output = disk / "out"
-    output.mkdir()
-    (output / "notes").write_text("mine")
+    output = folder_with_notes(disk / "out")
     before = contents(disk)
     words = (*small[command], output, "--overwrite")
     text = message(convert(pool, *words, world=world, free=1 << 40))
@@ -79,6 +78,25 @@ def is_writing(output: Path) -> bool:
     return any(file.stat().st_size > 2**20 for file in files if file.exists())
 
 
+def folder_with_notes(output: Path) -> Path:
+    """Make the folder that a conversion is to replace."""
+    output.mkdir(parents=True)
+    (output / "notes").write_text("mine")
+    return output
+
+
+def writing(words: tuple[str, ...], output: Path) -> subprocess.Popen[str]:
+    """A conversion that has begun to write."""
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), *words, str(output), "--overwrite"],
+        env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not is_writing(output):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    return process
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "number"), [("import", signal.SIGINT), ("export", signal.SIGTERM)]
@@ -86,16 +104,7 @@ def is_writing(output: Path) -> bool:
 def test_an_interrupted_conversion_leaves_the_old_folder(
     large: Sources, tmp_path: Path, command: str, number: signal.Signals
 ) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "notes").write_text("mine")
-    process = subprocess.Popen(
-        [sys.executable, str(TOOL), *large[command], str(output), "--overwrite"],
-        env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while not is_writing(output):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
+    process = writing(large[command], folder_with_notes(tmp_path / "out"))
     process.send_signal(number)
     time.sleep(0.01)
     if process.poll() is None:
@@ -117,9 +126,7 @@ def test_an_interrupted_conversion_leaves_the_old_folder(
 def test_two_interrupted_ranks_leave_the_old_folder(
     large: Sources, tmp_path: Path, command: str, launcher: tuple[str, ...]
 ) -> None:
-    output = tmp_path / "folder" / "out"
-    output.mkdir(parents=True)
-    (output / "notes").write_text("mine")
+    output = folder_with_notes(tmp_path / "folder" / "out")
     words = [*large[command], str(output), "--overwrite"]
     with torchrun(tmp_path, words, launcher=launcher, script=TOOL) as started:
         started.wait_until(lambda: is_writing(output))
@@ -140,18 +147,10 @@ def test_two_interrupted_ranks_leave_the_old_folder(
 def test_a_killed_conversion_leaves_a_partial_folder_that_the_next_one_replaces(
     pool: Pool, small: Sources, large: Sources, tmp_path: Path, command: str
 ) -> None:
-    output = tmp_path / "folder" / "out"
-    output.mkdir(parents=True)
-    (output / "notes").write_text("mine")
-    process = subprocess.Popen(
-        [sys.executable, str(TOOL), *large[command], str(output), "--overwrite"],
-        env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    while not is_writing(output):
-        assert process.poll() is None
-        time.sleep(0.001)
+    output = folder_with_notes(tmp_path / "folder" / "out")
+    process = writing(large[command], output)
     process.kill()
-    process.wait()
+    process.communicate()
     assert sorted(path.name for path in output.parent.iterdir()) == ["out", "out.partial"]
     assert contents(output) == {"notes": b"mine"}
     (ending,) = convert(pool, *small[command], output, "--overwrite", world=1)

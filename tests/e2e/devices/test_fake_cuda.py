@@ -197,29 +197,6 @@ def test_a_step_stays_on_its_device_and_waits_no_more(
     assert (seen["to_host"] > 0) == ("on the host" in case)
 
 
-def test_a_top_k_of_another_layout_is_waited_for_once_per_micro_batch(
-    device: FakeDevice, inputs: Inputs, tmp_path: Path
-) -> None:
-    """Both tensor ranks of the teacher have all of it, and two replicas of the student take it."""
-    terms = "objective.terms=[{top_k: 8}, {top_k: 4, support: renormalized, temperature: 2.0}]"
-    sent = ("teacher.transfer={what: top_k, k: 8}", "teacher.parallel={tensor: 2}")
-    seen = train(device, inputs, tmp_path, "dense", 1, 2, terms, *sent, TWO_REPLICAS)
-    assert seen["waits"].pop("own_layout.py:_of_last") == STEPS * MICRO_BATCHES
-    assert seen["waits"] == LOOP_WAITS
-    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
-
-
-def test_experts_of_two_ranks_wait_once_per_layer_for_the_sizes_of_their_exchange(
-    device: FakeDevice, inputs: Inputs, tmp_path: Path
-) -> None:
-    words = (*BF16, "parallel.expert=2", TWO_REPLICAS)
-    seen = train(device, inputs, tmp_path, "moe", 1, 2, *words)
-    of_sizes = seen["waits"].pop("token_dispatcher.py:_maybe_dtoh_and_synchronize")
-    assert seen["waits"] == LOOP_WAITS
-    assert of_sizes == STEPS * MICRO_BATCHES * 4  # layers
-    assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
-
-
 # Transformer Engine's modules and kernels are stand-ins; heads are of eight numbers.
 EIGHT = "teacher.architecture.num_attention_heads=5"
 FP8 = (
@@ -312,24 +289,38 @@ def test_a_stored_teacher_is_asked_once_whether_it_failed(
     assert seen["from_host"] == {}
 
 
-# Terms of a teacher with a tokenizer of its own; rank, world, further overrides.
-ALIGNED: dict[str, tuple[int, int, Sequence[str]]] = {
-    "tokens": (0, 1, ()),
-    "tokens, second stage": (1, 2, (PIPELINE,)),
-    "tokens, second context rank": (1, 2, (CONTEXT,)),
-    "means": (0, 1, (MEANS_TERMS,)),
-    "tokens TP2": (0, 2, (TENSOR,)),
-    "means, second tensor rank": (1, 2, (MEANS_TERMS, TENSOR, SEQUENCE)),
-}
+OF_TOP_K = (
+    "objective.terms=[{top_k: 8}, {top_k: 4, support: renormalized, temperature: 2.0}]",
+    "teacher.transfer={what: top_k, k: 8}", "teacher.parallel={tensor: 2}", TWO_REPLICAS,
+)  # fmt: skip
+# Configuration, rank, world, overrides, and what a step waits for besides.
+FURTHER: dict[str, tuple[str, int, int, Sequence[str], dict[str, int]]] = {
+    # Terms of a teacher with a tokenizer of its own.
+    "tokens": ("aligned", 0, 1, (), {}),
+    "tokens, second stage": ("aligned", 1, 2, (PIPELINE,), {}),
+    "tokens, second context rank": ("aligned", 1, 2, (CONTEXT,), {}),
+    "means": ("aligned", 0, 1, (MEANS_TERMS,), {}),
+    "tokens TP2": ("aligned", 0, 2, (TENSOR,), {}),
+    "means, second tensor rank": ("aligned", 1, 2, (MEANS_TERMS, TENSOR, SEQUENCE), {}),
+    # Both tensor ranks of the teacher have all of it, and two replicas of the student take it.
+    "top-k of another layout": (
+        "dense", 1, 2, OF_TOP_K, {"own_layout.py:_of_last": STEPS * MICRO_BATCHES},
+    ),
+    # In each layer, for the sizes of their exchange.
+    "experts of two ranks": (
+        "moe", 1, 2, (*BF16, "parallel.expert=2", TWO_REPLICAS),
+        {_EXCHANGE: STEPS * MICRO_BATCHES * 4},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ALIGNED)
-def test_a_step_between_two_tokenizers_waits_no_more(
+@pytest.mark.parametrize("case", FURTHER)
+def test_tokenizers_layouts_and_experts_wait_for_these_and_no_more(
     device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    rank, world, overrides = ALIGNED[case]
-    seen = train(device, inputs, tmp_path, "aligned", rank, world, *overrides)
-    assert seen["waits"] == LOOP_WAITS
+    name, rank, world, overrides, waits = FURTHER[case]
+    seen = train(device, inputs, tmp_path, name, rank, world, *overrides)
+    assert seen["waits"] == {**LOOP_WAITS, **waits}
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
 
 

@@ -124,16 +124,21 @@ LAYOUTS: dict[str, tuple[str, Sequence[str]]] = {
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+def train_on_two_ranks(config: Path, output: Path, *overrides: str) -> Course:
+    """Train by torchrun; returns the records of the steps."""
+    words = ["--config", str(config), f"output={output}", f"runtime.device={GPU}", *overrides]
+    run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
+    return step_records(output)
+
+
 @two_gpus
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_course_on_two_gpus_is_that_on_one(
     inputs: Inputs, train: Runner, tmp_path: Path, layout: str
 ) -> None:
     name, overrides = LAYOUTS[layout]
-    words = ["--config", str(inputs.folder / f"{name}.yaml"), f"output={tmp_path}"]
-    words += [f"runtime.device={GPU}", *overrides]
-    run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
-    assert_same_course(step_records(tmp_path), train(GPU, name), first=FIRST, last=LAST)
+    found = train_on_two_ranks(inputs.folder / f"{name}.yaml", tmp_path, *overrides)
+    assert_same_course(found, train(GPU, name), first=FIRST, last=LAST)
 
 
 # The two ranks copy norms from each other when they resume, or the tied embedding.
@@ -146,17 +151,15 @@ COPIED: dict[str, Sequence[str]] = {
 @two_gpus
 @pytest.mark.parametrize("layout", COPIED)
 def test_a_run_on_two_gpus_that_is_started_again_goes_on(
-    inputs: Inputs, tmp_path: Path, layout: str
+    dense: Path, tmp_path: Path, layout: str
 ) -> None:
-    def trained(output: Path, steps: int) -> Course:
-        words = ["--config", str(inputs.folder / "dense.yaml"), f"output={output}"]
-        words += [f"runtime.device={GPU}", f"train.steps={steps}", *COPIED[layout]]
-        words += ["schedule.decay_steps=20", "checkpoint.save=true", "checkpoint.interval=5"]
-        run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
-        return step_records(output)
-
-    assert len(trained(tmp_path / "resumed", STEPS // 2)) == STEPS // 2
-    resumed, whole = trained(tmp_path / "resumed", STEPS), trained(tmp_path / "whole", STEPS)
+    saving = ("schedule.decay_steps=20", "checkpoint.save=true", "checkpoint.interval=5")
+    both = (*COPIED[layout], *saving)
+    half = f"train.steps={STEPS // 2}"
+    assert len(train_on_two_ranks(dense, tmp_path / "resumed", *both, half)) == STEPS // 2
+    resumed, whole = (
+        train_on_two_ranks(dense, tmp_path / name, *both) for name in ("resumed", "whole")
+    )
     assert [record["step"] for record in resumed] == list(range(1, STEPS + 1))
     assert_same_course(resumed, whole, first=FIRST, last=1e-4)
 
@@ -175,19 +178,16 @@ BY_IPC: dict[str, tuple[Sequence[str], str]] = {
 @two_gpus
 @pytest.mark.parametrize("case", BY_IPC)
 def test_answers_by_cuda_ipc_give_the_course_of_one_gpu(
-    inputs: Inputs, train: Runner, tmp_path: Path, case: str
+    dense: Path, train: Runner, tmp_path: Path, case: str
 ) -> None:
     both, own = BY_IPC[case]
-    words = ["--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path}"]
-    words += [f"runtime.device={GPU}", "teacher.ranks=1", own, *both]
-    run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
-    expected = train(GPU, "dense", *both)
-    assert_same_course(step_records(tmp_path), expected, first=FIRST, last=LAST)
+    found = train_on_two_ranks(dense, tmp_path, "teacher.ranks=1", own, *both)
+    assert_same_course(found, train(GPU, "dense", *both), first=FIRST, last=LAST)
 
 
 @pytest.mark.parametrize("backend", ["ipc", "gloo"])
 def test_a_teacher_on_a_rank_of_its_own_may_share_the_gpu(
-    inputs: Inputs,
+    dense: Path,
     train: Runner,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,11 +196,9 @@ def test_a_teacher_on_a_rank_of_its_own_may_share_the_gpu(
     # Each rank takes the only GPU that it sees. NCCL refuses that, and gloo reduces no shards.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.split(",")[0])
-    words = ["--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path}"]
-    words += [f"runtime.device={GPU}", "runtime.backend=gloo", "optimizer.distributed=false"]
-    words += ["teacher.ranks=1", f"teacher.transfer.backend={backend}"]
-    run_python(*TORCHRUN, str(SCRIPT), *words, seconds=SECONDS)
-    assert_same_course(step_records(tmp_path), train(GPU, "dense"), first=FIRST, last=LAST)
+    own = ("runtime.backend=gloo", "optimizer.distributed=false", "teacher.ranks=1")
+    found = train_on_two_ranks(dense, tmp_path, *own, f"teacher.transfer.backend={backend}")
+    assert_same_course(found, train(GPU, "dense"), first=FIRST, last=LAST)
 
 
 @two_gpus

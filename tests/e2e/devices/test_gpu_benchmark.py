@@ -20,7 +20,7 @@ from benchmarks.harness.children import ChildFailed, run_child
 from benchmarks.harness.environment import installed
 from benchmarks.harness.op_profile import LOSS_RANGE, markdown
 from tests.e2e.forked_launches import run_forked
-from tests.e2e.processes import ROOT
+from tests.e2e.processes import ROOT, wait_until
 from tests.e2e.runs import environment
 
 PARTS = ("attention", "step", "run", "capture", "kernels", "losses")
@@ -198,11 +198,7 @@ from benchmarks.harness.children import run_child
 run_child({str(worker)!r}, [{str(grandchild)!r}], processes=1, name="step", seconds=60)
 """
     running = subprocess.Popen([sys.executable, "-c", program], env=environment(), cwd=ROOT)
-    deadline = time.monotonic() + SECONDS
-    while not (grandchild.exists() and grandchild.read_text()):
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: grandchild.exists() and grandchild.read_text() != "", running)
     running.terminate()
     assert running.wait(SECONDS) == 128 + signal.SIGTERM
     assert not alive(int(grandchild.read_text()))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.megatron_world import megatron_groups, small_architecture
+from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.e2e.captures import capture_here, write_capture
 from tests.e2e.runs import CONTEXT, STUDENT, TEACHER, Inputs, quick_and_slow, train_here
+from tests.reference.tracing import Watch
 
 # Longer on one of two context ranks than every other size of these models.
 LENGTH, LOCAL = 1024, 512
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-class NoSquares(TorchDispatchMode):
+class NoSquares(Watch):
     """Fails at an operation with a result of two dimensions of at least `limit`."""
 
     def __init__(self, limit: int) -> None:
@@ -44,16 +44,12 @@ class NoSquares(TorchDispatchMode):
         self.limit = limit
         self.long_tensors = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 long = sum(size >= self.limit for size in value.shape)
                 assert long < 2, f"{func} makes {tuple(value.shape)}"
                 self.long_tensors += long
-        return result
 
 
 def test_a_square_is_noticed() -> None:
@@ -99,15 +95,11 @@ def test_capture_makes_none(pool: Pool, inputs: Inputs, tmp_path: Path, isolate:
 
 def _prompted(rank: int, world: int) -> int:
     with megatron_groups() as groups:
-        from megatron_distill.models.execution import Execution
         from megatron_distill.models.generation import Sampling, Stops, WriteRow
         from megatron_distill.models.generation.model import CachedGPT
-        from megatron_distill.models.gpt import build_gpt
 
-        execution = Execution(torch.float32, torch.device("cpu"))
         shape = small_architecture(max_position_embeddings=LENGTH + 2)
-        (model,) = build_gpt(shape, groups=groups, execution=execution, seed=1)
-        writer = CachedGPT([model], shape, groups, execution.device)
+        writer = CachedGPT(build(shape, groups, seed=1), shape, groups, torch.device("cpu"))
         with NoSquares(LENGTH) as mode:
             writer.write([WriteRow((0,) * LENGTH, 0, 2)], sampling=Sampling(), stops=Stops())
         return mode.long_tensors

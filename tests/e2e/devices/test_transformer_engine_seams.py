@@ -25,7 +25,6 @@ from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     PIPELINE,
     SECONDS,
-    Inputs,
     assembled,
     assert_same_course,
     course,
@@ -117,31 +116,29 @@ def trained(pool: Pool, config: Path, output: Path, *overrides: str) -> list[dic
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", ["false", "true"])
 def test_a_fused_adam_is_saved_and_resumed(
-    pool: Pool, inputs: Inputs, tmp_path: Path, distributed: str
+    pool: Pool, dense: Path, tmp_path: Path, distributed: str
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     changes = (f"optimizer.distributed={distributed}", "checkpoint.save=true")
-    whole = trained(pool, config, tmp_path / "whole", *changes, "train.steps=6")
+    whole = trained(pool, dense, tmp_path / "whole", *changes, "train.steps=6")
     schedule = "schedule.decay_steps=6"  # that of the whole run
-    trained(pool, config, tmp_path / "parts", *changes, schedule, "train.steps=3")
-    parts = trained(pool, config, tmp_path / "parts", *changes, schedule, "train.steps=6")
+    trained(pool, dense, tmp_path / "parts", *changes, schedule, "train.steps=3")
+    parts = trained(pool, dense, tmp_path / "parts", *changes, schedule, "train.steps=6")
     assert course(parts) == course(whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", ["false", "true"])
 def test_either_adam_resumes_a_checkpoint_of_the_other(
-    pool: Pool, inputs: Inputs, tmp_path: Path, distributed: str
+    pool: Pool, dense: Path, tmp_path: Path, distributed: str
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     changes = (f"optimizer.distributed={distributed}", "checkpoint.save=true")
     changes = (*changes, "schedule.decay_steps=6", "train.steps=6")
-    whole = run(pool, 2, config, tmp_path / "torch", *changes)
-    run(pool, 2, config, tmp_path / "torch first", *changes, "train.steps=3")
-    trained(pool, config, tmp_path / "fused first", *changes, "train.steps=3")
+    whole = run(pool, 2, dense, tmp_path / "torch", *changes)
+    run(pool, 2, dense, tmp_path / "torch first", *changes, "train.steps=3")
+    trained(pool, dense, tmp_path / "fused first", *changes, "train.steps=3")
     crossed = (
-        trained(pool, config, tmp_path / "torch first", *changes),
-        run(pool, 2, config, tmp_path / "fused first", *changes),
+        trained(pool, dense, tmp_path / "torch first", *changes),
+        run(pool, 2, dense, tmp_path / "fused first", *changes),
     )
     for records in crossed:
         assert len(records) == len(whole) == 6
@@ -283,12 +280,12 @@ def formats(
 
 @pytest.mark.parametrize("own", [(None, "e4m3"), ("hybrid", None), ("e4m3", "hybrid")])
 def test_each_model_has_the_number_format_of_its_own_key(
-    pool: Pool, inputs: Inputs, tmp_path: Path, own: tuple[str | None, str | None]
+    pool: Pool, dense: Path, tmp_path: Path, own: tuple[str | None, str | None]
 ) -> None:
     named = zip(("train.fp8", "teacher.fp8"), own, strict=True)
     overrides = [f"output={tmp_path}", "train.precision=bf16"]
     overrides += [f"{key}={value}" for key, value in named if value is not None]
-    assert pool.run(1, formats, inputs.folder / "dense.yaml", overrides) == [own]
+    assert pool.run(1, formats, dense, overrides) == [own]
 
 
 def _note_copies(model: Any) -> list[bool]:
@@ -327,13 +324,12 @@ def copies_of_steps(
 
 @pytest.mark.parametrize("layout", [(), (PIPELINE, "teacher.parallel={pipeline: 1}")])
 def test_a_frozen_model_makes_its_copies_once(
-    pool: Pool, inputs: Inputs, tmp_path: Path, layout: Sequence[str]
+    pool: Pool, dense: Path, tmp_path: Path, layout: Sequence[str]
 ) -> None:
     """In the student's step, and in a layout of its own before it."""
     overrides = [f"output={tmp_path}", "train.precision=bf16", "train.fp8=e4m3", "teacher.fp8=e4m3"]
     overrides += ["train.steps=2", "schedule.warmup_steps=1", *layout]
-    config = inputs.folder / "dense.yaml"
-    for found in pool.run(2 if layout else 1, copies_of_steps, config, overrides, timeout=SECONDS):
+    for found in pool.run(2 if layout else 1, copies_of_steps, dense, overrides, timeout=SECONDS):
         steps, batches, (of_student, of_teacher) = found
         assert batches > 1
         assert of_student == steps  # its weights have changed
@@ -354,7 +350,7 @@ def overlapped(
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 2])
 def test_a_run_overlaps_the_messages_of_both_models(
-    pool: Pool, inputs: Inputs, tmp_path: Path, context: int
+    pool: Pool, dense: Path, tmp_path: Path, context: int
 ) -> None:
     overrides = [
         f"output={tmp_path}",
@@ -363,8 +359,7 @@ def test_a_run_overlaps_the_messages_of_both_models(
         f"parallel={{tensor: 2, sequence: true, context: {context}}}",
         "runtime.tp_comm_overlap=true",
     ]
-    config = inputs.folder / "dense.yaml"
-    for made, used in pool.run(2 * context, overlapped, config, overrides, timeout=SECONDS):
+    for made, used in pool.run(2 * context, overlapped, dense, overrides, timeout=SECONDS):
         positions, tensor = {shape[0] for shape in made}, {shape[2] for shape in made}
         assert positions == {2 * 32 // context}  # samples, length
         assert tensor == {2}
@@ -374,7 +369,7 @@ def test_a_run_overlaps_the_messages_of_both_models(
 
 
 def test_overlap_without_transformer_engine_is_refused(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     overrides = [
         f"output={tmp_path / 'run'}",
@@ -382,7 +377,6 @@ def test_overlap_without_transformer_engine_is_refused(
         "parallel={tensor: 2, sequence: true}",
         "runtime.tp_comm_overlap=true",
     ]
-    config = inputs.folder / "dense.yaml"
-    for text in pool.run(2, failure_here, config, overrides, timeout=SECONDS):
+    for text in pool.run(2, failure_here, dense, overrides, timeout=SECONDS):
         assert text.startswith("ConfigError: runtime.tp_comm_overlap = true: needs Transformer")
         assert "set runtime.tp_comm_overlap=false" in text

@@ -17,12 +17,19 @@ import pytest
 
 from megatron_distill.evaluation.tasks.record import Task, load_task
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.train.assemble.trained_config import STUDENT_ALONE
 from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
-from tests.e2e.evaluation.test_evaluation import COMMON, evaluations, quiz, weights
+from tests.e2e.evaluation.test_evaluation import (
+    COMMON,
+    configure_evaluation,
+    evaluations,
+    quiz,
+    weights,
+)
 from tests.e2e.failing import Ending, call_script
 from tests.e2e.processes import ROOT, TORCHRUN, run_from_imports
-from tests.e2e.runs import CPU, Inputs, configure, records, run
+from tests.e2e.runs import CPU, Inputs, records, run
 from tests.unit.evaluation.tasks import published
 
 # Python reads it as a process starts, such as a grader's: what is asked of a network is noted.
@@ -84,11 +91,11 @@ def _digest_of_same(printed: str, student: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_run(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     """The weights on one rank without a network, and with a torchrun of two."""
     tasks, output, exported = quiz(tmp_path), tmp_path / "run", tmp_path / "exported"
-    run(pool, 1, inputs.folder / "dense.yaml", output, *COMMON, *tasks)
+    run(pool, 1, dense, output, *COMMON, *tasks)
     *_, (_, last) = evaluations(output)
     pool.run(1, export, output, exported)
     quiz_file, script = tmp_path / "quiz.yaml", ROOT / "launch" / "evaluate.py"
@@ -211,10 +218,8 @@ def test_first_prompts_of_earlier_starts_stay(pool: Pool, tmp_path: Path) -> Non
 
 def _without_harness(rank: int, world: int, folder: str) -> str:
     from megatron_distill.errors import ConfigError
-    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 
-    config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
-    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    config = configure_evaluation(rank, world, folder, STUDENT_ALONE)
     from megatron_distill.train.assemble import harness
 
     with patch.object(harness, "find_spec", lambda _: None):
@@ -225,9 +230,7 @@ def _without_harness(rank: int, world: int, folder: str) -> str:
     return "accepted"
 
 
-def test_a_harness_that_is_not_installed_is_named(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
-    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", "train.steps=1")
+def test_a_harness_that_is_not_installed_is_named(pool: Pool, dense: Path, tmp_path: Path) -> None:
+    run(pool, 1, dense, tmp_path / "run", "train.steps=1")
     (text,) = pool.run(1, _without_harness, str(tmp_path / "run"))
     assert "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`" in text

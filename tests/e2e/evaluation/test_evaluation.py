@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_distill.evaluation.tasks.record import load_task
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     CONTEXT,
@@ -135,28 +142,30 @@ def test_training_is_bit_identical_with_and_without(
     assert len({one["student"] for one in digests}) == 3
 
 
+def train_evaluating(
+    rank: int, world: int, config: Path, overrides: list[str], evaluate: Callable[..., Any]
+) -> bool:
+    """Train with `evaluate(usual, model, **named)` in place of the evaluation of a model."""
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.train.evaluation import phase
+
+    with patch.object(phase, "evaluate_model", partial(evaluate, phase.evaluate_model)):
+        return train_here(rank, world, config, overrides)
+
+
 def _drawing(rank: int, world: int, config: Path, overrides: list[str]) -> bool:
     """Train with evaluations that draw random numbers of every kind."""
-    import random
-
-    import numpy as np
-    import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    import megatron_distill.train.evaluation.phase as phase
-
-    evaluate = phase.evaluate_model
-
-    def drawn(*given: Any, **named: Any) -> Any:
+    def drawn(evaluate: Callable[..., Any], model: Any, **named: Any) -> Any:
         random.random()
         np.random.random()
         torch.rand(3)
         with get_cuda_rng_tracker().fork():
             torch.rand(3)
-        return evaluate(*given, **named)
+        return evaluate(model, **named)
 
-    with patch.object(phase, "evaluate_model", drawn):
-        return train_here(rank, world, config, overrides)
+    return train_evaluating(rank, world, config, overrides, drawn)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +174,14 @@ def _drawing(rank: int, world: int, config: Path, overrides: list[str]) -> bool:
     ids=["one rank", "TP2+sequence"],
 )
 def test_an_evaluation_that_draws_numbers_leaves_those_of_dropout(
-    pool: Pool, inputs: Inputs, tmp_path: Path, world: int, layout: tuple[str, ...]
+    pool: Pool, dense: Path, tmp_path: Path, world: int, layout: tuple[str, ...]
 ) -> None:
     quiz(tmp_path)
     given = ("train.steps=2", DROPOUT, *layout)
-    plain = run(pool, world, inputs.folder / "dense.yaml", tmp_path / "plain", *given)
+    plain = run(pool, world, dense, tmp_path / "plain", *given)
     text = f"evaluation.tasks=[{{task: text, folder: {tmp_path}, files: [text.jsonl]}}]"
     arguments = [f"output={tmp_path / 'drawing'}", *given, text, "evaluation.interval=1"]
-    assert all(pool.run(world, _drawing, inputs.folder / "dense.yaml", arguments))
+    assert all(pool.run(world, _drawing, dense, arguments))
     assert len(evaluations(tmp_path / "drawing")) == 3
     assert course(step_records(tmp_path / "drawing")) == course(plain)
 
@@ -182,29 +191,25 @@ SIZE = 200_000_000
 
 def _peaks(rank: int, world: int, config: Path, overrides: list[str]) -> list[int]:
     """Train with evaluations that need so much more memory, and return this process's peaks."""
-    import torch
-
-    import megatron_distill.train.evaluation.phase as phase
     from megatron_distill.train.throughput import peak_memory_bytes
 
-    evaluate, found = phase.evaluate_model, list[int]()
+    found = list[int]()
 
-    def large(*given: Any, **named: Any) -> Any:
+    def large(evaluate: Callable[..., Any], model: Any, **named: Any) -> Any:
         block = torch.ones(SIZE, dtype=torch.uint8)
-        results = evaluate(*given, **named)
+        results = evaluate(model, **named)
         found.append(peak_memory_bytes(CPU.torch_device))
         del block
         return results
 
     Path("/proc/self/clear_refs").write_text("5")  # without the peak of earlier tests
-    with patch.object(phase, "evaluate_model", large):
-        train_here(rank, world, config, overrides)
+    train_evaluating(rank, world, config, overrides, large)
     return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a peak is Linux's to lower")
 def test_the_peak_memory_of_a_run_leaves_its_evaluations_out(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     quiz(tmp_path)
     text = f"evaluation.tasks=[{{task: text, folder: {tmp_path}, files: [text.jsonl]}}]"
@@ -214,7 +219,7 @@ def test_the_peak_memory_of_a_run_leaves_its_evaluations_out(
         text,
         "evaluation.interval=2",
     ]
-    (found,) = pool.run(1, _peaks, inputs.folder / "dense.yaml", arguments)
+    (found,) = pool.run(1, _peaks, dense, arguments)
     assert len(found) == 4, "two models before the first step, and the student twice"
     steps = [one for one in records(tmp_path / "run") if "peak_memory_bytes" in one]
     assert len(steps) == STEPS
@@ -225,7 +230,7 @@ def test_the_peak_memory_of_a_run_leaves_its_evaluations_out(
 @contextmanager
 def asked_after(calls: int) -> Iterator[None]:
     """A signal that an evaluation sees at its n-th look."""
-    looks = iter(range(10**9))
+    looks = count()
     place = "megatron_distill.train.assemble.evaluated_model.is_requested"
     with patch(place, lambda: next(looks) >= calls):
         yield
@@ -241,19 +246,16 @@ class _Killed(BaseException):
 
 
 def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int) -> str:
-    import megatron_distill.train.evaluation.phase as phase
+    calls = count()
 
-    evaluate, calls = phase.evaluate_model, iter(range(10**9))
-
-    def dying(model: Any, **named: Any) -> Any:
+    def dying(evaluate: Callable[..., Any], model: Any, **named: Any) -> Any:
         if next(calls) == call:
             evaluate(replace(model, tasks=model.tasks[:1]), **named)
             raise _Killed
         return evaluate(model, **named)
 
     try:
-        with patch.object(phase, "evaluate_model", dying):
-            train_here(rank, world, config, overrides)
+        train_evaluating(rank, world, config, overrides, dying)
     except _Killed:
         return "killed"
     return "lived"
@@ -261,51 +263,51 @@ def _killed(rank: int, world: int, config: Path, overrides: list[str], call: int
 
 @pytest.mark.slow
 def test_a_signal_ends_an_evaluation_and_a_kill_loses_no_step(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    tasks = quiz(tmp_path)
     whole, stopped, killed = (tmp_path / name for name in ("whole", "stopped", "killed"))
     given = (*COMMON, *tasks, DROPOUT)
-    expected = run(pool, 2, config, whole, *given)
+    expected = run(pool, 2, dense, whole, *given)
     results = evaluations(whole)
 
     # Before the first step there are at least four looks: two models, two tasks.
     arguments = [f"output={stopped}", *given, "evaluation.batch_tokens=64"]
     looks = 2
     while True:  # until the signal comes in the evaluation after the second step
-        if pool.run(2, _stopped, config, arguments, looks) == [True, True]:
+        if pool.run(2, _stopped, dense, arguments, looks) == [True, True]:
             break
         steps = [record["step"] for record in records(stopped)] if stopped.exists() else []
         if steps and max(steps) == 2 and checkpoints(stopped) == ["step_0000002"]:
             break
         looks += 6
-        __import__("shutil").rmtree(stopped)
+        shutil.rmtree(stopped)
     assert [step for step, _ in evaluations(stopped)] == [0]
-    after = run(pool, 2, config, stopped, *given, "evaluation.batch_tokens=64")
+    after = run(pool, 2, dense, stopped, *given, "evaluation.batch_tokens=64")
     assert course(after) == course(expected)
     assert [step for step, _ in evaluations(stopped)] == [0, 2, 4], "the missing one was made up"
 
     # Calls: teacher and student at the start, the student after the steps 2 and 4.
     arguments = [f"output={killed}", *given]
-    assert pool.run(2, _killed, config, arguments, 3) == ["killed"] * 2
+    assert pool.run(2, _killed, dense, arguments, 3) == ["killed"] * 2
     assert checkpoints(killed) == ["step_0000002"]
-    assert course(run(pool, 2, config, killed, *given)) == course(expected)
+    assert course(run(pool, 2, dense, killed, *given)) == course(expected)
     assert evaluations(killed) == results
     assert saved(killed) == saved(stopped) == saved(whole)
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_the_best_checkpoint_stays(pool: Pool, dense: Path, tmp_path: Path) -> None:
     """Bits per byte rise with a rate that is far too high: an early step is the best.
 
     The tasks have fewer items, and shorter prompts than the model's positions allow.
     """
-    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    tasks = quiz(tmp_path)
     best = ("checkpoint.keep_best={metric: prose.bits_per_byte, mode: min}", "checkpoint.keep=1")
     wild = ("optimizer.learning_rate=0.9", "schedule.warmup_steps=2", "evaluation.interval=1")
     output = tmp_path / "run"
     less = ("evaluation.at_start=false", "evaluation.limit=4", "evaluation.max_length=14")
-    run(pool, 2, config, output, *COMMON, *tasks, *best, *wild, *less)
+    run(pool, 2, dense, output, *COMMON, *tasks, *best, *wild, *less)
     for _, found in evaluations(output):
         for results in found.values():
             assert {task: one["n"] for task, one in results.items()} == {
@@ -323,21 +325,24 @@ def test_the_best_checkpoint_stays(pool: Pool, inputs: Inputs, tmp_path: Path) -
     assert written == {"step": lowest, "metric": "prose.bits_per_byte", "value": values[lowest]}
     assert checkpoints(output) == ["best.json", f"step_{lowest:07d}", f"step_{STEPS:07d}"]
     text = failure(
-        pool, 1, config, tmp_path / "other", *COMMON, *tasks,
+        pool, 1, dense, tmp_path / "other", *COMMON, *tasks,
         "checkpoint.keep_best.metric=quiz.exact_match",
     )  # fmt: skip
     assert "checkpoint.keep_best.metric = 'quiz.exact_match' is not a measure of this run" in text
     assert "quiz.acc, quiz.acc_norm" in text
 
 
+def configure_evaluation(rank: int, world: int, folder: str, overrides: Sequence[str]) -> Any:
+    """Prepare a pool worker for the evaluation of a run; returns the configuration."""
+    config = load_trained_run(folder, overrides, world_size=world)
+    return configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+
+
 def _results(
     rank: int, world: int, folder: str, overrides: list[str], tasks: list[str], teacher: bool
 ) -> dict[str, Any]:
-    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
-
     plain = [] if teacher else STUDENT_ALONE
-    config = load_trained_run(folder, [*plain, *overrides], world_size=world)
-    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    config = configure_evaluation(rank, world, folder, [*plain, *overrides])
     from megatron_distill.train.assemble.evaluation import evaluate_weights
 
     found = evaluate_weights(config, CPU, [load_task(one) for one in tasks], teacher=teacher)
@@ -346,11 +351,11 @@ def _results(
 
 @pytest.mark.slow
 def test_results_of_a_finished_run_are_those_of_any_layout(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    tasks = quiz(tmp_path)
     output = tmp_path / "run"
-    run(pool, 2, config, output, *COMMON, *tasks)
+    run(pool, 2, dense, output, *COMMON, *tasks)
     (_, first), *_, (_, last) = evaluations(output)
     named = [str(tmp_path / "quiz.yaml")]
     layouts: list[tuple[int, list[str]]] = [(1, []), (4, [TENSOR, PIPELINE, SEQUENCE])]
@@ -378,7 +383,7 @@ def _refusals(
 
 
 def test_a_wrong_task_is_named_before_any_model_is_built(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     """Each of these ends the start on all ranks, and leaves no folder."""
     quiz(tmp_path)
@@ -398,7 +403,7 @@ def test_a_wrong_task_is_named_before_any_model_is_built(
     for name, (base, line) in changed.items():
         (tmp_path / f"{name}.yaml").write_text(f"base: {base}.yaml\n{line}\n")
         cases[name] = [f"evaluation.tasks=[{tmp_path / f'{name}.yaml'}]"]
-    one, other = pool.run(2, _refusals, inputs.folder / "dense.yaml", tmp_path / "run", cases)
+    one, other = pool.run(2, _refusals, dense, tmp_path / "run", cases)
     assert one == other
     expected = {
         "name": "mmluu: there is no such task; give the path of a YAML file, or one of arc_",

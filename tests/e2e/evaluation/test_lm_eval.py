@@ -17,15 +17,17 @@ import yaml
 from jinja2 import Environment
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.evaluation.lm_eval_model import _settings, harness_tasks
 from megatron_distill.evaluation.requests import GREEDY
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.record import load_task
+from megatron_distill.train.assemble.trained_config import STUDENT_ALONE
 from tests.distributed.pool import Pool
 from tests.e2e.conversion.test_hugging_face import export
-from tests.e2e.evaluation.test_evaluation import WORDS, _results
+from tests.e2e.evaluation.test_evaluation import WORDS, _results, configure_evaluation
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import CPU, PIPELINE, TENSOR, Inputs, configure, run
+from tests.e2e.runs import CPU, PIPELINE, TENSOR, run
 from tests.support.chat_fixtures import chat_tokenizer
 from tests.unit.evaluation.tasks.test_prompts import CASES, EXAMPLES, GOLDEN, items, lines
 
@@ -36,33 +38,37 @@ pytestmark = pytest.mark.slow
 PROSE = "def parse(text):\n    return [line.strip() for line in text.splitlines() if line]\n"
 EDGES = ("", "retu", "for line in ", "import  ")
 ENDS = ("rn line", " text", "in", "")
+CHOICES: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{q}}:",
+    "doc_to_choice": "{{options}}",
+    "doc_to_target": "right",
+    "metric_list": [{"metric": "acc"}],
+}
+ANSWERS: dict[str, Any] = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{q}}",
+    "doc_to_target": "{{q}}",
+    "metric_list": [{"metric": "exact_match"}],
+}
 TASKS: dict[str, dict[str, Any]] = {
     "own_choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{q}}:",
-        "doc_to_choice": "{{options}}",
-        "doc_to_target": "right",
+        **CHOICES,
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}, {"metric": "mcc"}],
     },
     "own_shots": {
-        "output_type": "multiple_choice",
+        **CHOICES,
         "num_fewshot": 2,
         "fewshot_split": "test",
         "fewshot_config": {"sampler": "first_n"},
         "fewshot_delimiter": "\n",
-        "doc_to_text": "{{q}}:",
-        "doc_to_choice": "{{options}}",
-        "doc_to_target": "right",
-        "metric_list": [{"metric": "acc"}],
     },
     # Nothing before the answer, spaces at its end, and tokens over the boundary.
     "own_edges": {
-        "output_type": "multiple_choice",
+        **CHOICES,
         "target_delimiter": "",
         "doc_to_text": "{{before}}",
         "doc_to_choice": "{{after}}",
-        "doc_to_target": "right",
-        "metric_list": [{"metric": "acc"}],
     },
     "own_texts": {
         "output_type": "loglikelihood_rolling",
@@ -71,29 +77,21 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
     },
     "own_answers": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{q}}",
-        "doc_to_target": "{{q}}",
+        **ANSWERS,
         "generation_kwargs": {"until": ["e"], "max_gen_toks": 9, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
     },
     # The length under the name of transformers, greedy without saying so, and the prompts cut.
     "own_lengths": {
-        "output_type": "generate_until",
+        **ANSWERS,
         "doc_to_text": "{{text}}{{q}}",
-        "doc_to_target": "{{q}}",
         "generation_kwargs": {"until": ["\n"], "max_new_tokens": 9},
-        "metric_list": [{"metric": "exact_match"}],
     },
 }
 SAMPLED: dict[str, Any] = {
-    "output_type": "generate_until",
-    "doc_to_text": "{{q}}",
-    "doc_to_target": "{{q}}",
+    **ANSWERS,
     "repeats": 2,
     "filter_list": [{"name": "all", "filter": [{"function": "take_first_k", "k": 2}]}],
     "generation_kwargs": {"until": ["e"], "max_gen_toks": 9, "temperature": 0.9, "top_p": 0.9},
-    "metric_list": [{"metric": "exact_match"}],
 }
 
 
@@ -123,10 +121,8 @@ def write_tasks(folder: Path) -> None:
 
 def _ours(rank: int, world: int, folder: str, layout: list[str], include: str) -> dict[str, Any]:
     """The results of the adapter, with every request's; in a pool worker."""
-    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 
-    config = load_trained_run(folder, [*STUDENT_ALONE, *layout], world_size=world)
-    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    config = configure_evaluation(rank, world, folder, [*STUDENT_ALONE, *layout])
     from megatron_distill.train.assemble.harness import evaluate_by_harness
 
     names = [*TASKS, "own_sampled"]
@@ -179,13 +175,13 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_answers_equal_those_of_the_harness_s_own_backend(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     """The exported student on the same task files, on one rank and in TP2 x PP2."""
     output, folder = tmp_path / "run", tmp_path / "tasks"
     folder.mkdir()
     write_tasks(folder)
-    run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=2", "checkpoint.save=true")
+    run(pool, 1, dense, output, "train.steps=2", "checkpoint.save=true")
     pool.run(1, export, output, tmp_path / "exported")
     theirs = _theirs(tmp_path / "exported", folder)
     _same_form(pool, output, folder, theirs)
@@ -251,8 +247,6 @@ def _same_form(pool: Pool, output: Path, folder: Path, theirs: dict[str, Any]) -
 
 
 def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
-    from megatron_distill.evaluation.lm_eval_model import harness_tasks
-
     write_tasks(tmp_path)
     assert len(harness_tasks(["own_choices", "own_texts"], include=str(tmp_path))) == 2
     with pytest.raises(ConfigError, match="--lm-eval own_nothing: .* give a name of the harness"):
@@ -282,10 +276,8 @@ NEEDY = {
 
 def _harness_error(rank: int, world: int, folder: str, task: str, include: str) -> str:
     """The error of an evaluation by the harness, in a pool worker."""
-    from megatron_distill.train.assemble.trained_config import STUDENT_ALONE, load_trained_run
 
-    config = load_trained_run(folder, STUDENT_ALONE, world_size=world)
-    configure(rank, Path(folder) / "config.yaml", [], world, lambda *_: config)
+    config = configure_evaluation(rank, world, folder, STUDENT_ALONE)
     from megatron_distill.train.assemble.harness import evaluate_by_harness
 
     try:
@@ -295,7 +287,7 @@ def _harness_error(rank: int, world: int, folder: str, task: str, include: str) 
     return "accepted"
 
 
-def test_a_package_that_a_task_needs_is_named(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_a_package_that_a_task_needs_is_named(pool: Pool, dense: Path, tmp_path: Path) -> None:
     """Where the task's code imports it at once, where it tells in its own words, and later."""
     folder, output = tmp_path / "tasks", tmp_path / "run"
     folder.mkdir()
@@ -307,7 +299,7 @@ def test_a_package_that_a_task_needs_is_named(pool: Pool, inputs: Inputs, tmp_pa
         if name == "own_later":
             text += f"process_results: !function {name}_code.judge\n"
         (folder / f"{name}.yaml").write_text(text)
-    run(pool, 1, inputs.folder / "dense.yaml", output, "train.steps=1", "checkpoint.save=true")
+    run(pool, 1, dense, output, "train.steps=1", "checkpoint.save=true")
 
     def error(name: str) -> str:
         (text,) = pool.run(1, _harness_error, str(output), name, str(folder))
@@ -386,8 +378,6 @@ def harness_prompts(
     for request in golden.instances:
         is_generated = request.request_type == "generate_until"
         if is_generated:  # with the stops and the length of the task that we ship
-            from megatron_distill.evaluation.lm_eval_model import _settings
-
             (stops, limit, sampling), ours = _settings(request.args[1], 0), load_task(named)
             assert stops == ours.stops
             # Models that reason at length are compared by the 500 problems.

@@ -13,7 +13,6 @@ from megatron_distill.store import StoreReader, verify
 from tests.distributed.pool import Pool
 from tests.e2e.captures import (
     SCRIPT,
-    contents,
     has_shards,
     partial_files,
     run_in,
@@ -23,6 +22,7 @@ from tests.e2e.captures import (
 from tests.e2e.faults.test_kill import kill_everything
 from tests.e2e.processes import Started, torchrun
 from tests.e2e.runs import Inputs
+from tests.support.store_samples import contents
 
 LONG = 600  # samples: some seconds
 LONG_SHARD = 24

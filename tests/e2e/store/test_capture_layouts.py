@@ -14,8 +14,9 @@ from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.store import SampleRecord, StoreReader, verify
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
-from tests.e2e.captures import SAMPLES, contents, run_in, write_capture
+from tests.e2e.captures import SAMPLES, run_in, write_capture
 from tests.e2e.runs import CPU, Inputs, configure, layout, quick_and_slow
+from tests.support.store_samples import contents
 
 K = 12
 TEMPERATURES = (0.5, 2.0)

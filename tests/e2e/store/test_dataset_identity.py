@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_distill.config import load_capture_config, load_config
+from megatron_distill.config import load_capture_config
 from megatron_distill.errors import DataError
 from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.pool import Pool
@@ -18,13 +18,11 @@ from tests.e2e.runs import Inputs
 Settings = dict[str, Any]
 
 
-def settings_of(
-    rank: int, world: int, path: Path, overrides: list[str], is_capture: bool
-) -> Settings | str:
+def settings_of(rank: int, world: int, path: Path, overrides: list[str]) -> Settings | str:
     prepare_megatron_core(on_cuda=False)
     from megatron_distill.train.assemble.sources import dataset_digest, dataset_settings
 
-    config = (load_capture_config if is_capture else load_config)(path, overrides)
+    config = load_capture_config(path, overrides)
     try:
         found = dataset_settings(config.data, config.seed)
     except DataError as error:
@@ -33,8 +31,8 @@ def settings_of(
     return {**found, "digest": dataset_digest(found, "a")}
 
 
-def ask(pool: Pool, path: Path, *overrides: str, is_capture: bool = True) -> Any:
-    return pool.run(1, settings_of, path, list(overrides), is_capture)[0]
+def ask(pool: Pool, path: Path, *overrides: str) -> Any:
+    return pool.run(1, settings_of, path, list(overrides))[0]
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +109,6 @@ def test_indexed_files_count_by_their_sizes(pool: Pool, config: Path, tmp_path: 
     assert changed(before, ask(pool, config, override)) == {"sources", "digest"}
     (tmp_path / "corpus.idx").unlink()
     assert "corpus.idx: no such file" in ask(pool, config, override)
-
-
-def test_a_run_and_a_capture_of_the_same_data_agree(
-    pool: Pool, inputs: Inputs, config: Path
-) -> None:
-    run = inputs.folder / "dense.yaml"
-    assert ask(pool, run, is_capture=False) == ask(pool, config)
 
 
 def test_conversations_are_named_with_their_masks_and_the_content_of_their_template(

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_distill.data.tokenizers.open import load_tokenizer
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
 from tests.e2e.runs import (
     SECOND_SIZES,
     Inputs,
     KnownRuns,
+    assert_same_course,
     course,
     failure,
     layout,
@@ -46,7 +48,6 @@ def corpus(inputs: Inputs) -> Path:
 
 def write_whole_samples(inputs: Inputs) -> Path:
     """Documents that each fill one sample of the student: there is no cut inside of one."""
-    from megatron_distill.data.tokenizers.open import load_tokenizer
 
     tokenizer = load_tokenizer(inputs.tokenizer)
     pieces, found = tokenizer.token_bytes(), dict[str, None]()
@@ -95,7 +96,6 @@ def test_the_store_has_each_document_with_its_whole_context(
     store: Path, corpus: Path, inputs: Inputs
 ) -> None:
     from megatron_distill.data.text.documents import content_digest
-    from megatron_distill.data.tokenizers.open import load_tokenizer
     from megatron_distill.store import DocumentIndex, StoreSet
 
     tokenizer = load_tokenizer(inputs.second_tokenizer(max(SECOND_SIZES)))
@@ -153,10 +153,7 @@ def test_the_same_store_serves_other_lengths_and_another_tokenizer(
     assert len(names) >= 5
     for world, overrides in map(layout, ("TP2", "DP2")):
         found = train(world, *of_store(store), *given, *overrides)
-        for ours, expected in zip(found, alone, strict=True):
-            for name in names:
-                tolerance = 5e-6 if ours["step"] == 1 else 1e-4
-                assert ours[name] == pytest.approx(expected[name], rel=tolerance), name
+        assert_same_course(found, alone, names, first=5e-6)
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ import pytest
 
 from megatron_distill.store import verify
 from tests.distributed.pool import Pool
-from tests.e2e.captures import contents, run_in, shards_of, write_capture
+from tests.e2e.captures import run_in, shards_of, write_capture
 from tests.e2e.runs import Inputs
+from tests.support.store_samples import contents
 
 SAMPLES, PER_SHARD = 24, 4
 LISTS = "documents-*.json"

@@ -170,33 +170,32 @@ def test_the_store_is_a_corpus_of_its_own(
 def test_a_stopped_run_goes_on_bit_by_bit(
     own_corpus: bool,
     pool: Pool,
-    inputs: Inputs,
+    dense: Path,
     capture: Callable[..., Path],
     train: Callable[..., Course],
     tmp_path: Path,
 ) -> None:
     arguments = [ONE_TERM, f"teacher.store={capture()}", *(ALONE if own_corpus else ())]
     whole = train(1, *arguments)
-    config = inputs.folder / "dense.yaml"
     saved = (*SHORT, *arguments, "checkpoint.save=true")
-    run(pool, 1, config, tmp_path, *saved, stop_after=3)
-    run(pool, 2, config, tmp_path, *saved, stop_after=2)
-    again = run(pool, 1, config, tmp_path, *saved)
+    run(pool, 1, dense, tmp_path, *saved, stop_after=3)
+    run(pool, 2, dense, tmp_path, *saved, stop_after=2)
+    again = run(pool, 1, dense, tmp_path, *saved)
     assert_same_course(again, whole, first=FIRST, last=LAST)
     assert figures(again)[:3] == figures(whole)[:3]
     same = tmp_path / "same-layout"
-    run(pool, 1, config, same, *saved, stop_after=3)
-    assert figures(run(pool, 1, config, same, *saved)) == figures(whole)
+    run(pool, 1, dense, same, *saved, stop_after=3)
+    assert figures(run(pool, 1, dense, same, *saved)) == figures(whole)
 
 
 @pytest.mark.slow
 def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
-    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
+    pool: Pool, dense: Path, capture: Callable[..., Path], tmp_path: Path
 ) -> None:
     held_out = ("validation.samples=11", "validation.interval=10", "train.micro_batch_size=4")
     arguments = [ONE_TERM, f"teacher.store={capture()}", *ALONE, *held_out]
     saved = (*SHORT, *arguments, "checkpoint.save=true")
-    run(pool, 2, inputs.folder / "dense.yaml", tmp_path, *saved)
+    run(pool, 2, dense, tmp_path, *saved)
     found = [one["validation"] for one in validations(tmp_path)]
     assert len(found) == 2
     assert {"ce_loss", "kd_loss", "teacher_ce_loss", "top1_agreement"} <= found[0].keys()
@@ -212,7 +211,7 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     assert "forward_kl" not in compared
     # Joined with a corpus, the store has no records of held-out text.
     joined = [ONE_TERM, f"teacher.store={capture()}", "validation.samples=8"]
-    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "joined", *SHORT, *joined)
+    run(pool, 1, dense, tmp_path / "joined", *SHORT, *joined)
     (last,) = [one["validation"] for one in validations(tmp_path / "joined")]
     assert "ce_loss" in last
     assert not {"kd_loss", "teacher_ce_loss"} & last.keys()
@@ -220,19 +219,19 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
 
 @pytest.mark.slow
 def test_several_stores_share_the_steps_by_weight(
-    pool: Pool, inputs: Inputs, capture: Callable[..., Path], tmp_path: Path
+    pool: Pool, dense: Path, capture: Callable[..., Path], tmp_path: Path
 ) -> None:
     first, second = capture(), capture(world=2)
     stores = f"teacher.store=[{{path: {first}, weight: 3}}, {{path: {second}, name: other}}]"
     arguments = [*SHORT, ONE_TERM, "data.sources=[]", stores]
     text = pool.run(
-        1, _sample_numbers, inputs.folder / "dense.yaml", [*arguments, f"output={tmp_path}"],
+        1, _sample_numbers, dense, [*arguments, f"output={tmp_path}"],
     )[0]  # fmt: skip
     of_first = [number for number in text if number < STEPS * ROWS]
     assert len(of_first) == 3 * (len(text) - len(of_first))
     # Each store is a source of its own in the log.
     held_out = ("validation.samples=9", "train.steps=2", "schedule.warmup_steps=0")
-    run(pool, 1, inputs.folder / "dense.yaml", tmp_path / "log", *arguments, *held_out)
+    run(pool, 1, dense, tmp_path / "log", *arguments, *held_out)
     *steps, last = records(tmp_path / "log")
     for record in (*steps, last["validation"]):
         sources = record["sources"]
@@ -260,7 +259,7 @@ def _sample_numbers(rank: int, world: int, config: Path, overrides: list[str]) -
 
 @pytest.mark.slow
 def test_maxtexts_files_train_as_far_as_they_know(
-    pool: Pool, inputs: Inputs, train: Callable[..., Course], tmp_path: Path
+    pool: Pool, dense: Path, train: Callable[..., Course], tmp_path: Path
 ) -> None:
     """k logits and nothing else: renormalised terms, no tail, and no word of the teacher's own."""
     contents = [
@@ -275,6 +274,6 @@ def test_maxtexts_files_train_as_far_as_they_know(
     assert course[-1]["kd_loss"] < course[0]["kd_loss"]
     assert not {"teacher_ce_loss", "teacher_entropy"} & course[0].keys()
     assert {"top1_agreement", "student_entropy"} <= course[0].keys()
-    text = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path / "tail", *SHORT, *own)
+    text = failure(pool, 2, dense, tmp_path / "tail", *SHORT, *own)
     assert "cannot serve support tail (it lacks log_tail, log_sum_exp" in text
     assert "it serves renormalized" in text

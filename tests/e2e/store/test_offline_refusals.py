@@ -77,11 +77,11 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_mismatched_parts_are_named(
-    case: str, pool: Pool, inputs: Inputs, store: Path, tmp_path: Path
+    case: str, pool: Pool, dense: Path, store: Path, tmp_path: Path
 ) -> None:
     overrides, parts = WRONG[case]
     text = failure(
-        pool, 2, inputs.folder / "dense.yaml", tmp_path,
+        pool, 2, dense, tmp_path,
         *SHORT, ONE_TERM, TENSOR, f"teacher.store={store}", *overrides,
     )  # fmt: skip
     for part in parts:
@@ -113,12 +113,12 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 )
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_store_stops_all_ranks_before_the_step(
-    case: str, own_corpus: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+    case: str, own_corpus: bool, pool: Pool, dense: Path, copy: Path, tmp_path: Path
 ) -> None:
     damage, parts = DAMAGED[case]
     damage(copy)
     text = failure(
-        pool, 2, inputs.folder / "dense.yaml", tmp_path / "run",
+        pool, 2, dense, tmp_path / "run",
         *SHORT, ONE_TERM, TENSOR, f"teacher.store={copy}",
         *(("data.sources=[]",) if own_corpus else ()),
     )  # fmt: skip
@@ -133,12 +133,12 @@ def test_a_damaged_store_stops_all_ranks_before_the_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps_files", [True, False], ids=["with files", "by digest"])
 def test_another_tokenizer_is_refused(
-    keeps_files: bool, pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
+    keeps_files: bool, pool: Pool, dense: Path, copy: Path, tmp_path: Path
 ) -> None:
     if not keeps_files:
         shutil.rmtree(copy / "tokenizer")
     text = failure(
-        pool, 1, inputs.folder / "dense.yaml", tmp_path / "run",
+        pool, 1, dense, tmp_path / "run",
         *SHORT, ONE_TERM, f"teacher.store={copy}", "teacher.architecture=null",
         "data.tokenizer.path=null", "data.tokenizer.train_vocab_size=301",
         "data.tokenizer.train_bytes=5000",
@@ -148,24 +148,6 @@ def test_another_tokenizer_is_refused(
     else:
         assert "its tokenizer is" in text
         assert "Remove data.tokenizer to use that of the store" in text
-
-
-def test_a_corpus_that_changed_on_disk_is_found_by_its_tokens(
-    pool: Pool, inputs: Inputs, copy: Path, tmp_path: Path
-) -> None:
-    """Names and sizes are those of the capture, so that only the tokens can tell."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    text = inputs.corpus.read_text().replace("self", "flex")
-    (folder / inputs.corpus.name).write_text(text)
-    assert len(text) == len(inputs.corpus.read_text())
-    reported = failure(
-        pool, 2, inputs.folder / "dense.yaml", tmp_path / "run",
-        *SHORT, ONE_TERM, f"teacher.store={copy}",
-        f"data.sources.0.paths={folder / inputs.corpus.name}",
-    )  # fmt: skip
-    assert "the tokens in the store and in this run differ" in reported
-    assert "logits-000000.array_record: sample" in reported
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from tests.e2e.runs import (
     run,
     step_records,
 )
-from tests.e2e.teachers.test_several_teacher_ranks import apart
+from tests.e2e.teachers.roles import apart
 
 STEPS, ROWS, K = 6, 8, 12
 TERMS = f"""\
@@ -186,19 +186,6 @@ def test_a_resumed_run_reads_the_records_that_follow(
         run(pool, 1, config, tmp_path / name, SAVE, *before, stop_after=3)
         run(pool, 1, config, tmp_path / name, SAVE, store)
         assert course(step_records(tmp_path / name)) == expected
-
-
-@pytest.mark.slow
-def test_a_live_teacher_beside_a_store_has_ranks_of_its_own(
-    pool: Pool,
-    config: Path,
-    train: Callable[..., Course],
-    capture: Callable[..., str],
-    tmp_path: Path,
-) -> None:
-    store = capture(whole=False)
-    found = apart(pool, 2, config, tmp_path / "run", store, "teachers.law.ranks=1")
-    assert course(found) == course(train(1, store))
 
 
 SCORED = (

@@ -25,7 +25,7 @@ from tests.e2e.runs import (
     resumed,
 )
 from tests.e2e.store.test_document_join import LENGTH, OF_TEACHER, write_whole_samples
-from tests.e2e.teachers.test_several_teacher_ranks import apart
+from tests.e2e.teachers.roles import apart
 
 STEPS, K = 3, 12
 TERMS = (

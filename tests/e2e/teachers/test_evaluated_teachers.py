@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distill import log
 from tests.distributed.pool import Pool
 from tests.e2e.evaluation.test_evaluation import _results, evaluations, quiz
 from tests.e2e.failing import call_alone
-from tests.e2e.processes import ROOT
+from tests.e2e.processes import ROOT, wait_until
 from tests.e2e.runs import (
     STUDENT,
     Inputs,
     course,
+    log_of,
     logged,
     one_of_several,
     records,
@@ -31,7 +29,7 @@ from tests.e2e.runs import (
     step_records,
     train_here,
 )
-from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
+from tests.e2e.teachers.roles import log_in_roles, run_apart, train_in_roles
 from tests.e2e.tokenizers.test_several_tokenizers import write_config
 
 SHORT = ("train.steps=1", "schedule.warmup_steps=1", "checkpoint.save=true")
@@ -144,7 +142,7 @@ def test_each_of_several_teachers_is_evaluated_in_its_own_tokens(
 
 @pytest.mark.slow
 def test_baselines_of_another_teacher_or_other_tasks_are_measured_again(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     """Starts from the beginning in one folder, whose baselines.json stays."""
     tasks, output = quiz(tmp_path), tmp_path / "run"
@@ -153,7 +151,7 @@ def test_baselines_of_another_teacher_or_other_tasks_are_measured_again(
 
     def start(*changes: str) -> tuple[str, dict[str, Any]]:
         words = [f"output={output}", *short, *changes]
-        (text,) = pool.run(1, logged, inputs.folder / "dense.yaml", words)
+        (text,) = pool.run(1, logged, dense, words)
         return text, json.loads(file.read_text())["teacher"]["of"]
 
     text, first = start()
@@ -198,8 +196,7 @@ def test_the_teacher_of_a_finished_run_has_its_own_tokens(
 
 
 def _logged_results(rank: int, world: int, *given: Any) -> tuple[dict[str, Any], str]:
-    stream, configure = io.StringIO(), log.configure
-    with patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)):
+    with log_of(rank) as stream:
         return _results(rank, world, *given), stream.getvalue()
 
 
@@ -213,12 +210,12 @@ def _figures(results: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any
 
 @pytest.mark.slow
 def test_a_teacher_with_sharded_weights_is_scored_and_writes_no_text(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    tasks = quiz(tmp_path)
     both = []
     for name, shards in (("whole", "false"), ("sharded", "true")):
-        run(pool, 2, config, tmp_path / name, *SHORT, *tasks, f"teacher.shard_weights={shards}")
+        run(pool, 2, dense, tmp_path / name, *SHORT, *tasks, f"teacher.shard_weights={shards}")
         both.append(evaluations(tmp_path / name)[0][1])
     whole, sharded = both
     assert set(whole["teacher"]) == {"quiz", "prose", "write"}
@@ -249,35 +246,26 @@ def _ended(
     """
     from megatron_distill.train.evaluation import elsewhere, phase
 
-    stream, configure = io.StringIO(), log.configure
     evaluate = phase.evaluate_model
 
     def late(model: Any, **named: Any) -> Any:
-        wait_for(model.scorer.stop_requested)
+        wait_until(model.scorer.stop_requested)
         return evaluate(model, **named)
 
     with (
         patch.object(elsewhere, "is_requested", lambda: rank == asked),
         patch.object(phase, "evaluate_model", late),
-        patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)),
+        log_of(rank) as stream,
     ):
         return train_in_roles(rank, world, config, overrides, None), stream.getvalue()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Look until it is true, at most for a minute."""
-    ends = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [1, 2], ids=["the student's", "the teacher's"])
 def test_a_signal_to_a_rank_of_either_side_ends_the_evaluation_of_a_teacher_elsewhere(
-    pool: Pool, inputs: Inputs, tmp_path: Path, asked: int
+    pool: Pool, dense: Path, tmp_path: Path, asked: int
 ) -> None:
-    config, tasks, output = inputs.folder / "dense.yaml", quiz(tmp_path), tmp_path / "run"
+    config, tasks, output = dense, quiz(tmp_path), tmp_path / "run"
     given = [f"output={output}", "teacher.ranks=1", *SHORT, *tasks]
     found = pool.run(3, _ended, config, given, asked)
     assert [has_ended for has_ended, _ in found[:2]] == [False, False]
@@ -292,17 +280,17 @@ def test_a_signal_to_a_rank_of_either_side_ends_the_evaluation_of_a_teacher_else
 
 @pytest.mark.slow
 def test_a_teacher_on_ranks_of_its_own_has_the_baseline_of_shared_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     """In another layout, with the same training as without an evaluation."""
-    config, tasks = inputs.folder / "dense.yaml", quiz(tmp_path)
+    tasks = quiz(tmp_path)
     given = (*SHORT, "train.steps=2", "student.architecture.hidden_dropout=0.1")
     apart = (*given, "teacher.parallel.tensor=2")
-    plain = run_apart(pool, 1, 2, config, tmp_path / "plain", *apart)
+    plain = run_apart(pool, 1, 2, dense, tmp_path / "plain", *apart)
     output = tmp_path / "apart"
-    run_apart(pool, 1, 2, config, output, *apart, *tasks)
+    run_apart(pool, 1, 2, dense, output, *apart, *tasks)
     assert course(step_records(output)) == course(plain)
-    run(pool, 1, config, tmp_path / "shared", *given, *tasks)
+    run(pool, 1, dense, tmp_path / "shared", *given, *tasks)
     (_, found), *later = evaluations(output)
     (_, expected), *_ = evaluations(tmp_path / "shared")
     assert [set(results) for _, results in later] == [{"student"}]
@@ -321,12 +309,5 @@ def test_a_teacher_on_ranks_of_its_own_has_the_baseline_of_shared_ranks(
     baselines[0].unlink()
     for steps in (2, 1):  # the second is less than what was done
         words = [f"output={output}", "teacher.ranks=2", *apart, *tasks, f"train.steps={steps}"]
-        text = pool.run(3, _logged_in_roles, config, words)[0]
+        text = pool.run(3, log_in_roles, dense, words)[0]
         assert "no baseline of teacher: no step is left, and its ranks have ended" in text
-
-
-def _logged_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
-    stream, configure = io.StringIO(), log.configure
-    with patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)):
-        assert train_in_roles(rank, world, config, overrides, None)
-    return stream.getvalue()

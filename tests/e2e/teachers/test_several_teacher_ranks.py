@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -20,12 +19,11 @@ from tests.e2e.runs import (
     course,
     evaluate_here,
     quick_and_slow,
-    records,
     run,
     step_records,
 )
+from tests.e2e.teachers.roles import apart, passes_in_roles
 from tests.e2e.teachers.test_several_teachers import COMPARED, ROUTED, write_several
-from tests.e2e.teachers.test_teacher_ranks import train_in_roles
 
 HELD_OUT = ("validation.samples=4", "validation.interval=6")
 ONE_SAMPLE = "train.micro_batch_size=1"
@@ -41,20 +39,6 @@ def config(inputs: Inputs) -> Path:
 def shared(pool: Pool, inputs: Inputs, config: Path) -> Callable[..., Course]:
     """Every record of the run of one rank that runs all models."""
     return partial(KnownRuns(pool, inputs, "several-shared", validations=True), config.stem, 1)
-
-
-def apart(
-    pool: Pool,
-    world: int,
-    config: Path,
-    output: Path,
-    *overrides: str,
-    stop_after: int | None = None,
-) -> Course:
-    """Train with the teachers that have `ranks` on the last ones; returns every record."""
-    changes = [f"output={output}", *overrides]
-    pool.run(world, train_in_roles, config, changes, stop_after, timeout=SECONDS)
-    return records(output)
 
 
 def steps(found: Course) -> Course:
@@ -85,15 +69,20 @@ def test_the_course_is_that_of_shared_ranks(
     found = apart(pool, world, config, tmp_path / "run", *HELD_OUT, *layout)
     expected = shared(*HELD_OUT)
     assert_same_course(steps(found), steps(expected), COMPARED)
-    ours, theirs = (one[-1]["validation"] for one in (found, expected))
-    assert ours["kd_loss"] == pytest.approx(theirs["kd_loss"], rel=1e-3)
-    assert ours["teachers"].keys() == theirs["teachers"].keys()
+    assert_same_held_out(found, expected, ["kd_loss"])
     if case.startswith("1, "):
         assert course(steps(found)) == course(steps(expected))
-        assert [one["teachers"] for one in steps(found)] == [
-            one["teachers"] for one in steps(expected)
-        ]
-        assert ours["teachers"] == theirs["teachers"]
+        for ours, other in zip(found, expected, strict=True):
+            ours, other = ours.get("validation", ours), other.get("validation", other)
+            assert ours["teachers"] == other["teachers"]
+
+
+def assert_same_held_out(found: Course, expected: Course, names: Sequence[str]) -> None:
+    """Compare the losses of the last validation, and whose teachers it has."""
+    ours, theirs = (one[-1]["validation"] for one in (found, expected))
+    for name in names:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
+    assert ours["teachers"].keys() == theirs["teachers"].keys()
 
 
 def sent(name: str, k: int = 12) -> str:
@@ -127,9 +116,8 @@ def test_a_sent_top_k_gives_the_course_of_live_teachers(
     given = (*HELD_OUT, TOP_K, *common)
     found, expected = apart(pool, world, config, tmp_path, *given, *own), shared(*given)
     assert_same_course(steps(found), steps(expected), COMPARED)
-    ours, theirs = (one[-1]["validation"] for one in (found, expected))
-    assert ours["kd_loss"] == pytest.approx(theirs["kd_loss"], rel=1e-3)
-    assert ours["teachers"].keys() == theirs["teachers"].keys() == {"law", "code", "math"}
+    assert_same_held_out(found, expected, ["kd_loss"])
+    assert found[-1]["validation"]["teachers"].keys() == {"law", "code", "math"}
 
 
 # All 301 ids, so that a mean on those of one teacher is that of all teachers' logits.
@@ -156,27 +144,6 @@ def test_a_sent_top_k_is_in_means_and_choices(
         for name in ("ce_loss", "kd_loss", "grad_norm"):
             tolerance = 1e-5 if ours["step"] == 1 else 1e-4
             assert ours[name] == pytest.approx(other[name], rel=tolerance), (ours["step"], name)
-
-
-def passes_in_roles(
-    rank: int, world: int, config: Path, overrides: Sequence[str]
-) -> tuple[int, int, int]:
-    """Run one training; returns this rank's forward passes, units left out, and answers read."""
-    from megatron_distill.train.teachers.answer_ring import AnswerRing
-    from megatron_distill.train.teachers.serving import AnswerSender, TeacherServer
-
-    counted = [(TeacherServer, "_forward"), (AnswerSender, "leave_out"), (AnswerRing, "take")]
-    patches = [
-        patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
-        for owner, name in counted
-    ]
-    passes, left_out, read = (one.start() for one in patches)
-    try:
-        train_in_roles(rank, world, config, overrides, None)
-    finally:
-        for one in patches:
-            one.stop()
-    return passes.call_count, left_out.call_count, read.call_count
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from tests.e2e.runs import (
     records,
     run,
 )
+from tests.e2e.teachers.test_teacher_ranks import OF_MAPS, SENT, TOP_K
 from tests.e2e.training.test_features import MAPS
 from tests.e2e.training.test_layouts import TERMS
 from tests.support.peaks import least_peak
@@ -91,7 +92,7 @@ def test_five_steps_are_those_of_the_shared_layout(train: Callable[..., Course],
 
 
 @pytest.mark.slow
-def test_replicas_of_both_need_not_divide_each_other(inputs: Inputs, tmp_path: Path) -> None:
+def test_replicas_of_both_need_not_divide_each_other(dense: Path, tmp_path: Path) -> None:
     """Three stages of two teacher replicas, two stages of three student replicas: six ranks."""
     common = (*STEPS, *VALIDATED, PIPELINE, FEATURES, "train.global_batch_size=12")
     common += ("teacher.architecture.num_layers=3",)
@@ -101,7 +102,7 @@ def test_replicas_of_both_need_not_divide_each_other(inputs: Inputs, tmp_path: P
     }  # fmt: skip
     with closing(Pool(6)) as six_ranks:
         for name, further in layouts.items():
-            run(six_ranks, 6, inputs.folder / "dense.yaml", tmp_path / name, *common, *further)
+            run(six_ranks, 6, dense, tmp_path / name, *common, *further)
     shared, found, live, moved = (records(tmp_path / name) for name in layouts)
     assert shared[0]["features_loss"] > 0.1
     assert_same(found, shared, is_exact=True)
@@ -132,12 +133,6 @@ def _divided(records: Course) -> tuple[Course, Course]:
     )
 
 
-# As in `tests/e2e/teachers/test_teacher_ranks.py`.
-TOP_K = (
-    "objective.terms=[{top_k: 8}, {top_k: 6, temperature: 2.0, divergence: reverse_kl}, "
-    "{top_k: 8, temperature: 3.0, support: renormalized}]"
-)
-SENT = "teacher.transfer={what: top_k, k: 8}"
 OFFLOADED = "teacher.offload_hidden=true"
 # Ranks, the student's layout, and the teacher's, whose last stage chooses the ids.
 OF_TOP_K: dict[str, tuple[int, Sequence[str], str]] = {
@@ -169,7 +164,6 @@ def test_a_moved_top_k_gives_the_losses_of_hidden_states(
     assert found[0]["teacher_entropy"] == pytest.approx(expected[0]["teacher_entropy"], rel=1e-5)
 
 
-OF_MAPS = ("features_loss", "feature_attention_2_1", "feature_mse_1_2", "feature_attention_4_2")
 KEY_HEADS = "teacher.architecture.num_kv_heads=1"
 RECOMPUTED = "train.recompute=full"
 # As `CASES`.
@@ -248,43 +242,34 @@ def bytes_and_peak(
         return sum(sent), teacher.moved_bytes(len(batches), size), least_peak(take)
 
 
-# Rows of a sequence of 32 that move for each unit.
+# The student's layout, the teacher's, and rows of a sequence of 32 that move for each unit. Each
+# tensor rank of the student needs the ids of all its positions.
 MOVED: dict[str, tuple[Sequence[str], str, int]] = {
     "each rank has its half": ((), "tensor: 2, sequence: true", 16),
     "both ranks have all": ((), "tensor: 2", 0),
     "pieces of context ranks": ((), "context: 2", 16),
     "every other unit is whole elsewhere": ((TENSOR,), "tensor: 1", 32),
     "one of two parts is elsewhere": ((TENSOR, SEQUENCE), "tensor: 1", 16),
+    "ids, both ranks have all": ((), "tensor: 2, sequence: true", 0),
+    "ids, pieces of context ranks": ((), "context: 2", 16),
+    "ids, every other unit is whole elsewhere": ((TENSOR, SEQUENCE), "tensor: 1", 32),
 }
+QUICK_MOVED = ("one of two parts is elsewhere", "ids, pieces of context ranks")
 
 
-@pytest.mark.parametrize("case", quick_and_slow(MOVED, ["one of two parts is elsewhere"]))
+@pytest.mark.parametrize("case", quick_and_slow(MOVED, QUICK_MOVED))
 def test_a_step_sends_the_bytes_of_the_formula(pool: Pool, inputs: Inputs, case: str) -> None:
     common, layout, rows = MOVED[case]
-    overrides = [*STEPS, *common, f"teacher.parallel={{{layout}}}", f"output={inputs.folder}/moved"]
+    # A hidden state; or k ids, k log-probabilities, two sums for each of two temperatures, two of
+    # the whole.
+    kept, numbers = ((TOP_K, SENT), 8 + 8 + 2 * 2 + 2) if case.startswith("ids") else ((), 40)
+    overrides = [*STEPS, *kept, *common, f"teacher.parallel={{{layout}}}"]
+    overrides.append(f"output={inputs.folder}/moved")
     found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", overrides)
-    units, size, width = 4, 2, 40
-    assert sum(sent for sent, _, _ in found) == units * rows * size * width * 4
-    assert {formula for _, formula, _ in found} == {units * rows * size * width * 4}
-
-
-# Each tensor rank of the student needs the ids of all its positions.
-MOVED_IDS = {
-    "both ranks have all": ((), "tensor: 2, sequence: true", 0),
-    "pieces of context ranks": ((), "context: 2", 16),
-    "every other unit is whole elsewhere": ((TENSOR, SEQUENCE), "tensor: 1", 32),
-}
-
-
-@pytest.mark.parametrize("case", quick_and_slow(MOVED_IDS, ["pieces of context ranks"]))
-def test_a_moved_top_k_has_the_bytes_of_its_columns(pool: Pool, inputs: Inputs, case: str) -> None:
-    common, layout, rows = MOVED_IDS[case]
-    own = (TOP_K, SENT, f"teacher.parallel={{{layout}}}", f"output={inputs.folder}/moved-ids")
-    found = pool.run(2, bytes_and_peak, inputs.folder / "dense.yaml", [*STEPS, *common, *own])
-    # k ids, k log-probabilities, two sums for each of two temperatures, two of the whole.
-    units, size, width = 4, 2, 4 * (8 + 8 + 2 * 2 + 2)
-    assert sum(sent for sent, _, _ in found) == units * rows * size * width
-    assert {formula for _, formula, _ in found} == {units * rows * size * width}
+    units, size = 4, 2
+    expected = units * rows * size * 4 * numbers
+    assert sum(sent for sent, _, _ in found) == expected
+    assert {formula for _, formula, _ in found} == {expected}
 
 
 @pytest.mark.slow

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import io
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,31 +15,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_distill import log
-from megatron_distill.config import TeacherRanks, load_config, teacher_ranks
-from megatron_distill.runtime.launch import Device, Launch, joined_world
-from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.config import load_config
 from megatron_distill.train.reports.planned_run import (
     configured_choice,
     open_shapes,
     planned_run,
 )
-from tests.distributed.pool import Pool, meet
+from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     SECONDS,
     VIRTUAL,
     Course,
     Inputs,
     KnownRuns,
-    StopAfter,
-    configure,
     layout,
     quick_and_slow,
     records,
     run,
 )
+from tests.e2e.teachers.roles import log_in_roles, passes_in_roles, run_apart, train_in_roles
 from tests.e2e.training.test_features import MAPS
 from tests.e2e.training.test_layouts import TERMS
 
@@ -53,59 +46,6 @@ TOP_K = (
 SENT = "teacher.transfer={what: top_k, k: 8}"
 SHORT = ("train.steps=6", "validation.samples=16", "validation.interval=3")
 QUANTITIES = ("ce_loss", "kd_loss", "total_loss", "grad_norm")
-
-
-@contextmanager
-def roles(rank: int, world: int, teachers: TeacherRanks) -> Iterator[Device]:
-    """Join the world of this rank's role in a pool worker, whose own group returns afterwards."""
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    place = dist.PrefixStore("launch", store)
-    try:
-        with joined_world(
-            device="cpu",
-            backend="gloo",
-            threads=1,
-            timeout_seconds=SECONDS,
-            launch=Launch(rank, world, place, teachers),
-        ) as device:
-            yield device
-    finally:
-        again = dist.PrefixStore("again", store)
-        dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
-        meet(again, "connected", world, timedelta(seconds=SECONDS))
-
-
-def train_in_roles(
-    rank: int,
-    world: int,
-    config_path: Path,
-    overrides: Sequence[str],
-    stop_after: int | None,
-) -> bool:
-    """Run one training with teachers on the last ranks; returns whether the student finished."""
-    config = configure(rank, config_path, overrides, world)
-    from megatron_distill.train.assemble.run import run_training
-
-    stop: TerminationRequest = StopAfter(stop_after)
-    with roles(rank, world, teacher_ranks(config, ranks_per_node=world)) as device:
-        return run_training(config, device, stop)
-
-
-def run_apart(
-    pool: Pool,
-    students: int,
-    teachers: int,
-    config: Path,
-    output: Path,
-    *overrides: str,
-    stop_after: int | None = None,
-) -> Course:
-    """Train with a teacher on ranks of its own and return every record."""
-    world = students + teachers
-    changes = [f"output={output}", f"teacher.ranks={teachers}", *overrides]
-    pool.run(world, train_in_roles, config, changes, stop_after, timeout=SECONDS)
-    return records(output)
 
 
 def assert_same(
@@ -342,12 +282,12 @@ def held_in_roles(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["1 and 1, fast", "PP2 and 1, slow"])
-def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, case: str) -> None:
+def test_memory_does_not_grow(pool: Pool, dense: Path, tmp_path: Path, case: str) -> None:
     (students, teachers, own), layers = of_roles(case), 24 if case.endswith("slow") else 1
     given = [f"output={tmp_path}", "teacher.ranks=1", "train.steps=200", *own]
     given += [f"teacher.architecture.num_layers={layers}", "logging.timers_interval=100"]
-    config, looks = inputs.folder / "dense.yaml", (120, 190)
-    held = pool.run(students + teachers, held_in_roles, config, given, looks, timeout=SECONDS)
+    looks = (120, 190)
+    held = pool.run(students + teachers, held_in_roles, dense, given, looks, timeout=SECONDS)
     for before, after in held:
         grown = after.blocks - before.blocks
         assert grown < 5 * (looks[1] - looks[0]), (before, after)
@@ -364,13 +304,13 @@ def test_memory_does_not_grow(pool: Pool, inputs: Inputs, tmp_path: Path, case: 
 
 
 @pytest.mark.slow
-def test_it_resumes_on_shared_ranks_and_back(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    config, output = inputs.folder / "dense.yaml", tmp_path / "run"
+def test_it_resumes_on_shared_ranks_and_back(pool: Pool, dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
     saved = ("train.steps=12", "checkpoint.save=true")
-    run_apart(pool, 1, 1, config, output, *saved, stop_after=4)
-    run(pool, 1, config, output, *saved, stop_after=4)
-    after = run_apart(pool, 2, 2, config, output, *saved)
-    expected = shared(pool, 1, config, tmp_path / "shared", *saved)
+    run_apart(pool, 1, 1, dense, output, *saved, stop_after=4)
+    run(pool, 1, dense, output, *saved, stop_after=4)
+    after = run_apart(pool, 2, 2, dense, output, *saved)
+    expected = shared(pool, 1, dense, tmp_path / "shared", *saved)
     assert [record["step"] for record in after] == list(range(1, 13))
     assert_same(after, expected, first=0.0, later=2e-5)
 
@@ -392,13 +332,13 @@ REPLICAS: dict[str, tuple[int, int, Sequence[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REPLICAS)
 def test_numbers_of_replicas_need_not_divide_each_other(
-    pool: Pool, five_ranks: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, five_ranks: Pool, dense: Path, tmp_path: Path, case: str
 ) -> None:
     students, teachers, sent = REPLICAS[case]
-    config, output = inputs.folder / "dense.yaml", tmp_path / "apart"
+    output = tmp_path / "apart"
     common = (*SHORT, "train.global_batch_size=12", *([TOP_K] if SENT in sent else []))
-    found = run_apart(five_ranks, students, teachers, config, output, *common, *sent)
-    expected = shared(pool, students, config, tmp_path / "shared", *common)
+    found = run_apart(five_ranks, students, teachers, dense, output, *common, *sent)
+    expected = shared(pool, students, dense, tmp_path / "shared", *common)
     assert_same(found, expected, **({} if SENT in sent else EXACT))
 
 
@@ -418,20 +358,6 @@ WITH_FEATURES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", WITH_FEATURES)
-def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
-    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
-) -> None:
-    own, both = WITH_FEATURES[case]
-    found, expected = runs_of_roles(
-        pool, inputs, shared_ranks, tmp_path, case, FEATURES, *both, own=own
-    )
-    exact = EXACT if case.startswith("1 and 1") else {}
-    assert_same(found, expected, **exact, names=(*QUANTITIES, *OF_FEATURES))
-    assert all(record["features_loss"] > 0.1 for record in found if "validation" not in record)
-
-
 OF_MAPS = ("features_loss", "feature_attention_2_1", "feature_mse_1_2", "feature_attention_4_2")
 WITH_MAPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "1 and 1, gloo": ((), ()),
@@ -442,45 +368,38 @@ WITH_MAPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 }
 
 
+# Losses, their names in the log, and the least of one; maps are made of sent queries and keys.
+OF_LAYERS = {
+    "states": (WITH_FEATURES, FEATURES, OF_FEATURES, ("features_loss", 0.1)),
+    "maps": (WITH_MAPS, MAPS, OF_MAPS, (OF_MAPS[1], 1e-3)),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WITH_MAPS)
-def test_attention_maps_are_made_of_sent_queries_and_keys(
-    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, case: str
+@pytest.mark.parametrize(
+    ("kind", "case"), [(kind, case) for kind, (cases, *_) in OF_LAYERS.items() for case in cases]
+)
+def test_feature_losses_get_their_layers_from_the_stage_that_has_them(
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, kind: str, case: str
 ) -> None:
-    own, both = WITH_MAPS[case]
+    cases, losses, names, (one, least) = OF_LAYERS[kind]
+    own, both = cases[case]
     found, expected = runs_of_roles(
-        pool, inputs, shared_ranks, tmp_path, case, MAPS, *both, own=own
+        pool, inputs, shared_ranks, tmp_path, case, losses, *both, own=own
     )
     exact = EXACT if case.startswith("1 and 1") else {}
-    assert_same(found, expected, **exact, names=(*QUANTITIES, *OF_MAPS))
-    assert all(record[OF_MAPS[1]] > 1e-3 for record in found if "validation" not in record)
-
-
-def taken_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> int:
-    """Run one training; returns how many answers this rank has made signals of."""
-    from megatron_distill.train.teachers.answer_ring import AnswerRing
-
-    with patch.object(AnswerRing, "take", autospec=True, side_effect=AnswerRing.take) as take:
-        train_in_roles(rank, world, config, overrides, None)
-    return take.call_count
+    assert_same(found, expected, **exact, names=(*QUANTITIES, *names))
+    assert all(record[one] > least for record in found if "validation" not in record)
 
 
 @pytest.mark.slow
 def test_a_stage_of_several_chunks_decodes_an_answer_once(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     given = [f"output={tmp_path}", "teacher.ranks=1", *of_roles("PP2+virtual and 1")[2]]
     given += [SENT, TOP_K, "train.steps=3"]
-    taken = pool.run(3, taken_in_roles, inputs.folder / "dense.yaml", given, timeout=SECONDS)
-    assert taken == [0, 3 * 4, 0]
-
-
-def log_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
-    """Run one training; returns the log of this rank."""
-    stream, configure_log = io.StringIO(), log.configure
-    with patch.object(log, "configure", lambda *_, **__: configure_log(rank, stream=stream)):
-        train_in_roles(rank, world, config, overrides, None)
-    return stream.getvalue()
+    found = pool.run(3, passes_in_roles, dense, given, timeout=SECONDS)
+    assert [read for _, _, read in found] == [0, 3 * 4, 0]
 
 
 @pytest.mark.slow

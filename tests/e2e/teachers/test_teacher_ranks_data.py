@@ -15,7 +15,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megatron_distill.errors import MegatronDistillError
 from megatron_distill.store import SampleRecord, StoreReader
 from megatron_distill.store.records import trained_positions
 from tests.distributed.pool import Pool
@@ -28,21 +27,13 @@ from tests.e2e.runs import (
     course,
     environment,
     failure,
+    failure_here,
     run,
     step_records,
 )
-from tests.e2e.teachers.test_teacher_ranks import run_apart, train_in_roles
+from tests.e2e.teachers.roles import run_apart, train_in_roles
 
 SAVED = ("train.steps=200", "checkpoint.save=true", "checkpoint.interval=2")
-
-
-def failure_in_roles(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
-    """Run one training that must fail; returns the error's kind and message."""
-    try:
-        train_in_roles(rank, world, config, overrides, None)
-    except MegatronDistillError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no failure"
 
 
 @pytest.mark.slow
@@ -60,7 +51,7 @@ def test_a_bad_record_ends_the_run_at_the_step_that_reads_it(
     own = [f"output={tmp_path / 'apart'}", *given]
     own += [f"teacher.ranks={teachers}", f"teacher.steps_ahead={ahead}"]
     world = students + teachers
-    found = pool.run(world, failure_in_roles, config, own, timeout=SECONDS)
+    found = pool.run(world, failure_here, config, own, train_in_roles, timeout=SECONDS)
     assert set(found) == {message}
     steps = course(step_records(tmp_path / "apart"))
     assert len(steps) > ahead
@@ -206,16 +197,15 @@ def assert_same_values(ours: SampleRecord, theirs: SampleRecord) -> None:
 
 @pytest.mark.slow
 def test_a_run_with_a_sent_top_k_goes_on_from_a_store(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, inputs: Inputs, dense: Path, tmp_path: Path
 ) -> None:
-    store, config = tmp_path / "store", inputs.folder / "dense.yaml"
-    written = write_capture(inputs, "sent", samples=6 * 8)
-    assert run_in(pool, 1, written, store) is True
+    store = tmp_path / "store"
+    assert run_in(pool, 1, write_capture(inputs, "sent", samples=6 * 8), store) is True
     sent, terms = SENT_RECORDS
     saved = ("train.steps=6", "checkpoint.save=true", terms)
-    undisturbed = run_apart(pool, 1, 1, config, tmp_path / "undisturbed", sent, *saved)
-    run_apart(pool, 1, 1, config, tmp_path / "run", sent, *saved, stop_after=3)
+    undisturbed = run_apart(pool, 1, 1, dense, tmp_path / "undisturbed", sent, *saved)
+    run_apart(pool, 1, 1, dense, tmp_path / "run", sent, *saved, stop_after=3)
     stored = (f"teacher.store={store}", "teacher.architecture=null")
-    run(pool, 1, config, tmp_path / "run", *saved, *stored)
+    run(pool, 1, dense, tmp_path / "run", *saved, *stored)
     assert len(undisturbed) == 6
     assert course(step_records(tmp_path / "run")) == course(undisturbed)

@@ -13,10 +13,11 @@ from torch import Tensor
 from megatron_distill.runtime.bridge import Bridge, Sending
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.teachers.answer_ways import Columns, SlotPlace
-from megatron_distill.train.teachers.answers import AnswerRows
+from megatron_distill.train.teachers.answers import ROWS_TAG, AnswerRows
 from tests.distributed.pool import Pool
 from tests.distributed.teachers.test_answer_routes import PairGroups
-from tests.e2e.runs import SECONDS, Inputs, records
+from tests.e2e.runs import SECONDS, records
+from tests.e2e.teachers.roles import run_apart, train_in_roles
 from tests.e2e.teachers.test_teacher_ranks import (
     FEATURES,
     GLOO,
@@ -25,8 +26,6 @@ from tests.e2e.teachers.test_teacher_ranks import (
     TOP_K,
     assert_same,
     of_roles,
-    run_apart,
-    train_in_roles,
 )
 
 
@@ -37,7 +36,6 @@ def bytes_in_roles(
 
     Sent are messages of the bridge, and rows written into shared memory.
     """
-    from megatron_distill.train.teachers.answers import ROWS_TAG
     from megatron_distill.train.teachers.mapped_slots import SharedMemoryWay
     from megatron_distill.train.teachers.own_ranks import Asking
 
@@ -85,12 +83,12 @@ def bytes_in_roles(
     ids=["by the network", "into shared memory"],
 )
 def test_each_route_carries_the_bytes_of_the_formula(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str, given: Sequence[str]
+    pool: Pool, dense: Path, tmp_path: Path, case: str, given: Sequence[str]
 ) -> None:
     students, teachers, layouts = of_roles(case)
     own = [f"output={tmp_path}", f"teacher.ranks={teachers}", "train.steps=3", *layouts, *given]
-    config, world = inputs.folder / "dense.yaml", students + teachers
-    found = pool.run(world, bytes_in_roles, config, own, timeout=SECONDS)
+    world = students + teachers
+    found = pool.run(world, bytes_in_roles, dense, own, timeout=SECONDS)
     formula = found[0][1]
     assert len(formula) >= 2
     counted = {route: count for sent, _ in found for route, count in sent.items()}
@@ -134,13 +132,13 @@ def pairs_in_roles(
 
 @pytest.mark.slow
 def test_no_communicator_of_two_ranks_is_made_in_a_step(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, apart = inputs.folder / "dense.yaml", tmp_path / "apart"
+    apart = tmp_path / "apart"
     given = [*SHORT, FEATURES, *of_roles("PP2 and PP2")[2]]
     own = [f"output={apart}", "teacher.ranks=2", *given]
-    found = pool.run(4, pairs_in_roles, config, own, timeout=SECONDS)
+    found = pool.run(4, pairs_in_roles, dense, own, timeout=SECONDS)
     assert all(at_start == at_end for at_start, at_end in found)
     assert [len(pairs) for pairs, _ in found] == [2, 1, 1, 2]
-    expected = run_apart(pool, 2, 2, config, tmp_path / "gloo", *given)
+    expected = run_apart(pool, 2, 2, dense, tmp_path / "gloo", *given)
     assert_same(records(apart), expected, first=0.0, later=0.0)

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.data.tokenizers.open import holds_tokenizer, is_hugging_face, load_tokenizer
+from megatron_distill.data.tokenizers.open import (
+    holds_tokenizer,
+    is_hugging_face,
+    load_tokenizer,
+    require_same_ids,
+)
 from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_distill.data.tokenizers.tiktoken_encodings import written_ranks
 from tests.distributed.pool import Pool
@@ -47,7 +52,7 @@ def tokenizer_file(kind: str, folder: Path) -> Path:
     scope="module", params=["sentencepiece", pytest.param("tiktoken", marks=pytest.mark.slow)]
 )
 def trained(
-    request: pytest.FixtureRequest, pool: Pool, inputs: Inputs,
+    request: pytest.FixtureRequest, pool: Pool, dense: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:  # fmt: skip
     """Two steps, stopped, and the third after a new start, by the entry script on two ranks."""
@@ -55,7 +60,7 @@ def trained(
     found = Trained(tokenizer_file(request.param, folder), folder / "run")
     for steps in (STEPS - 1, STEPS):
         endings = call(
-            *(pool, inputs.folder / "dense.yaml", found.run, *SHORT, f"train.steps={steps}"),
+            *(pool, dense, found.run, *SHORT, f"train.steps={steps}"),
             *("parallel.tensor=2", "checkpoint.save=true", f"schedule.decay_steps={STEPS}"),
             f"data.tokenizer.path={found.tokenizer}",
         )
@@ -152,10 +157,10 @@ def test_a_store_brings_the_tokenizer_along(
 
 
 def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     arguments = [
-        *("--config", str(inputs.folder / "dense.yaml"), f"output={tmp_path / 'run'}", *SHORT),
+        *("--config", str(dense), f"output={tmp_path / 'run'}", *SHORT),
         *("data.tokenizer.path=null", "data.tokenizer.encoding=o200k_base"),
     ]
     cache = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
@@ -168,7 +173,6 @@ def test_an_encoding_that_was_not_fetched_is_an_error_on_all_ranks(
 def test_a_model_of_one_vocabulary_goes_with_either_kind_of_its_tokenizer(
     tmp_path: Path,
 ) -> None:
-    from megatron_distill.data.tokenizers.open import require_same_ids
     from megatron_distill.errors import ConfigError
 
     folder = tmp_path / "model"

@@ -10,7 +10,7 @@ import yaml
 
 from tests.distributed.pool import Pool
 from tests.e2e.failing import Ending, call, message
-from tests.e2e.runs import Inputs, checkpoints
+from tests.e2e.runs import checkpoints
 
 FIRST = (
     "train.steps=2", "schedule.decay_steps=9", "checkpoint.save=true", "optimizer.epsilon=1e-7",
@@ -40,9 +40,9 @@ def kept(output: Path) -> list[str]:
 
 
 @pytest.fixture
-def begun(pool: Pool, inputs: Inputs, tmp_path: Path) -> Path:
+def begun(pool: Pool, dense: Path, tmp_path: Path) -> Path:
     """A run of two steps with a checkpoint."""
-    endings = call(pool, inputs.folder / "dense.yaml", tmp_path, *FIRST)
+    endings = call(pool, dense, tmp_path, *FIRST)
     assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
     assert checkpoints(tmp_path) == ["step_0000002"]
     return tmp_path
@@ -50,21 +50,20 @@ def begun(pool: Pool, inputs: Inputs, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_changes_are_reported_once_and_each_start_is_saved(
-    pool: Pool, inputs: Inputs, begun: Path
+    pool: Pool, dense: Path, begun: Path
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     first = (begun / "config.yaml").read_bytes()
     # A run that cannot go on is refused as before, and has not started.
     wrong = (*SECOND, "student.architecture.hidden_size=48")
-    assert "hidden_size 32 vs 48" in message(call(pool, config, begun, *wrong))
-    found = message(call(pool, config, begun, *SECOND, "train.precision=bf16"))
+    assert "hidden_size 32 vs 48" in message(call(pool, dense, begun, *wrong))
+    found = message(call(pool, dense, begun, *SECOND, "train.precision=bf16"))
     assert "train.precision = 'bf16': " in found
     assert "Set train.precision=fp32" in found
     assert "damaged" not in found
     assert kept(begun) == ["config.yaml"]
     assert (begun / "config.yaml").read_bytes() == first
 
-    endings = call(pool, config, begun, *SECOND)
+    endings = call(pool, dense, begun, *SECOND)
     assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
     assert sorted(changes(endings[0])) == sorted(CHANGED)
     assert changes(endings[1]) == []
@@ -73,7 +72,7 @@ def test_changes_are_reported_once_and_each_start_is_saved(
     newest = yaml.safe_load((begun / "config.yaml").read_text())
     assert newest["optimizer"]["learning_rate"] == 0.001
 
-    again = call(pool, config, begun, *SECOND)
+    again = call(pool, dense, begun, *SECOND)
     assert [ending.status for ending in again] == [0, 0]
     assert "changed since" not in again[0].stderr
     assert kept(begun) == ["config.step_0000002.yaml", "config.yaml"]
@@ -81,13 +80,12 @@ def test_changes_are_reported_once_and_each_start_is_saved(
 
 @pytest.mark.slow
 def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(
-    pool: Pool, inputs: Inputs, begun: Path
+    pool: Pool, dense: Path, begun: Path
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     # A start that got as far as its first step, and left no checkpoint.
     bad = (*SECOND, "objective.ce_weight=1e30")
-    assert "step 3: the loss is" in message(call(pool, config, begun, *bad))
-    endings = call(pool, config, begun, *SECOND)
+    assert "step 3: the loss is" in message(call(pool, dense, begun, *bad))
+    endings = call(pool, dense, begun, *SECOND)
     assert sorted(changes(endings[0])) == sorted(CHANGED)
     assert kept(begun) == [
         "config.step_0000002.2.yaml",
@@ -100,7 +98,7 @@ def test_changes_are_those_since_the_checkpoint_and_not_since_the_last_start(
 
 @pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(
-    pool: Pool, inputs: Inputs, begun: Path
+    pool: Pool, dense: Path, begun: Path
 ) -> None:
     path = begun / "checkpoints" / "step_0000002" / "description.json"
     description = json.loads(path.read_text())
@@ -111,6 +109,6 @@ def test_a_checkpoint_of_an_older_version_is_compared_with_the_runs_file(
     settings = yaml.safe_load((begun / "config.yaml").read_text())
     del settings["schedule"]["wsd_decay_form"]
     (begun / "config.yaml").write_text(yaml.safe_dump(settings))
-    endings = call(pool, inputs.folder / "dense.yaml", begun, *SECOND)
+    endings = call(pool, dense, begun, *SECOND)
     assert [ending.status for ending in endings] == [0, 0], endings[0].stderr
     assert sorted(changes(endings[0])) == sorted(CHANGED)

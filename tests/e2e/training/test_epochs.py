@@ -55,19 +55,18 @@ def samples(corpus: Path, tokenizer: Tokenizer) -> int:
 
 @pytest.mark.slow
 def test_epochs_are_the_steps_of_that_many_passes(
-    pool: Pool, inputs: Inputs, tmp_path: Path, corpus: Path, samples: int
+    pool: Pool, dense: Path, tmp_path: Path, corpus: Path, samples: int
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     of = (*COMMON, f"data.sources.0.paths={corpus}")
     steps = math.ceil(2 * samples / BATCH)
     assert steps > 4
-    counted = run(pool, 2, config, tmp_path / "epochs", *of, "train.epochs=2")
-    given = run(pool, 2, config, tmp_path / "steps", *of, f"train.steps={steps}")
+    counted = run(pool, 2, dense, tmp_path / "epochs", *of, "train.epochs=2")
+    given = run(pool, 2, dense, tmp_path / "steps", *of, f"train.steps={steps}")
     assert course(counted) == course(given)
     assert counted[-1]["step"] == steps
     halves = (*of, "train.epochs=2", "checkpoint.save=true")
-    run(pool, 2, config, tmp_path / "halves", *halves, stop_after=3)
-    assert course(run(pool, 2, config, tmp_path / "halves", *halves)) == course(counted)
+    run(pool, 2, dense, tmp_path / "halves", *halves, stop_after=3)
+    assert course(run(pool, 2, dense, tmp_path / "halves", *halves)) == course(counted)
     kept = (tmp_path / "halves" / "config.yaml").read_text()
     assert f"steps: {steps}" in kept
     assert "epochs: null" in kept
@@ -102,11 +101,11 @@ def test_the_samples_of_an_indexed_corpus_are_those_of_its_index(
 
 @pytest.mark.slow
 def test_the_samples_of_conversations_are_one_pass_of_their_windows(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     chat = SECTIONS.format(corpus=write_chat(tmp_path / "chat.jsonl", weights=False))
     found = run(
-        pool, 1, inputs.folder / "dense.yaml", tmp_path / "run", chat, "train.epochs=3",
+        pool, 1, dense, tmp_path / "run", chat, "train.epochs=3",
         "train.global_batch_size=8", "schedule.warmup_steps=1", "checkpoint.save=true",
     )  # fmt: skip
     (newest,) = (tmp_path / "run" / "checkpoints").glob("step_*")
@@ -145,11 +144,11 @@ def test_a_large_corpus_of_documents_is_refused_by_name(
 
 
 def test_settings_without_effect_are_logged_once_and_the_run_goes_on(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     changes = ("parallel.sequence=true", "checkpoint.save=false", "checkpoint.interval=10")
     short = ("train.steps=2", "schedule.warmup_steps=1")
-    first, second = call(pool, inputs.folder / "dense.yaml", tmp_path, *short, *changes)
+    first, second = call(pool, dense, tmp_path, *short, *changes)
     warned = [line.split(": ", 1)[1] for line in first.stderr.splitlines() if "WARNING" in line]
     assert warned == [
         "parallel.sequence = true has no effect with parallel.tensor = 1",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, assembled, checkpoints, failure, run, train_parts
+from tests.e2e.runs import assembled, checkpoints, failure, run, train_parts
 from tests.e2e.training.test_features import (
     LOSSES,
     MAPS,
@@ -25,9 +25,8 @@ saved = saved_features
 
 @pytest.mark.slow
 def test_only_a_run_of_the_same_features_goes_on(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+    pool: Pool, dense: Path, saved: Path, tmp_path: Path
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     folder = shutil.copytree(saved, tmp_path / "copy")
     going_on = ("train.steps=3", "schedule.warmup_steps=1", "checkpoint.save=true")
     for changes, part in (
@@ -36,13 +35,13 @@ def test_only_a_run_of_the_same_features_goes_on(
         ((LOSSES, SHARED), "projectors are {'names': ['1_2', "),
         ((), "losses are ['feature_mse_1_2'"),
     ):
-        text = failure(pool, 2, config, folder, *going_on, *changes)
+        text = failure(pool, 2, dense, folder, *going_on, *changes)
         assert text.startswith(f"CheckpointError: {folder / 'checkpoints' / 'step_0000002'}")
         assert part in text
         assert "student.checkpoint" in text
     # Weights may change, as those of other terms may.
     heavier = LOSSES.replace("weight: 0.5", "weight: 0.8")
-    found = run(pool, 2, config, folder, *going_on, heavier, MLP)
+    found = run(pool, 2, dense, folder, *going_on, heavier, MLP)
     assert [record["step"] for record in found] == [1, 2, 3]
 
 
@@ -67,12 +66,12 @@ def poisoned_step(
 
 @pytest.mark.parametrize("layout", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.slow)])
 def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
-    pool: Pool, inputs: Inputs, tmp_path: Path, layout: str
+    pool: Pool, dense: Path, tmp_path: Path, layout: str
 ) -> None:
     # Only the square of the gradient overflows.
     huge = "objective.features=[{student: 1, teacher: 2, weight: 1e27}]"
     overrides = [f"output={tmp_path}", huge, layout, "checkpoint.save=true"]
-    found = pool.run(2, poisoned_step, inputs.folder / "dense.yaml", overrides)
+    found = pool.run(2, poisoned_step, dense, overrides)
     text, student_stays, moved = found[0]
     assert found[1][0] == text
     assert text.startswith("step 1: the loss is ")
@@ -85,15 +84,14 @@ def test_a_step_not_finite_in_a_projector_alone_is_not_applied(
 
 
 def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+    pool: Pool, dense: Path, saved: Path, tmp_path: Path
 ) -> None:
     start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
     features = (
         "objective.features=[{student: 5, teacher: 2}, {student: 2, teacher: 1}, "
         "{match: uniform, weight: 0.3}]"
     )
-    config = inputs.folder / "dense.yaml"
-    text = failure(pool, 2, config, tmp_path, *start, features, "student.architecture=null")
+    text = failure(pool, 2, dense, tmp_path, *start, features, "student.architecture=null")
     for part in (
         "ConfigError: feature losses between 4 student layers and 2 teacher layers: ",
         "2 problems",
@@ -105,10 +103,10 @@ def test_layers_that_an_opened_model_lacks_are_named_on_all_ranks(
 
 
 def test_maps_of_layers_that_see_other_keys_are_refused(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     window = "student.architecture={sliding_window: 8, sliding_layers: [3]}"
-    text = failure(pool, 2, inputs.folder / "dense.yaml", tmp_path, MAPS, window)
+    text = failure(pool, 2, dense, tmp_path, MAPS, window)
     assert text.startswith(
         "ConfigError: objective.features with loss = 'attention' need student and"
     )

@@ -78,19 +78,18 @@ def projector_parts(rank: int, world: int, config: Path, overrides: list[str]) -
 
 @pytest.mark.parametrize("case", quick_and_slow(RESUMED, []))
 def test_a_run_that_stops_goes_on_as_if_it_had_not(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, dense: Path, tmp_path: Path, case: str
 ) -> None:
     world, layout, next_world, next_layout = RESUMED[case]
-    config = inputs.folder / "dense.yaml"
     both = (LOSSES, MLP, *SHORT, *SAVE)
-    expected = run(pool, world, config, tmp_path / "whole", *both, *layout)
-    run(pool, world, config, tmp_path / "cut", *both, *layout, stop_after=3)
+    expected = run(pool, world, dense, tmp_path / "whole", *both, *layout)
+    run(pool, world, dense, tmp_path / "cut", *both, *layout, stop_after=3)
     cut = [f"output={tmp_path / 'cut'}", *both]
-    before = pool.run(world, projector_parts, config, [*cut, *layout])
-    after = pool.run(next_world, projector_parts, config, [*cut, *next_layout])
+    before = pool.run(world, projector_parts, dense, [*cut, *layout])
+    after = pool.run(next_world, projector_parts, dense, [*cut, *next_layout])
     assert len(before[0]) == 6 * 3 * 4  # pairs of layers, weights and moments, an MLP's parameters
     assert all(parts == before[0] for parts in (*before, *after))
-    found = run(pool, next_world, config, tmp_path / "cut", *both, *next_layout)
+    found = run(pool, next_world, dense, tmp_path / "cut", *both, *next_layout)
     if layout == next_layout:
         assert course(found) == course(expected)
         held_out = validations(tmp_path / "cut")
@@ -106,14 +105,13 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(
     "undecayed", ["objective.projector.weight_decay=0.0", "optimizer.weight_decay=0"]
 )
 def test_projectors_train_and_are_saved_without_weight_decay(
-    pool: Pool, inputs: Inputs, tmp_path: Path, undecayed: str
+    pool: Pool, dense: Path, tmp_path: Path, undecayed: str
 ) -> None:
     # Matrices and biases then have the same decay, and must stay two groups.
-    config = inputs.folder / "dense.yaml"
     both = (LOSSES, undecayed, "train.steps=2", "schedule.warmup_steps=0", "checkpoint.save=true")
-    (before,) = pool.run(1, projector_parts, config, [f"output={tmp_path / 'none'}", *both])
-    run(pool, 1, config, tmp_path / "run", *both)
-    (after,) = pool.run(1, projector_parts, config, [f"output={tmp_path / 'run'}", *both])
+    (before,) = pool.run(1, projector_parts, dense, [f"output={tmp_path / 'none'}", *both])
+    run(pool, 1, dense, tmp_path / "run", *both)
+    (after,) = pool.run(1, projector_parts, dense, [f"output={tmp_path / 'run'}", *both])
     assert len(before) == len(after) == 6 * 3 * 2  # a matrix and a bias of each pair of layers
     assert all(ours != other for ours, other in zip(after, before, strict=True))
 
@@ -129,7 +127,7 @@ def saved_features(pool: Pool, inputs: Inputs) -> Path:
 
 @pytest.mark.slow
 def test_a_projector_serves_its_own_run_alone(
-    pool: Pool, inputs: Inputs, saved: Path, tmp_path: Path
+    pool: Pool, dense: Path, saved: Path, tmp_path: Path
 ) -> None:
     folder = saved / "checkpoints" / "step_0000002"
     names = set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
@@ -137,10 +135,9 @@ def test_a_projector_serves_its_own_run_alone(
     assert "projector.3_2.weights.1" in projectors
     assert "projector.exp_avg_sq.1_2.biases.0" in projectors
     # A run that starts from the student has projectors of its own, or none.
-    config = inputs.folder / "dense.yaml"
     start = (f"student.checkpoint={saved}", "train.steps=1", "schedule.warmup_steps=0")
-    plain = run(pool, 1, config, tmp_path / "plain", *start)
-    again = run(pool, 2, config, tmp_path / "again", *start, LOSSES, SHARED, PIPELINE)
+    plain = run(pool, 1, dense, tmp_path / "plain", *start)
+    again = run(pool, 2, dense, tmp_path / "again", *start, LOSSES, SHARED, PIPELINE)
     assert again[0]["ce_loss"] == pytest.approx(plain[0]["ce_loss"], rel=1e-6)
     # An export does not know of any.
     endings = convert(pool, "export", "--checkpoint", saved, "--hf", tmp_path / "out")
@@ -150,14 +147,11 @@ def test_a_projector_serves_its_own_run_alone(
     assert not any("projector" in name for name in exported)
 
 
-def test_layers_of_one_size_need_no_projector(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    config = inputs.folder / "dense.yaml"
+def test_layers_of_one_size_need_no_projector(pool: Pool, dense: Path, tmp_path: Path) -> None:
     short = ("train.steps=2", "schedule.warmup_steps=1", LOSSES, EQUAL)
-    (plain, *_) = run(pool, 2, config, tmp_path / "plain", *short, PIPELINE)
+    (plain, *_) = run(pool, 2, dense, tmp_path / "plain", *short, PIPELINE)
     assert "projector_grad_norm" not in plain
-    (asked, *_) = run(
-        pool, 1, config, tmp_path / "asked", *short, "objective.projector.always=true"
-    )
+    (asked, *_) = run(pool, 1, dense, tmp_path / "asked", *short, "objective.projector.always=true")
     assert asked["projector_grad_norm"] > 0
     assert asked["feature_mse_1_2"] != pytest.approx(plain["feature_mse_1_2"], rel=1e-3)
 
@@ -179,11 +173,9 @@ def schedule_of(rank: int, world: int, config: Path, overrides: list[str]) -> li
         return rates
 
 
-def test_projectors_follow_the_schedule_in_shape(
-    pool: Pool, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_projectors_follow_the_schedule_in_shape(pool: Pool, dense: Path, tmp_path: Path) -> None:
     overrides = [f"output={tmp_path}", LOSSES, MLP, *SHORT, "schedule.min_learning_rate=0.0006"]
-    (rates,) = pool.run(1, schedule_of, inputs.folder / "dense.yaml", overrides)
+    (rates,) = pool.run(1, schedule_of, dense, overrides)
     expected = [0, 0.0015, 0.003, 0.00264853, 0.0018, 0.00095147]
     assert [own for own, *_ in rates] == pytest.approx(expected, rel=1e-5)
     for own, *others in rates:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import Inputs, assembled, checkpoints, course, run
+from tests.e2e.runs import assembled, checkpoints, course, run
 
 PEAK, FLOOR = 0.003, 0.0006
 STEPS, WARMUP, WSD = 6, 2, 3
@@ -38,10 +38,9 @@ def rate(updates: int, form: str, *, warmup: int = WARMUP, decay: int | None = N
 
 
 def test_a_step_has_the_rate_of_the_updates_before_it(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config = inputs.folder / "dense.yaml"
-    found = run(pool, 1, config, tmp_path, *COMMON, "schedule.decay=cosine")
+    found = run(pool, 1, dense, tmp_path, *COMMON, "schedule.decay=cosine")
     expected = [rate(updates, "cosine") for updates in range(STEPS)]
     assert [one["learning_rate"] for one in found] == pytest.approx(expected, rel=1e-9)
     assert expected[0] == 0
@@ -62,7 +61,7 @@ def rates_of(rank: int, world: int, config: Path, cases: list[list[str]]) -> lis
 
 
 @pytest.mark.slow
-def test_the_forms_of_warm_ups_and_decays(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_the_forms_of_warm_ups_and_decays(pool: Pool, dense: Path, tmp_path: Path) -> None:
     wsd = ["schedule.decay=wsd", f"schedule.wsd_decay_steps={WSD}"]
     by_form = {
         **{form: [f"schedule.decay={form}"] for form in ("linear", "constant")},
@@ -80,10 +79,10 @@ def test_the_forms_of_warm_ups_and_decays(pool: Pool, inputs: Inputs, tmp_path: 
     cases += [[f"train.steps={steps}", "schedule.warmup_steps=4"] for steps in (3, 4)]
     expected += [[PEAK * updates / 4 for updates in range(steps)] for steps in (3, 4)]
     given = [[f"output={tmp_path / str(number)}", *case] for number, case in enumerate(cases)]
-    (found,) = pool.run(1, rates_of, inputs.folder / "dense.yaml", given)
+    (found,) = pool.run(1, rates_of, dense, given)
     assert found == [pytest.approx(rates, rel=1e-9) for rates in expected]
     first = [f"output={tmp_path / 'first'}", *COMMON, "schedule.initial_learning_rate=0.001"]
-    ((rates,),) = pool.run(1, rates_of, inputs.folder / "dense.yaml", [first])
+    ((rates,),) = pool.run(1, rates_of, dense, [first])
     assert rates[:3] == pytest.approx([0.001, 0.002, 0.003], rel=1e-9)
 
 
@@ -94,13 +93,12 @@ def weights_of(rank: int, world: int, config: Path, overrides: list[str]) -> lis
         return [p.detach().numpy().tobytes() for chunk in chunks for p in chunk.parameters()]
 
 
-def test_a_run_of_one_step_trains(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    config = inputs.folder / "dense.yaml"
+def test_a_run_of_one_step_trains(pool: Pool, dense: Path, tmp_path: Path) -> None:
     one = ("train.steps=1", "schedule.warmup_steps=0", "checkpoint.save=true")
-    (before,) = pool.run(1, weights_of, config, [f"output={tmp_path / 'none'}", *one])
-    (record,) = run(pool, 1, config, tmp_path / "run", *one)
+    (before,) = pool.run(1, weights_of, dense, [f"output={tmp_path / 'none'}", *one])
+    (record,) = run(pool, 1, dense, tmp_path / "run", *one)
     assert record["learning_rate"] == PEAK
-    (after,) = pool.run(1, weights_of, config, [f"output={tmp_path / 'run'}", *one])
+    (after,) = pool.run(1, weights_of, dense, [f"output={tmp_path / 'run'}", *one])
     assert all(ours != other for ours, other in zip(after, before, strict=True))
 
 
@@ -117,15 +115,15 @@ TWO_BAD = (
 
 @pytest.mark.slow
 def test_a_step_that_was_not_applied_does_not_advance_the_rate(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config, common = inputs.folder / "dense.yaml", (*COMMON, *TWO_BAD)
-    whole = run(pool, 1, config, tmp_path / "whole", *common)
+    common = (*COMMON, *TWO_BAD)
+    whole = run(pool, 1, dense, tmp_path / "whole", *common)
     assert [one.get("skipped", False) for one in whole] == [True, True, *[False] * 4]
     expected = [rate(updates, "linear") for updates in (0, 0, 0, 1, 2, 3)]
     assert [one["learning_rate"] for one in whole] == pytest.approx(expected, rel=1e-9)
-    run(pool, 1, config, tmp_path / "cut", *common, stop_after=3)
-    assert course(run(pool, 1, config, tmp_path / "cut", *common))[2:] == course(whole)[2:]
+    run(pool, 1, dense, tmp_path / "cut", *common, stop_after=3)
+    assert course(run(pool, 1, dense, tmp_path / "cut", *common))[2:] == course(whole)[2:]
 
 
 OLD_KEYS = {
@@ -135,16 +133,16 @@ OLD_KEYS = {
 
 
 def test_a_checkpoint_of_an_older_release_goes_on_after_its_updates(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     # Older releases counted every step, were one ahead, and wrote no more than these keys.
-    config, common = inputs.folder / "dense.yaml", (*COMMON, *TWO_BAD)
-    run(pool, 1, config, tmp_path, *common, stop_after=4)
+    common = (*COMMON, *TWO_BAD)
+    run(pool, 1, dense, tmp_path, *common, stop_after=4)
     assert checkpoints(tmp_path) == ["step_0000004"]
     file = tmp_path / "checkpoints" / "step_0000004" / "description.json"
     description = json.loads(file.read_text())
     assert description["bad_steps"] == 2
     file.write_text(json.dumps({key: description[key] for key in OLD_KEYS}))
-    found = run(pool, 1, config, tmp_path, *common)
+    found = run(pool, 1, dense, tmp_path, *common)
     expected = [rate(updates, "linear") for updates in (2, 3)]
     assert [one["learning_rate"] for one in found[4:]] == pytest.approx(expected, rel=1e-9)

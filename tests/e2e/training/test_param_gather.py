@@ -20,7 +20,6 @@ from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     PIPELINE,
     SECONDS,
-    Inputs,
     course,
     quick_and_slow,
     run,
@@ -130,7 +129,7 @@ def saved(output: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, []))
 def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, dense: Path, tmp_path: Path, case: str
 ) -> None:
     world, overrides = CASES[case]
     for output, function, is_late in (
@@ -139,7 +138,7 @@ def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
     ):
         changes = (*overrides, SMALL_BUCKETS, f"optimizer.overlap_param_gather={is_late}")
         arguments = [f"output={tmp_path / output}", *BETWEEN, *changes]
-        config = inputs.folder / "dense.yaml"
+        config = dense
         assert pool.run(world, function, config, arguments, timeout=SECONDS) == [True] * world
     assert course(step_records(tmp_path / "late")) == course(step_records(tmp_path / "plain"))
     assert validations(tmp_path / "late") == validations(tmp_path / "plain")
@@ -151,12 +150,12 @@ def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
 
 
 def test_padding_between_buckets_moves_no_saved_state(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     # Megatron-Core's own format shifts the states of a bucket by the padding of those before it.
-    config, changes = inputs.folder / "dense.yaml", ("train.steps=4", "checkpoint.save=true")
-    run(pool, 2, config, tmp_path / "one", *changes)
-    run(pool, 2, config, tmp_path / "many", *changes, SMALL_BUCKETS)
+    changes = ("train.steps=4", "checkpoint.save=true")
+    run(pool, 2, dense, tmp_path / "one", *changes)
+    run(pool, 2, dense, tmp_path / "many", *changes, SMALL_BUCKETS)
     one, many = saved(tmp_path / "one"), saved(tmp_path / "many")
     moments = [name for name in one if ".exp_avg" in name]
     assert len(moments) > 10

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distill import log
 from megatron_distill.launching.run_status import read_status
 from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
 from tests.distributed.pool import Pool
-from tests.e2e.runs import SECONDS, Inputs, course, logged, quick_and_slow, run, step_records
-from tests.e2e.teachers.test_teacher_ranks import train_in_roles
+from tests.e2e.runs import SECONDS, course, logged, quick_and_slow, run, step_records
+from tests.e2e.teachers.roles import log_in_roles
 
 STEPS, MICRO_BATCHES = 6, 4
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=1")
@@ -59,12 +58,11 @@ def trace_events(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", quick_and_slow(CASES, []))
 def test_phases_add_up_and_watching_changes_no_loss(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
+    pool: Pool, dense: Path, tmp_path: Path, case: str
 ) -> None:
     world, overrides, expected = CASES[case]
-    config = inputs.folder / "dense.yaml"
-    plain = run(pool, world, config, tmp_path / "plain", *SHORT, *overrides)
-    watched = run(pool, world, config, tmp_path / "watched", *SHORT, *overrides, *WATCHED)
+    plain = run(pool, world, dense, tmp_path / "plain", *SHORT, *overrides)
+    watched = run(pool, world, dense, tmp_path / "watched", *SHORT, *overrides, *WATCHED)
     assert course(watched) == course(plain)
     outside = []
     for record in watched:
@@ -95,25 +93,28 @@ def test_phases_add_up_and_watching_changes_no_loss(
         assert any(event["name"] == "aten::mm" for event in events)
 
 
+def slow_in(module: Any) -> Any:
+    """Let the forward passes of a module take longer."""
+    run_model = module.run_model
+
+    def slow(*given: Any, **named: Any) -> Any:
+        time.sleep(SLOW_SECONDS)
+        return run_model(*given, **named)
+
+    return patch.object(module, "run_model", slow)
+
+
 def train_unevenly(rank: int, world: int, config: Path, overrides: Sequence[str]) -> str:
     """Train with one slow rank; returns the log of this rank."""
     from megatron_distill.train import step
 
-    run_model = step.run_model
-
-    def slow(*given: Any, **named: Any) -> Any:
-        if rank == SLOW_RANK:
-            time.sleep(SLOW_SECONDS)
-        return run_model(*given, **named)
-
-    with patch.object(step, "run_model", slow):
+    with slow_in(step) if rank == SLOW_RANK else nullcontext():
         return logged(rank, world, config, overrides)
 
 
-def test_the_log_names_a_slow_rank(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
+def test_the_log_names_a_slow_rank(pool: Pool, dense: Path, tmp_path: Path) -> None:
     overrides = [f"output={tmp_path / 'run'}", *SHORT, "logging.straggler_interval=3"]
-    config = inputs.folder / "dense.yaml"
-    first, second = pool.run(2, train_unevenly, config, overrides, timeout=SECONDS)
+    first, second = pool.run(2, train_unevenly, dense, overrides, timeout=SECONDS)
     assert "slowest" not in second
     lines = re.findall(r"step (\d+): slowest ranks, mean of 3 steps: (.*)", first)
     assert [step for step, _ in lines] == ["3", "6"]
@@ -135,24 +136,13 @@ def serve_unevenly(rank: int, world: int, config: Path, overrides: Sequence[str]
     """Train with a teacher on two ranks, the last one slow; returns the log of this rank."""
     from megatron_distill.train.teachers import serving
 
-    run_model, configure, stream = serving.run_model, log.configure, io.StringIO()
-
-    def slow(*given: Any, **named: Any) -> Any:
-        if rank == world - 1:
-            time.sleep(SLOW_SECONDS)
-        return run_model(*given, **named)
-
-    with (
-        patch.object(log, "configure", lambda *_, **__: configure(rank, stream=stream)),
-        patch.object(serving, "run_model", slow),
-    ):
-        train_in_roles(rank, world, config, overrides, None)
-    return stream.getvalue()
+    with slow_in(serving) if rank == world - 1 else nullcontext():
+        return log_in_roles(rank, world, config, overrides)
 
 
 @pytest.mark.slow
 def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     own = (
@@ -161,8 +151,7 @@ def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
     )  # fmt: skip
     overrides = [f"output={output}", *SHORT, *own, "validation.samples=16", "validation.interval=3"]
     began = time.perf_counter()
-    config = inputs.folder / "dense.yaml"
-    first, *others = pool.run(3, serve_unevenly, config, overrides, timeout=SECONDS)
+    first, *others = pool.run(3, serve_unevenly, dense, overrides, timeout=SECONDS)
     milliseconds = 1000.0 * (time.perf_counter() - began)
     assert "this run has no ranks" not in first
     assert all("slowest" not in other for other in others)
@@ -197,14 +186,14 @@ def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
 
 
 def test_a_profile_that_is_not_possible_is_a_warning(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     output.mkdir()
     (output / "profile").write_text("a file where the folder would be")
     wanted = "profile={steps: [1], ranks: [0, 3], memory_snapshot: true}"
     overrides = [f"output={output}", "train.steps=1", "schedule.warmup_steps=0", wanted]
-    (log,) = pool.run(1, logged, inputs.folder / "dense.yaml", overrides, timeout=SECONDS)
+    (log,) = pool.run(1, logged, dense, overrides, timeout=SECONDS)
     warnings = re.findall(r"WARNING rank 0 \S+: (.*)", log)
     path = output / "profile" / "step_0000001_rank_0000.json.gz"
     assert warnings == [

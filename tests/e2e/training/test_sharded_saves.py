@@ -26,6 +26,7 @@ from tests.e2e.runs import (
     assembled,
     quick_and_slow,
 )
+from tests.support.old_checkpoint import old_state, write_old
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,8 +91,6 @@ def save(
         state.save(parts.loader)
         state.checkpoints.finish()
         if is_old:
-            from tests.support.old_checkpoint import write_old
-
             write_old(state, Path(run.output) / "checkpoints" / "step_0000003")
         return take_snapshot(shards, {}, None).nbytes, sorted({shard.key for shard in shards})
 
@@ -192,14 +191,11 @@ READ: dict[str, tuple[Run, Run]] = {
 
 
 @pytest.mark.parametrize("case", quick_and_slow(READ, ["DP2 to TP2xPP2"]))
-def test_the_ranks_read_no_byte_twice(
-    pool: Pool, inputs: Inputs, tmp_path: Path, case: str
-) -> None:
+def test_the_ranks_read_no_byte_twice(pool: Pool, dense: Path, tmp_path: Path, case: str) -> None:
     (world, layout), (other_world, other) = READ[case]
-    config = inputs.folder / "dense.yaml"
     common = [f"output={tmp_path}", *COMMON, *LARGE]
-    pool.run(world, save, config, [*common, *layout], False, timeout=120.0)
-    found = pool.run(other_world, resume, config, [*common, *other], timeout=120.0)
+    pool.run(world, save, dense, [*common, *layout], False, timeout=120.0)
+    found = pool.run(other_world, resume, dense, [*common, *other], timeout=120.0)
     assert [rank.wrong for rank in found] == [[]] * other_world
     checkpoint = tmp_path / "checkpoints" / "step_0000003"
     stored = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
@@ -209,10 +205,10 @@ def test_the_ranks_read_no_byte_twice(
 
 @pytest.mark.parametrize("whole", [pytest.param((WHOLE,), marks=pytest.mark.slow), ()])
 def test_replicas_write_as_much_as_each_other(
-    pool: Pool, inputs: Inputs, tmp_path: Path, whole: Sequence[str]
+    pool: Pool, dense: Path, tmp_path: Path, whole: Sequence[str]
 ) -> None:
     overrides = [f"output={tmp_path}", *COMMON, BF16, *whole]
-    saved = pool.run(4, save, inputs.folder / "dense.yaml", overrides, False, timeout=120.0)
+    saved = pool.run(4, save, dense, overrides, False, timeout=120.0)
     nbytes = [count for count, _ in saved]
     assert max(nbytes) < 1.2 * sum(nbytes) / 4
 
@@ -237,8 +233,6 @@ def read_by_megatron(rank: int, world: int, config: Path, overrides: list[str]) 
         )
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-        from tests.support.old_checkpoint import old_state
-
         state = parts.state
         for shard in state._shards():
             shard.data.zero_()
@@ -260,8 +254,7 @@ def read_by_megatron(rank: int, world: int, config: Path, overrides: list[str]) 
 
 
 @pytest.mark.slow
-def test_megatron_core_reads_the_files(pool: Pool, inputs: Inputs, tmp_path: Path) -> None:
-    config = inputs.folder / "dense.yaml"
+def test_megatron_core_reads_the_files(pool: Pool, dense: Path, tmp_path: Path) -> None:
     common = [f"output={tmp_path}", *COMMON]
-    pool.run(4, save, config, [*common, BF16], False, timeout=120.0)
-    assert pool.run(2, read_by_megatron, config, [*common, TENSOR, BF16]) == [[], []]
+    pool.run(4, save, dense, [*common, BF16], False, timeout=120.0)
+    assert pool.run(2, read_by_megatron, dense, [*common, TENSOR, BF16]) == [[], []]

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import SECONDS, Inputs, failure_here, train_here
+from tests.e2e.runs import SECONDS, failure_here, train_here
 
 SHORT = ("train.steps=1", "schedule.warmup_steps=0")
 
@@ -58,18 +58,17 @@ def started(
 
 
 def test_a_run_that_will_not_fit_is_warned_of_before_models_are_built(
-    pool: Pool, inputs: Inputs, tmp_path: Path
+    pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     words, again = ((*SHORT, f"output={tmp_path}/{name}") for name in ("run", "refused"))
-    ranks = pool.run(2, started, config, words, 1e-4, "cpu", timeout=SECONDS)
+    ranks = pool.run(2, started, dense, words, 1e-4, "cpu", timeout=SECONDS)
     (warning, then), second = ranks[0][0], ranks[1][0]
     assert warning.startswith("memory: the fullest rank of this run needs ")
     assert "a small machine has 0.0 GiB" in warning
     assert then == "models"
     assert second[-1] == "models"
     # States above a GPU's memory are an error, on all ranks, with no model built.
-    refused = pool.run(2, started, config, again, 1e-4, "gpu", timeout=SECONDS)
+    refused = pool.run(2, started, dense, again, 1e-4, "gpu", timeout=SECONDS)
     for happened, failure in refused:
         assert happened == []
         assert failure.startswith("ConfigError: memory: the fullest rank of this run needs ")

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.pool import Pool
-from tests.e2e.runs import SEQUENCE, TENSOR, Inputs, assembled, train_parts
+from tests.e2e.runs import SEQUENCE, TENSOR, assembled, train_parts
 
 
 def train_and_look_at_the_teacher(
@@ -67,12 +67,11 @@ def train_and_look_at_the_teacher(
     ],
 )
 def test_the_teacher_is_left_alone(
-    pool: Pool, inputs: Inputs, tmp_path: Path, world: int, overrides: tuple[str, ...]
+    pool: Pool, dense: Path, tmp_path: Path, world: int, overrides: tuple[str, ...]
 ) -> None:
-    config = inputs.folder / "dense.yaml"
     arguments = [f"output={tmp_path}", "train.steps=3", "schedule.warmup_steps=1"]
     arguments += ["checkpoint.save=true", *overrides]
-    found = pool.run(world, train_and_look_at_the_teacher, config, arguments)
+    found = pool.run(world, train_and_look_at_the_teacher, dense, arguments)
     for counts in found:
         for name in ("changed", "with gradient", "in data parallelism", "in the optimizer"):
             assert counts[name] == 0, name
