@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,8 +28,9 @@ import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
 from megatron_distill.runtime import heartbeats
+from megatron_distill.runtime.hang_watch import Hang, HangWatch, count_failure, news
 from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, living, take_leave
-from megatron_distill.runtime.main_thread import MainThread
+from megatron_distill.runtime.main_thread import MainThread, Progress, place_of
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
 
@@ -90,21 +92,6 @@ _FAILED: Final = "failed"
 _GLOO_SOURCE: Final = "gloo/transport"
 
 
-@dataclass
-class Progress:
-    """The step that a rank is at, for the message of its failure; None before the first.
-
-    `unit`: the last one of the step that it has begun, of a teacher with its own ranks.
-    """
-
-    step: int | None = None
-    unit: int | None = None
-
-    def begin(self, step: int) -> None:
-        """Note the begin of a step."""
-        self.step, self.unit = step, None
-
-
 @dataclass(frozen=True)
 class LoneFailure:
     """A block that ends the process if this rank fails alone.
@@ -113,7 +100,7 @@ class LoneFailure:
     if there is no store: in a world of one, or in a process group of the caller. After an
     interruption a collective may fail because a peer has left already: not a failure either.
 
-    With several roles a message names role, host and step.
+    A message names rank or role, host and step.
     """
 
     rank: int = 0
@@ -181,9 +168,29 @@ class LoneFailure:
         finally:
             os._exit(FAILED_STATUS)
 
+    def end_hung(self, hang: Hang, *, seconds: float) -> None:
+        """Write why a step hangs, and end this process and its peers; from another thread."""
+        if not self.reporting.acquire(blocking=False):
+            return
+        try:
+            _end_anyway(FAILED_STATUS)
+            sys.stderr.write(hang.stacks(self.roles))
+            longest, hosts = self.progress.longest_seconds, self._hosts(hang.silent)
+            text = hang.sentence(self.roles, seconds=seconds, longest=longest, hosts=hosts)
+            if not tell_torchrun(text):
+                sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+            self._tell_peers(hang.culprit)
+        finally:
+            os._exit(FAILED_STATUS)
+
+    def end_given_up(self) -> None:
+        """End this process, which its peers take for the failed one; from another thread."""
+        if self.reporting.acquire(blocking=False):  # else it ends because of its own failure
+            _end_after("its peers have given it up", self.roles.name(self.rank))
+
     def _place(self) -> str:
-        name = self.roles.name(self.rank)
-        return f"{name} on {socket.gethostname()}" if self.roles.are_split else name
+        return f"{self.roles.name(self.rank)} on {socket.gethostname()}"
 
     def _at_step(self) -> str:
         step, unit = self.progress.step, self.progress.unit
@@ -191,10 +198,10 @@ class LoneFailure:
             return ""
         return f" at step {step}" if unit is None else f" at step {step}, unit {unit}"
 
-    def _tell_peers(self) -> None:
+    def _tell_peers(self, failed: int | None = None) -> None:
         assert self.store is not None
         with suppress(dist.DistError):
-            self.store.set(_FAILED, str(self.rank))
+            _note_failed(self.store, self.rank if failed is None else failed)
 
     def _report_waiting(self, error: BaseException) -> None:
         """Write where this rank waited; one rank collects that of all ranks, and writes it last."""
@@ -252,7 +259,7 @@ class LoneFailure:
         alive = living(self.store, silent, seconds=_sign_seconds())
         return [rank for rank in silent if rank not in alive] or silent
 
-    def _hosts(self, ranks: list[int]) -> str:
+    def _hosts(self, ranks: Sequence[int]) -> str:
         """Return the hosts of some ranks in words, where `PeerWatch` has noted them."""
         assert self.store is not None
         keys = [host_key(rank) for rank in ranks]
@@ -263,8 +270,9 @@ class LoneFailure:
 class PeerWatch:
     """A block during which a thread ends this process soon after another rank has failed.
 
-    It looks every few seconds; without a store it does nothing. With several roles it notes its
-    host, and gives signs of life for `Launch.together`. Then it also ends the process when the next
+    It looks every few seconds; without a store it does nothing. It notes the rank's host, and ends
+    the launch when a step hangs, see `HangWatch`. With several roles it also gives signs of life
+    for `Launch.together`. Then it ends the process, too, when the next
     rank has given no sign for `patience_seconds`, or `SILENT_SECONDS` once its own first step has
     begun. A role may wait without limit for another, and a stopped process or a lost machine closes
     no connection. A rank of the student also ends if its main thread does not run for
@@ -283,9 +291,8 @@ class PeerWatch:
 
     def __enter__(self) -> None:
         if self._store is not None:
-            if self._roles.are_split:
-                self._store.set(host_key(self._rank), socket.gethostname())
-                give_sign(self._store, self._rank)
+            self._store.set(host_key(self._rank), socket.gethostname())
+            self._give_sign()
             self._thread.start()
 
     def __exit__(
@@ -295,29 +302,54 @@ class PeerWatch:
         frames: TracebackType | None,
     ) -> None:
         self._ended.set()
-        if self._store is not None and self._roles.are_split:
+        if self._store is not None:
             with suppress(dist.DistError):
                 take_leave(self._store, self._rank)
+
+    def _give_sign(self) -> None:
+        if self._roles.are_split:
+            assert self._store is not None
+            give_sign(self._store, self._rank)
 
     def _watch(self) -> None:
         assert self._store is not None
         watched = (self._rank + 1) % self._roles.size
         signs = SignsOfOne(self._store, watched)
         main_thread = MainThread()
+        hangs = self._hang_watch(main_thread)
         # A store that is gone is not a failure: torchrun keeps it until its own ranks have ended.
         with suppress(dist.DistError):
             while not self._ended.wait(_WATCH_SECONDS):
                 if self._roles.are_split:
-                    give_sign(self._store, self._rank)
+                    self._give_sign()
                     if signs.silent_looks() * _WATCH_SECONDS >= self._silence:
                         self._end_without(watched)
                     self._look_at(main_thread)
-                if self._store.check([_FAILED]):
-                    failed = self._store.get(_FAILED).decode()
-                    if failed != str(self._rank):
-                        name = self._roles.name
-                        _end_after(name(int(failed)), name(self._rank))
+                found = news(self._store)
+                if found.has_failed:
+                    self._end_because_of(int(self._store.get(_FAILED)))
                     return
+                if (hang := hangs.look(found, seconds=_WATCH_SECONDS)) is not None:
+                    self._alone.end_hung(hang, seconds=hangs.quiet_seconds)
+
+    def _hang_watch(self, main_thread: MainThread) -> HangWatch:
+        assert self._store is not None
+        return HangWatch(
+            self._store,
+            self._rank,
+            self._roles,
+            self._alone.progress,
+            main_thread,
+            patience_seconds=self._patience,
+            ended=self._ended,
+            give_sign=self._give_sign,
+        )
+
+    def _end_because_of(self, failed: int) -> None:
+        if failed == self._rank:
+            self._alone.end_given_up()
+        else:
+            _end_after(f"{self._roles.name(failed)} has failed", self._roles.name(self._rank))
 
     @property
     def _silence(self) -> float:
@@ -355,7 +387,7 @@ class PeerWatch:
             if not tell_torchrun(text):
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
-            self._store.set(_FAILED, str(silent))
+            _note_failed(self._store, silent)
         finally:
             os._exit(FAILED_STATUS)
 
@@ -378,9 +410,14 @@ def host_key(rank: int) -> str:
     return f"host/{rank}"
 
 
-def _end_after(failed: str, name: str) -> None:
+def _note_failed(store: dist.Store, rank: int) -> None:
+    store.set(_FAILED, str(rank))
+    count_failure(store)
+
+
+def _end_after(reason: str, name: str) -> None:
     try:
-        sys.stderr.write(f"{name} ends, because {failed} has failed\n")
+        sys.stderr.write(f"{name} ends, because {reason}\n")
         sys.stderr.flush()
     finally:
         os._exit(LOST_PEER_STATUS)
@@ -395,19 +432,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 def _place(error: BaseException) -> str:
     """Return the collective in which an error arose, and the line that called it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    called: str | None = None
-    caller = frames[-1]
-    for outer, frame in zip(frames, frames[1:], strict=False):
-        if f"torch{os.sep}distributed{os.sep}" in frame.filename:
-            caller = outer
-            break
-    for frame in frames:
-        if frame.filename.endswith("distributed_c10d.py"):
-            called = frame.name
-            break
-    where = f"{caller.name}, {Path(caller.filename).name}:{caller.lineno}"
-    return where if called is None else f"{called} ({where})"
+    return place_of(traceback.extract_tb(error.__traceback__))
 
 
 def _one_line(error: BaseException) -> str:

@@ -162,7 +162,7 @@ def _train(
         step = state.step + 1
         parts.profiler.before_step(step)
         started = time.perf_counter()
-        timers.start_step()
+        timers.start_step(step)
         with timers.phase(DATA):
             batches = parts.loader.take(step)
         report, balance = _distil(parts, batches, plan)

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch.profiler import record_function
 
+from megatron_distill.runtime.main_thread import Activity, Progress
 from megatron_distill.signals import OnDemand, Signal, Signals, WithFeatures
 
 DATA = "data"
@@ -67,12 +68,21 @@ class PhaseTimers:
     outside of a step. On CUDA an event on the current stream marks every change of phase, because
     the host only launches the work. Recording does not wait for the device.
 
+    `progress` notes every change of phase, for the watch of steps that hang.
+
     Attributes:
         annotates: whether phases are ranges of torch's profiler too.
     """
 
-    def __init__(self, device: torch.device, phases: Sequence[str] = PHASES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        phases: Sequence[str] = PHASES,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
         self.annotates = False
+        self._progress = progress or Progress()
         self._names = tuple(phases)
         self._on_cuda = device.type == "cuda"
         self._runs = False
@@ -82,8 +92,12 @@ class PhaseTimers:
         self._events: list[tuple[str, torch.cuda.Event]] = []
         self._unused: list[torch.cuda.Event] = []
 
-    def start_step(self) -> None:
-        """Begin a step; one that an error has left unfinished is forgotten."""
+    def start_step(self, step: int | None = None) -> None:
+        """Begin a step; one that an error has left unfinished is forgotten.
+
+        `step`: its number; None: it is not known yet.
+        """
+        self._progress.start_step(step)
         self._phases.clear()
         self._ranges.clear()
         self._unused += [event for _, event in self._events]
@@ -104,6 +118,7 @@ class PhaseTimers:
         """End the step; `read` has its seconds once they are known, without a wait."""
         assert not self._phases, f"{self._phases[-1]} has not ended"
         self._change(OTHER)
+        self._progress.end_step()
         self._runs = False
         closed = StepTimes(self._names, self._changes, self._events)
         self._changes, self._events = [], []
@@ -150,6 +165,7 @@ class PhaseTimers:
 
     def _change(self, phase: str) -> None:
         """Count the time from now on as a phase's."""
+        self._progress.change(Activity.READS if phase == DATA else Activity.COMPUTES)
         if self._on_cuda:
             event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
             event.record()

@@ -334,7 +334,10 @@ class RuntimeConfig(Section):
         default="auto", description="`auto`: `nccl` on `cuda`, `gloo` on `cpu`."
     )
     timeout_seconds: int = Field(
-        default=600, ge=1, description="Timeout of collectives in seconds."
+        default=600,
+        ge=1,
+        description="Timeout of collectives in seconds, and of ranks that stop answering. One that "
+        "hangs in a step ends the run sooner: docs/running.md.",
     )
     threads: int | None = Field(
         default=None,

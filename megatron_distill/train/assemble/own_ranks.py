@@ -372,7 +372,7 @@ def _served_steps(
 ) -> ServedSteps:
     bridge = device.bridge
     assert bridge is not None
-    timers = PhaseTimers(device.torch_device, TEACHER_PHASES)
+    timers = PhaseTimers(device.torch_device, TEACHER_PHASES, progress=device.alone.progress)
     profiler = StepProfiler(
         Path(config.output),
         **config.profile.model_dump(),

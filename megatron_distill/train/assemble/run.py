@@ -219,7 +219,7 @@ def _build_state(config: RunConfig, opened: OpenRun) -> RunState:
         features.attach(chunks)
     wrapped = wrap_data_parallel(chunks, adam, groups=groups)
     positions = config.train.global_batch_size * length
-    timers = PhaseTimers(execution.device)
+    timers = PhaseTimers(execution.device, progress=opened.site.device.alone.progress)
     connect_schedule(wrapped, adam, positions=positions, timers=timers)
     optimizer = build_optimizer(wrapped, adam, rates, dtype=execution.dtype)
     return RunState(

@@ -190,7 +190,8 @@ class AnswerRing:
         whole = self._bridge.timeout_seconds
         limit = _WAIT * whole
         try:
-            return place.arrived.result(timeout=limit)
+            with self._alone.progress.awaiting():
+                return place.arrived.result(timeout=limit)
         except FutureTimeout:
             routes = ", ".join(self._route(source) for source in self._sources(place))
             raise AnswerError(

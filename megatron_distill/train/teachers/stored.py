@@ -20,6 +20,7 @@ from megatron_distill.losses import ChunkTerm, Term, ranked_term
 from megatron_distill.runtime.batch import Batch, zigzag_index
 from megatron_distill.runtime.collectives import agree, any_rank
 from megatron_distill.runtime.groups import Groups
+from megatron_distill.runtime.main_thread import awake_until
 from megatron_distill.signals import OnDemand, Recorded
 from megatron_distill.store import CaptureSettings, SampleTokens, StoreSet, cut_to_rows, unpack
 from megatron_distill.train.teachers.record_signals import (
@@ -109,7 +110,7 @@ class StoredTeacher:
         else:
             step = self._begin(batches)
         self._exchange(step)
-        found = None if step.decoding is None else step.decoding.result()
+        found = None if step.decoding is None else awake_until(step.decoding)
         if self._expected:
             self._exchange(self._expected[0])
         if found is None:
@@ -157,7 +158,7 @@ class StoredTeacher:
         failure: StoreError | None = None
         if step.reading is not None:
             try:
-                packed = step.reading.result()
+                packed = awake_until(step.reading)
             except StoreError as error:
                 failure = error
         # Failures are rare and their messages long: one number first shows if there is any.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -143,7 +144,8 @@ def test_a_rank_that_fails_alone_ends_the_run(inputs: Inputs, tmp_path: Path, ca
     assert status == 1, text
     name = {"exception": "LookupError: no such thing", "memory": "MemoryError"}[fault]
     assert "in received" in text  # the traceback, with the line that failed
-    assert f"error: rank 1 failed: {name}; its traceback is above" in text
+    place = f"rank 1 on {socket.gethostname()} failed at step {STEP}"
+    assert f"error: {place}: {name}; its traceback is above" in text
     if launcher == "processes":
         assert text.rstrip().endswith("its traceback is above")
 
@@ -175,5 +177,6 @@ def test_a_rank_that_stops_answering_is_named(
         status = run.wait()
     text = run.output()
     assert status != 0, text
-    assert "rank 0 waited in all_reduce (begin_highest, collectives.py:" in text
-    assert "No answer from rank 1: look at its output and its machine" in text
+    assert f"rank 0 at step {STEP} waited in all_reduce (begin_highest, collectives.py:" in text
+    silent = f"No answer from rank 1 on {socket.gethostname()}: look at its output and its machine"
+    assert silent in text
