@@ -244,7 +244,6 @@ def test_columns_of_a_table_route_as_fields_do(tmp_path: Path) -> None:
     spec = SourceSpec("parquet", (str(tmp_path / "rows.parquet"),), teacher_field="domain")
     parts = routed_parts(spec, Routing(NAMES))
     assert [(part.teacher, part.share) for part in parts] == [(0, 0.25), (1, 0.75)]
-    assert parts[1].spec.kind.reader is not None
     stream = open_training(
         [spec], tokenizer=ByteTokenizer(), options=options(Routing(NAMES)), seed=3
     )

@@ -190,7 +190,6 @@ def expected(
     kept = [term for term in terms if term.top_k is not None]
     if kept:
         first = kept[0]
-        assert first.top_k is not None
         log_probs = oracles.topk(teacher, first.top_k, first.temperature)[1]
         report["topk_mass"] = (kd_weights * log_probs.exp().sum(1)).sum()
     return (ce + kd).detach(), report, *gradients

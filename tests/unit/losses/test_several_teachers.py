@@ -225,7 +225,6 @@ def test_one_teacher_is_the_plain_objective_to_the_bit(
     )
     total.backward()
     assert torch.equal(ours.total, total)
-    assert hidden.grad is not None
     assert torch.equal(ours.hidden_gradient, hidden.grad)
     assert torch.equal(ours.report["kd"], report["kd"])
     assert torch.equal(ours.sums["math"].kd, report["kd"])

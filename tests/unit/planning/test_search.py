@@ -142,7 +142,6 @@ def test_nothing_fits_where_the_states_alone_are_too_large() -> None:
     assert "With a store" not in text
     assert "needs " in text
     store = search(64, place).with_store()
-    assert store is not None
     text = plan_report(
         one.run, tiny, 8, ranking, shown=3, store=store, capture=None, configured="no reason"
     )
@@ -275,7 +274,6 @@ def test_break_even_days_and_device_hours_follow_from_the_times(
 ) -> None:
     run = replace(shared.run, steps=12_000)
     store, capture = shared.with_store(), shared.capture()
-    assert capture is not None
     live = ranking.fitting[0]
     saved = live.time.total - store.time.total
     assert saved > 0

@@ -44,7 +44,6 @@ def two_sided_batch(*, weighted: bool = False) -> tuple[Batch, StepBatches]:
             samples.append(packer.take(len(samples)))
     if weighted:
         for sample in samples:
-            assert sample.teacher is not None
             lighter = sample.teacher.student_chunks_S1 % 3 == 1
             sample.flags_S1[lighter] |= weight_flag(0.25)
     packed = pack_samples(samples)
@@ -106,7 +105,6 @@ def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
     expected = torch.autograd.grad(whole, leaves[:2])
     parts = [loss_of(batch, step, rank, size, leaves) for rank in range(size)]
     total = sum(part for part, _ in parts)
-    assert isinstance(total, Tensor)
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
     for name, value in report.items():
         summed = torch.stack([part[name] for _, part in parts]).sum()
@@ -125,10 +123,6 @@ def test_local_means_are_over_the_chunks_of_a_rank(size: int) -> None:
     Its end is of the rank that has the student's last token, if both models read that token.
     """
     batch, step = two_sided_batch(weighted=True)
-    assert batch.chunks_bs is not None
-    assert batch.teacher is not None
-    assert batch.teacher.chunks_bs is not None
-    assert batch.label_weights_bs is not None
     rank_S = torch.empty(LENGTH, dtype=torch.int64)
     for rank in range(size):
         rank_S[zigzag_index(LENGTH, rank=rank, size=size)] = rank
@@ -165,7 +159,6 @@ def test_rows_without_a_chunk_or_label_change_nothing() -> None:
     shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
     leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     expected, _ = loss_of(batch, step, 0, 1, leaves)
-    assert batch.teacher is not None
     for hidden, used in (
         (leaves[0], batch.ce_mask_bs),
         (leaves[2], batch.teacher.kd_mask_bs),
@@ -184,9 +177,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     total, _ = loss_of(batch, step, 0, 1, leaves)
     student, teacher = ((leaves[at] @ leaves[at + 1].t()).reshape(2 * LENGTH, -1) for at in (0, 2))
-    assert batch.teacher is not None
-    assert batch.chunks_bs is not None
-    assert batch.teacher.chunks_bs is not None
     labels = batch.labels_bs.reshape(-1)
     at = Alignment(
         batch.chunks_bs.reshape(-1),
@@ -235,7 +225,6 @@ def test_a_term_is_a_mean_over_the_chunks_of_all_micro_batches() -> None:
         packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(LENGTH + 1, 0))
         packer.add(chunks_of_one_token(count, number), number)
         sample = packer.flush(number)
-        assert sample is not None
         samples.append(sample)
     packed = pack_samples(samples)
     (counts,) = count_labels(packed, isolate_documents=True)
@@ -306,7 +295,6 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     assert float(found["ce"]) == 0.0
     torch.testing.assert_close(found[named.name], report["likelihood_forward_kl"])
     chunks_bS = batch.chunks_bs
-    assert chunks_bS is not None
     own = len(chunks_bS[0][chunks_bS[0] >= 0].unique())
     assert float(shares["far#chunks"]) == pytest.approx(own / step.chunks)
     # The other sample's terms, of the same loss with the other number, make up the whole.
@@ -335,9 +323,6 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
 
 def own_mass(batch: Batch, leaves: list[Tensor]) -> float:
     """The teacher's mean probability of its three likeliest common tokens, on the first sample."""
-    assert batch.teacher is not None
-    assert batch.chunks_bs is not None
-    assert batch.teacher.chunks_bs is not None
     ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
     probabilities = (leaves[2][0] @ leaves[3].t()).detach().softmax(1)[:, ids]
     chunks, teacher_chunks = batch.chunks_bs[0], batch.teacher.chunks_bs[0]

@@ -66,7 +66,6 @@ def source_of(
     spec: SourceSpec, student: Tokenizer, options: DataOptions, *, epochs: int | None = None
 ) -> ConversationSource[Any]:
     (source,) = open_training([spec], tokenizer=student, options=options, seed=1)._sources
-    assert isinstance(source, ConversationSource)
     source._epochs = epochs
     return source
 
@@ -234,7 +233,6 @@ def test_pieces_of_a_conversation_begin_behind_a_chunk(tmp_path: Path, truncatio
         mother = mothers[number]
         starts = place_of(own, mother[0]), place_of(other, mother[1])
         for piece, start, side in zip((own, other), starts, mother, strict=True):
-            assert start is not None
             # The token before the cut is in no chunk; the further ones are in those of the whole.
             assert piece[0][1] == NO_CHUNK
             assert [one >= 0 for _, one in piece[1:]] == [
@@ -317,8 +315,6 @@ def test_it_resumes_exactly_and_prepares_once_for_two_tokenizers(tmp_path: Path)
         for expected in samples[first:]:
             found = again.next_sample()
             assert found.sample_id == expected.sample_id
-            assert found.teacher is not None
-            assert expected.teacher is not None
             for one, other in ((found, expected), (found.teacher, expected.teacher)):
                 for name, value in vars(other).items():
                     if isinstance(value, np.ndarray):

@@ -162,7 +162,6 @@ def test_a_packer_resumes_where_the_next_sample_begins(
         if not whole.is_ready:
             break
         whole.take(0)
-        assert whole.start is not None
         place = whole.start
     resumed = AlignedPacker[int](*windows)
     for number, document in enumerate(made[place[0] :]):
@@ -219,8 +218,6 @@ def test_a_batch_has_both_sides_and_counts_chunks() -> None:
     assert shard.teacher.chunks_bs is not None
     again = unpack_samples(packed, slice(0, 2))
     for sample, read in zip(samples, again, strict=True):
-        assert sample.teacher is not None
-        assert read.teacher is not None
         for name in vars(sample.teacher):
             one, other = getattr(sample.teacher, name), getattr(read.teacher, name)
             assert np.array_equal(one, other), name
@@ -235,7 +232,6 @@ def test_units_of_a_teacher_in_its_own_layout_are_in_its_own_tokens_alone():
     ]
     packed = pack_samples(samples)
     whole = micro_batch(packed, slice(1, 2), isolate_documents=True)
-    assert whole.teacher is not None
     # Neither number of context ranks divides the sequences of the other side.
     for side, ranks, has_own_tokens in ((whole, 4, False), (whole.teacher, 3, True)):
         read = []

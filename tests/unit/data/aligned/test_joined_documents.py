@@ -174,10 +174,7 @@ def test_each_chunk_has_the_records_of_its_own_bytes(
     for _ in range(60):
         sample, plain = next(samples), live.next_sample()
         other = sample.teacher
-        assert other is not None
-        assert other.places_U12 is not None
         # The samples are those beside a live teacher: no chunk is missing.
-        assert plain.teacher is not None
         np.testing.assert_array_equal(sample.tokens_S1, plain.tokens_S1)
         np.testing.assert_array_equal(sample.flags_S1, plain.flags_S1)
         for name in ("tokens_U1", "document_ids_U1", "chunks_U1", "student_chunks_S1"):
@@ -188,14 +185,9 @@ def test_each_chunk_has_the_records_of_its_own_bytes(
             ours = [own[i] for i in np.flatnonzero(other.student_chunks_S1 == chunk)]
             labels = np.flatnonzero(other.chunks_U1 == chunk)
             theirs = [of_teacher[i] for i in labels]
-            assert ours[0] is not None
-            assert ours[-1] is not None
-            assert theirs[0] is not None
-            assert theirs[-1] is not None
             assert ours[0][:2] == theirs[0][:2]
             assert ours[-1][2] == theirs[-1][2]
             for place, label in zip(other.places_U12[labels].tolist(), theirs, strict=True):
-                assert label is not None
                 assert tuple(place) == expected[label]
             chunks += 1
         assert (other.places_U12[other.chunks_U1 == NO_CHUNK] == -1).all()
@@ -203,7 +195,6 @@ def test_each_chunk_has_the_records_of_its_own_bytes(
     # The places travel with the batch.
     batch = pack_samples([sample, sample])
     (again, _) = unpack_samples(batch, slice(0, 2))
-    assert again.teacher is not None
     np.testing.assert_array_equal(again.teacher.places_U12, other.places_U12)
 
 
@@ -227,9 +218,6 @@ def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
     )  # fmt: skip
     for _ in range(40):
         plain, sample = live.next_sample(), stored.next_sample()
-        assert plain.teacher is not None
-        assert sample.teacher is not None
-        assert sample.teacher.places_U12 is not None
         np.testing.assert_array_equal(sample.tokens_S1, plain.tokens_S1)
         np.testing.assert_array_equal(sample.teacher.chunks_U1, plain.teacher.chunks_U1)
         has_record = sample.teacher.places_U12[sample.teacher.chunks_U1 != NO_CHUNK, 0] >= 0
@@ -275,13 +263,10 @@ def test_what_a_store_lacks_is_left_out_up_to_a_share_of_documents(
     whole = 0
     for sample in found:
         other = sample.teacher
-        assert other is not None
-        assert other.places_U12 is not None
         # Only documents of the store are read, and each chunk has all of its records.
         sides[0].ranges(sample.tokens_S1, sample.document_ids_S1, shares_last=False)
         ranges = sides[1].ranges(other.tokens_U1, other.document_ids_U1, shares_last=False)
         for i in np.flatnonzero(other.chunks_U1 != NO_CHUNK):
-            assert ranges[i] is not None
             document, start, end = ranges[i]
             label = (sorted(there)[document], start, end)
             assert tuple(other.places_U12[i].tolist()) == known[label]
@@ -370,8 +355,6 @@ def test_begin_of_text_tokens_shift_no_place(
     firsts = used = 0
     for sample in islice(joined(tmp_path / "store", spec, student, teacher), 40):
         other = sample.teacher
-        assert other is not None
-        assert other.places_U12 is not None
         for label in np.flatnonzero(other.chunks_U1 != NO_CHUNK):
             number, position = other.places_U12[label].tolist()
             pair = slice(position, position + 2)

@@ -57,7 +57,6 @@ def test_a_column_is_read_as_documents_from_any_place_on(tmp_path: Path, kind: s
     format, path = written(tmp_path, kind, {"body": TEXTS, "number": list(range(700))})
     spec = SourceSpec(format, (path,), text_key="body")
     files = source_files(spec)
-    assert spec.kind.reader is not None
     reader = DocumentReader(files, read=spec.kind.reader(spec), skip_bad=False)
     documents = list(reader.documents(range(len(files)), Cursor()))
     assert [document.text for document in documents] == TEXTS

@@ -104,7 +104,6 @@ def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not
         tmp_path, "teachers.math={store: [{path: stores/math}]}", "objective.terms.0.top_k=8"
     )
     text = start_memory.memory_warning(stored, CPU, ranks=4)
-    assert text is not None
     code = open_shapes(stored)["teachers.code"]
     numbers = sum(prod(one.shape) * len(list(places(one, code))) for one in parameters(code))
     assert f", teacher {numbers * 2 / 2**30:.2f}, " in text
