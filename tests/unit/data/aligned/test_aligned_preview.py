@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -18,11 +17,11 @@ from rich.table import Table
 from megatron_distill.align import Coverage
 from megatron_distill.data.aligned.coverage import StepCoverage, TokenBytes, sample_coverage
 from megatron_distill.data.aligned.preview import PrintableTokens, chunk_table, coverage_lines
-from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.preview import BOTH, CE_ONLY, token_kinds
 from megatron_distill.data.samples import NO_CHUNK, Sample
 from megatron_distill.data.sources import DataOptions, TeacherReading, open_training
 from megatron_distill.data.tokenizers.open import Tokenizer
+from tests.support.data_fixtures import jsonl_source, write_jsonl
 from tests.support.sample_configs import ARCHITECTURE
 from tests.support.tokenizer_kinds import tokenizer_of
 
@@ -30,12 +29,10 @@ TEXTS = ["plain words: plain [b]words[/b]\n", "naïve 中文 x", "def f(x):\n\tr
 
 
 def samples(folder: Path, count: int) -> tuple[list[Sample], Tokenizer, Tokenizer]:
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     student, teacher = tokenizer_of("hf_bytes"), tokenizer_of("sp_bpe")
     reading = TeacherReading(teacher, 60, max_unaligned=0.01, workers=0)
     source = open_training(
-        [SourceSpec("jsonl", (str(rows),))],
+        [jsonl_source(folder / "rows.jsonl", TEXTS)],
         tokenizer=student,
         options=DataOptions(70, shuffle_buffer=1, shuffle_samples=1, teacher=reading),
         seed=3,
@@ -89,20 +86,11 @@ def test_a_token_in_no_chunk_among_those_of_one_is_in_its_row(tmp_path: Path, si
     holed = large[side].copy()
     holed[np.flatnonzero(holed == 2)[1]] = NO_CHUNK
     kinds = token_kinds(sample, isolate_documents=True)
+    holed_sample = replace(sample, teacher=replace(sample.teacher, **{**large, side: holed}))
+    sides = PrintableTokens(student), PrintableTokens(teacher)
     tables = [
-        chunk_table(
-            one,
-            PrintableTokens(student),
-            PrintableTokens(teacher),
-            kinds,
-            rows=1000,
-            width=100,
-            has_colour=False,
-        )
-        for one in (
-            whole,
-            replace(sample, teacher=replace(sample.teacher, **{**large, side: holed})),
-        )
+        chunk_table(one, *sides, kinds, rows=1000, width=100, has_colour=False)
+        for one in (whole, holed_sample)
     ]
     assert cells(tables[1]) == cells(tables[0])
     assert len(cells(tables[0])) > 20
@@ -144,9 +132,7 @@ def test_coverage_counts_the_tokens_of_the_samples(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    )
+    rows = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
     for role, kind in (("student", "hf_bytes"), ("teacher", "sp_bpe")):
         tokenizer_of(kind).save(tmp_path / role)
     config = {
@@ -159,7 +145,7 @@ def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
         },
         "objective": {"terms": [{"alignment": "likelihood"}]},
         "data": {
-            "sources": [{"format": "jsonl", "paths": str(tmp_path / "rows.jsonl")}],
+            "sources": [{"format": "jsonl", "paths": str(rows)}],
             "tokenizer": {"path": str(tmp_path / "student")},
             "sequence_length": 70,
         },

@@ -16,10 +16,10 @@ from megatron_distill.data.collation import count_labels, micro_batch, pack_samp
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import CE_TRAINED, FULLY_TRAINED, Sample, untrained_like
 from megatron_distill.data.sources import JoinedStore, TeacherReading, open_training
-from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
+from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError, StoreError
 from megatron_distill.losses import Term
-from megatron_distill.store import DocumentIndex, StoreSet, cut_to_rows, unpack
+from megatron_distill.store import StoreSet, cut_to_rows, unpack
 from megatron_distill.train.teachers.record_signals import wanted_rows
 from megatron_distill.train.teachers.stored import (
     HostBatch,
@@ -27,32 +27,23 @@ from megatron_distill.train.teachers.stored import (
     read_records,
     recorded_signal,
 )
-from tests.support.tokenizer_kinds import byte_level, training_texts
+from tests.support.data_fixtures import jsonl_source
+from tests.support.tokenizer_kinds import byte_level
 from tests.unit.data.aligned.test_joined_documents import (
     STUDENT,
     TEACHER,
     TEXTS,
     Walk,
+    index_of,
     options,
     places_by_bytes,
     store_of,
-    written,
 )
-
-
-@pytest.fixture(scope="module")
-def student() -> Tokenizer:
-    return train_bpe([text[::-1] for text in training_texts()], vocab_size=340)
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> SourceSpec:
-    return written(tmp_path / "rows.jsonl", TEXTS)
-
-
-def index_of(folder: Path) -> DocumentIndex:
-    with StoreSet.open([str(folder)]).stores[0] as store:
-        return DocumentIndex(StoreSet([store]))
+    return jsonl_source(tmp_path / "rows.jsonl", TEXTS)
 
 
 def samples_of(
