@@ -53,7 +53,7 @@ from tests.fake_cuda.messages import (
 )
 from tests.fake_cuda.races import Memory, Races
 from tests.fake_cuda.streams import CPU, CUDA, RecordedEvents, RecordedTensor, recorded_cuda
-from tests.unit.train.teachers.test_answers import batch_of
+from tests.support.batches import batch_of
 
 LENGTH, WIDTH, UNITS = 4, 3, 2
 STEPS, LAST = 3, 4  # the student stops with a step under way
