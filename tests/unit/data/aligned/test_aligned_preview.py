@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +21,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer
 from tests.support.data_fixtures import jsonl_source, write_jsonl
 from tests.support.sample_configs import ARCHITECTURE
 from tests.support.tokenizer_kinds import tokenizer_of
+from tests.unit.data.test_preview import call_tool
 
 TEXTS = ["plain words: plain [b]words[/b]\n", "naïve 中文 x", "def f(x):\n\treturn x ** 2\n" * 3]
 
@@ -136,7 +134,6 @@ def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
     for role, kind in (("student", "hf_bytes"), ("teacher", "sp_bpe")):
         tokenizer_of(kind).save(tmp_path / role)
     config = {
-        "output": str(tmp_path / "run"),
         "student": {"architecture": ARCHITECTURE},
         "teacher": {
             "architecture": ARCHITECTURE,
@@ -151,15 +148,7 @@ def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
         },
         "train": {"steps": 3, "global_batch_size": 4},
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    root = Path(__file__).parents[4]
-    found = subprocess.run(
-        [sys.executable, root / "tools" / "preview_data.py", path, "--samples", "2", "--counted",
-         "5", "--chunks", "12"],
-        capture_output=True, text=True, timeout=300, cwd=root,
-        env={"PYTHONPATH": str(root), "PATH": "", "COLUMNS": "100"}, check=False,
-    )  # fmt: skip
+    found = call_tool(tmp_path, config, "--counted", "5", "--chunks", "12")
     assert found.returncode == 0, found.stderr
     assert re.search(r"tokens +text +student +teacher", found.stdout)
     assert re.search(r"\n +\d+:\d+ ", found.stdout)
