@@ -297,13 +297,7 @@ def test_a_model_s_folder_keeps_another_kind_in_a_folder_of_its_own(
     assert load_tokenizer(tmp_path).identity == tokenizer_of("hf_bytes").identity
 
 
-plain_text = st.text(
-    st.one_of(
-        st.characters(exclude_categories=("Cs",)),
-        st.sampled_from(" \n\t\x00ab\u0301\u200d\u3000\ufb01漢\U0001f469"),
-    ),
-    max_size=40,
-).map(lambda text: text.replace("\u2581", "_").replace("<", "("))
+plain_text = any_text.map(lambda text: text.replace("<", "("))  # no special token
 
 
 def written(kind: str, text: str) -> bytes:
