@@ -33,8 +33,8 @@ from tests.support.divergence_runs import (
 from tests.support.objective_runs import run
 from tests.unit.losses.test_objective_terms import (
     BETWEEN,
-    KEPT,
     PLAIN,
+    RANKED,
     Rule,
     assert_close,
 )
@@ -165,7 +165,9 @@ def test_no_block_goes_the_other_way(
     ],
 )
 @pytest.mark.parametrize(
-    "terms", [BETWEEN, KEPT[:1], KEPT, [*BETWEEN, *KEPT]], ids=["between", "tail", "kept", "all"]
+    "terms",
+    [BETWEEN, RANKED[:1], RANKED, [*BETWEEN, *RANKED]],
+    ids=["between", "tail", "kept", "all"],
 )
 def test_objective_of_several_terms(
     terms: list[Term], rules: tuple[Rule, Rule], device: torch.device
@@ -180,7 +182,7 @@ def test_rows_may_be_further_apart_than_they_are_wide(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = on_device(Problem.random(vocab=157), device)
-    terms, rules = [*BETWEEN, KEPT[0]], ((4.0, 1.5), PLAIN)
+    terms, rules = [*BETWEEN, RANKED[0]], ((4.0, 1.5), PLAIN)
     oracle, strides = expected_objective(problem, terms, *rules), set()
     launch = TritonRows._launch
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.samples import Sample
 
 
@@ -50,6 +51,11 @@ def complete_documents(samples: Sequence[Sample]) -> list[str]:
 def write_jsonl(path: Path, texts: Iterable[str], *, key: str = "text") -> Path:
     path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts))
     return path
+
+
+def jsonl_source(path: Path, texts: Iterable[str]) -> SourceSpec:
+    """A source of these texts, one in each row."""
+    return SourceSpec("jsonl", (str(write_jsonl(path, texts)),))
 
 
 def write_files(folder: Path, texts: Iterable[str]) -> Path:

@@ -50,7 +50,7 @@ from megatron_distill.train.teachers.mapped_slots import (
 )
 from megatron_distill.train.teachers.serving import AnswerSender
 from megatron_distill.train.teachers.units import Grid, Units
-from tests.unit.train.teachers.test_answers import batch_of
+from tests.support.batches import batch_of
 
 ROUNDS = 5
 WORLD = 4

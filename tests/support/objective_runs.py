@@ -14,6 +14,12 @@ from tests.reference.distillation import Problem, cross_entropy, entropy
 
 Rule = tuple[float | None, float]
 Result = tuple[Tensor, dict[str, Tensor], Tensor, Tensor]
+# On the top-k of a live teacher, or on a store's records of it.
+KEPT = (
+    Term("forward_kl", 0.6, top_k=8),
+    Term("reverse_kl", 0.3, 2.0, top_k=5),
+    Term("js_divergence", 0.8, top_k=8, support="renormalized"),
+)
 
 
 def run(

@@ -36,17 +36,8 @@ def config(tmp_path: Path) -> str:
 def test_a_plan_ranks_layouts_with_the_settings_of_the_first(
     config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = [
-        "plan",
-        config,
-        "--devices",
-        "8",
-        "--device",
-        "l40s",
-        "--simulate",
-        str(tmp_path / "s"),
-    ]
-    assert main([*words, "parallel.pipeline=2", "--row", "0"]) == 0
+    words = ["plan", config, "--devices", "8", "--device", "l40s", "parallel.pipeline=2"]
+    assert main([*words, "--simulate", str(tmp_path / "s"), "--row", "0"]) == 0
     text = capsys.readouterr().out
     for words_of in ("plan for 8 x NVIDIA L40S", "days", "The first row", "Simulated: TP1 PP2"):
         assert words_of in text

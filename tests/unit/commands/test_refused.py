@@ -98,39 +98,24 @@ def test_a_host_that_does_not_count_its_gpus_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "words", "key"),
+    ("words", "tensor"),
     [
-        (
-            ["kubernetes", "--image", "i"],
-            [PAIR, "--gpus-per-node", "6"],
-            "parallel.context = 4 * 1 * 1: ",
-        ),
-        (
-            ["kubernetes", "--image", "i"],
-            [TINY, "parallel.tensor=2"],
-            "parallel.context = 2 * 1 * 1: ",
-        ),
-        (
-            ["slurm"],
-            [TINY, "parallel.tensor=2", "--ranks-per-node", "1"],
-            "parallel.context = 2 * 1 * 1: ",
-        ),
-        (
-            ["slurm", "--command", "capture"],
-            [CAPTURE, "--gpus-per-node", "6"],
-            "parallel.context = 4 * 1 * 1: ",
-        ),
+        (["kubernetes", "--image", "i", PAIR, "--gpus-per-node", "6"], 4),
+        (["kubernetes", "--image", "i", TINY, "parallel.tensor=2"], 2),
+        (["slurm", TINY, "parallel.tensor=2", "--ranks-per-node", "1"], 2),
+        (["slurm", "--command", "capture", CAPTURE, "--gpus-per-node", "6"], 4),
     ],
+    ids=["pods of six GPUs", "pods of one rank", "one rank", "a capture on six GPUs"],
 )
 def test_a_layout_that_does_not_fit_is_one_error(
-    place: list[str], words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], tensor: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["submit", *place, *words, "--nodes", "1", "--dry-run"]) == 1
+    assert main(["submit", *words, "--nodes", "1", "--dry-run"]) == 1
     found = capsys.readouterr()
     assert found.out == ""
     assert found.err.count("error: ") == 1
     assert "1 problem" in found.err
-    assert key in found.err
+    assert f"parallel.context = {tensor} * 1 * 1: " in found.err
 
 
 def test_models_on_the_claims_of_pods_need_not_be_here(

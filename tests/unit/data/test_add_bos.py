@@ -22,6 +22,7 @@ from megatron_distill.data.text import documents
 from megatron_distill.data.text.stream import tokenized_documents
 from megatron_distill.data.tokenizers.open import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megatron_distill.errors import DataError
+from tests.support.data_fixtures import jsonl_source
 from tests.support.tokenizer_kinds import byte_level, tokenizer_of
 
 TEXTS = ["def one(x):\n    return x\n", "naïve 中文 \N{GRINNING FACE}", "a third text, plain"]
@@ -48,9 +49,7 @@ def adding() -> HuggingFaceTokenizer:
 
 
 def rows_of(tmp_path: Path) -> SourceSpec:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return SourceSpec("jsonl", (str(rows),))
+    return jsonl_source(tmp_path / "rows.jsonl", TEXTS)
 
 
 def options(add_bos: bool | None, teacher: Tokenizer | None) -> DataOptions:

@@ -30,7 +30,6 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reader_of(folder: Path, *, skip_bad: bool = False) -> DocumentReader:
     spec = SourceSpec("pages", paths=(f"{folder}/*",))
-    assert spec.kind.reader is not None
     return DocumentReader(source_files(spec), read=spec.kind.reader(spec), skip_bad=skip_bad)
 
 

@@ -54,7 +54,6 @@ def test_a_text_source_is_read_by_files_or_by_lines(
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n")
     spec = SourceSpec("text", (str(path),), documents=documents)
-    assert spec.kind.reader is not None
     reader = DocumentReader(source_files(spec), read=spec.kind.reader(spec), skip_bad=False)
     assert len(list(reader.documents([0], Cursor()))) == count
 

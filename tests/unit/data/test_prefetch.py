@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -31,20 +32,6 @@ def test_batches_and_states_are_those_of_the_loader() -> None:
             assert steps.state_dict() == plain.state_dict()
 
 
-def test_it_resumes_from_the_state_of_any_step() -> None:
-    with prefetched(Numbers()) as whole:
-        states, batches = [], []
-        for step in range(1, LAST + 1):
-            states.append(whole.state_dict())
-            batches.append(sample_ids(whole.take(step)))
-    for done, state in enumerate(states):
-        with prefetched(Numbers()) as again:
-            again.load_state_dict(state)
-            assert again.state_dict() == state
-            found = [sample_ids(again.take(step)) for step in range(done + 1, LAST + 1)]
-            assert found == batches[done:]
-
-
 def test_a_state_loaded_between_two_steps_discards_the_one_ahead() -> None:
     with prefetched(Numbers()) as steps:
         beginning = steps.state_dict()
@@ -53,16 +40,13 @@ def test_a_state_loaded_between_two_steps_discards_the_one_ahead() -> None:
         assert [sample_ids(steps.take(step)) for step in (1, 2)] == [first, [[4, 5], [6, 7]]]
 
 
-def test_an_error_is_raised_by_its_own_step_and_the_one_after_the_last_is_not_taken() -> None:
+def test_an_error_is_raised_by_its_own_step() -> None:
     with prefetched(Numbers(broken_at=4 * 3)) as steps:
         for step in (1, 2, 3):
             steps.take(step)
         with pytest.raises(DataError, match="sample 12 is broken"):
             steps.take(4)
         assert steps.state_dict()["samples"] == 12
-    with prefetched(Numbers(broken_at=4 * LAST)) as steps:
-        for step in range(1, LAST + 1):
-            steps.take(step)
 
 
 def test_a_defect_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,46 +69,51 @@ def test_no_thread_stays_after_an_end_of_all_ranks(error: TrainingError | None) 
     assert set(threading.enumerate()) <= before
 
 
-LAST_STEP = 6
 STORES = ("0a", "0b")
 
 
 def ahead_of(source: Numbers, text: list[Sequence[Batch]] | None = None) -> Lookahead:
     text = [] if text is None else text
-    return Lookahead(loader_of(source), last_step=LAST_STEP, expect=text.append, stores=STORES)
+    return Lookahead(loader_of(source), last_step=LAST, expect=text.append, stores=STORES)
 
 
 def test_it_hands_out_the_loader_s_batches_and_announces_them_two_steps_before() -> None:
     plain, text = loader_of(Numbers()), []
     ahead = ahead_of(Numbers(), text)
-    for step in range(1, LAST_STEP + 1):
+    for step in range(1, LAST + 1):
         batches = ahead.take(step)
         assert sample_ids(batches) == sample_ids(plain.take(step))
         assert ahead.state_dict() == {**plain.state_dict(), "teacher_stores": list(STORES)}
-        assert len(text) == min(step + 2, LAST_STEP)
+        assert len(text) == min(step + 2, LAST)
         # The very object, by which a teacher knows what it was told about.
         assert text[step - 1] is batches.micro_batches
 
 
-def test_no_step_after_the_last_is_taken() -> None:
-    # The source is broken at the first sample of step 7, which is never taken.
-    ahead = ahead_of(Numbers(broken_at=4 * LAST_STEP))
-    for step in range(1, LAST_STEP + 1):
-        ahead.take(step)
+# Steps read one ahead by a thread, and two ahead.
+MAKERS = {"thread": prefetched, "two ahead": lambda source: nullcontext(ahead_of(source))}
 
 
-def test_it_goes_on_from_any_state() -> None:
-    whole = ahead_of(Numbers())
-    states, batches = [], []
-    for step in range(1, LAST_STEP + 1):
-        states.append(whole.state_dict())
-        batches.append(sample_ids(whole.take(step)))
+@pytest.mark.parametrize("kind", MAKERS)
+def test_it_resumes_from_the_state_of_any_step(kind: str) -> None:
+    with MAKERS[kind](Numbers()) as whole:
+        states, batches = [], []
+        for step in range(1, LAST + 1):
+            states.append(whole.state_dict())
+            batches.append(sample_ids(whole.take(step)))
     for done, state in enumerate(states):
-        again = ahead_of(Numbers())
-        again.load_state_dict(state)
-        assert again.state_dict() == state
-        for step in range(done + 1, LAST_STEP + 1):
-            assert sample_ids(again.take(step)) == batches[step - 1]
+        with MAKERS[kind](Numbers()) as again:
+            again.load_state_dict(state)
+            assert again.state_dict() == state
+            found = [sample_ids(again.take(step)) for step in range(done + 1, LAST + 1)]
+            assert found == batches[done:]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_no_step_after_the_last_is_taken(kind: str) -> None:
+    # The source is broken at the first sample of a further step.
+    with MAKERS[kind](Numbers(broken_at=4 * LAST)) as steps:
+        for step in range(1, LAST + 1):
+            steps.take(step)
 
 
 def test_it_goes_on_from_the_state_of_a_run_with_a_live_teacher() -> None:

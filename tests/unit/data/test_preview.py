@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megatron_distill.data.samples import (
     Sample,
     weight_flag,
 )
+from tests.guards.source_tree import ROOT
 from tests.support.chat_fixtures import chat_tokenizer, turns, write_rows
 from tests.support.sample_configs import ARCHITECTURE
 
@@ -72,6 +74,19 @@ def test_totals_count_each_kind() -> None:
     assert max(map(len, histogram([1, 1, 5, 90], width=60))) <= 60
 
 
+def call_tool(
+    folder: Path, config: dict[str, Any], *words: str
+) -> subprocess.CompletedProcess[str]:
+    """Preview two samples of a run."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({**config, "output": str(folder / "run")}))
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / "preview_data.py", path, "--samples", "2", *words],
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "COLUMNS": "100"}, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_the_tool_shows_conversations_and_documents_alike(tmp_path: Path) -> None:
     TOKENIZER.save(tmp_path / "tokenizer")
@@ -79,7 +94,6 @@ def test_the_tool_shows_conversations_and_documents_alike(tmp_path: Path) -> Non
         tmp_path / "a.jsonl", [{"messages": turns(f"ask {i}", f"say {i}")} for i in range(9)]
     )
     config = {
-        "output": str(tmp_path / "run"),
         "student": {"architecture": ARCHITECTURE},
         "data": {
             "sources": [
@@ -91,14 +105,7 @@ def test_the_tool_shows_conversations_and_documents_alike(tmp_path: Path) -> Non
         },
         "train": {"steps": 3, "global_batch_size": 4},
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    root = Path(__file__).parents[3]
-    command = [sys.executable, root / "tools" / "preview_data.py", path, "--samples", "2"]
-    found = subprocess.run(
-        [*command, "--counted", "6"], capture_output=True, text=True, timeout=300, cwd=root,
-        env={"PYTHONPATH": str(root), "PATH": "", "COLUMNS": "100"}, check=False,
-    )  # fmt: skip
+    found = call_tool(tmp_path, config, "--counted", "6")
     assert found.returncode == 0, found.stderr
     assert re.search(r"\[\[say \d<\|im_end\|>\]\]", found.stdout)
     assert "sample 1" in found.stdout
@@ -109,9 +116,6 @@ def test_the_tool_shows_conversations_and_documents_alike(tmp_path: Path) -> Non
     assert len(parts) == 2
     assert sum(parts) == whole
     assert "python_stdlib: labels of cross-entropy" in found.stdout
-    wrong = subprocess.run(
-        [*command, "data.sequence_length=1"], capture_output=True, text=True, timeout=300, cwd=root,
-        env={"PYTHONPATH": str(root), "PATH": ""}, check=False,
-    )  # fmt: skip
+    wrong = call_tool(tmp_path, config, "data.sequence_length=1")
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("error: ")

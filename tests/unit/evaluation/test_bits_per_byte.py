@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +28,7 @@ from megatron_distill.evaluation.bits_per_byte import (
 )
 from megatron_distill.evaluation.independent_loss import independent_loss
 from tests.distributed.hugging_face_models import VOCABULARY, reference, save_model
+from tests.support.data_fixtures import jsonl_source
 from tests.support.tokenizer_kinds import tokenizer_of, training_texts
 
 KINDS = ("hf_bytes", "sp_bpe")
@@ -44,9 +44,7 @@ def tokenizers() -> tuple[Tokenizer, Tokenizer]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> SourceSpec:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return SourceSpec("jsonl", (str(rows),))
+    return jsonl_source(tmp_path / "rows.jsonl", TEXTS)
 
 
 def samples_of(spec: SourceSpec, tokenizer: Tokenizer, options: DataOptions) -> Iterator[Sample]:

@@ -28,6 +28,15 @@ from tests.support.chat_fixtures import STYLES, chat_tokenizer, turns
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: make peers")
 
+from lm_eval.api.instance import Instance
+
+from megatron_distill.evaluation.lm_eval_model import (
+    ScorerLM,
+    _settings,
+    harness_tasks,
+    run_harness,
+)
+
 GREEDY = Sampling()
 
 
@@ -57,8 +66,6 @@ GREEDY = Sampling()
 def test_settings_of_generation_have_the_harness_s_names_and_defaults(
     given: dict[str, Any], limit: int, sampling: Sampling
 ) -> None:
-    from megatron_distill.evaluation.lm_eval_model import _settings
-
     found = _settings({"until": ["\n", ""], **given}, 0)
     assert (found.stops, found.limit, found.sampling) == (("\n",), limit, sampling)
     assert _settings({"until": "a", **given}, 0).stops == ("a",)
@@ -79,8 +86,6 @@ def test_settings_of_generation_have_the_harness_s_names_and_defaults(
 def test_settings_that_the_sampler_does_not_have_are_named(
     given: dict[str, Any], message: str
 ) -> None:
-    from megatron_distill.evaluation.lm_eval_model import _settings
-
     with pytest.raises(ConfigError, match=message):
         _settings(given, 0)
 
@@ -99,9 +104,12 @@ class Positions:
 
 
 def model(style: str, positions: int = 4096) -> Any:
-    from megatron_distill.evaluation.lm_eval_model import ScorerLM
-
     return ScorerLM(Positions(positions), TextEncoder(chat_tokenizer(style)))
+
+
+def asked(task: str, *given: str, kind: str = "loglikelihood") -> Instance:
+    """A request of the harness."""
+    return Instance(kind, {}, given, 0, metadata=(task, 0, 1))
 
 
 def of_the_harness(style: str, messages: list[dict[str, Any]], prompted: bool) -> str:
@@ -146,11 +154,6 @@ def test_a_refused_system_message_is_told_of_once(caplog: pytest.LogCaptureFixtu
 
 def test_requests_that_lose_tokens_are_counted_by_task(caplog: pytest.LogCaptureFixture) -> None:
     """The last token of an answer is predicted, not read: positions + 1 tokens fit."""
-    from lm_eval.api.instance import Instance
-
-    def asked(task: str, context: str, answer: str) -> Instance:
-        return Instance("loglikelihood", {}, (context, answer), 0, metadata=(task, 0, 1))
-
     found = model("plain", positions=8)
     pairs = (("short", "zzzzzzz", "zz"), ("long", "zzzzzzzz", "zz"), ("long", "z", "zz"))
     with caplog.at_level("WARNING", logger="megatron_distill"):
@@ -203,8 +206,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     from lm_eval.models.huggingface import HFLM
     from tokenizers.processors import TemplateProcessing
 
-    from megatron_distill.evaluation.lm_eval_model import ScorerLM
-
     folder = tmp_path_factory.mktemp("model")
     named = copy.deepcopy(chat_tokenizer("gemma").hugging_face)
     if request.param:
@@ -229,8 +230,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("chat", [True, False])
 def test_texts_begin_as_in_the_harness_s_own_backend(both: Any, has_bos: bool, chat: bool) -> None:
     """One BOS or none, in contexts and in whole texts; behind an empty context, and by itself."""
-    from lm_eval.api.instance import Instance
-
     ours, theirs = both
     text = "is it sunny?"
     if chat:
@@ -241,18 +240,14 @@ def test_texts_begin_as_in_the_harness_s_own_backend(both: Any, has_bos: bool, c
     assert ours.tok_encode(text) == theirs.tok_encode(text)
     expected = has_bos or ours._encoder.tokenizer.adds_bos
     assert ours.tok_encode(text).count(ours._encoder.tokenizer.bos_id) == expected
-
-    def asked(kind: str, *given: str) -> Instance:
-        return Instance(kind, {}, given, 0, metadata=("task", 0, 1))
-
     pairs = [(text, " yes"), (f"{text} ", "no"), ("", text), (text * 9, " yes")]
     found, wanted = (
-        one.loglikelihood([asked("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+        one.loglikelihood([asked("task", *pair) for pair in pairs], disable_tqdm=True)
         for one in both
     )
     assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], abs=1e-4)
-    whole = [asked("loglikelihood_rolling", one) for one in (text, text * 9)]
+    whole = [asked("task", one, kind="loglikelihood_rolling") for one in (text, text * 9)]
     rolled = [one.loglikelihood_rolling(whole, disable_tqdm=True) for one in both]
     assert rolled[0] == pytest.approx(rolled[1], abs=1e-4)
 
@@ -269,8 +264,6 @@ def test_results_have_standard_errors_and_count_the_texts_that_were_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Means have theirs in closed form, other metrics by resampling; results are printed alone."""
-    from megatron_distill.evaluation.lm_eval_model import ScorerLM, harness_tasks, run_harness
-
     file = tmp_path / "rows.jsonl"
     rows = [{"q": f"Is it sunny {n}?", "right": n % 2} for n in range(6)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from megatron_distill.ops import VocabShard
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.signals import DenseLogits, Signal
 from tests.reference.distillation import Problem
-from tests.support.objective_runs import recorded, run
+from tests.support.objective_runs import KEPT, recorded, run
 
 TOKENS, PARTS = 61, 4
 EMPTY = 2
@@ -34,15 +36,10 @@ def only(problem: Problem, partition: Partition, part: int) -> Problem:
     return problem.with_weights(problem.ce_weights_N * is_mine, problem.kd_weights_N * is_mine)
 
 
-KEPT = [
-    Term("forward_kl", 0.6, top_k=8),
-    Term("reverse_kl", 0.3, 2.0, top_k=5),
-    Term("js_divergence", 0.8, top_k=8, support="renormalized"),
-]
 NONLINEAR = [Term("adaptive_kl"), Term("js_divergence", 0.5, 2.0), Term("total_variation", 0.1)]
 
 
-CASES: dict[str, tuple[list[Term], str]] = {
+CASES: dict[str, tuple[Sequence[Term], str]] = {
     "no term": ([], "live"),
     "curved terms": (NONLINEAR, "live"),
     "kept ids of a live teacher": (KEPT, "live"),

@@ -8,13 +8,7 @@ import torch
 from megatron_distill.losses import Term
 from megatron_distill.signals import HiddenState, Recorded, Sampled, TopK
 from tests.reference.distillation import Problem
-from tests.support.objective_runs import recorded, run
-
-TERMS = [
-    Term("forward_kl", 0.6, top_k=8),
-    Term("reverse_kl", 0.3, 2.0, top_k=5),
-    Term("js_divergence", 0.8, top_k=8, support="renormalized"),
-]
+from tests.support.objective_runs import KEPT, recorded, run
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +18,9 @@ def problem() -> Problem:
 
 def test_it_equals_the_live_teacher_report_included(problem: Problem) -> None:
     live = HiddenState(problem.teacher_hidden, problem.teacher_weight)
-    total, report, gradient, _ = run(problem, TERMS, signal=live)
+    total, report, gradient, _ = run(problem, KEPT, signal=live)
     stored_total, stored_report, stored_gradient, _ = run(
-        problem, TERMS, signal=recorded(problem, TERMS)
+        problem, KEPT, signal=recorded(problem, KEPT)
     )
     torch.testing.assert_close(stored_total, total, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(stored_gradient, gradient, rtol=1e-5, atol=1e-7)
@@ -36,7 +30,7 @@ def test_it_equals_the_live_teacher_report_included(problem: Problem) -> None:
 
 
 def test_numbers_of_tokens_that_do_not_count_may_be_anything(problem: Problem) -> None:
-    signal = recorded(problem, TERMS)
+    signal = recorded(problem, KEPT)
     unlearned, unlabelled = problem.kd_weights_N == 0, problem.ce_weights_N == 0
     assert bool(unlearned.any())
     assert bool(unlabelled.any())
@@ -45,14 +39,14 @@ def test_numbers_of_tokens_that_do_not_count_may_be_anything(problem: Problem) -
         signal.entropy.masked_fill(unlearned, torch.nan),
         signal.label_log_prob.masked_fill(unlabelled, -torch.inf),
     )
-    report = run(problem, TERMS, signal=signal)[1]
-    same = run(problem, TERMS, signal=spoiled)[1]
+    report = run(problem, KEPT, signal=signal)[1]
+    same = run(problem, KEPT, signal=spoiled)[1]
     for name, value in report.items():
         assert torch.equal(same[name], value), name
 
 
 def test_unknown_statistics_are_not_reported(problem: Problem) -> None:
-    report = run(problem, TERMS, signal=Recorded(recorded(problem, TERMS).by_term))[1]
+    report = run(problem, KEPT, signal=Recorded(recorded(problem, KEPT).by_term))[1]
     assert not {"teacher_ce", "teacher_entropy"} & report.keys()
     assert {"student_entropy", "top1_agreement", "topk_mass"} <= report.keys()
 
@@ -68,7 +62,7 @@ def test_draws_have_no_most_probable_id_to_agree_with(problem: Problem) -> None:
 
 def test_every_term_needs_something_of_its_own(problem: Problem) -> None:
     with pytest.raises(ValueError, match="has 3 terms, the objective 2"):
-        run(problem, TERMS[:2], signal=recorded(problem, TERMS))
+        run(problem, KEPT[:2], signal=recorded(problem, KEPT))
 
 
 @pytest.mark.parametrize(

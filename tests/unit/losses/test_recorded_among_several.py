@@ -71,7 +71,6 @@ def mean_of_whole(inputs: Inputs, terms: Sequence[Term], k: int) -> Tensor:
         weighted = (inputs.kd_weights_N.double() * values).sum()
         total = total + term.weight * term.temperature_factor * weighted
     total.backward()
-    assert hidden.grad is not None
     return hidden.grad
 
 
@@ -156,7 +155,6 @@ def test_means_that_records_do_not_have_are_refused_by_name() -> None:
     whole = HiddenState(*inputs.teachers["math"])
     signals = {"code": Recorded((drawn,), names=(both[0].name,)), "math": whole}
     mean = MeanOnRecords(signals, torch.arange(24), VocabShard(53, 0, 53), None, 5)
-    assert both[0].teachers is not None
     with pytest.raises(ValueError, match="'code' has drawn ids"):
         mean.signal(both[0].teachers, both)
 

@@ -139,22 +139,6 @@ def test_a_large_alpha_chooses_the_best_teacher_of_each_sample() -> None:
     torch.testing.assert_close(ours.hidden_gradient, routed.hidden_gradient)
 
 
-def test_scores_do_not_depend_on_the_rest_of_a_micro_batch() -> None:
-    inputs, terms = Inputs.random(9), [Term(teachers=scored("cross_entropy", 3.0, **MIXED))]
-    whole = on_shard(0, 1, inputs, terms, NAMES)
-    halves = []
-    for half in (slice(0, 2 * LENGTH), slice(2 * LENGTH, None)):
-        masked = {}
-        for name in ("ce_weights_N", "kd_weights_N"):
-            kept = torch.zeros_like(getattr(inputs, name))
-            kept[half] = getattr(inputs, name)[half]
-            masked[name] = kept
-        halves.append(on_shard(0, 1, replace(inputs, **masked), terms, NAMES))
-    assert sum(float(one.total) for one in halves) == pytest.approx(float(whole.total), rel=1e-12)
-    both = halves[0].hidden_gradient + halves[1].hidden_gradient
-    torch.testing.assert_close(both, whole.hidden_gradient, rtol=1e-11, atol=1e-14)
-
-
 def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone() -> None:
     # Half of the samples have a teacher whose terms are computed elsewhere.
     inputs, terms = Inputs.random(5), [Term(), Term("reverse_kl", 0.5, teachers=teachers(math=1))]
@@ -171,17 +155,6 @@ def test_samples_of_another_tokenizer_have_the_terms_that_name_a_teacher_alone()
     labels = solve(inputs, [], names).hidden_gradient
     expected_gradient = routed.hidden_gradient + named.hidden_gradient - labels
     torch.testing.assert_close(ours.hidden_gradient, expected_gradient, rtol=1e-10, atol=1e-13)
-
-
-def test_the_arithmetic_mean_has_the_gradient_of_the_weighted_forward_kls() -> None:
-    inputs = Inputs.random(1)
-    mixed = on_shard(0, 1, inputs, [Term(temperature=2.0, teachers=teachers(**MIXED))], NAMES)
-    single = [
-        Term(weight=weight, temperature=2.0, teachers=teachers(**{name: 1.0}))
-        for name, weight in MIXED.items()
-    ]
-    apart = on_shard(0, 1, inputs, single, NAMES)
-    torch.testing.assert_close(mixed.hidden_gradient, apart.hidden_gradient, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("mixture", ["arithmetic", "geometric", "lowest_loss"])
@@ -225,7 +198,6 @@ def test_one_teacher_is_the_plain_objective_to_the_bit(
     )
     total.backward()
     assert torch.equal(ours.total, total)
-    assert hidden.grad is not None
     assert torch.equal(ours.hidden_gradient, hidden.grad)
     assert torch.equal(ours.report["kd"], report["kd"])
     assert torch.equal(ours.sums["math"].kd, report["kd"])

@@ -48,7 +48,6 @@ def test_expanded_upstream_gradient_of_a_sum() -> None:
     leaf = student.requires_grad_()
     token_divergence(leaf, DenseLogits(teacher), divergence="forward_kl").sum().backward()
     _, ones = value_and_gradient(student, teacher, torch.ones(8))
-    assert leaf.grad is not None
     assert torch.equal(leaf.grad, ones)
 
 
@@ -63,8 +62,6 @@ def test_logits_that_are_a_slice_of_a_wider_tensor() -> None:
 
 def test_misuse_is_named() -> None:
     student, teacher = logit_pair(4, 10)
-    with pytest.raises(ValueError, match="unknown divergence 'kl'"):
-        token_divergence(student, DenseLogits(teacher), divergence="kl")
     with pytest.raises(
         TypeError, match=r"not Tensor; wrap the teacher's logits: DenseLogits\(logi"
     ):
@@ -96,7 +93,6 @@ def test_a_graph_may_be_used_again(dtype: torch.dtype) -> None:
     value.backward(upstream, retain_graph=True)
     value.backward(torch.ones(5), retain_graph=True)
     value.backward(torch.ones(5))
-    assert leaf.grad is not None
     assert torch.equal(first, kept)
     (once,) = torch.autograd.grad(
         token_divergence(leaf, DenseLogits(teacher), divergence="js_divergence").sum(), leaf

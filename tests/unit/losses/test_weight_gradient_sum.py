@@ -30,7 +30,6 @@ def summed(
         weight_gradient_sum=buffer,
     )
     total.backward()
-    assert hidden.grad is not None
     return hidden.grad, weight.grad
 
 
@@ -72,18 +71,6 @@ def test_bf16_gradients_are_not_rounded_to_bf16_where_they_are_added_up() -> Non
     assert not torch.equal(buffer, own.float())
 
 
-def test_micro_batches_add_up() -> None:
-    problems = [Problem.random(seed=seed) for seed in range(3)]
-    weight = problems[0].weight_GH
-    buffer = torch.zeros_like(weight)
-    expected = torch.zeros_like(weight)
-    for problem in problems:
-        problem.weight_GH[:] = weight
-        summed(problem, buffer)
-        expected += run(problem)[3]
-    torch.testing.assert_close(buffer, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
-
-
 def test_padded_columns_keep_their_values() -> None:
     problem = Problem.random(vocab=203)
     buffer = buffer_of(problem.weight_GH)
@@ -108,7 +95,6 @@ def test_a_weight_that_other_layers_share_still_gets_their_gradient() -> None:
     buffer = torch.zeros_like(weight)
     total, _ = objective(problem, problem.hidden_NH, weight, weight_gradient_sum=buffer)
     (total + 3 * weight.sum()).backward()
-    assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full_like(weight, 3))
     torch.testing.assert_close(buffer, run(problem)[3], rtol=0, atol=1e-6)
 
@@ -129,8 +115,6 @@ def test_the_bias_is_autograds_as_before() -> None:
         total.backward()
         biases.append(bias.grad)
         gradients.append(weight.grad if buffer is None else buffer)
-    assert biases[0] is not None
-    assert biases[1] is not None
     assert torch.equal(biases[0], biases[1])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-6)
 

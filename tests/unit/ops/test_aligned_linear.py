@@ -116,7 +116,6 @@ def test_weight_gradient_is_added_to_a_given_sum() -> None:
     total, _ = aligned_linear(HiddenState(hidden, weight), work)
     total.backward(retain_graph=True)
     assert weight.grad is None
-    assert hidden.grad is not None
     torch.testing.assert_close(given - 1, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(hidden.grad, answer)
     with pytest.raises(RuntimeError, match="weight_gradient_sum already"):
@@ -135,7 +134,6 @@ def test_rows_without_weight_may_hold_anything() -> None:
         hidden = problem.hidden.masked_fill(idle.unsqueeze(1), value).requires_grad_()
         total, _ = aligned_linear(HiddenState(hidden, problem.weight), work)
         total.backward()
-        assert hidden.grad is not None
         results.append((total.detach(), hidden.grad))
     assert bool(results[0][0].isfinite())
     for zero, nan in zip(*results, strict=True):

@@ -21,7 +21,7 @@ from tests.reference.cross_tokenizer import AlignedProblem
 from tests.reference.distillation import Problem
 from tests.support.objective_runs import Rule, run
 from tests.support.several_teachers import Inputs, on_shard
-from tests.unit.losses.test_objective_terms import BETWEEN, CAPS, KEPT, PLAIN
+from tests.unit.losses.test_objective_terms import BETWEEN, CAPS, PLAIN, RANKED
 from tests.unit.losses.test_several_teachers import NAMES, TERMS
 from tests.unit.ops.test_aligned_linear import work_for
 
@@ -74,7 +74,7 @@ def test_rows_on_a_device_begin_at_aligned_addresses(columns: int) -> None:
 
 
 @pytest.mark.parametrize("rules", [(PLAIN, PLAIN), CAPS], ids=["plain", "caps"])
-@pytest.mark.parametrize("terms", [BETWEEN, KEPT, [Term()]], ids=["between", "kept", "one"])
+@pytest.mark.parametrize("terms", [BETWEEN, RANKED, [Term()]], ids=["between", "kept", "one"])
 @pytest.mark.parametrize("vocab", [157, 1000])  # less and more than the lanes of a sum
 def test_an_objective_is_that_of_rows_side_by_side(
     vocab: int, terms: list[Term], rules: tuple[Rule, Rule], of_both: Any

@@ -53,6 +53,12 @@ TWO = Layout(pipeline=2)
 STAGED = choice_of((2, 2), (4, 4), TWO, ranks=4)
 
 
+def both(share: float, key: str = "rests", *values: bool) -> list[SharedTeacher]:
+    """Two teachers with these values of a key, false if none are given."""
+    shapes = zip(("math", "code"), (MATH, CODE), values or (False, False), strict=True)
+    return [SharedTeacher(name, shape, share, **{key: value}) for name, shape, value in shapes]
+
+
 def taught(*several: SharedTeacher, **changes: object) -> PlannedRun:
     return run_of(SMALL, teacher=MATH, several=several, **changes)
 
@@ -90,17 +96,15 @@ def test_weights_that_rest_in_host_memory_need_it_in_the_forward_passes_alone() 
     heads = {shape: 2 * shape.vocab_size * shape.hidden_size for shape in bytes_of}
 
     def need(*rests: bool, device: DeviceProfile = DEVICE) -> MemoryNeed:
-        shapes = zip(("math", "code"), (MATH, CODE), rests, strict=True)
-        both = [SharedTeacher(name, shape, 1.0, rests=it) for name, shape, it in shapes]
-        return memory_need(taught(*both), choice, device, numbers)
+        return memory_need(taught(*both(1.0, "rests", *rests)), choice, device, numbers)
 
-    stays, one, both = need(False, False), need(True, False), need(True, True)
+    stays, one, rest = need(False, False), need(True, False), need(True, True)
     assert stays.teacher == sum(bytes_of.values())
     assert one.teacher == heads[MATH] + bytes_of[CODE]
-    assert both.teacher == sum(heads.values())
+    assert rest.teacher == sum(heads.values())
     # In a forward pass the copies of a teacher and of the next are there, and no activations.
     alive = 8192 * forward_bytes(MATH, layout, 2, is_fused=True)
-    for found in (one, both):
+    for found in (one, rest):
         copies = stays.teacher - found.teacher
         assert found.buffers + found.activations + found.loss_chunk >= alive + copies
         assert found.hidden_states > stays.hidden_states  # those of a step wait
@@ -110,9 +114,7 @@ def test_weights_that_rest_in_host_memory_need_it_in_the_forward_passes_alone() 
 
 def test_replicas_that_run_teachers_together_run_them_where_one_needs_them() -> None:
     def seconds(*shards: bool) -> float:
-        shapes = zip(("math", "code"), (MATH, CODE), shards, strict=True)
-        both = [SharedTeacher(name, shape, 0.5, shards=it) for name, shape, it in shapes]
-        return teacher_seconds(taught(*both), STAGED, DEVICE)[0]
+        return teacher_seconds(taught(*both(0.5, "shards", *shards)), STAGED, DEVICE)[0]
 
     alone, one, joint = seconds(False, False), seconds(False, True), seconds(True, True)
     # Two replicas: three of four micro-batches need each teacher that they run together.
@@ -126,9 +128,7 @@ def test_each_of_several_teachers_has_whole_or_divided_weights() -> None:
     choice = choice_of((4,), (8,), ranks=8)
 
     def weights(*shards: bool) -> float:
-        shapes = zip(("math", "code"), (MATH, CODE), shards, strict=True)
-        both = [SharedTeacher(name, shape, 0.5, shards=it) for name, shape, it in shapes]
-        return memory_need(taught(*both), choice, DEVICE, numbers).teacher
+        return memory_need(taught(*both(0.5, "shards", *shards)), choice, DEVICE, numbers).teacher
 
     spared = [weights(False, False) - weights(*shards) for shards in ((True, False), (False, True))]
     assert min(spared) > 0
@@ -136,10 +136,9 @@ def test_each_of_several_teachers_has_whole_or_divided_weights() -> None:
 
 
 def test_a_mean_of_teachers_has_the_logits_of_all() -> None:
-    shares = SharedTeacher("math", MATH, 1.0), SharedTeacher("code", CODE, 1.0)
     numbers = stage_numbers(SMALL, TWO, (2, 2))
     one, mean = (
-        memory_need(taught(*shares, mixed=mixed), STAGED, DEVICE, numbers) for mixed in (1, 2)
+        memory_need(taught(*both(1.0), mixed=mixed), STAGED, DEVICE, numbers) for mixed in (1, 2)
     )
     assert one.loss_chunk < mean.loss_chunk < 2 * one.loss_chunk
 

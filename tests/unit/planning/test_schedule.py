@@ -104,7 +104,6 @@ def test_messages_between_stages_change_it_by_less_than_five_per_cent(virtual: i
 def with_teacher(layout: Layout, ranks: int, **changes: object) -> Planned:
     run = run_of(teacher=TEACHER)
     own = changes.pop("teacher_layout", layout.without_virtual_stages())
-    assert isinstance(own, Layout)
     choice = chosen(
         layout,
         ranks,
@@ -180,7 +179,6 @@ def test_a_trace_has_a_thread_per_stage_and_all_operations_in_microseconds() -> 
     one = planned(run_of(), chosen(Layout(8, 4), 64), EVEN)
     timeline = simulate(run_of(), one.choice, EVEN, one.time)
     events = chrome_trace(timeline)["traceEvents"]
-    assert isinstance(events, list)
     assert sum(event["ph"] == "M" for event in events) == 4
     passes = [event for event in events if event["ph"] == "X"]
     assert len(passes) == 4 * (2 * one.choice.micro_batches(run_of()) + 1)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,13 @@ def search(
 ) -> Search:
     run = run_of(teacher=TEACHER, **changes)
     return Search(run, device, devices, heads_divide, places)  # type: ignore[arg-type]
+
+
+def report_of(one: Search, ranking: Ranking | None = None, **changes: Any) -> str:
+    """The report of a search, of a configuration that does not run if none else is given."""
+    given = {"shown": 3, "store": None, "capture": None, "configured": "no reason"} | changes
+    ranking = ranking or one.ranking(shown=3)
+    return plan_report(one.run, one.device, one.devices, ranking, **given)
 
 
 @pytest.fixture(scope="module")
@@ -135,26 +143,17 @@ def test_nothing_fits_where_the_states_alone_are_too_large() -> None:
     one = search(8, place, device=tiny)
     ranking = one.ranking(shown=3)
     assert not ranking.fitting
-    text = plan_report(
-        one.run, tiny, 8, ranking, shown=3, store=None, capture=None, configured="no reason"
-    )
+    text = report_of(one, ranking)
     assert "Nothing fits" in text
     assert "With a store" not in text
     assert "needs " in text
     store = search(64, place).with_store()
-    assert store is not None
-    text = plan_report(
-        one.run, tiny, 8, ranking, shown=3, store=store, capture=None, configured="no reason"
-    )
+    text = report_of(one, ranking, store=store)
     assert "With a store in place of the live teacher, TP" in " ".join(text.split())
 
 
 def test_layouts_with_one_reason_are_named_together() -> None:
-    text = plan_report(
-        run_of(), DEVICE, 2, search(2, "shared").ranking(shown=3), shown=3, store=None,
-        capture=None, configured="no reason",
-    )  # fmt: skip
-    words = " ".join(text.split())
+    words = " ".join(report_of(search(2, "shared")).split())
     assert words.count("does not divide 2 devices") == 1
     assert "TP8 PP2, TP4 PP4, TP8 PP4, TP8 PP8, TP8 PP1 CP2 does not divide 2 devices" in words
 
@@ -236,16 +235,8 @@ def test_printed_keys_run_where_the_configuration_names_stages_and_a_teacher_s_s
 
 
 def test_a_report_has_every_table_and_the_break_even(shared: Search, ranking: Ranking) -> None:
-    text = plan_report(
-        shared.run,
-        DEVICE,
-        64,
-        ranking,
-        shown=3,
-        store=shared.with_store(),
-        capture=shared.capture(),
-        configured=ranking.fitting[2],
-    )
+    stored = {"store": shared.with_store(), "capture": shared.capture()}
+    text = report_of(shared, ranking, **stored, configured=ranking.fitting[2])
     wanted = ["tokens/s", "Time of a step", "Memory of the fullest rank", "it pays from"]
     wanted += ["Messages of a step to the rank that receives most (GB)"]
     wanted += ["Recommended live: shared ranks", "Popular layouts", "Configured: ", "fits, "]
@@ -275,7 +266,6 @@ def test_break_even_days_and_device_hours_follow_from_the_times(
 ) -> None:
     run = replace(shared.run, steps=12_000)
     store, capture = shared.with_store(), shared.capture()
-    assert capture is not None
     live = ranking.fitting[0]
     saved = live.time.total - store.time.total
     assert saved > 0
@@ -283,11 +273,8 @@ def test_break_even_days_and_device_hours_follow_from_the_times(
         store = live
     else:
         capture = replace(capture, seconds_per_step=factor * saved)
-    text = " ".join(
-        plan_report(
-            run, DEVICE, 64, ranking, shown=3, store=store, capture=capture, configured=live
-        ).split()
-    )
+    given = {"store": store, "capture": capture, "configured": live}
+    text = " ".join(report_of(replace(shared, run=run), ranking, **given).split())
     assert words in text
     seconds = 12_000 * live.time.total
     tokens = 12_000 * 256 * 8192 / 1e9
@@ -300,9 +287,8 @@ def test_break_even_days_and_device_hours_follow_from_the_times(
 def test_a_configured_layout_that_is_the_first_needs_no_keys(
     shared: Search, ranking: Ranking
 ) -> None:
-    more = {"shown": 1, "store": None, "capture": None}
     texts = [
-        plan_report(shared.run, DEVICE, 64, ranking, configured=one, **more)  # type: ignore[arg-type]
+        report_of(shared, ranking, configured=one, shown=1)
         for one in (ranking.fitting[0], "this configuration: 1 problem")
     ]
     assert "The first row is the configured layout.\n" in texts[0]
@@ -317,8 +303,7 @@ def test_times_below_a_second_have_three_digits_and_a_tie_is_named() -> None:
     run = run_of(small, teacher=small, sequence_length=128, global_batch_size=64,
                  reading_seconds=1e-5)  # fmt: skip
     one = Search(run, DEVICE, 8, lambda role, layout: None, ("shared", "own ranks"))
-    text = plan_report(run, DEVICE, 8, one.ranking(shown=3), shown=3, store=None, capture=None,
-                       configured="no reason")  # fmt: skip
+    text = report_of(one)
     assert re.search(r" 0\.0819 +100,000 ", text)  # reading decides
     assert (
         "Recommended live: shared ranks, because with ranks of its own a step takes as long."

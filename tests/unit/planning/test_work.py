@@ -40,13 +40,19 @@ TEACHER = llama(8, 1024, 2816, 16, 8, vocab_size=32_768)
 LENGTH, BATCH = 1024, 8
 SHARED = choice_of((STUDENT.num_layers,), (TEACHER.num_layers,))
 APART = replace(SHARED, place="own ranks", teacher_ranks=1)
+ALONE = replace(SHARED, place="none", teacher_layout=None)
+NUMBERS = stage_numbers(STUDENT, Layout(), SHARED.layers)
 RUN = run_of(STUDENT, teacher=TEACHER, sequence_length=LENGTH, global_batch_size=BATCH)
 
 
 def work(run: PlannedRun, **changes: object) -> StepTime:
     """The FLOPs of one rank, in the fields of a step's times."""
-    choice = replace(SHARED, **changes)  # type: ignore[arg-type]
-    return step_time(run, choice, DEVICE, stage_numbers(STUDENT, Layout(), choice.layers))
+    return step_time(run, replace(SHARED, **changes), DEVICE, NUMBERS)  # type: ignore[arg-type]
+
+
+def answer_seconds(run: PlannedRun, device: DeviceProfile, choice: Choice = APART) -> float:
+    """A step of a teacher on ranks of its own."""
+    return sum(teacher_seconds(run, choice, device))
 
 
 def layer_flops(shape: object) -> float:
@@ -63,11 +69,8 @@ def test_the_teacher_takes_the_flops_of_its_layers() -> None:
 def test_the_softmax_of_a_cpu_takes_its_time_per_score_whatever_a_head_s_width() -> None:
     cpu = DEVICE.model_copy(update={"score_ns": (1.0, 3.0)})
     scores = BATCH * LENGTH * (LENGTH + 1) / 2 * STUDENT.num_attention_heads * STUDENT.num_layers
-    choice = Choice(
-        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,), place="none"
-    )
-    run, numbers = replace(RUN, teacher=None), stage_numbers(STUDENT, Layout(), choice.layers)
-    found, plain = (step_time(run, choice, one, numbers) for one in (cpu, DEVICE))
+    run = replace(RUN, teacher=None)
+    found, plain = (step_time(run, ALONE, one, NUMBERS) for one in (cpu, DEVICE))
     assert found.forward - plain.forward == pytest.approx(scores * 1e-9, rel=1e-6)
     assert found.backward - plain.backward == pytest.approx(3 * scores * 1e-9, rel=1e-6)
 
@@ -105,14 +108,13 @@ def test_logits_whose_rows_share_cache_sets_have_a_measured_cost_of_their_own() 
     cpu = DEVICE.model_copy(
         update={"logit_ns": {"bf16": 1.0}, "aliased_logit_ns": {"bf16": 3.0}, "kind": "cpu"}
     )
-    choice = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(4,), place="none")
 
     def nanoseconds(columns: int, device: DeviceProfile) -> float:
         student = llama(4, 512, 1408, 8, 4, vocab_size=columns)
         run = replace(RUN, student=student, teacher=None)
-        numbers = stage_numbers(student, Layout(), choice.layers)
+        numbers = stage_numbers(student, Layout(), ALONE.layers)
         products = 3 * 2 * BATCH * LENGTH * 512 * columns / PEAK
-        heads = step_time(run, choice, device, numbers).heads
+        heads = step_time(run, ALONE, device, numbers).heads
         return 1e9 * (heads - products) / (BATCH * LENGTH * columns)
 
     assert nanoseconds(65_536, cpu) == pytest.approx(3.0, rel=1e-6)
@@ -125,13 +127,9 @@ def test_a_teacher_that_sends_its_top_ids_takes_the_time_of_their_choice() -> No
     cpu = DEVICE.model_copy(update={"logit_ns": {"bf16": 1.0}, "choice_ns": {"bf16": 5.0}})
     logits = BATCH * LENGTH * TEACHER.vocab_size
     plain = cpu.model_copy(update={"choice_ns": {}})
-
-    def seconds(run: PlannedRun, device: DeviceProfile) -> float:
-        return sum(teacher_seconds(run, APART, device))
-
-    sends = replace(RUN, sent_ids=64)
-    assert seconds(sends, cpu) - seconds(sends, plain) == pytest.approx(4e-9 * logits, rel=1e-6)
-    assert seconds(RUN, cpu) == seconds(RUN, plain)
+    longer, shorter = (answer_seconds(replace(RUN, sent_ids=64), one) for one in (cpu, plain))
+    assert longer - shorter == pytest.approx(4e-9 * logits, rel=1e-6)
+    assert answer_seconds(RUN, cpu) == answer_seconds(RUN, plain)
 
 
 @pytest.mark.parametrize(("sequence", "after"), [(False, 2.0), (True, 1.0)])
@@ -142,14 +140,8 @@ def test_tensor_ranks_of_a_teacher_sum_its_embedding_and_gather_the_chosen_ids(
     link = FAST.model_copy(update={"gb_per_s": 1.0})
     fast = {"bf16": 1e9, "fp32": 1e9}
     device = DEVICE.model_copy(update={"node": link, "network": link, "peak_tflops": fast})
-    choice = Choice(
-        layout=Layout(), ranks=1, micro_batch_size=1, layers=(STUDENT.num_layers,),
-        place="own ranks", teacher_layout=Layout(2, sequence=sequence),
-        teacher_layers=(TEACHER.num_layers,), teacher_ranks=2,
-    )  # fmt: skip
-    hidden, ids = (
-        sum(teacher_seconds(run, choice, device)) for run in (RUN, replace(RUN, sent_ids=64))
-    )
+    choice = replace(APART, teacher_layout=Layout(2, sequence=sequence), teacher_ranks=2)
+    hidden, ids = (answer_seconds(run, device, choice) for run in (RUN, replace(RUN, sent_ids=64)))
     # A gather or a scatter over two ranks moves half, a sum all.
     half = BATCH * LENGTH * TEACHER.hidden_size * 2 / 2
     assert hidden * 1e9 == pytest.approx((4 * TEACHER.num_layers + after) * half, rel=1e-3)
@@ -161,14 +153,10 @@ def test_tensor_ranks_of_a_teacher_sum_its_embedding_and_gather_the_chosen_ids(
 def test_a_choice_on_a_gpu_takes_the_bytes_of_its_passes() -> None:
     """Five passes over the logits, and the sort of maxima and candidates, at 10^15 bytes/s."""
     gpu = DEVICE.model_copy(update={"memory_gb_per_s": 1e6})
-
-    def choosing(count: int, device: DeviceProfile) -> float:
-        return sum(teacher_seconds(replace(RUN, sent_ids=count), APART, device))
-
     tokens, columns = BATCH * LENGTH, TEACHER.vocab_size
-    few, many = choosing(16, gpu), choosing(64, gpu)
+    few, many = (answer_seconds(replace(RUN, sent_ids=count), gpu) for count in (16, 64))
     assert many - few == pytest.approx(1e-15 * tokens * (64 - 16) * 32 * 128, rel=1e-6)
-    without = sum(teacher_seconds(RUN, APART, gpu))
+    without = answer_seconds(RUN, gpu)
     products = tokens * head_flops_per_token(TEACHER) / PEAK
     numbers = columns * (5 * 2 + 128 / 32) + 16 * 32 * 128
     assert few - without - products == pytest.approx(1e-15 * tokens * numbers, rel=1e-3)
@@ -226,7 +214,7 @@ def test_a_step_from_a_store_takes_its_reading_where_that_is_longer(ids: int) ->
     tiny = llama(1, 64, 64, 1, 1, vocab_size=128)
     numbers = stage_numbers(tiny, Layout(), (1,))
     run = replace(RUN, student=tiny, store_ids=ids)
-    choice = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(1,), place="store")
+    choice = replace(ALONE, layers=(1,), place="store")
     fast = DEVICE.model_copy(update={"peak_tflops": {"bf16": 1e6, "fp32": 1e6}})
     found = step_time(run, choice, fast, numbers)
     assert found.total == pytest.approx(run.tokens / (recorded * 1e6), rel=0.05)

@@ -24,6 +24,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def full(_: int) -> None:
+    """In place of a flush, on a disk without room."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content in (b"first", b"second and longer"):
@@ -37,10 +42,6 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(
 ) -> None:
     path = tmp_path / "a.json"
     replace_file(path, b"first")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         replace_file(path, b"second")
@@ -131,10 +132,6 @@ def test_a_failed_flush_is_raised_at_the_next_write_or_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(atomic_files, "_FLUSH_BYTES", 10)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(os, "fdatasync", full)
     file = FlushedFile(tmp_path / "a")
     file.write(b"x" * 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,14 @@ from tests.support.sample_configs import TAUGHT, load_tree
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 COPY_QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
-TIMEOUT = 30
+# A world on GPUs with the settings of each test.
+on_gpus = partial(joined_world, device="cuda", threads=None, timeout_seconds=30)
+
+
+def two_ranks() -> tuple[Launch, Launch]:
+    """A student and its teacher, of one store."""
+    first = Launch(0, 2, dist.HashStore(), (("teacher", 1),))
+    return first, replace(first, rank=1)
 
 
 @pytest.fixture
@@ -59,9 +67,7 @@ def test_the_device_is_set_before_anything_that_starts_cuda(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
-    with joined_world(
-        device="cuda", backend="auto", threads=None, timeout_seconds=TIMEOUT, splits_layers=True
-    ) as device:
+    with on_gpus(backend="auto", splits_layers=True) as device:
         assert os.environ[QUEUES] == "1"
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
@@ -72,7 +78,7 @@ def test_the_device_is_set_before_anything_that_starts_cuda(
 
 
 def test_gloo_on_gpus_is_not_bound_to_one(gpus: list[Any]) -> None:
-    with joined_world(device="cuda", backend="gloo", threads=None, timeout_seconds=TIMEOUT):
+    with on_gpus(backend="gloo"):
         pass
     assert gpus[-1]["device_id"] is None
 
@@ -111,14 +117,8 @@ def test_messages_beside_collectives_have_queues_of_their_own(
     monkeypatch.setattr(launch, "_bridge", lambda *_: None)
     store = dist.HashStore()
     store.set("device/all", "here")  # the other two ranks
-    with joined_world(
-        device="cuda",
-        backend="auto",
-        threads=None,
-        timeout_seconds=TIMEOUT,
-        splits_layers=splits_layers,
-        launch=Launch(0, 3, store, (("teacher", 1),)),
-    ):
+    launched = Launch(0, 3, store, (("teacher", 1),))
+    with on_gpus(backend="auto", splits_layers=splits_layers, launch=launched):
         assert os.environ[QUEUES] == "32"
 
 
@@ -194,8 +194,7 @@ def test_without_a_teacher_ranks_have_numbers() -> None:
 
 
 def test_a_rank_with_another_configuration_is_named(tmp_path) -> None:
-    store = dist.HashStore()
-    first, second = (Launch(rank, 2, store, (("teacher", 1),)) for rank in (0, 1))
+    first, second = two_ranks()
     require_same_start(first, load_tree(tmp_path, TAUGHT))
     require_same_start(second, load_tree(tmp_path, TAUGHT))
     with pytest.raises(ConfigError, match=r"teacher\.0 on .* than student\.0: .*steps: 4"):
@@ -209,8 +208,7 @@ def test_a_rank_with_another_version_of_the_code_is_named(
     package.mkdir()
     module = package / "one.py"
     module.write_text("x = 1\n")
-    store, config = dist.HashStore(), load_tree(tmp_path, TAUGHT)
-    first, second = (Launch(rank, 2, store, (("teacher", 1),)) for rank in (0, 1))
+    config, (first, second) = load_tree(tmp_path, TAUGHT), two_ranks()
     monkeypatch.setattr(megatron_distill, "__file__", str(package / "__init__.py"))
     require_same_start(first, config)
     require_same_start(second, config)

@@ -11,24 +11,10 @@ from typing import cast
 import pytest
 import torch
 
-from megatron_distill.runtime.batch import Batch, zigzag_index
+from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.host_copy import HostCopy
 from megatron_distill.runtime.segments import Segments, in_sequence_order
-
-
-def batch_of(rows: int, length: int) -> Batch:
-    cells = torch.arange(rows * length).view(rows, length)
-    return Batch(
-        tokens_bs=cells,
-        labels_bs=cells + 1,
-        ce_mask_bs=cells % 3 == 0,
-        kd_mask_bs=cells % 5 == 0,
-        position_ids_bs=cells % length,
-        document_ids_bS=cells // 4,
-        sequence_index_s=torch.arange(length),
-        sample_ids_b=torch.arange(rows),
-        isolate_documents=True,
-    )
+from tests.support.batches import batch_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

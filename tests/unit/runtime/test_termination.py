@@ -13,14 +13,14 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig
 from megatron_distill.runtime.termination import (
     Interruption,
     TerminationRequest,
-    stop_signals,
     was_interrupted,
 )
 
 
 @pytest.fixture(autouse=True)
 def _handlers_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in stop_signals()}
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in stops}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -78,13 +78,10 @@ def test_a_request_is_remembered_and_the_work_goes_on() -> None:
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal_is_a_request_unless_nohup_ignores_it(nohup: bool) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-    try:
-        with TerminationRequest() as termination:
-            interrupt(signal.SIGHUP)
-        assert termination.received != nohup
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    with TerminationRequest() as termination:
+        interrupt(signal.SIGHUP)
+    assert termination.received != nohup
 
 
 def test_a_request_is_noted_once_and_a_second_ctrl_c_ends_a_process_alone(

@@ -15,7 +15,7 @@ from megatron_distill.errors import StoreError
 from megatron_distill.store import StoreReader, StoreSet, pack, unpack, verify
 from megatron_distill.store.binary import RecordFileWriter
 from megatron_distill.store.plan import sealed
-from tests.support.store_samples import begin, fill, made_up, settings, write_store
+from tests.support.store_samples import begin, made_up, settings, write_store
 
 SHARD = "shards/logits-000001.array_record"
 UID = b"12345678"
@@ -333,9 +333,7 @@ def test_a_forked_child_opens_files_anew(store: Path) -> None:
 def test_several_stores_are_read_as_one(tmp_path: Path) -> None:
     wanted = settings(codec="f32")
     for name, samples in (("b", 3), ("a", 5)):
-        writer = begin(tmp_path / name, wanted, samples=samples, dataset=f"sha256:{name}")
-        fill(writer)
-        writer.finish()
+        write_store(tmp_path / name, wanted, samples=samples, dataset=f"sha256:{name}")
     both = StoreSet.open([f"{tmp_path}/*"], vocab_size=131_073)
     assert both.samples == 8
     records = both.read([6, 0, 4, 5])

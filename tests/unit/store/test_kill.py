@@ -70,9 +70,7 @@ def write_and_die(folder: Path, step: int, counted: object) -> None:
 def resume(folder: Path, wanted: CaptureSettings, **sizes: int) -> None:
     """Go on after an interruption; committed files stay as they are."""
     before = contents(folder) if folder.exists() else {}
-    writer = begin(folder, wanted, **sizes)
-    fill(writer)
-    writer.finish()
+    write_store(folder, wanted, **sizes)
     after = contents(folder)
     for name, content in before.items():
         if name.endswith(".json") and ".partial" not in name:

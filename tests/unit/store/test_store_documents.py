@@ -6,7 +6,7 @@ A list that is damaged, or differs from the records, costs no record.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,18 +35,23 @@ def digest_of(number: int) -> bytes:
     return content_digest(f"document {number}".encode())
 
 
-def packed_epochs(epochs: int, seed: int) -> list[Sample]:
-    """Samples of all documents in a new order in each epoch; token j of document d is 100 d + j."""
+def packed_documents(documents: Iterable[tuple[int, int]]) -> list[Sample]:
+    """Samples of documents, (number, length) each; token j of document d is 100 d + j."""
     packer: Packer[int] = Packer(WIDTH, padding_token=9_999, digest_of=digest_of)
     samples: list[Sample] = []
-    rng = np.random.default_rng(seed)
-    for _ in range(epochs):
-        for number in rng.permutation(len(LENGTHS)).tolist():
-            packer.add(100 * number + np.arange(LENGTHS[number], dtype=np.int32), number)
-            while packer.is_ready:
-                samples.append(packer.take(len(samples)))
+    for number, length in documents:
+        packer.add(100 * number + np.arange(length, dtype=np.int32), number)
+        while packer.is_ready:
+            samples.append(packer.take(len(samples)))
     last = packer.flush(len(samples))
     return samples if last is None else [*samples, last]
+
+
+def packed_epochs(epochs: int, seed: int) -> list[Sample]:
+    """Samples of all documents, in a new order in each epoch."""
+    rng = np.random.default_rng(seed)
+    orders = [rng.permutation(len(LENGTHS)).tolist() for _ in range(epochs)]
+    return packed_documents((number, LENGTHS[number]) for order in orders for number in order)
 
 
 def write(folder: Path, samples: Sequence[Sample], *, per_shard: int = 4) -> Path:
@@ -110,13 +115,7 @@ def test_each_token_is_found_where_brute_force_finds_it(
 
 def test_a_text_that_occurs_often_has_few_pieces(tmp_path: Path) -> None:
     # Pages of a crawl: each look-up would go over all copies, and the index hold them.
-    packer: Packer[int] = Packer(WIDTH, padding_token=9_999, digest_of=digest_of)
-    samples: list[Sample] = []
-    for copy in range(300):
-        for number in (3, 5) if copy % 2 else (3,):
-            packer.add(100 * number + np.arange(LENGTHS[number], dtype=np.int32), number)
-        while packer.is_ready:
-            samples.append(packer.take(len(samples)))
+    samples = packed_documents((number, LENGTHS[number]) for number in (3, 3, 5) * 150)
     with StoreSet.open([str(write(tmp_path / "store", samples))]).stores[0] as store:
         index = DocumentIndex(StoreSet([store]))
     for number in (3, 5):
@@ -197,12 +196,7 @@ DIFFERENCES = {
 def test_a_sealed_list_that_differs_from_the_records_is_found(
     tmp_path: Path, difference: str
 ) -> None:
-    packer: Packer[int] = Packer(WIDTH, padding_token=9_999, digest_of=digest_of)
-    samples: list[Sample] = []
-    for copy in range(24):
-        packer.add(100 * copy + np.arange(9 if copy % 2 else 4, dtype=np.int32), copy)
-        while packer.is_ready:
-            samples.append(packer.take(len(samples)))
+    samples = packed_documents((copy, 9 if copy % 2 else 4) for copy in range(24))
     store = write(tmp_path / "store", samples)
     assert verify(store).problems == ()
     plan = begin(store, settings(), samples=len(samples)).plan

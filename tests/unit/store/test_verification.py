@@ -51,10 +51,10 @@ def test_wrong_values_in_an_intact_record_are_found(
         patch.object(Totals, "of_record", return_value=Totals(positions=1)),
     ):
         opened = begin(tmp_path, settings(codec="f32"), samples=3)
+        first, second, third = (made_up(number, settings(codec="f32")) for number in range(3))
         with opened.shard(0) as shard:
-            shard.add(made_up(0, settings(codec="f32")))
-            shard.add(bad(kind, made_up(1, settings(codec="f32"))))
-            shard.add(made_up(2, settings(codec="f32")))
+            for record in (first, bad(kind, second), third):
+                shard.add(record)
         opened.finish()
     report = verify(tmp_path)
     assert report.problems[0].text == reported
@@ -111,10 +111,8 @@ def test_bad_shards_are_moved_away_and_refilled(store: Path) -> None:
             "logits-000002.json", "logits-000002.array_record",
         )
     ]  # fmt: skip
-    opened = begin(store, settings(codec="f32"))
-    assert opened.holes() == [0, 2]
-    fill(opened)
-    opened.finish()
+    assert begin(store, settings(codec="f32")).holes() == [0, 2]
+    write_store(store, settings(codec="f32"))
     after = contents(store)
     assert {name: text for name, text in after.items() if "quarantine" not in name} == intact
     assert verify(store).problems == ()
@@ -166,7 +164,5 @@ def test_an_interrupted_repair_is_done_by_the_next(store: Path) -> None:
     report = verify(store)
     assert report.bad_shards == (1,)
     repair(store, report)
-    opened = begin(store, settings(codec="f32"))
-    fill(opened)
-    opened.finish()
+    write_store(store, settings(codec="f32"))
     assert verify(store).problems == ()

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from megatron_distill.store import StoreReader
 from megatron_distill.store.documents import documents_name, load_documents, publish_documents
 from tests.support.store_maxtext_files import example, sequence, write
-from tests.support.store_samples import begin, contents, fill, settings, write_store
+from tests.support.store_samples import begin, contents, settings, write_store
 from tests.unit.store.test_store_documents import packed_epochs
 from tests.unit.store.test_store_documents import write as write_listed
+from tests.unit.tools.conftest import Call
 
-ROOT = Path(__file__).parents[3]
-TOOL = ROOT / "tools" / "teacher_store.py"
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    main = runpy.run_path(str(TOOL))["main"]
-
-    def run(*words: object) -> tuple[int, str, str]:
-        with patch.object(sys, "argv", ["teacher_store.py", *map(str, words)]):
-            status = main()
-        text = capsys.readouterr()
-        return status, text.out, text.err
-
-    return run
+TOOL = "teacher_store.py"
 
 
 def test_inspect_prints_the_plan(tmp_path: Path, call: Call) -> None:
@@ -60,9 +42,7 @@ def test_inspect_prints_the_plan(tmp_path: Path, call: Call) -> None:
 
 def test_inspect_has_a_row_for_each_setting_of_the_capture(tmp_path: Path, call: Call) -> None:
     given = {"dataset": {"seed": 7, "sources": {"0": {"format": "jsonl"}}}, "precision": "fp32"}
-    opened = begin(tmp_path, settings(), settings=given)  # type: ignore[arg-type]
-    fill(opened)
-    opened.finish()
+    write_store(tmp_path, settings(), settings=given)
     rows = [line.split() for line in call("inspect", tmp_path)[1].splitlines()]
     assert ["settings.dataset.seed", "7"] in rows
     assert ["settings.dataset.sources.0.format", "jsonl"] in rows
@@ -115,16 +95,12 @@ def test_verify_and_repair_print_their_findings(tmp_path: Path, call: Call) -> N
     assert status == 0
     assert f"moved to {tmp_path}/quarantine/logits-000001.array_record" in out
     assert "run the capture again" in out
-    opened = begin(tmp_path, settings())
-    fill(opened)
-    opened.finish()
+    write_store(tmp_path, settings())
     assert {n: c for n, c in contents(tmp_path).items() if "quarantine" not in n} == intact
 
 
 def test_a_store_of_one_sample_is_counted_in_the_singular(tmp_path: Path, call: Call) -> None:
-    opened = begin(tmp_path, settings(), samples=1)
-    fill(opened)
-    opened.finish()
+    write_store(tmp_path, settings(), samples=1)
     assert "GB in 1 shard of " in call("inspect", tmp_path)[1]
     path = tmp_path / "shards" / "logits-000000.array_record"
     path.write_bytes(b"x" + path.read_bytes()[1:])

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from safetensors.numpy import load, save
 
 from megatron_distill.data.tokenizers.tiktoken_encodings import written_ranks
-from tests.guards.source_tree import ROOT
 from tests.support.tokenizer_kinds import write_tiktoken
+from tests.unit.tools.conftest import Call
 
-Call = Callable[..., tuple[int, str, str]]
+TOOL = "vocabulary_map.py"
 BYTES = [bytes([byte]) for byte in range(256)]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    main = runpy.run_path(str(ROOT / "tools" / "vocabulary_map.py"))["main"]
-
-    def run(*words: object) -> tuple[int, str, str]:
-        with patch.object(sys, "argv", ["vocabulary_map.py", *map(str, words)]):
-            try:
-                status = main()
-            except SystemExit as end:
-                status = int(str(end.code))
-        written = capsys.readouterr()
-        return status, written.out, written.err
-
-    return run
 
 
 @pytest.fixture

@@ -44,7 +44,6 @@ def two_sided_batch(*, weighted: bool = False) -> tuple[Batch, StepBatches]:
             samples.append(packer.take(len(samples)))
     if weighted:
         for sample in samples:
-            assert sample.teacher is not None
             lighter = sample.teacher.student_chunks_S1 % 3 == 1
             sample.flags_S1[lighter] |= weight_flag(0.25)
     packed = pack_samples(samples)
@@ -65,10 +64,20 @@ def _side(rng: np.random.Generator, vocabulary: int) -> Side:
     return Side.of_chunks(tokens, np.repeat(np.arange(len(sizes)), sizes).astype(np.int32))
 
 
+# The teacher's ids of the student's tokens 4 to 14.
+COMMON = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
+
+
+def some_leaves() -> list[Tensor]:
+    """Hidden states and heads of both models."""
+    torch.manual_seed(1)
+    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
 def vocabularies() -> SharedVocabularies:
     shards = VocabShard(STUDENT, 0, STUDENT), VocabShard(TEACHER, 0, TEACHER)
-    ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
-    columns = CommonColumns.of(torch.arange(4, 15), ids, [shards[0]], [shards[1]], 0)
+    columns = CommonColumns.of(torch.arange(4, 15), COMMON, [shards[0]], [shards[1]], 0)
     return SharedVocabularies(*shards, columns, None, None)
 
 
@@ -99,14 +108,11 @@ def loss_of(
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_ranks_add_up_to_the_loss_of_one_rank(size: int) -> None:
     batch, step = two_sided_batch()
-    torch.manual_seed(1)
-    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    leaves = some_leaves()
     whole, report = loss_of(batch, step, 0, 1, leaves)
     expected = torch.autograd.grad(whole, leaves[:2])
     parts = [loss_of(batch, step, rank, size, leaves) for rank in range(size)]
     total = sum(part for part, _ in parts)
-    assert isinstance(total, Tensor)
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
     for name, value in report.items():
         summed = torch.stack([part[name] for _, part in parts]).sum()
@@ -125,10 +131,6 @@ def test_local_means_are_over_the_chunks_of_a_rank(size: int) -> None:
     Its end is of the rank that has the student's last token, if both models read that token.
     """
     batch, step = two_sided_batch(weighted=True)
-    assert batch.chunks_bs is not None
-    assert batch.teacher is not None
-    assert batch.teacher.chunks_bs is not None
-    assert batch.label_weights_bs is not None
     rank_S = torch.empty(LENGTH, dtype=torch.int64)
     for rank in range(size):
         rank_S[zigzag_index(LENGTH, rank=rank, size=size)] = rank
@@ -161,11 +163,8 @@ def test_local_means_are_over_the_chunks_of_a_rank(size: int) -> None:
 
 def test_rows_without_a_chunk_or_label_change_nothing() -> None:
     batch, step = two_sided_batch()
-    torch.manual_seed(1)
-    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
-    leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    leaves = [leaf.detach() for leaf in some_leaves()]
     expected, _ = loss_of(batch, step, 0, 1, leaves)
-    assert batch.teacher is not None
     for hidden, used in (
         (leaves[0], batch.ce_mask_bs),
         (leaves[2], batch.teacher.kd_mask_bs),
@@ -179,14 +178,9 @@ def test_rows_without_a_chunk_or_label_change_nothing() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
     batch, step = two_sided_batch(weighted=weighted)
-    torch.manual_seed(1)
-    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    leaves = some_leaves()
     total, _ = loss_of(batch, step, 0, 1, leaves)
     student, teacher = ((leaves[at] @ leaves[at + 1].t()).reshape(2 * LENGTH, -1) for at in (0, 2))
-    assert batch.teacher is not None
-    assert batch.chunks_bs is not None
-    assert batch.teacher.chunks_bs is not None
     labels = batch.labels_bs.reshape(-1)
     at = Alignment(
         batch.chunks_bs.reshape(-1),
@@ -195,10 +189,9 @@ def test_loss_and_gradients_are_those_of_whole_logits(weighted: bool) -> None:
         batch.teacher.labels_bs.reshape(-1),
         batch.chunk_count,
     )
-    ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
     of_labels = -student.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
     of_chunks = likelihood(student, teacher, at, "forward_kl")
-    of_pairs = common(student, teacher, at, (torch.arange(4, 15), ids), "js_divergence")
+    of_pairs = common(student, teacher, at, (torch.arange(4, 15), COMMON), "js_divergence")
     counted = torch.ones(2 * LENGTH)
     if batch.label_weights_bs is not None:
         counted = batch.label_weights_bs.reshape(-1)
@@ -235,19 +228,17 @@ def test_a_term_is_a_mean_over_the_chunks_of_all_micro_batches() -> None:
         packer = AlignedPacker[int](Window(LENGTH + 1, 0), Window(LENGTH + 1, 0))
         packer.add(chunks_of_one_token(count, number), number)
         sample = packer.flush(number)
-        assert sample is not None
         samples.append(sample)
     packed = pack_samples(samples)
     (counts,) = count_labels(packed, isolate_documents=True)
     assert (counts.chunks, counts.pairs) == (4, 4)
     shared = vocabularies()
-    teacher_id = int(torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[0])
     micro_batches = [micro_batch(packed, slice(at, at + 1), isolate_documents=True)
                      for at in range(2)]  # fmt: skip
     step = StepBatches(tuple(micro_batches), counts.ce, counts.kd, 2 * LENGTH, chunks=4, pairs=4)
     # The teacher is sure of a common token, and the student gives it e^-2, then e^-1.
     certain = torch.full((1, TEACHER), -600.0, dtype=torch.float64)
-    certain[0, teacher_id] = 0.0
+    certain[0, COMMON[0]] = 0.0
     means = []
     for batch, loss in zip(micro_batches, (2.0, 1.0), strict=True):
         p = torch.tensor(-loss, dtype=torch.float64).exp()
@@ -277,9 +268,7 @@ def test_a_term_is_a_mean_over_the_chunks_of_all_micro_batches() -> None:
 def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     batch, step = two_sided_batch()
     batch = replace(batch, teacher_numbers=(1, 0))
-    torch.manual_seed(1)
-    shapes = [(2, LENGTH, HIDDEN), (STUDENT, HIDDEN), (2, LENGTH, HIDDEN), (TEACHER, HIDDEN)]
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    leaves = some_leaves()
     named = ChunkTerm("likelihood", teachers=TermTeachers.of({"far": 1.0}))
     ranked = ChunkTerm("common", top_k=3)
     _, report = loss_of(batch, step, 0, 1, leaves)
@@ -306,7 +295,6 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
     assert float(found["ce"]) == 0.0
     torch.testing.assert_close(found[named.name], report["likelihood_forward_kl"])
     chunks_bS = batch.chunks_bs
-    assert chunks_bS is not None
     own = len(chunks_bS[0][chunks_bS[0] >= 0].unique())
     assert float(shares["far#chunks"]) == pytest.approx(own / step.chunks)
     # The other sample's terms, of the same loss with the other number, make up the whole.
@@ -335,11 +323,7 @@ def test_a_routed_term_has_the_chunks_of_its_teachers_samples_alone() -> None:
 
 def own_mass(batch: Batch, leaves: list[Tensor]) -> float:
     """The teacher's mean probability of its three likeliest common tokens, on the first sample."""
-    assert batch.teacher is not None
-    assert batch.chunks_bs is not None
-    assert batch.teacher.chunks_bs is not None
-    ids = torch.randperm(TEACHER, generator=torch.Generator().manual_seed(2))[:11]
-    probabilities = (leaves[2][0] @ leaves[3].t()).detach().softmax(1)[:, ids]
+    probabilities = (leaves[2][0] @ leaves[3].t()).detach().softmax(1)[:, COMMON]
     chunks, teacher_chunks = batch.chunks_bs[0], batch.teacher.chunks_bs[0]
     masses = [
         float(probabilities[teacher_chunks == one].topk(3).values.sum())

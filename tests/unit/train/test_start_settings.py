@@ -19,7 +19,6 @@ def test_the_parts_of_a_start_add_up_to_the_time_since_the_process_began() -> No
     whole = now - began
     clock = StartClock(joined=now - 0.75 * whole, opened=now - 0.25 * whole)
     line = clock.line(load_seconds=0.1 * whole, step_seconds=0.05 * whole)
-    assert line is not None
     first, *parts = map(float, re.findall(r"([\d.]+) s", line))
     assert first == pytest.approx(whole, abs=1.0)
     wanted = [0.25 * whole, 0.4 * whole, 0.1 * whole, 0.05 * whole]

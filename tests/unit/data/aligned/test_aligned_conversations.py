@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,6 @@ def source_of(
     spec: SourceSpec, student: Tokenizer, options: DataOptions, *, epochs: int | None = None
 ) -> ConversationSource[Any]:
     (source,) = open_training([spec], tokenizer=student, options=options, seed=1)._sources
-    assert isinstance(source, ConversationSource)
     source._epochs = epochs
     return source
 
@@ -74,18 +74,20 @@ def source_of(
 def chunk_texts(sample: Sample, student: Tokenizer, teacher: Tokenizer) -> list[tuple[str, str]]:
     """The text of each chunk on both sides."""
     of_teacher = sample.teacher
-    sides = (
-        (of_teacher.student_chunks_S1, sample.tokens_S1, student),
-        (of_teacher.chunks_U1, of_teacher.tokens_U1, teacher),
-    )
-    found = []
-    for chunk in range(of_teacher.chunks):
-        own, other = (
-            tokenizer.decode(tokens[chunks == chunk].tolist())
-            for chunks, tokens, tokenizer in sides
+    own, other = (
+        [tokenizer.decode(tokens[chunks == chunk].tolist()) for chunk in range(of_teacher.chunks)]
+        for chunks, tokens, tokenizer in (
+            (of_teacher.student_chunks_S1, sample.tokens_S1, student),
+            (of_teacher.chunks_U1, of_teacher.tokens_U1, teacher),
         )
-        found.append((own, other))
-    return found
+    )
+    return list(zip(own, other, strict=True))
+
+
+def assert_equal_texts(samples: Sequence[Sample], student: Tokenizer, teacher: Tokenizer) -> None:
+    """Chunks have one text on both sides, ends of turns apart."""
+    pairs = [pair for sample in samples for pair in chunk_texts(sample, student, teacher)]
+    assert all(own == other or (own, other) == ("<|im_end|>", "<|eot_id|>") for own, other in pairs)
 
 
 PAIRS = [("qwen25", "llama3"), ("qwen3", "gemma"), ("llama3", "mistral"), ("phi3", "qwen3"),
@@ -122,15 +124,8 @@ def test_a_preview_keeps_the_sizes_beside_long_text_between_chunks(tmp_path: Pat
     spec = conversation_spec(write_rows(tmp_path / "a.jsonl", rows(3)))
     sample = source_of(spec, student, options_of(tmp_path, teacher)).next_sample()
     kinds = token_kinds(sample, isolate_documents=True)
-    table = chunk_table(
-        sample,
-        PrintableTokens(student),
-        PrintableTokens(teacher),
-        kinds,
-        rows=30,
-        width=80,
-        has_colour=False,
-    )
+    sides = PrintableTokens(student), PrintableTokens(teacher)
+    table = chunk_table(sample, *sides, kinds, rows=30, width=80, has_colour=False)
     console = Console(width=80, record=True)
     console.print(table)
     lines = console.export_text().splitlines()
@@ -198,13 +193,8 @@ def test_conversations_are_whole_or_cut_behind_a_chunk(tmp_path: Path, truncatio
         assert documents[mother][: len(other)] == other
         cut += own != mother
     assert cut == (0 if truncation == "drop" else fits.count(False))
-    chunks = sum(sample.teacher.chunks for sample in samples if sample.teacher is not None)
-    assert chunks > 0
-    for sample in samples:
-        assert all(
-            own == other or (own, other) == ("<|im_end|>", "<|eot_id|>")
-            for own, other in chunk_texts(sample, student, teacher)
-        )
+    assert sum(sample.teacher.chunks for sample in samples) > 0
+    assert_equal_texts(samples, student, teacher)
     labels = sum(int((sample.flags_S1 & KD_TRAINED > 0).sum()) for sample in samples)
     total = int(source._prepared.index["trained"].sum())
     assert source.too_long.lost_labels == total - labels > 0
@@ -234,7 +224,6 @@ def test_pieces_of_a_conversation_begin_behind_a_chunk(tmp_path: Path, truncatio
         mother = mothers[number]
         starts = place_of(own, mother[0]), place_of(other, mother[1])
         for piece, start, side in zip((own, other), starts, mother, strict=True):
-            assert start is not None
             # The token before the cut is in no chunk; the further ones are in those of the whole.
             assert piece[0][1] == NO_CHUNK
             assert [one >= 0 for _, one in piece[1:]] == [
@@ -252,11 +241,7 @@ def test_pieces_of_a_conversation_begin_behind_a_chunk(tmp_path: Path, truncatio
     assert len(pieces) == 12 if truncation == "left" else len(pieces) > 12 + sum(is_long) // 2
     lost = source.too_long.lost_labels
     assert lost == 0 if truncation == "split" else lost > 0
-    assert all(
-        own == other or (own, other) == ("<|im_end|>", "<|eot_id|>")
-        for sample in samples
-        for own, other in chunk_texts(sample, student, teacher)
-    )
+    assert_equal_texts(samples, student, teacher)
 
 
 Tokens = list[tuple[int, int]]  # ids with their chunks
@@ -288,13 +273,9 @@ def place_of(piece: Tokens, whole: Tokens) -> int | None:
 
 def both_sides(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The tokens of each document on both sides."""
-    teacher = sample.teacher
     return [
-        (
-            tuple(sample.tokens_S1[sample.document_ids_S1 == one].tolist()),
-            tuple(teacher.tokens_U1[teacher.document_ids_U1 == one].tolist()),
-        )
-        for one in range(int(sample.document_ids_S1.max()) + 1)
+        (tuple(token for token, _ in own), tuple(token for token, _ in other))
+        for own, other in documents_of(sample)
     ]
 
 
@@ -317,8 +298,6 @@ def test_it_resumes_exactly_and_prepares_once_for_two_tokenizers(tmp_path: Path)
         for expected in samples[first:]:
             found = again.next_sample()
             assert found.sample_id == expected.sample_id
-            assert found.teacher is not None
-            assert expected.teacher is not None
             for one, other in ((found, expected), (found.teacher, expected.teacher)):
                 for name, value in vars(other).items():
                     if isinstance(value, np.ndarray):

@@ -162,7 +162,6 @@ def test_a_packer_resumes_where_the_next_sample_begins(
         if not whole.is_ready:
             break
         whole.take(0)
-        assert whole.start is not None
         place = whole.start
     resumed = AlignedPacker[int](*windows)
     for number, document in enumerate(made[place[0] :]):
@@ -197,13 +196,18 @@ def test_a_chunk_longer_than_a_window_is_counted_and_the_rest_is_packed() -> Non
     assert found == [((1010, 1011), (1002, 1003))]
 
 
-def test_a_batch_has_both_sides_and_counts_chunks() -> None:
+def of_two_documents(student: Window, teacher: Window) -> list[Sample]:
+    """The samples of two documents, each packed alone."""
     shapes: list[Sizes] = [[(0, 1, 1, 1), (0, 1, 0, 1), (0, 3, 0, 1)], [(0, 2, 0, 1), (0, 1, 0, 1)]]
-    samples = [
+    return [
         sample
         for document in documents(shapes)
-        for sample in cut_all(AlignedPacker[int](Window(9, PAD), Window(5, PAD)), [document])
+        for sample in cut_all(AlignedPacker[int](student, teacher), [document])
     ]
+
+
+def test_a_batch_has_both_sides_and_counts_chunks() -> None:
+    samples = of_two_documents(Window(9, PAD), Window(5, PAD))
     packed = pack_samples(samples)
     (counts,) = count_labels(packed, isolate_documents=True)
     assert (counts.chunks, counts.pairs) == (3, 2)
@@ -219,23 +223,14 @@ def test_a_batch_has_both_sides_and_counts_chunks() -> None:
     assert shard.teacher.chunks_bs is not None
     again = unpack_samples(packed, slice(0, 2))
     for sample, read in zip(samples, again, strict=True):
-        assert sample.teacher is not None
-        assert read.teacher is not None
         for name in vars(sample.teacher):
             one, other = getattr(sample.teacher, name), getattr(read.teacher, name)
             assert np.array_equal(one, other), name
 
 
 def test_units_of_a_teacher_in_its_own_layout_are_in_its_own_tokens_alone():
-    shapes: list[Sizes] = [[(0, 1, 1, 1), (0, 1, 0, 1), (0, 3, 0, 1)], [(0, 2, 0, 1), (0, 1, 0, 1)]]
-    samples = [
-        sample
-        for document in documents(shapes)
-        for sample in cut_all(AlignedPacker[int](Window(9, PAD), Window(7, PAD)), [document])
-    ]
-    packed = pack_samples(samples)
+    packed = pack_samples(of_two_documents(Window(9, PAD), Window(7, PAD)))
     whole = micro_batch(packed, slice(1, 2), isolate_documents=True)
-    assert whole.teacher is not None
     # Neither number of context ranks divides the sequences of the other side.
     for side, ranks, has_own_tokens in ((whole, 4, False), (whole.teacher, 3, True)):
         read = []

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from megatron_distill.align import Coverage
 from megatron_distill.data.aligned.coverage import StepCoverage, TokenBytes, sample_coverage
 from megatron_distill.data.aligned.preview import PrintableTokens, chunk_table, coverage_lines
-from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.preview import BOTH, CE_ONLY, token_kinds
 from megatron_distill.data.samples import NO_CHUNK, Sample
 from megatron_distill.data.sources import DataOptions, TeacherReading, open_training
 from megatron_distill.data.tokenizers.open import Tokenizer
+from tests.support.data_fixtures import jsonl_source, write_jsonl
 from tests.support.sample_configs import ARCHITECTURE
 from tests.support.tokenizer_kinds import tokenizer_of
+from tests.unit.data.test_preview import call_tool
 
 TEXTS = ["plain words: plain [b]words[/b]\n", "naïve 中文 x", "def f(x):\n\treturn x ** 2\n" * 3]
 
 
 def samples(folder: Path, count: int) -> tuple[list[Sample], Tokenizer, Tokenizer]:
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     student, teacher = tokenizer_of("hf_bytes"), tokenizer_of("sp_bpe")
     reading = TeacherReading(teacher, 60, max_unaligned=0.01, workers=0)
     source = open_training(
-        [SourceSpec("jsonl", (str(rows),))],
+        [jsonl_source(folder / "rows.jsonl", TEXTS)],
         tokenizer=student,
         options=DataOptions(70, shuffle_buffer=1, shuffle_samples=1, teacher=reading),
         seed=3,
@@ -79,7 +74,6 @@ def test_each_row_is_a_chunk_of_equal_text_and_no_token_is_missing(tmp_path: Pat
 @pytest.mark.parametrize("side", ["student_chunks_S1", "chunks_U1"])
 def test_a_token_in_no_chunk_among_those_of_one_is_in_its_row(tmp_path: Path, side: str) -> None:
     (sample,), student, teacher = samples(tmp_path, 1)
-    assert sample.teacher is not None
     # Chunks 2 to 4 become one, of three or more tokens on both sides.
     large = {
         name: np.where(chunks > 2, np.maximum(chunks - 2, 2), chunks)
@@ -90,20 +84,11 @@ def test_a_token_in_no_chunk_among_those_of_one_is_in_its_row(tmp_path: Path, si
     holed = large[side].copy()
     holed[np.flatnonzero(holed == 2)[1]] = NO_CHUNK
     kinds = token_kinds(sample, isolate_documents=True)
+    holed_sample = replace(sample, teacher=replace(sample.teacher, **{**large, side: holed}))
+    sides = PrintableTokens(student), PrintableTokens(teacher)
     tables = [
-        chunk_table(
-            one,
-            PrintableTokens(student),
-            PrintableTokens(teacher),
-            kinds,
-            rows=1000,
-            width=100,
-            has_colour=False,
-        )
-        for one in (
-            whole,
-            replace(sample, teacher=replace(sample.teacher, **{**large, side: holed})),
-        )
+        chunk_table(one, *sides, kinds, rows=1000, width=100, has_colour=False)
+        for one in (whole, holed_sample)
     ]
     assert cells(tables[1]) == cells(tables[0])
     assert len(cells(tables[0])) > 20
@@ -145,13 +130,10 @@ def test_coverage_counts_the_tokens_of_the_samples(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    )
+    rows = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
     for role, kind in (("student", "hf_bytes"), ("teacher", "sp_bpe")):
         tokenizer_of(kind).save(tmp_path / role)
     config = {
-        "output": str(tmp_path / "run"),
         "student": {"architecture": ARCHITECTURE},
         "teacher": {
             "architecture": ARCHITECTURE,
@@ -160,21 +142,13 @@ def test_the_tool_shows_both_tokenizations(tmp_path: Path) -> None:
         },
         "objective": {"terms": [{"alignment": "likelihood"}]},
         "data": {
-            "sources": [{"format": "jsonl", "paths": str(tmp_path / "rows.jsonl")}],
+            "sources": [{"format": "jsonl", "paths": str(rows)}],
             "tokenizer": {"path": str(tmp_path / "student")},
             "sequence_length": 70,
         },
         "train": {"steps": 3, "global_batch_size": 4},
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    root = Path(__file__).parents[4]
-    found = subprocess.run(
-        [sys.executable, root / "tools" / "preview_data.py", path, "--samples", "2", "--counted",
-         "5", "--chunks", "12"],
-        capture_output=True, text=True, timeout=300, cwd=root,
-        env={"PYTHONPATH": str(root), "PATH": "", "COLUMNS": "100"}, check=False,
-    )  # fmt: skip
+    found = call_tool(tmp_path, config, "--counted", "5", "--chunks", "12")
     assert found.returncode == 0, found.stderr
     assert re.search(r"tokens +text +student +teacher", found.stdout)
     assert re.search(r"\n +\d+:\d+ ", found.stdout)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megatron_distill.data.aligned import cache as document_cache
-from megatron_distill.data.aligned.documents import AlignedDocument, PairEncoder
-from megatron_distill.data.aligned.rows import ChunkPlanner, ChunkRows
+from megatron_distill.data.aligned.documents import PairEncoder
+from megatron_distill.data.aligned.rows import ChunkPlanner
 from megatron_distill.data.chat.source import ConversationOptions
 from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.loader import StepLoader
@@ -27,6 +27,7 @@ from megatron_distill.data.sources import (
 from megatron_distill.data.tokenizers.open import END_OF_TEXT, Tokenizer
 from megatron_distill.data.tokenizers.tiktoken_bpe import TiktokenRules, TiktokenTokenizer
 from megatron_distill.errors import DataError
+from tests.support.data_fixtures import jsonl_source
 from tests.support.tokenizer_kinds import byte_level, ranks_of, tokenizer_of, training_texts
 
 KINDS = ("hf_bytes", "sp_bpe")
@@ -40,9 +41,7 @@ def tokenizers() -> tuple[Tokenizer, Tokenizer]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> SourceSpec:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return SourceSpec("jsonl", (str(rows),))
+    return jsonl_source(tmp_path / "rows.jsonl", TEXTS)
 
 
 def options(teacher: Tokenizer, *, workers: int = 0, **changes: object) -> DataOptions:
@@ -52,8 +51,6 @@ def options(teacher: Tokenizer, *, workers: int = 0, **changes: object) -> DataO
 
 
 def same(left: Sample, right: Sample) -> bool:
-    assert left.teacher is not None
-    assert right.teacher is not None
     pairs = [(vars(left.teacher)[name], vars(right.teacher)[name]) for name in vars(left.teacher)]
     pairs += [(left.tokens_S1, right.tokens_S1), (left.flags_S1, right.flags_S1)]
     return all(np.array_equal(one, other) for one, other in pairs)
@@ -159,7 +156,6 @@ def test_held_out_samples_and_batches_have_both_sides(
         assert batch.teacher.tokens_bs.shape == (2, 40)
         assert batch.chunk_count == step.chunks
         assert step.kd_tokens == int(batch.kd_mask_bs.sum())
-        assert isinstance(batch.planned, ChunkRows)
         plan = batch.planned.plan
         assert len(plan.chunks) == step.chunks
         assert plan.pairs.shape[1] == step.pairs
@@ -170,9 +166,8 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
     tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher, student = tokenizers
-    rows = tmp_path / "rows.jsonl"
     texts = ["one good text", "bad Q row", "a third text", "bad Q again"]
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    spec = jsonl_source(tmp_path / "rows.jsonl", texts)
     # A tokenizer that loses a character cannot be inverted.
     encode_batch = type(teacher).encode_batch
     monkeypatch.setattr(
@@ -180,7 +175,6 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
         "encode_batch",
         lambda self, given: encode_batch(self, [text.replace("Q", "") for text in given]),
     )
-    spec = SourceSpec("jsonl", (str(rows),))
     source = open_training(
         [spec], tokenizer=student, options=options(teacher, shuffle_buffer=1), seed=3
     )
@@ -188,7 +182,7 @@ def test_too_many_documents_that_cannot_be_aligned_are_an_error_with_the_row(
         list(iter(source.next_sample, None))
     text = str(caught.value)
     assert text.startswith("data.max_unaligned=0.01: 2 of 4 documents of data source jsonl ")
-    assert f"{rows}:" in text
+    assert f"{tmp_path}/rows.jsonl:" in text
     assert "raise data.max_unaligned" in text
 
 
@@ -197,16 +191,14 @@ def test_texts_that_a_tokenizer_cannot_encode_are_counted_or_an_error_with_the_r
 ) -> None:
     rules = TiktokenRules("[^Q]+", {END_OF_TEXT: 900})
     partial = TiktokenTokenizer(ranks_of(byte_level()), rules, name="no Q")
-    rows = tmp_path / "rows.jsonl"
     texts = ["one good text", "bad Q row", "a third text, longer than the others"]
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    spec = SourceSpec("jsonl", (str(rows),))
+    spec = jsonl_source(tmp_path / "rows.jsonl", texts)
     given = options(partial, shuffle_buffer=1)
     teacher = replace(given, teacher=replace(given.teacher, max_unaligned=1.0))
     source = open_training([spec], tokenizer=tokenizers[0], options=teacher, seed=3)
     samples = [source.next_sample() for _ in range(3)]
     assert all(sample.teacher is not None and sample.teacher.chunks > 0 for sample in samples)
-    reason = f"{rows}:2: no Q: its pattern '[^Q]+' leaves out characters of the text 'bad Q row'"
+    reason = "rows.jsonl:2: no Q: its pattern '[^Q]+' leaves out characters of the text 'bad Q row'"
     assert reason in caplog.text
     source = open_training([spec], tokenizer=tokenizers[0], options=given, seed=3)
     with pytest.raises(DataError, match=r"2 of \d+ documents") as caught:
@@ -216,7 +208,7 @@ def test_texts_that_a_tokenizer_cannot_encode_are_counted_or_an_error_with_the_r
     source = open_training([spec], tokenizer=partial, options=replace(given, teacher=None), seed=3)
     with pytest.raises(DataError) as caught:
         list(iter(source.next_sample, None))
-    assert str(caught.value).startswith(reason)
+    assert str(caught.value).startswith(f"{tmp_path}/{reason}")
 
 
 @pytest.mark.slow
@@ -228,9 +220,8 @@ def test_an_epoch_without_one_alignable_document_is_an_error_with_any_share(
     student, teacher = tokenizer_of("sp_nfkc"), tokenizer_of(KINDS[0])
     rows = tmp_path / "rows.jsonl"
     text = "\N{GRINNING FACE}"
-    rows.write_text("".join(json.dumps({"text": text * n}) + "\n" for n in range(1, 8)))
+    spec = jsonl_source(rows, [text * n for n in range(1, 8)])
     reading = TeacherReading(teacher, 40, max_unaligned=1.0, workers=workers)
-    spec = SourceSpec("jsonl", (str(rows),))
     given = replace(options(teacher, shuffle_buffer=3), teacher=reading)
     source = open_training([spec], tokenizer=student, options=given, seed=3)
     with pytest.raises(DataError) as caught:
@@ -254,7 +245,6 @@ def test_chunks_with_unknown_tokens_are_in_no_loss_and_their_share_is_warned_of(
     (found, nothing) = PairEncoder(student, teacher)(
         [text, "\N{GRINNING FACE}" * 2], [False, False]
     )
-    assert isinstance(found, AlignedDocument)
     is_unknown = found.student.tokens_n == student.unknown_id
     assert (found.student.chunks_n[is_unknown] == NO_CHUNK).all()
     assert (found.student.chunks_n[~is_unknown] != NO_CHUNK).any()
@@ -267,9 +257,7 @@ def test_chunks_with_unknown_tokens_are_in_no_loss_and_their_share_is_warned_of(
     assert b"words" in covered
     assert isinstance(nothing, DataError)
     assert "each of its chunks has an unknown token" in str(nothing)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"text": text}) + "\n")
-    spec = SourceSpec("jsonl", (str(rows),))
+    spec = jsonl_source(tmp_path / "rows.jsonl", [text])
     source = open_training([spec], tokenizer=student, options=options(teacher), seed=3)
     with caplog.at_level(logging.WARNING):
         for _ in range(60):

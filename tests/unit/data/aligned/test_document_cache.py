@@ -36,6 +36,7 @@ from megatron_distill.data.text import documents as text_documents
 from megatron_distill.data.text.documents import Cursor, Document
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
+from tests.support.data_fixtures import jsonl_source
 from tests.support.tokenizer_kinds import HARD_TEXTS, tokenizer_of, training_texts
 from tests.unit.data.aligned.test_aligned_stream import same
 
@@ -82,11 +83,6 @@ def once(tokenizers: tuple[Tokenizer, Tokenizer], encoded: Counter[str]) -> Coun
     return found
 
 
-def written(path: Path, texts: Sequence[str]) -> SourceSpec:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return SourceSpec("jsonl", (str(path),))
-
-
 def options(teacher: Tokenizer, folder: Path | None, **changes: object) -> DataOptions:
     """The options of a run whose cache is in a folder; None: it has none."""
     given = DataOptions(
@@ -123,7 +119,7 @@ def test_further_epochs_and_runs_tokenise_nothing_and_have_the_same_samples(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     student, teacher = tokenizers
-    specs = [written(tmp_path / "rows.jsonl", TEXTS)]
+    specs = [jsonl_source(tmp_path / "rows.jsonl", TEXTS)]
     given, pass_over = options(teacher, tmp_path / "cache"), once(tokenizers, encoded)
     epoch = samples_per_epoch(specs[0], tokenizer=student, options=options(teacher, None), seed=3)
     expected = samples_of(specs, student, options(teacher, None), 3 * epoch)
@@ -164,8 +160,8 @@ def test_a_stream_resumes_bit_for_bit_with_a_part_of_its_documents_cached(
 ) -> None:
     monkeypatch.setattr(document_cache, "SEGMENT_BYTES", 1000)
     student, teacher = tokenizers
-    specs = [written(tmp_path / "rows.jsonl", TEXTS)]
-    specs.append(replace(written(tmp_path / "more.jsonl", TEXTS[3:9]), weight=2.0))
+    specs = [jsonl_source(tmp_path / "rows.jsonl", TEXTS)]
+    specs.append(replace(jsonl_source(tmp_path / "more.jsonl", TEXTS[3:9]), weight=2.0))
     given = options(teacher, tmp_path / "cache")
     whole = open_training(specs, tokenizer=student, options=options(teacher, None), seed=3)
     expected = [whole.next_sample() for _ in range(taken)]
@@ -194,7 +190,6 @@ def assert_equal(found: AlignedDocument | DataError, expected: AlignedDocument |
     if isinstance(expected, DataError):
         assert str(found) == str(expected)
         return
-    assert isinstance(found, AlignedDocument)
     assert found.unknown == expected.unknown
     for side in ("student", "teacher"):
         left, right = getattr(found, side), getattr(expected, side)
@@ -250,7 +245,7 @@ def test_a_damaged_segment_is_written_anew(
     name: str,
 ) -> None:
     student, teacher = tokenizers
-    specs = [written(tmp_path / "rows.jsonl", TEXTS)]
+    specs = [jsonl_source(tmp_path / "rows.jsonl", TEXTS)]
     given, pass_over = options(teacher, tmp_path / "cache"), once(tokenizers, encoded)
     expected = samples_of(specs, student, given, 30)
     (damaged,) = (tmp_path / "cache").glob(f"documents-*/*/{name}")
@@ -271,7 +266,7 @@ def test_a_full_disk_is_warned_of_once_and_leaves_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     student, teacher = tokenizers
-    specs = [written(tmp_path / "rows.jsonl", TEXTS)]
+    specs = [jsonl_source(tmp_path / "rows.jsonl", TEXTS)]
     expected = samples_of(specs, student, options(teacher, None), 60)
 
     def full(descriptor: int) -> None:
@@ -293,7 +288,7 @@ def test_a_cache_holds_at_most_its_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     student, teacher = tokenizers
-    specs = [written(tmp_path / "rows.jsonl", TEXTS)]
+    specs = [jsonl_source(tmp_path / "rows.jsonl", TEXTS)]
     most = 2000
     given = options(teacher, tmp_path / "cache", document_cache_gib=most / 2**30)
     with caplog.at_level(logging.INFO):
@@ -318,11 +313,11 @@ def test_changed_texts_alone_are_encoded_and_other_tokenizers_have_another_folde
 ) -> None:
     student, teacher = tokenizers
     given = options(teacher, tmp_path / "cache")
-    samples_of([written(tmp_path / "rows.jsonl", TEXTS)], student, given, 30)
+    samples_of([jsonl_source(tmp_path / "rows.jsonl", TEXTS)], student, given, 30)
     encoded.clear()
     # Another file in another order, with one text changed.
     texts = [*reversed(TEXTS[1:]), "one new text"]
-    specs = [written(tmp_path / "renamed.jsonl", texts)]
+    specs = [jsonl_source(tmp_path / "renamed.jsonl", texts)]
     found = samples_of(specs, student, given, 30)
     assert set(encoded) == {"one new text"}
     assert_same(found, samples_of(specs, student, options(teacher, None), 30))
@@ -358,7 +353,7 @@ def test_pieces_of_long_files_are_cached_each(
     # The first piece as a text of its own has the end of a document behind it.
     first = next(iter(encoded))
     encoded.clear()
-    samples_of([written(tmp_path / "rows.jsonl", [first])], student, given, 2)
+    samples_of([jsonl_source(tmp_path / "rows.jsonl", [first])], student, given, 2)
     assert encoded[first] >= 2
 
 

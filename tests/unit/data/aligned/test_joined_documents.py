@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,38 +16,25 @@ from megatron_distill.data.formats import SourceSpec
 from megatron_distill.data.routing import Routing
 from megatron_distill.data.samples import NO_CHUNK, Sample
 from megatron_distill.data.sources import DataOptions, JoinedStore, TeacherReading, open_training
-from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
+from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import DataError
 from megatron_distill.store import CaptureSettings, DocumentIndex, StoreSet
 from megatron_distill.store.documents import pieces_of_sample, publish_documents
+from tests.support.data_fixtures import jsonl_source
 from tests.support.store_samples import begin, fill
-from tests.support.tokenizer_kinds import byte_level, training_texts
+from tests.support.tokenizer_kinds import training_texts
 
 # Records are shorter than many documents, and samples have other lengths than records.
 RECORD, STUDENT, TEACHER = 37, 50, 44
 LINES = [text for text in training_texts() if text.strip()][:60]
 TEXTS = ["\n".join(LINES[first : first + 1 + first % 5]) for first in range(0, 54, 2)]
+OTHERS = [text + "." for text in TEXTS]
 Range = tuple[int, int, int]  # of a token: document, first byte, end
-
-
-@pytest.fixture(scope="module")
-def student() -> Tokenizer:
-    return train_bpe([text[::-1] for text in training_texts()], vocab_size=340)
-
-
-@pytest.fixture(scope="module")
-def teacher() -> Tokenizer:
-    return byte_level()
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> SourceSpec:
-    return written(tmp_path / "rows.jsonl", TEXTS)
-
-
-def written(path: Path, texts: Sequence[str]) -> SourceSpec:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return SourceSpec("jsonl", (str(path),))
+    return jsonl_source(tmp_path / "rows.jsonl", TEXTS)
 
 
 def options(length: int, reading: TeacherReading | None = None) -> DataOptions:
@@ -78,13 +64,17 @@ def store_of(folder: Path, spec: SourceSpec, teacher: Tokenizer, samples: int) -
     return found
 
 
+def index_of(folder: Path) -> DocumentIndex:
+    with StoreSet.open([str(folder)]).stores[0] as store:
+        return DocumentIndex(StoreSet([store]))
+
+
 def joined(
     folder: Path, spec: SourceSpec, student: Tokenizer, teacher: Tokenizer, share: float = 0.01
 ) -> Iterator[Sample]:
     """Samples of the student, joined with a store."""
-    with StoreSet.open([str(folder)]).stores[0] as store:
-        index = DocumentIndex(StoreSet([store]))
-    reading = TeacherReading(teacher, TEACHER, share, workers=0, stores=(JoinedStore(index),))
+    join = JoinedStore(index_of(folder))
+    reading = TeacherReading(teacher, TEACHER, share, workers=0, stores=(join,))
     given = options(STUDENT, reading)
     stream = open_training([spec], tokenizer=student, options=given, seed=5)
     while True:
@@ -174,10 +164,7 @@ def test_each_chunk_has_the_records_of_its_own_bytes(
     for _ in range(60):
         sample, plain = next(samples), live.next_sample()
         other = sample.teacher
-        assert other is not None
-        assert other.places_U12 is not None
         # The samples are those beside a live teacher: no chunk is missing.
-        assert plain.teacher is not None
         np.testing.assert_array_equal(sample.tokens_S1, plain.tokens_S1)
         np.testing.assert_array_equal(sample.flags_S1, plain.flags_S1)
         for name in ("tokens_U1", "document_ids_U1", "chunks_U1", "student_chunks_S1"):
@@ -188,14 +175,9 @@ def test_each_chunk_has_the_records_of_its_own_bytes(
             ours = [own[i] for i in np.flatnonzero(other.student_chunks_S1 == chunk)]
             labels = np.flatnonzero(other.chunks_U1 == chunk)
             theirs = [of_teacher[i] for i in labels]
-            assert ours[0] is not None
-            assert ours[-1] is not None
-            assert theirs[0] is not None
-            assert theirs[-1] is not None
             assert ours[0][:2] == theirs[0][:2]
             assert ours[-1][2] == theirs[-1][2]
             for place, label in zip(other.places_U12[labels].tolist(), theirs, strict=True):
-                assert label is not None
                 assert tuple(place) == expected[label]
             chunks += 1
         assert (other.places_U12[other.chunks_U1 == NO_CHUNK] == -1).all()
@@ -203,7 +185,6 @@ def test_each_chunk_has_the_records_of_its_own_bytes(
     # The places travel with the batch.
     batch = pack_samples([sample, sample])
     (again, _) = unpack_samples(batch, slice(0, 2))
-    assert again.teacher is not None
     np.testing.assert_array_equal(again.teacher.places_U12, other.places_U12)
 
 
@@ -212,12 +193,10 @@ def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
 ) -> None:
     """Of two sources the store has the second; the first is of another teacher."""
     store_of(tmp_path / "store", spec, teacher, samples=70)
-    other = replace(written(tmp_path / "other.jsonl", [text + "." for text in TEXTS]), teacher="b")
+    other = replace(jsonl_source(tmp_path / "other.jsonl", OTHERS), teacher="b")
     specs = [other, replace(spec, teacher="a")]
-    with StoreSet.open([str(tmp_path / "store")]).stores[0] as store:
-        index = DocumentIndex(StoreSet([store]))
     reading = TeacherReading(teacher, TEACHER, 0.01, workers=0)
-    join = JoinedStore(index, "a", takes_all=False)
+    join = JoinedStore(index_of(tmp_path / "store"), "a", takes_all=False)
     live, stored = (
         open_training(
             specs, tokenizer=student, seed=5,
@@ -227,9 +206,6 @@ def test_documents_of_which_the_stores_teacher_takes_no_sample_need_no_record(
     )  # fmt: skip
     for _ in range(40):
         plain, sample = live.next_sample(), stored.next_sample()
-        assert plain.teacher is not None
-        assert sample.teacher is not None
-        assert sample.teacher.places_U12 is not None
         np.testing.assert_array_equal(sample.tokens_S1, plain.tokens_S1)
         np.testing.assert_array_equal(sample.teacher.chunks_U1, plain.teacher.chunks_U1)
         has_record = sample.teacher.places_U12[sample.teacher.chunks_U1 != NO_CHUNK, 0] >= 0
@@ -275,13 +251,10 @@ def test_what_a_store_lacks_is_left_out_up_to_a_share_of_documents(
     whole = 0
     for sample in found:
         other = sample.teacher
-        assert other is not None
-        assert other.places_U12 is not None
         # Only documents of the store are read, and each chunk has all of its records.
         sides[0].ranges(sample.tokens_S1, sample.document_ids_S1, shares_last=False)
         ranges = sides[1].ranges(other.tokens_U1, other.document_ids_U1, shares_last=False)
         for i in np.flatnonzero(other.chunks_U1 != NO_CHUNK):
-            assert ranges[i] is not None
             document, start, end = ranges[i]
             label = (sorted(there)[document], start, end)
             assert tuple(other.places_U12[i].tolist()) == known[label]
@@ -303,7 +276,7 @@ def test_a_changed_document_is_another_document(
 ) -> None:
     store_of(tmp_path / "store", spec, teacher, samples=70)
     changed = [*TEXTS[:4], TEXTS[4] + ".", TEXTS[5] + ".", *TEXTS[6:]]
-    other = written(tmp_path / "changed.jsonl", changed)
+    other = jsonl_source(tmp_path / "changed.jsonl", changed)
     samples = joined(tmp_path / "store", other, student, teacher)
     with pytest.raises(DataError, match=r"has none of .*changed\.jsonl:6\. Use the corpus"):
         list(islice(samples, 60))
@@ -316,7 +289,7 @@ def test_texts_of_another_corpus_are_an_error_with_any_share(
     # No sample would ever be full: the stream would be read again and again.
     monkeypatch.setattr("megatron_distill.data.aligned.stream._MOST_ABSENT", 20)
     store_of(tmp_path / "store", spec, teacher, samples=20)
-    other = written(tmp_path / "other.jsonl", [text + "." for text in TEXTS])
+    other = jsonl_source(tmp_path / "other.jsonl", OTHERS)
     samples = joined(tmp_path / "store", other, student, teacher, share=1.0)
     with pytest.raises(DataError, match=r"has none of the first 20 documents of .*other\.jsonl"):
         next(samples)
@@ -326,7 +299,7 @@ def test_a_small_corpus_without_a_document_of_the_store_ends_with_its_first_epoc
     student: Tokenizer, teacher: Tokenizer, spec: SourceSpec, tmp_path: Path
 ) -> None:
     store_of(tmp_path / "store", spec, teacher, samples=20)
-    other = written(tmp_path / "other.jsonl", [text + "." for text in TEXTS])
+    other = jsonl_source(tmp_path / "other.jsonl", OTHERS)
     samples = joined(tmp_path / "store", other, student, teacher, share=1.0)
     with pytest.raises(DataError) as caught:
         next(samples)
@@ -342,9 +315,8 @@ def test_a_store_without_the_begin_of_text_names_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_of(tmp_path / "store", spec, teacher, samples=70)
-    with StoreSet.open([str(tmp_path / "store")]).stores[0] as store:
-        index = DocumentIndex(StoreSet([store]))
-    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0, stores=(JoinedStore(index),))
+    join = JoinedStore(index_of(tmp_path / "store"))
+    reading = TeacherReading(teacher, TEACHER, 0.01, workers=0, stores=(join,))
     for tokenizer in (student, teacher):
         monkeypatch.setattr(tokenizer, "bos_id", 0)
     given = replace(options(STUDENT, reading), add_bos=True)
@@ -370,8 +342,6 @@ def test_begin_of_text_tokens_shift_no_place(
     firsts = used = 0
     for sample in islice(joined(tmp_path / "store", spec, student, teacher), 40):
         other = sample.teacher
-        assert other is not None
-        assert other.places_U12 is not None
         for label in np.flatnonzero(other.chunks_U1 != NO_CHUNK):
             number, position = other.places_U12[label].tolist()
             pair = slice(position, position + 2)

@@ -60,7 +60,6 @@ def source_of(
 ) -> ConversationSource:
     blended = open_training([spec], tokenizer=TOKENIZER, options=options, seed=seed)
     (source,) = blended._sources
-    assert isinstance(source, ConversationSource)
     source._epochs = epochs
     return source
 

@@ -143,11 +143,6 @@ def test_a_bad_json_line_is_named_or_skipped(
     assert message in caplog.text
 
 
-def test_the_text_key_is_configurable(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["x", "y"], key="content")
-    assert texts_of(path, read=jsonl_reader("content")) == ["x", "y"]
-
-
 @pytest.mark.parametrize("before", [0, 3, 100])
 def test_bytes_that_are_not_utf8_are_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int

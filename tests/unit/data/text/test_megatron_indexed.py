@@ -1,6 +1,7 @@
 """Indexed corpora: windows of whole epochs, held-out part, resume, and every damaged file."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -135,42 +136,43 @@ def test_a_cache_that_cannot_be_written_is_named(prefix: str, tmp_path: Path) ->
         source_of(prefix, cache=tmp_path / "file").next_sample()
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("no index", "corpus.idx: no such file"),
-        ("no data", "corpus.bin: no such file"),
-        ("other content", "corpus.idx: not a Megatron-Core index"),
-        ("empty index", "corpus.idx: not a Megatron-Core index"),
-        ("index cut off", "corpus.idx: cut off at"),
-        ("data cut off", "corpus.bin: cut off at"),
-        ("other version", "corpus.idx: unknown version 7 or data type 4"),
-        ("other type", "corpus.idx: unknown version 1 or data type 99"),
-        ("folder", "corpus.bin: no such file"),
-    ],
-)
-def test_damaged_files_are_named(prefix: str, damage: str, message: str) -> None:
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    content = index.read_bytes()
-    if damage == "no index":
-        index.unlink()
-    elif damage == "no data":
-        data.unlink()
-    elif damage == "other content":
-        index.write_bytes(b"x" * 500)
-    elif damage == "empty index":
-        index.write_bytes(b"")
-    elif damage == "index cut off":
-        index.write_bytes(content[:-8])
-    elif damage == "data cut off":
-        data.write_bytes(data.read_bytes()[:-4])
-    elif damage == "other version":
-        index.write_bytes(content[:9] + b"\x07" + content[10:])
-    elif damage == "other type":
-        index.write_bytes(content[:17] + bytes([99]) + content[18:])
-    else:
-        data.unlink()
-        data.mkdir()
+def change(path: Path, start: int, content: bytes) -> None:
+    before = path.read_bytes()
+    path.write_bytes(before[:start] + content + before[start + len(content) :])
+
+
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+# Of the index and the data -> the message.
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "no index": (lambda index, data: index.unlink(), "corpus.idx: no such file"),
+    "no data": (lambda index, data: data.unlink(), "corpus.bin: no such file"),
+    "other content": (
+        lambda index, data: index.write_bytes(b"x" * 500), "corpus.idx: not a Megatron-Core index"
+    ),
+    "empty index": (
+        lambda index, data: index.write_bytes(b""), "corpus.idx: not a Megatron-Core index"
+    ),
+    "index cut off": (lambda index, data: cut(index, 8), "corpus.idx: cut off at"),
+    "data cut off": (lambda index, data: cut(data, 4), "corpus.bin: cut off at"),
+    "other version": (
+        lambda index, data: change(index, 9, b"\x07"),
+        "corpus.idx: unknown version 7 or data type 4",
+    ),
+    "other type": (
+        lambda index, data: change(index, 17, b"\x63"),
+        "corpus.idx: unknown version 1 or data type 99",
+    ),
+    "folder": (lambda index, data: (data.unlink(), data.mkdir()), "corpus.bin: no such file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_named(prefix: str, damage: str) -> None:
+    make, message = DAMAGES[damage]
+    make(Path(f"{prefix}.idx"), Path(f"{prefix}.bin"))
     with pytest.raises(DataError) as caught:
         source_of(prefix)
     assert message in str(caught.value)

@@ -402,7 +402,6 @@ def test_the_start_is_enough_to_come_back_to_any_sample(
         while packer.is_ready:
             packer.take(taken)
             taken += 1
-            assert packer.start is not None
             first, offset = packer.start
             resumed: Packer[int] = Packer(sequence_length, padding_token=PAD)
             resumed.add(documents[first], first, skip=offset)

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_distill.data.tokenizers.open import holds_tokenizer, load_tokenizer
-from megatron_distill.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_distill.data.tokenizers.tiktoken_encodings import byte_characters
 from megatron_distill.errors import DataError
 from tests.reference.token_spans import Span, spans_of_bytes, spans_of_rewritten
@@ -70,7 +69,6 @@ def expected_spans(kind: str, text: str) -> list[Span]:
     tokenizer = tokenizer_of(kind)
     if kind in BYTE_LEVEL:
         return spans_of_bytes(text, token_bytes(kind, tokenizer.encode_batch([text])[0].tolist()))
-    assert isinstance(tokenizer, SentencePieceTokenizer)
     processor = tokenizer._processor
     rewritten, origins = processor.normalize(text, with_offsets=True)
     tokens = [
@@ -191,7 +189,6 @@ def test_a_metaspace_token_covers_its_text() -> None:
 @given(text=any_text)
 def test_spans_hold_those_that_sentencepiece_gives(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
-    assert isinstance(tokenizer, SentencePieceTokenizer)
     pieces = tokenizer._processor.encode(text, out_type="proto").pieces
     data = text.encode()
     for (start, stop), piece in zip(spans(kind, text), pieces, strict=True):
@@ -300,13 +297,7 @@ def test_a_model_s_folder_keeps_another_kind_in_a_folder_of_its_own(
     assert load_tokenizer(tmp_path).identity == tokenizer_of("hf_bytes").identity
 
 
-plain_text = st.text(
-    st.one_of(
-        st.characters(exclude_categories=("Cs",)),
-        st.sampled_from(" \n\t\x00ab\u0301\u200d\u3000\ufb01漢\U0001f469"),
-    ),
-    max_size=40,
-).map(lambda text: text.replace("\u2581", "_").replace("<", "("))
+plain_text = any_text.map(lambda text: text.replace("<", "("))  # no special token
 
 
 def written(kind: str, text: str) -> bytes:

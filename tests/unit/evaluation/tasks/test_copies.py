@@ -23,6 +23,7 @@ from tests.unit.evaluation.tasks import published
 from tests.unit.evaluation.tasks.test_prompts import lines
 
 Rows = Sequence[dict[str, Any]]
+Make = Callable[[Path], None]
 SUBJECTS = ("abstract_algebra", "virology")
 MMLU = [row for subject in SUBJECTS for row in published.MMLU if row["subject"] == subject]
 ARC = [{**row, "answerKey": row["choices"]["label"][3]} for row in published.ARC]
@@ -49,6 +50,11 @@ def hub(folder: Path, *files: tuple[str, Rows]) -> None:
         parquet(folder / f"{name}-00000-of-00001.parquet", rows)
 
 
+def on_hub(rows: Rows, *names: str) -> Make:
+    """Both files have the same rows."""
+    return lambda folder: hub(folder, *((name, rows) for name in names))
+
+
 def mmlu_tables(folder: Path) -> None:
     """The tables of data.tar: no header line, the answer's letter, the subject in the name."""
     for split in ("dev", "test"):
@@ -63,18 +69,13 @@ def mmlu_tables(folder: Path) -> None:
 
 
 def arc_lines(folder: Path) -> None:
+    def choices(text: Sequence[str], label: Sequence[str]) -> list[dict[str, str]]:
+        return [{"text": t, "label": one} for t, one in zip(text, label, strict=True)]
+
     rows = [
         {
             "id": row["id"],
-            "question": {
-                "stem": row["question"],
-                "choices": [
-                    {"text": text, "label": label}
-                    for text, label in zip(
-                        row["choices"]["text"], row["choices"]["label"], strict=True
-                    )
-                ],
-            },
+            "question": {"stem": row["question"], "choices": choices(**row["choices"])},
             "answerKey": row["answerKey"],
         }
         for row in ARC
@@ -114,11 +115,6 @@ def math_500_of_hub(folder: Path) -> None:
     lines(folder / "test.jsonl", published.MATH_500)
 
 
-def mmlu_pro_of_hub(folder: Path) -> None:
-    rows = published.MMLU_PRO
-    hub(folder, ("data/test", rows), ("data/validation", rows))
-
-
 ROWS: dict[str, Rows] = {
     "mmlu": MMLU,
     "arc": ARC,
@@ -132,49 +128,21 @@ ROWS: dict[str, Rows] = {
     "minerva_math": MATH,
     "math_original": MATH,
 }
-Make = Callable[[Path], None]
 COPIES: list[tuple[str, int, Make, Make | None]] = [
-    (
-        "mmlu",
-        2,
-        lambda folder: hub(folder, ("all/test", MMLU), ("all/dev", MMLU)),
-        mmlu_tables,
-    ),
-    (
-        "mmlu_original",
-        2,
-        lambda folder: hub(folder, ("all/test", MMLU), ("all/dev", MMLU)),
-        mmlu_tables,
-    ),
-    (
-        "arc_challenge",
-        1,
-        lambda folder: hub(folder, ("ARC-Challenge/test", ARC), ("ARC-Challenge/train", ARC)),
-        arc_lines,
-    ),
-    (
-        "arc_easy",
-        1,
-        lambda folder: hub(folder, ("ARC-Easy/test", ARC), ("ARC-Easy/train", ARC)),
-        arc_lines,
-    ),
+    ("mmlu", 2, on_hub(MMLU, "all/test", "all/dev"), mmlu_tables),
+    ("mmlu_original", 2, on_hub(MMLU, "all/test", "all/dev"), mmlu_tables),
+    ("arc_challenge", 1, on_hub(ARC, "ARC-Challenge/test", "ARC-Challenge/train"), arc_lines),
+    ("arc_easy", 1, on_hub(ARC, "ARC-Easy/test", "ARC-Easy/train"), arc_lines),
     (
         "hellaswag",
         1,
-        lambda folder: hub(
-            folder, ("data/validation", published.HELLASWAG), ("data/train", published.HELLASWAG)
-        ),
+        on_hub(published.HELLASWAG, "data/validation", "data/train"),
         hellaswag_lines,
     ),
-    (
-        "gsm8k",
-        5,
-        lambda folder: hub(folder, ("main/test", published.GSM8K), ("main/train", published.GSM8K)),
-        gsm8k_lines,
-    ),
-    ("mmlu_pro", 2, mmlu_pro_of_hub, None),
-    ("mmlu_pro_cot", 2, mmlu_pro_of_hub, None),
-    ("mmlu_pro_original", 2, mmlu_pro_of_hub, None),
+    ("gsm8k", 5, on_hub(published.GSM8K, "main/test", "main/train"), gsm8k_lines),
+    ("mmlu_pro", 2, on_hub(published.MMLU_PRO, "data/test", "data/validation"), None),
+    ("mmlu_pro_cot", 2, on_hub(published.MMLU_PRO, "data/test", "data/validation"), None),
+    ("mmlu_pro_original", 2, on_hub(published.MMLU_PRO, "data/test", "data/validation"), None),
     ("hendrycks_math", 0, math_of_hub, math_files),
     ("minerva_math", 4, math_of_hub, math_files),
     ("math_original", 8, math_of_hub, math_files),

@@ -203,12 +203,6 @@ def test_an_answer_on_which_math_verify_never_ends_is_a_timeout() -> None:
     assert (found.timeouts, found.failures) == (1, 0)
 
 
-def test_the_whole_text_counts_without_two_dollars() -> None:
-    assert hendrycks_math(" 7 ", "\\boxed{7}")
-    assert not hendrycks_math("it is 7", "\\boxed{7}")
-    assert by_hendrycks("\\left(3,\\frac{\\pi}{2}\\right)") == "(3,\\frac{\\pi}{2})"
-
-
 @pytest.mark.parametrize(
     ("regex", "take", "text", "right"),
     [

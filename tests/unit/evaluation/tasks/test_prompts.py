@@ -12,7 +12,7 @@ import pytest
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.tasks.graders import RegexGrader
 from megatron_distill.evaluation.tasks.prompts import Item, read_task
-from megatron_distill.evaluation.tasks.record import load_task, shipped_tasks
+from megatron_distill.evaluation.tasks.record import Task, load_task, shipped_tasks
 from tests.unit.evaluation.tasks import published
 
 GOLDEN = json.loads(
@@ -23,6 +23,14 @@ GOLDEN = json.loads(
 def lines(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def own_task(tmp_path: Path, **content: Any) -> Task:
+    """A task of one's own on the rows of a.jsonl, by default a choice of no and yes."""
+    own = {"kind": "multiple_choice", "question": "{{ q }}", "choices": ["no", "yes"]}
+    own |= {"answer": "right", "files": ["a.jsonl"], "folder": str(tmp_path)}
+    (tmp_path / "mine.yaml").write_text(json.dumps({**own, **content}), encoding="utf-8")
+    return load_task(str(tmp_path / "mine.yaml"))
 
 
 # Rows of the examples, where they are not those of the items.
@@ -192,10 +200,7 @@ def test_cells_of_csv_files_are_those_of_pandas(tmp_path: Path) -> None:
     cells = ['"a" then b', 'say "hi" twice', '"two ""quotes"""', '"a, b\nc" d', "''", '" x"y"']
     path = tmp_path / "a.csv"
     path.write_text("q,right\n" + "".join(f"{cell},no\n" for cell in cells), encoding="utf-8")
-    content = {"kind": "multiple_choice", "question": "{{ q }}", "choices": ["no", "yes"]}
-    content |= {"answer": "right", "files": ["a.csv"], "folder": str(tmp_path)}
-    (tmp_path / "mine.yaml").write_text(json.dumps(content))
-    task = load_task(str(tmp_path / "mine.yaml"))
+    task = own_task(tmp_path, files=["a.csv"])
     found = [item.prompt.text for item in read_task(task)]
     assert found == pandas.read_csv(path)["q"].tolist()
     assert found[0] == "a then b"
@@ -234,21 +239,9 @@ def test_lists_are_groups_and_examples_are_of_an_equal_one(tmp_path: Path) -> No
         {"q": f"{n}?", "right": "no", "topics": ["odd"] if n % 2 else ["a", 2]} for n in range(4)
     ]
     lines(tmp_path / "a.jsonl", rows)
-    content = {"kind": "multiple_choice", "question": "{{ q }}", "choices": ["no", "yes"]}
-    content |= {"answer": "right", "files": ["a.jsonl"], "folder": str(tmp_path)}
-    (tmp_path / "mine.yaml").write_text(json.dumps({**content, "group": "topics", "shots": 1}))
-    found = read_task(load_task(str(tmp_path / "mine.yaml")))
+    found = read_task(own_task(tmp_path, group="topics", shots=1))
     assert [item.group for item in found] == ["['a', 2]", "['odd']"] * 2
     assert [item.prompt.shots[0][0] for item in found] == ["2?", "3?", "0?", "1?"]
-
-
-def test_math_500_reads_its_published_columns(tmp_path: Path) -> None:
-    row = {**published.MATH[0], "answer": "2", "subject": "Algebra", "unique_id": "test/1.json"}
-    test = lines(tmp_path / "test.jsonl", [row])
-    (item,) = read_task(load_task("math_500", {"files": [test]}))
-    (plain,) = items(tmp_path, "hendrycks_math", published.MATH, 0)
-    assert item.prompt.text == plain.prompt.text == "Problem: Compute $1+1$.\nAnswer:"
-    assert item.target == plain.target == row["solution"]
 
 
 KEYLESS = [
@@ -326,11 +319,8 @@ def test_errors_name_the_task_file_and_key(
     rows = [{"q": f"Is {n} odd?", "right": ["no", "yes"][n % 2]} for n in range(3)]
     lines(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.txt").write_text("", encoding="utf-8")
-    own = {"kind": "multiple_choice", "question": "{{ q }}", "choices": ["no", "yes"]}
-    content = {**own, "answer": "right", "files": ["a.jsonl"], "folder": str(tmp_path), **changes}
-    (tmp_path / "mine.yaml").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(kind, match=message):
-        read_task(load_task(str(tmp_path / "mine.yaml")))
+        read_task(own_task(tmp_path, **changes))
 
 
 def test_graders_by_name_and_as_regular_expressions(tmp_path: Path) -> None:

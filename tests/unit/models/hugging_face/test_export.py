@@ -13,15 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.models.hugging_face.family import families
+from megatron_distill.models.hugging_face.safetensors_files import SafetensorsWriter, TensorEntry
 from tests.distributed.hugging_face_models import MODELS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _prepared() -> None:
-    prepare_megatron_core(on_cuda=False)
 
 
 @given(
@@ -35,11 +31,6 @@ def _prepared() -> None:
 def test_written_files_are_read_back_by_the_library(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]
 ) -> None:
-    from megatron_distill.models.hugging_face.safetensors_files import (
-        SafetensorsWriter,
-        TensorEntry,
-    )
-
     tensors.pop("__metadata__", None)
     path = tmp_path_factory.getbasetemp() / "written.safetensors"
     values = {name: torch.randn(shape).to(dtype) for name, (dtype, shape) in tensors.items()}
@@ -59,11 +50,6 @@ def test_written_files_are_read_back_by_the_library(
 
 
 def test_a_transposed_view_is_written_as_it_reads(tmp_path: Path) -> None:
-    from megatron_distill.models.hugging_face.safetensors_files import (
-        SafetensorsWriter,
-        TensorEntry,
-    )
-
     value = torch.arange(6.0).view(2, 3).t()
     path = tmp_path / "model.safetensors"
     with SafetensorsWriter(path, {"a": TensorEntry(value.dtype, (3, 2))}) as writer:
@@ -74,11 +60,6 @@ def test_a_transposed_view_is_written_as_it_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["order", "dtype", "shape", "missing"])
 def test_a_writer_that_is_used_wrongly_raises(tmp_path: Path, wrong: str) -> None:
-    from megatron_distill.models.hugging_face.safetensors_files import (
-        SafetensorsWriter,
-        TensorEntry,
-    )
-
     entries = {name: TensorEntry(torch.float32, (2,)) for name in "ab"}
     tensor = torch.zeros(3 if wrong == "shape" else 2)
     with (
@@ -94,8 +75,6 @@ def test_a_writer_that_is_used_wrongly_raises(tmp_path: Path, wrong: str) -> Non
 def parameters_of(name: str) -> tuple[Any, Any, int]:
     """The family of a model, its architecture, and its parameters in `transformers`."""
     import transformers
-
-    from megatron_distill.models.hugging_face.family import families
 
     model_type, entries = MODELS[name]
     family = families()[model_type]

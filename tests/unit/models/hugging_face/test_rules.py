@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.models.hugging_face import rules
+from megatron_distill.models.hugging_face.description import describe
+from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.megatron_world import small_architecture
-
-if TYPE_CHECKING:
-    from megatron_distill.models.hugging_face.rules import TensorPiece
 
 LAYERS = "decoder.layers."
 QKV = f"{LAYERS}self_attention.linear_qkv."
@@ -33,12 +32,7 @@ RULES: dict[str, tuple[str, tuple[Any, ...], bool]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _prepared() -> None:
-    prepare_megatron_core(on_cuda=False)
-
-
-def assert_covered_once(pieces: Sequence[TensorPiece], rows: int) -> None:
+def assert_covered_once(pieces: Sequence[rules.TensorPiece], rows: int) -> None:
     ours = [row for p in pieces for run in p.runs for row in range(run.ours, run.ours + run.rows)]
     assert sorted(ours) == list(range(rows))
     for piece in pieces:
@@ -58,8 +52,6 @@ def test_every_row_of_both_sides_is_covered_once(
     architecture = small_architecture(
         num_attention_heads=groups * each, num_kv_heads=groups, head_size=head
     )
-    from megatron_distill.models.hugging_face import rules
-
     kind, names, transposed = RULES[case]
     rule = getattr(rules, kind)(*names, **({"transposed": True} if transposed else {}))
     rows = groups * (each + 2) * head * (len(names[0]) if kind == "Stacked" else 1)
@@ -82,9 +74,7 @@ WRITTEN = [
 def test_a_window_is_that_of_the_whole_and_reads_its_own_numbers_alone(
     tmp_path: Path, name: str, key: str, place: tuple[int, ...], rows: int
 ) -> None:
-    from megatron_distill.models.hugging_face.description import describe
     from megatron_distill.models.hugging_face.model import HuggingFaceWeights
-    from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
 
     folder = save_model(tmp_path, name)
     weights = HuggingFaceWeights(folder, describe(folder))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_distill.errors import CheckpointError
-from megatron_distill.runtime.mcore_patches import prepare_megatron_core
+from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.hugging_face.family import families
 from tests.distributed.hugging_face_models import MODELS
 from tests.distributed.megatron_world import small_architecture
 
@@ -39,11 +40,6 @@ NOT_THE_FUNCTION = {
 WITHOUT_EFFECT = {"phi3": {"embd_pdrop"}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _prepared() -> None:
-    prepare_megatron_core(on_cuda=False)
-
-
 class Recorder:
     """Passes a configuration on, and remembers which entries were looked at."""
 
@@ -59,8 +55,6 @@ class Recorder:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_entry_is_read_or_known_to_change_nothing(name: str) -> None:
     import transformers
-
-    from megatron_distill.models.hugging_face.family import families
 
     # An entry that another one switches off is not looked at.
     recorder = Recorder(transformers.AutoConfig.for_model(name, use_sliding_window=True))
@@ -200,9 +194,6 @@ def gpt2(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     import transformers
 
-    from megatron_distill.models.architecture import Architecture
-    from megatron_distill.models.hugging_face.family import families
-
     entries = data.draw(gpt2() if name == "gpt2" else llama_like(name))
     family = families()[name]
     config = transformers.AutoConfig.for_model(name, **entries)
@@ -219,8 +210,6 @@ def test_a_configuration_comes_back_as_it_was(name: str, data: st.DataObject) ->
 
 
 def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
-    from megatron_distill.models.hugging_face.family import families
-
     architecture = small_architecture(rotary_fraction=0.5)
     refused = {}
     for name, family in families().items():

@@ -12,7 +12,6 @@ from megatron_distill.errors import CheckpointError
 from megatron_distill.models.hugging_face.description import describe, describe_for_plan
 from megatron_distill.models.hugging_face.family import families
 from megatron_distill.models.hugging_face.written import written_architecture
-from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.hugging_face_models import MODELS
 
 SIZES: dict[str, Any] = {
@@ -73,11 +72,6 @@ DERIVED: dict[str, dict[str, Any]] = {
     "gemma3_text": {**GEMMA_3, "rope_scaling": None, "sliding_window_pattern": 3},
     "glm4_moe": {"n_routed_experts": 8, "first_k_dense_replace": 1, **EXPERTS},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _prepared() -> None:
-    prepare_megatron_core(on_cuda=False)
 
 
 def folder_of(tmp_path: Path, entries: dict[str, Any]) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_distill.config import load_config
+from megatron_distill.config import RunConfig, load_config
 from megatron_distill.planning.device import load_device, reading_seconds
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
@@ -23,6 +24,12 @@ from megatron_distill.train.reports.planned_run import (
     vocabulary_note,
 )
 from tests.unit.commands.test_plan import RUN, SEVERAL
+
+
+def run_config(folder: Path, changes: Sequence[str] = (), *, text: str = RUN) -> RunConfig:
+    (folder / "run.yaml").write_text(text)
+    return load_config(folder / "run.yaml", changes)
+
 
 BOTH = "student.architecture.vocab_size and teacher.architecture.vocab_size"
 UNREAD = ("data.tokenizer.path=tokenizers/llama3", "data.tokenizer.train_vocab_size=null")
@@ -60,8 +67,7 @@ UNREAD = ("data.tokenizer.path=tokenizers/llama3", "data.tokenizer.train_vocab_s
 def test_an_assumed_vocabulary_is_named_with_the_keys_to_set(
     tmp_path: Path, changes: list[str], sizes: tuple[int, int], note: str | None
 ) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
-    config = load_config(tmp_path / "run.yaml", changes)
+    config = run_config(tmp_path, changes)
     shapes = open_shapes(config)
     assert (shapes["student"].vocab_size, shapes["teacher"].vocab_size) == sizes
     found = vocabulary_note(config.models, config.data.tokenizer, shapes)
@@ -86,8 +92,7 @@ STATES = "objective.features=[{student: 1, teacher: 2}]"
 def test_a_teacher_has_own_ranks_for_every_loss_that_asks_it(
     tmp_path: Path, changes: list[str], places: tuple[str, ...], sends_heads: bool
 ) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
-    config = load_config(tmp_path / "run.yaml", changes)
+    config = run_config(tmp_path, changes)
     assert teacher_places(config) == places
     assert planned_run(config, open_shapes(config)).sends_heads == sends_heads
 
@@ -104,9 +109,8 @@ def test_a_teacher_has_own_ranks_for_every_loss_that_asks_it(
 def test_losses_measured_in_a_step_keep_the_signals_and_take_a_pass(
     tmp_path: Path, mode: str, raw: str, keeps: bool, measures: str | None
 ) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
     changes = [f"objective.balance.mode={mode}", f"objective.balance.raw_losses={raw}"]
-    config = load_config(tmp_path / "run.yaml", changes)
+    config = run_config(tmp_path, changes)
     found = planned_run(config, open_shapes(config))
     assert (found.keeps_signals, found.measures) == (keeps, measures)
 
@@ -123,15 +127,13 @@ def test_losses_measured_in_a_step_keep_the_signals_and_take_a_pass(
 def test_blocks_of_rows_are_for_terms_without_a_kernel(
     tmp_path: Path, terms: str, *, takes: bool
 ) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
-    config = load_config(tmp_path / "run.yaml", [f"objective.terms={terms}"])
+    config = run_config(tmp_path, [f"objective.terms={terms}"])
     assert planned_run(config, open_shapes(config)).row_blocks == takes
 
 
 @pytest.mark.parametrize("key", ["shard_weights", "offload"])
 def test_a_key_of_one_of_several_teachers_is_its_own(tmp_path: Path, key: str) -> None:
-    (tmp_path / "run.yaml").write_text(SEVERAL)
-    config = load_config(tmp_path / "run.yaml", [f"teachers.math.{key}=true"])
+    config = run_config(tmp_path, [f"teachers.math.{key}=true"], text=SEVERAL)
     run = planned_run(config, open_shapes(config))
     name = {"shard_weights": "shards", "offload": "rests"}[key]
     assert {one.name: getattr(one, name) for one in run.several} == {"code": False, "math": True}
@@ -150,13 +152,12 @@ def test_a_key_of_one_of_several_teachers_is_its_own(tmp_path: Path, key: str) -
     ],
 )
 def test_slots_of_layers_are_those_of_the_answers(tmp_path: Path, layout: str, own: str) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
     features = (
         "objective.features=[{student: 1, teacher: 2}, {student: 2, teacher: 2, loss: cosine}, "
         "{student: 7, teacher: 9, loss: attention}]"
     )
     given = [f"parallel={layout}", f"teacher.parallel={own}", "teacher.ranks=4", features]
-    config = load_config(tmp_path / "run.yaml", [*given, "teacher.steps_ahead=2"])
+    config = run_config(tmp_path, [*given, "teacher.steps_ahead=2"])
     shapes = open_shapes(config)
     run = planned_run(config, shapes)
     choice = configured_choice(config, run, ranks=12, teachers=4)
@@ -182,9 +183,8 @@ OF_WHAT_IS_SENT: list[tuple[list[str], tuple[int, ...]]] = [
 def test_stages_of_a_teacher_in_another_layout_count_its_head_where_the_losses_run_it(
     tmp_path: Path, sent: list[str], layers: tuple[int, ...]
 ) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
     given = ["parallel.pipeline=2", "teacher.parallel={tensor: 2}", *sent]
-    config = load_config(tmp_path / "run.yaml", given)
+    config = run_config(tmp_path, given)
     run = planned_run(config, open_shapes(config))
     assert configured_choice(config, run, ranks=2, teachers=0).layers == layers
     found = Search(run, load_device("h100-80gb"), 4, lambda role, layout: None, ("shared",))
@@ -202,10 +202,9 @@ def test_stages_of_a_teacher_in_another_layout_count_its_head_where_the_losses_r
 def test_stages_count_the_head_of_a_teacher_elsewhere_where_the_losses_run_it(
     tmp_path: Path, sent: list[str], layers: tuple[int, ...]
 ) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
     given = ["parallel.pipeline=2", "teacher.ranks=2", "teacher.parallel={pipeline: 2}"]
     features = "objective.features=[{student: 7, teacher: 9}]"
-    config = load_config(tmp_path / "run.yaml", [*given, features, *sent])
+    config = run_config(tmp_path, [*given, features, *sent])
     shapes = open_shapes(config)
     run = planned_run(config, shapes)
     choice = configured_choice(config, run, ranks=2, teachers=2)
@@ -245,8 +244,7 @@ ALIGNED = (
 def test_the_time_of_reading_is_that_of_the_sources(
     tmp_path: Path, changes: list[str], texts: float, processes: int | None
 ) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
-    config = load_config(tmp_path / "run.yaml", changes)
+    config = run_config(tmp_path, changes)
     found = planned_run(config, open_shapes(config)).reading_seconds
     assert found == pytest.approx(reading_seconds(texts=texts, aligned_by=processes))
 

@@ -22,7 +22,6 @@ from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.roles import Roles
-from megatron_distill.signals import WithFeatures
 from megatron_distill.train.teachers import answer_ring, serving
 from megatron_distill.train.teachers.answer_ring import AnswerRing
 from megatron_distill.train.teachers.answer_ways import AnswerWay, HostWay, NcclWay, private_slots
@@ -54,7 +53,7 @@ from tests.fake_cuda.messages import (
 )
 from tests.fake_cuda.races import Memory, Races
 from tests.fake_cuda.streams import CPU, CUDA, RecordedEvents, RecordedTensor, recorded_cuda
-from tests.unit.train.teachers.test_answers import batch_of
+from tests.support.batches import batch_of
 
 LENGTH, WIDTH, UNITS = 4, 3, 2
 STEPS, LAST = 3, 4  # the student stops with a step under way
@@ -154,7 +153,6 @@ class Exchange:
         teacher.start(steps_done=0, last_step=LAST)
         for step in range(1, STEPS + 1):
             for unit, signal in enumerate(teacher.signals([batch_of(1, LENGTH)] * UNITS)):
-                assert isinstance(signal, WithFeatures)
                 for number, tensor in enumerate((signal.signal, *signal.features.values())):
                     found: Any = tensor + 0
                     self.read.append((found.inner, value_of(step, unit, number)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distill.runtime.batch import Batch, zigzag_index
+from megatron_distill.runtime.batch import zigzag_index
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.lone_failure import LoneFailure
 from megatron_distill.runtime.roles import Roles
@@ -39,21 +39,7 @@ from megatron_distill.train.teachers.mapped_slots import (
 from megatron_distill.train.teachers.served_steps import SENDING, SLOT
 from megatron_distill.train.teachers.serving import AnswerSender
 from megatron_distill.train.teachers.units import Grid, Units
-
-
-def batch_of(rows: int, length: int) -> Batch:
-    cells = torch.arange(rows * length).view(rows, length)
-    return Batch(
-        tokens_bs=cells,
-        labels_bs=cells + 1,
-        ce_mask_bs=cells % 3 == 0,
-        kd_mask_bs=cells % 5 == 0,
-        position_ids_bs=cells % length,
-        document_ids_bS=torch.zeros_like(cells),
-        sequence_index_s=torch.arange(length),
-        sample_ids_b=torch.arange(rows),
-        isolate_documents=False,
-    )
+from tests.support.batches import batch_of
 
 
 def plan_of(*, steps_ahead: int = 1, sequence: bool = False) -> AnswerPlan:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.train.teachers.several import SeveralTeachers
 from megatron_distill.train.teachers.stored import StoredTeacher
-from tests.unit.train.teachers.test_answers import batch_of
+from tests.support.batches import batch_of
 
 
 class Live:

@@ -27,7 +27,6 @@ def test_records_of_chunks_are_of_the_teachers_tokens(tmp_path: Path) -> None:
     config = load_tree(tmp_path, APART, f"teacher.{SENT}", f"objective.terms={terms}")
     built = build_terms(config.objective.terms, 100)
     found = answer_settings(config, "teacher", built, tokens=50)
-    assert found is not None
     assert (found.k, found.vocab_size, found.sequence_length) == (8, 50, 24)
     assert found.temperatures == (2.0,)
     with pytest.raises(ConfigError, match=r"^teacher\.transfer\.k = 8: its tokenizer has 7 tokens"):
@@ -49,7 +48,6 @@ def test_each_of_several_teachers_sends_the_numbers_of_its_terms(tmp_path: Path)
     temperatures = {}
     for name in teachers:
         settings = answer_settings(config, f"teachers.{name}", built, tokens=50)
-        assert settings is not None
         temperatures[name] = settings.temperatures
     assert temperatures == {"code": (), "math": (2.0,)}
     code = members(config)["teachers.code"]
@@ -60,7 +58,6 @@ def test_each_of_several_teachers_sends_the_numbers_of_its_terms(tmp_path: Path)
     config = load_tree(tmp_path, tree, changes[0], f"objective.terms={mean}")
     built = build_terms(config.objective.terms, 100)
     settings = answer_settings(config, "teachers.code", built, tokens=50)
-    assert settings is not None
     assert settings.temperatures == (4.0,)
     assert answer_settings(config, "teachers.math", built, tokens=50) is None
 
@@ -84,7 +81,6 @@ def test_of_several_teachers_one_answers_in_tokens_of_its_own(tmp_path: Path) ->
     for role in roles.teachers:
         teacher = read_model(config, role.name, None).architecture
         settings = answer_settings(config, role.name, built, tokens=50)
-        assert settings is not None
         plan = answer_plan(config, role, roles, teacher, student, torch.float32, settings)
         found[role.name] = (settings.temperatures, plan.length, plan.outputs[0].is_whole)
     assert found == {"teachers.far": ((3.0,), 24, True), "teachers.near": ((2.0,), 64, False)}
