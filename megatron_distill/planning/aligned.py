@@ -33,6 +33,9 @@ _ROW_PASSES: Final = {
 # Passes over chunk means: products with the rows of the map there and back, of either vocabulary;
 # and of each common token of either model in the divergence of `gold`, with its slope.
 _PROJECTED_PASSES: Final = 2
+# Passes over chunk means of either model: their sums, the divergence with its slope, and the slope
+# back to the rows. Those of `gold` are among its own.
+_MEAN_PASSES: Final = 3
 _GOLD_PASSES: Final = 12
 # Without a measured logit: bytes of a pass over the width of a number.
 _TRAFFIC: Final = 1.5
@@ -104,11 +107,16 @@ def _on_means(term: ChunkLoss, rank: Rank, columns: _Columns) -> float:
     """Return the time of a term beyond its passes over rows of logits."""
     chunks, k = rank.tokens, term.uncommon_top_k
     match term.alignment:
-        case "common" if term.top_k is not None:
-            return _choice_seconds(rank, chunks, columns.common, term.top_k)
+        case "common":
+            numbers = _MEAN_PASSES * chunks * 2 * columns.common
+            seconds = _pass_seconds(rank, numbers, columns.common)
+            if term.top_k is not None:
+                seconds += _choice_seconds(rank, chunks, columns.common, term.top_k)
+            return seconds
         case "projection":
             both = columns.student + columns.teacher
-            seconds = _pass_seconds(rank, _PROJECTED_PASSES * chunks * both, columns.teacher)
+            passes = _PROJECTED_PASSES + _MEAN_PASSES
+            seconds = _pass_seconds(rank, passes * chunks * both, columns.teacher)
             return seconds + _choice_seconds(rank, chunks, columns.teacher, term.top_k or 64)
         case "gold":
             numbers = _GOLD_PASSES * chunks * 2 * columns.common
@@ -117,7 +125,9 @@ def _on_means(term: ChunkLoss, rank: Rank, columns: _Columns) -> float:
             return _pass_seconds(rank, numbers, columns.common) + chosen
         case "uld":
             both_of = columns.student, columns.teacher
-            return sum(_choice_seconds(rank, chunks, each, k) for each in both_of)
+            numbers = _MEAN_PASSES * chunks * sum(both_of)
+            seconds = _pass_seconds(rank, numbers, columns.teacher)
+            return seconds + sum(_choice_seconds(rank, chunks, each, k) for each in both_of)
     return 0.0
 
 

@@ -40,6 +40,7 @@ from megatron_distill.planning.calibration_rounds import reduced
 from megatron_distill.planning.device import (
     ALIASED_COLUMNS,
     CALIBRATED,
+    LONG_DOCUMENT,
     SCORED_DOCUMENT,
     Curve,
     DeviceProfile,
@@ -103,6 +104,7 @@ class _Machine:
         self._kind, self._forked = kind, forked
         device = self._device = torch.device("cuda:0" if kind == "gpu" else "cpu")
         self._products, self._attention = _products(device), _attention(device)
+        self._long_attention = _cpu_attention(2, LONG_DOCUMENT) if kind == "cpu" else None
         self._elements, self._kernel = _elements(device), _kernel(device)
         self._logits, self._aliased, self._choices, self._narrow_choices = (
             (_logits(_COLUMNS), _logits(ALIASED_COLUMNS), _choices(_COLUMNS), _choices(_NARROW))
@@ -120,12 +122,17 @@ class _Machine:
                 torch.set_num_threads(1)
             peaks, efficiency = self._products()
             attention, softmax = self._attention(peaks)
+            long_attention, long_softmax = (
+                (None, None) if self._long_attention is None else self._long_attention(peaks)
+            )
             rate, memory = self._elements()
             rates = {
                 "peak_tflops": peaks,
                 "product_efficiency": efficiency,
                 "attention_efficiency": attention,
                 "score_ns": softmax,
+                "long_attention_efficiency": long_attention,
+                "long_score_ns": long_softmax,
                 "memory_gb_per_s": rate,
                 "memory_efficiency": memory,
                 "kernel_us": self._kernel() * 1e6,
@@ -244,7 +251,9 @@ _Attention = tuple[tuple[float, float], tuple[float, float]]
 
 def _attention(device: torch.device) -> Callable[[dict[Precision, float]], _Attention]:
     """Return a measurement of attention, which is given the highest rates of products."""
-    return _gpu_attention(device) if device.type == "cuda" else _cpu_attention()
+    if device.type == "cuda":
+        return _gpu_attention(device)
+    return _cpu_attention(8, SCORED_DOCUMENT)
 
 
 def _gpu_attention(device: torch.device) -> Callable[[dict[Precision, float]], _Attention]:
@@ -269,12 +278,12 @@ def _gpu_attention(device: torch.device) -> Callable[[dict[Precision, float]], _
     return measure
 
 
-def _cpu_attention() -> Callable[[dict[Precision, float]], _Attention]:
-    """Return a measurement of the products and of the softmax of one score.
+def _cpu_attention(heads: int, length: int) -> Callable[[dict[Precision, float]], _Attention]:
+    """Return a measurement of the products and of the softmax of one score of a document.
 
     Two widths of heads tell them apart.
     """
-    heads, groups, length = 8, 4, SCORED_DOCUMENT
+    groups = heads // 2
     scores = heads * length * (length + 1) / 2
     segments = Segments(bounds=((0, length),))
     passes = []

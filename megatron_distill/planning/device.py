@@ -22,6 +22,7 @@ __all__ = [
     "MeasuredRun",
     "Phase",
     "Precision",
+    "LONG_DOCUMENT",
     "SCORED_DOCUMENT",
     "SEGMENTED_COLUMNS",
     "Sharing",
@@ -45,6 +46,7 @@ ALIASED_COLUMNS: Final = 2**15
 SEGMENTED_COLUMNS: Final = 192
 # Tokens of the document in which attention is measured on a CPU.
 SCORED_DOCUMENT: Final = 512
+LONG_DOCUMENT: Final = 2048  # computed in larger blocks, at another rate
 _FOLDER: Final = Path(__file__).parent / "devices"
 Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -132,7 +134,8 @@ class DeviceProfile(_ProfileTable):
         attention_efficiency: share of the peak of a fused attention's products, forward and
             backward. score_ns: of the softmax of one score, which the width of a head does not
             change, where it was measured. Both of a CPU per score that is needed, in documents of
-            `SCORED_DOCUMENT` tokens.
+            `SCORED_DOCUMENT` tokens. long_attention_efficiency, long_score_ns: of `LONG_DOCUMENT`
+            tokens; None: those of short ones.
         memory_gb_per_s, memory_efficiency: of element-wise work; the share over its megabytes.
         kernel_us: of starting one operation.
         logit_ns: of one logit of one model in the losses and their gradient, by precision, where it
@@ -169,6 +172,8 @@ class DeviceProfile(_ProfileTable):
     product_efficiency: Curve
     attention_efficiency: tuple[Positive, Positive]
     score_ns: tuple[float, float] = (0.0, 0.0)
+    long_attention_efficiency: tuple[Positive, Positive] | None = None
+    long_score_ns: tuple[float, float] | None = None
     memory_gb_per_s: Positive
     memory_efficiency: Curve
     kernel_us: float = Field(ge=0)
@@ -221,10 +226,15 @@ class DeviceProfile(_ProfileTable):
                     (size, share(self.product_efficiency, size) * share(gains, size))
                     for size in sizes
                 ),
-                "attention_efficiency": tuple(
-                    value * gains[0][1] for value in self.attention_efficiency
-                ),
-                "score_ns": tuple(value / factor for value in self.score_ns),
+                **{
+                    key: None if pair is None else tuple(value * gain for value in pair)
+                    for key, pair, gain in (
+                        ("attention_efficiency", self.attention_efficiency, gains[0][1]),
+                        ("score_ns", self.score_ns, 1 / factor),
+                        ("long_attention_efficiency", self.long_attention_efficiency, gains[0][1]),
+                        ("long_score_ns", self.long_score_ns, 1 / factor),
+                    )
+                },
                 "memory_gb_per_s": self.memory_gb_per_s * factor,
                 "logit_ns": {key: value / factor for key, value in self.logit_ns.items()},
                 "aliased_logit_ns": {

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
-from megatron_distill.planning.device import SCORED_DOCUMENT, DeviceProfile, Precision, share
+from megatron_distill.planning.device import (
+    LONG_DOCUMENT,
+    SCORED_DOCUMENT,
+    DeviceProfile,
+    Precision,
+    share,
+)
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -102,14 +108,22 @@ class Rank:
         """Return the time of element-wise work that reads and writes `byte_count` in all."""
         return element_seconds(self.device, byte_count, kernels=kernels)
 
-    def fused_attention(self, flops: float, scores: float, *, backward: bool) -> float:
-        """Return the time of a fused attention's products, and of the softmax of its scores."""
+    def fused_attention(
+        self, flops: float, scores: float, *, backward: bool, is_long: bool = False
+    ) -> float:
+        """Return the time of a fused attention's products, and of the softmax of its scores.
+
+        is_long: at the rates of long documents, which were measured.
+        """
         device = self.device
+        efficiency, score_ns = device.attention_efficiency, device.score_ns
+        if is_long and device.long_attention_efficiency and device.long_score_ns:
+            efficiency, score_ns = device.long_attention_efficiency, device.long_score_ns
         # A CPU's attention computes in fp32 whatever it is given.
         in_fp32 = self.precision == "fp32" or device.kind == "cpu"
         peak = device.peak_tflops["fp32" if in_fp32 else "bf16"] * 1e12
-        softmax = scores * device.score_ns[backward] * 1e-9
-        products = flops / (peak * device.attention_efficiency[backward])
+        softmax = scores * score_ns[backward] * 1e-9
+        products = flops / (peak * efficiency[backward])
         return products + softmax + device.kernel_us * 1e-6
 
 
@@ -331,13 +345,16 @@ def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float,
     heads = shape.num_attention_heads / rank.layout.tensor
     length = 2 * attended - 1
     if not rank.scores:
-        seen = rank.tokens * heads * attended
+        seen, is_long = rank.tokens * heads * attended, False
         if rank.device.kind == "cpu" and attended == rank.attended[0]:  # without a window
-            seen *= _computed_share(round(length)) / _computed_share(SCORED_DOCUMENT)
+            largest_block, _ = _QUERY_BLOCKS[0]
+            is_long = length >= largest_block and rank.device.long_score_ns is not None
+            measured = LONG_DOCUMENT if is_long else SCORED_DOCUMENT
+            seen *= _computed_share(round(length)) / _computed_share(measured)
         flops = 4.0 * seen * shape.head_size
         return (
-            rank.fused_attention(flops, seen, backward=False),
-            rank.fused_attention(_FUSED_BACKWARD * flops, seen, backward=True),
+            rank.fused_attention(flops, seen, backward=False, is_long=is_long),
+            rank.fused_attention(_FUSED_BACKWARD * flops, seen, backward=True, is_long=is_long),
         )
     # Every score of the square is in memory: causal masks save nothing.
     sequences = rank.tokens * rank.layout.context / length

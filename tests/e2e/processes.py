@@ -21,7 +21,7 @@ WRAPPER = ROOT / "launch" / "torchrun.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SIGNALLING_TORCHRUN = (sys.executable, str(WRAPPER))
 RANKS = 2
-PATIENCE = 240.0  # nothing takes that long but a hang
+PATIENCE = 600.0  # nothing takes that long but a hang
 
 # Runs the script given first and keeps its exit status, which torchrun does not tell.
 _RECORDER = """\

@@ -202,4 +202,4 @@ def test_another_samples_record_stops_all(pool: Pool, tmp_path: Path) -> None:
     write_store(tmp_path / "s", settings(vocab_size=131_072), samples=SAMPLES)
     messages = pool.run(2, _failure, {"tensor": 2}, tmp_path / "s", True)
     assert len(set(messages)) == 1, messages
-    assert "sample 0: the tokens in the store and in this run differ" in messages[0]
+    assert "0.array_record: sample 0: the tokens in the store and in this run differ" in messages[0]

@@ -25,7 +25,7 @@ from megatron_distill.train.assemble.trained_config import (
 )
 from tests.distributed.pool import Pool
 from tests.e2e.failing import call_alone, call_script
-from tests.e2e.processes import ROOT
+from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, run_from_imports
 from tests.e2e.runs import CPU, VIRTUAL, records, run
 
 PROMPT = "def __init__(self"
@@ -182,6 +182,17 @@ def test_the_script_writes_text_that_the_seed_fixes(
     assert len(text.read_text()) > len(PROMPT)
     found = _written(pool, student, "parallel.tensor=2", *options, world=2)
     assert found == text.read_text() + "\n"
+
+
+@pytest.mark.slow
+def test_an_evaluation_under_the_wrapper_has_the_figures_of_the_run(trained: Path) -> None:
+    """With two processes, the words as a user types them."""
+    words = [*SIGNALLING_TORCHRUN, "--standalone", "--nproc-per-node", "2", "launch/evaluate.py"]
+    run_words = ["--run", str(trained / "student"), "parallel.tensor=2"]
+    found = json.loads(run_from_imports(*words, *run_words, seconds=300).stdout)
+    assert set(found) >= {"ce_loss", "kd_loss", "top1_agreement"}
+    validation: Any = records(trained / "student")[-1]["validation"]
+    assert found["ce_loss"] == pytest.approx(validation["ce_loss"], rel=2e-6)
 
 
 def test_the_run_is_the_first_word_or_an_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,6 +156,7 @@ def test_draws_serve_the_likelihood_and_no_other_loss(
     for world, overrides in map(layout, ("one rank", "CP2")):
         found = train(world, *of_store(store), likelihood, *overrides)
         assert [one["chunks"] for one in found] == [one["chunks"] for one in expected]
+        assert all(one["chunks"] > 0 for one in found)
         assert_same_course(found, expected, (NAMES[0], "total_loss", *QUANTITIES), first=5e-6)
     common = "objective.terms=[{alignment: common, top_k: 4}]"
     text = failure(

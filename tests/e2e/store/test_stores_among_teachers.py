@@ -248,3 +248,16 @@ def test_a_store_of_other_samples_or_terms_is_refused_by_name(
     for expected, overrides in refusals(capture):
         text = failure(pool, 1, config, tmp_path / "run", *overrides)
         assert expected in text, text
+
+
+@pytest.mark.slow
+def test_a_live_teacher_beside_a_store_has_ranks_of_its_own(
+    pool: Pool,
+    config: Path,
+    train: Callable[..., Course],
+    capture: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    store = capture(whole=False)
+    found = apart(pool, 2, config, tmp_path / "run", store, "teachers.law.ranks=1")
+    assert course(found) == course(train(1, store))

@@ -92,10 +92,11 @@ def test_each_head_reads_the_tokens_of_its_own_tokenizer() -> None:
 # Passes over the student's and the teacher's logits, a pass half of a logit in the objective.
 PASSES = {
     "likelihood": (2, 1),
-    "common": (2 + 2, 2),
-    "uld": (2 + 3, 2),
+    # Three over the chunk means of both models: of common tokens, or of all.
+    "common": (2 + 2 + 3 * 2 * 0.75, 2),
+    "uld": (2 + 3 + 3, 2 + 3 * LENGTH / LONGER),
     "gold": (2 + 3 + 2 * 12 * 0.75, 2),  # over the common tokens, three quarters of the student's
-    "projection": (2 + 3 + 2, 2 + 2 * LENGTH / LONGER),
+    "projection": (2 + 3 + 3 + 2, 2 + (3 + 2) * LENGTH / LONGER),
 }
 
 

@@ -199,8 +199,10 @@ APART = Alignment(ints(0, 1), ints(0, 1), ints(0, 1), ints(0, 1), count=2)
 @pytest.mark.parametrize(
     ("direction", "expected"), [("forward_kl", -0.143097), ("reverse_kl", 0.180049)]
 )
-def test_equal_models_have_a_published_loss(direction: str, expected: float) -> None:
-    """A mean of log-probabilities sums to 0.839194. No other loss: test_cross_tokenizer.py."""
+def test_equal_models_have_a_published_loss_and_none_of_the_others(
+    direction: str, expected: float
+) -> None:
+    """A mean of log-probabilities sums to 0.839194; a mean of probabilities to one."""
     assert float(TWO_ROWS.mean(0).exp().sum()) == pytest.approx(0.839194, abs=1e-6)
     maps = {"map_rows": identity_rows(4)}
     published = {"alignment": "projection", "divergence": direction, "published": True, "top_k": 4}
@@ -208,6 +210,19 @@ def test_equal_models_have_a_published_loss(direction: str, expected: float) -> 
     assert value == pytest.approx(expected, abs=1e-6)
     apart = divergence(TWO_ROWS, TWO_ROWS, APART, published | maps)
     assert float(apart.abs().max()) < 1e-8
+    ids = {"common_ids": (ints(0, 1, 2), ints(0, 1, 2))}
+    for at in (TOGETHER, APART):
+        for loss in (
+            {"alignment": "likelihood"},
+            {"alignment": "common", **ids},
+            {"alignment": "common", "top_k": 2, **ids},
+            {"alignment": "projection", **maps},
+            {"alignment": "projection", "top_k": 2, **maps},
+            {"alignment": "gold", **ids},
+            {"alignment": "uld", "divergence": "forward_kl"},
+        ):
+            values = divergence(TWO_ROWS, TWO_ROWS, at, {"divergence": direction, **loss})
+            assert not values.any(), loss
 
 
 def test_the_gradient_of_the_published_projection_is_that_of_the_example() -> None:
