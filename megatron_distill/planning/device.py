@@ -217,7 +217,8 @@ class DeviceProfile(_ProfileTable):
         used = threads if threads is not None and idle_cores else self.cores / ranks
         alone = ((self.product_efficiency[0][0], 1.0),)
         gains = self.thread_efficiency if used > 1 else alone
-        factor = used * gains[0][1]
+        # Attention over long documents divides like the largest product, other work like the least.
+        factor, longest = used * gains[0][1], gains[-1][1]
         sizes = sorted({size for size, _ in (*self.product_efficiency, *gains)})
         return self.model_copy(
             update={
@@ -231,8 +232,8 @@ class DeviceProfile(_ProfileTable):
                     for key, pair, gain in (
                         ("attention_efficiency", self.attention_efficiency, gains[0][1]),
                         ("score_ns", self.score_ns, 1 / factor),
-                        ("long_attention_efficiency", self.long_attention_efficiency, gains[0][1]),
-                        ("long_score_ns", self.long_score_ns, 1 / factor),
+                        ("long_attention_efficiency", self.long_attention_efficiency, longest),
+                        ("long_score_ns", self.long_score_ns, 1 / (used * longest)),
                     )
                 },
                 "memory_gb_per_s": self.memory_gb_per_s * factor,

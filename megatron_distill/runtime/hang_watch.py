@@ -3,7 +3,8 @@
 The process of such a rank runs, so it gives signs of life, and no connection closes. All ranks of
 a step wait for each other, so one of them soon finds that its step is late. The threads that watch
 for failed peers then look at the main thread of every rank for a few seconds. Nobody ends if one
-of them reads, measures, computes or advances.
+of them reads, measures, computes, advances or does not answer, nor where all wait: a link, a device
+or a machine may be slow, and the limits of collectives and heartbeats are for these.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Final
@@ -20,7 +21,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatron_distill.runtime.heartbeats import SILENT_SECONDS, has_left
+from megatron_distill.runtime.heartbeats import SILENT_SECONDS
 from megatron_distill.runtime.main_thread import Activity, MainThread, Progress, place_of
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.runtime.termination import was_interrupted
@@ -37,15 +38,10 @@ __all__ = [
     "late_after",
     "news",
     "state_of",
-    "waits_for_long",
 ]
 
 FLOOR_SECONDS: Final = 30.0
 _FACTOR: Final = 3.0  # of the longest step before
-# Where all ranks wait for each other or for a device, no main thread is known to be stuck.
-_WAITING_FACTOR: Final = 10.0
-_WAITING_FLOORS: Final = 2
-_FREE_STEPS: Final = 2  # of a launch: they connect ranks and compile
 _WAIT_SHARE: Final = 0.8  # of `runtime.timeout_seconds`: what a wait for an answer may take
 _INQUIRY_SECONDS: Final = 30.0
 # A rank that has begun or ended a part of its step this long before is slow, and does not hang.
@@ -152,10 +148,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks of a step that hangs. `silent`: those without an answer."""
+    """The ranks of a step that hangs."""
 
     answers: Mapping[int, Answer]
-    silent: tuple[int, ...]
 
     @property
     def stuck(self) -> dict[int, Answer]:
@@ -165,7 +160,7 @@ class Hang:
     @property
     def culprit(self) -> int:
         """The rank that the others end for."""
-        return min([*self.stuck, *self.silent], default=min(self.answers))
+        return min(self.stuck)
 
     def stacks(self, roles: Roles) -> str:
         """Return the calls of the first stuck ranks."""
@@ -175,8 +170,8 @@ class Hang:
             for rank, one in shown
         )
 
-    def sentence(self, roles: Roles, *, seconds: float, longest: float, hosts: str) -> str:
-        """Return the root cause in one line. `hosts`: of the silent ranks, in words."""
+    def sentence(self, roles: Roles, *, seconds: float, longest: float) -> str:
+        """Return the root cause in one line."""
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, one in self.answers.items():
             if one.state is State.WAITS:
@@ -190,15 +185,7 @@ class Hang:
             causes.append(f"{name} hangs in {one.place}")
         if len(stuck) > _SHOWN:
             causes.append(f"and {len(stuck) - _SHOWN} more hang")
-        if self.silent:
-            causes.append(f"no answer from {roles.names(self.silent)}{hosts}")
-        if not causes:
-            step = _at(next(iter(self.answers.values()), None))
-            return f"error: all ranks wait{step}: {late}. Compare where{waits}"
-        above = "; calls are above" if stuck else "; look at its output and its machine"
-        if not stuck:
-            causes[-1] += _at(next(iter(self.answers.values()), None))
-        return f"error: {'; '.join(causes)}: {late}{above}{waits}"
+        return f"error: {'; '.join(causes)}: {late}; calls are above{waits}"
 
 
 def _at(one: Answer | None) -> str:
@@ -207,34 +194,24 @@ def _at(one: Answer | None) -> str:
     return f" at step {one.step}" if one.unit is None else f" at step {one.step}, unit {one.unit}"
 
 
-def hang_of(answers: Mapping[int, Answer], silent: Sequence[int], *, is_long: bool) -> Hang | None:
-    """Return the hang of a step, None while it may only be slow.
-
-    Where all ranks wait, none of them is stuck: the network, a device or another thread may be
-    slow. Then it must last longer: `is_long`.
-    """
-    found = Hang(answers, tuple(silent))
+def hang_of(answers: Mapping[int, Answer]) -> Hang | None:
+    """Return the hang of a step, None while it may only be slow."""
     if any(one.state in (State.FREE, State.MOVES) for one in answers.values()):
         return None
-    return found if found.stuck or silent or is_long else None
+    found = Hang(answers)
+    return found if found.stuck else None
 
 
 def late_after(progress: Progress, *, patience_seconds: float) -> float | None:
     """Return the seconds without progress after which a step is late; None: no inquiry.
 
-    The first steps may take any time. Where `runtime.timeout_seconds` ends waits sooner or at the
-    same time, they have the reason.
+    The first steps, which are not measured, may take any time. Where `runtime.timeout_seconds` ends
+    waits sooner or at the same time, they have the reason.
     """
-    if progress.steps <= _FREE_STEPS:
+    if not progress.longest_seconds:
         return None
     limit = max(FLOOR_SECONDS, _FACTOR * progress.longest_seconds)
     return limit if limit + _INQUIRY_SECONDS <= _WAIT_SHARE * patience_seconds else None
-
-
-def waits_for_long(progress: Progress, *, quiet_seconds: float) -> bool:
-    """Return whether a step that all ranks wait in has gone on for too long."""
-    floor = _WAITING_FLOORS * FLOOR_SECONDS
-    return quiet_seconds >= max(floor, _WAITING_FACTOR * progress.longest_seconds)
 
 
 class HangWatch:
@@ -285,6 +262,7 @@ class HangWatch:
         number = asked + 1
         if self._store.add(f"hang/{number}", 1) > 1:  # another rank is about to ask
             return None
+        self._store.delete_key(f"hang/{number - 1}")
         self._store.add(_NEWS, _INQUIRY)
         marks = self._progress.marks
         if self._answer(number) is None:
@@ -315,6 +293,7 @@ class HangWatch:
 
     def _answer(self, number: int) -> Answer | None:
         """Look at the main thread for some seconds, and answer; None: this block has ended."""
+        self._store.delete_key(f"hang/{number - 1}/{self._rank}")
         self._answered, self._rest = number, _REST_LOOKS
         found = self._observed()
         if found is not None:
@@ -369,19 +348,18 @@ class HangWatch:
         ranks = range(self._roles.size)
         keys = {rank: f"hang/{number}/{rank}" for rank in ranks}
         looks = 0
-        # A thread of a living rank answers, unless an extension keeps the interpreter for itself.
+        # A rank that leaves does not answer, nor one whose interpreter an extension keeps, as where
+        # a trace is written. One that is stopped or lost has a limit of its own.
         while not self._store.check(list(keys.values())):
             looks += 1
             if looks * _LOOK_SECONDS > SILENT_SECONDS:
                 break
             if self._pauses() or news(self._store).has_failed:
                 return None
-        there = [rank for rank in ranks if self._store.check([keys[rank]])]
-        silent = [rank for rank in ranks if rank not in set(there)]
-        if any(has_left(self._store, rank) for rank in silent):
+        if not self._store.check(list(keys.values())):
             return None
-        found = self._store.multi_get([keys[rank] for rank in there])
-        texts = zip(there, found, strict=True)
-        answers = {rank: Answer.of_json(text.decode()) for rank, text in texts}
-        is_long = waits_for_long(self._progress, quiet_seconds=self.quiet_seconds)
-        return hang_of(answers, silent, is_long=is_long)
+        found = self._store.multi_get(list(keys.values()))
+        answers = {
+            rank: Answer.of_json(text.decode()) for rank, text in zip(ranks, found, strict=True)
+        }
+        return hang_of(answers)

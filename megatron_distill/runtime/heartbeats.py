@@ -18,7 +18,6 @@ __all__ = [
     "Heartbeats",
     "SignsOfOne",
     "give_sign",
-    "has_left",
     "living",
     "take_leave",
     "without_signs",
@@ -36,12 +35,6 @@ def give_sign(store: dist.Store, rank: int) -> None:
 def take_leave(store: dist.Store, rank: int) -> None:
     """Let the others know that a rank gives no further signs."""
     store.set(_leave_key(rank), "left")
-
-
-def has_left(store: dist.Store, rank: int) -> bool:
-    """Return whether a rank has taken its leave."""
-    found: bool = store.check([_leave_key(rank)])
-    return found
 
 
 @contextmanager

@@ -175,8 +175,8 @@ class LoneFailure:
         try:
             _end_anyway(FAILED_STATUS)
             sys.stderr.write(hang.stacks(self.roles))
-            longest, hosts = self.progress.longest_seconds, self._hosts(hang.silent)
-            text = hang.sentence(self.roles, seconds=seconds, longest=longest, hosts=hosts)
+            longest = self.progress.longest_seconds
+            text = hang.sentence(self.roles, seconds=seconds, longest=longest)
             if not tell_torchrun(text):
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()

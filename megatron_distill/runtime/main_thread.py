@@ -10,10 +10,11 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -28,8 +29,19 @@ _DISTRIBUTED: Final = f"torch{os.sep}distributed{os.sep}"
 _ELASTIC: Final = f"{_DISTRIBUTED}elastic{os.sep}"  # may have called the script
 _LIBRARY: Final = Path(sysconfig.get_path("stdlib"))
 # `Work.wait` leaves no frame of its own.
-_WAIT: Final = re.compile(r"\.wait\([^()]*\)\s*$")
-_DEBUGGERS: Final = ("bdb.py", "code.py", "pydevd.py")
+_WAIT: Final = re.compile(r"\.wait\(")
+_DEBUGGERS: Final = ("bdb.py", "pydevd.py")
+# Calls that may take any time without a sign: a console, other processes, compilers.
+_OF_LIBRARY: Final = ("code.py", "subprocess.py")
+_PLACES: Final = tuple(
+    name.replace("/", os.sep)
+    for name in (
+        "/debugpy/", "/IPython/", "/triton/", "/torch/_inductor/",
+        "/torch/_dynamo/convert_frame.py",
+    )
+)  # fmt: skip
+_MEASURED: Final = 32  # last steps
+_FREE_STEPS: Final = 2  # of a launch: they connect ranks and compile
 
 
 class Activity(Enum):
@@ -47,9 +59,7 @@ class Progress:
 
     The main thread writes it, other threads read it. `step` is None before the first one, `unit`
     the last one of the step that has begun, of a teacher with its own ranks. `marks` counts the
-    parts of steps that have begun or ended, `steps` those steps that this process has begun, and
-    `longest_seconds` is the time of the longest of them. It is without reading, without the first
-    step, which connects ranks and compiles, and without steps that a rank outside of them held up.
+    parts of steps that have begun or ended, `steps` those steps that this process has begun.
     """
 
     step: int | None = None
@@ -57,10 +67,19 @@ class Progress:
     activity: Activity = Activity.BETWEEN
     marks: int = 0
     steps: int = 0
-    longest_seconds: float = 0.0
     is_held_up: bool = False
     _seconds: float = 0.0
     _since: float = 0.0
+    _measured: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED))
+
+    @property
+    def longest_seconds(self) -> float:
+        """The time of the longest of the last steps, without reading; 0: none is measured.
+
+        The first two, which connect ranks and compile, and those that a rank outside of them held
+        up are not.
+        """
+        return max(tuple(self._measured), default=0.0)
 
     def begin(self, step: int) -> None:
         """Note the begin of a step."""
@@ -85,8 +104,8 @@ class Progress:
     def end_step(self) -> None:
         """Note the end of a timed step."""
         self.change(Activity.BETWEEN)
-        if self.steps > 1 and not self.is_held_up:
-            self.longest_seconds = max(self.longest_seconds, self._seconds)
+        if self.steps > _FREE_STEPS and not self.is_held_up:
+            self._measured.append(self._seconds)
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
@@ -136,9 +155,9 @@ class MainThread:
         return tuple((id(one.f_code), one.f_lasti) for one in _frames(self._frame()))
 
     def is_at_leisure(self) -> bool:
-        """Whether it is in a debugger, or in `awake_until`, as where files are read or written."""
+        """Whether it waits for files by `awake_until`, a debugger, a compiler or a process."""
         return any(
-            one.f_code is awake_until.__code__ or _is_debugger(one.f_code.co_filename)
+            one.f_code is awake_until.__code__ or _takes_any_time(one.f_code.co_filename)
             for one in _frames(self._frame())
         )
 
@@ -147,8 +166,10 @@ class MainThread:
         frame = self._frame()
         if any(_is_distributed(one.f_code.co_filename) for one in _frames(frame)):
             return True
-        is_ours = not _is_library(frame.f_code.co_filename)
-        return is_ours and _WAIT.search(_expression(frame)) is not None
+        if _is_library(frame.f_code.co_filename):
+            return False
+        expression = _expression(frame)  # without a source it may be any call
+        return not expression or _WAIT.search(expression) is not None
 
     def _frame(self) -> FrameType:
         return sys._current_frames()[self._number]  # noqa: SLF001
@@ -195,8 +216,11 @@ def _is_distributed(file: str) -> bool:
     return _DISTRIBUTED in file and _ELASTIC not in file
 
 
-def _is_debugger(file: str) -> bool:
-    return Path(file).name in _DEBUGGERS or f"{os.sep}debugpy{os.sep}" in file
+def _takes_any_time(file: str) -> bool:
+    name = Path(file).name
+    if name in _DEBUGGERS or any(one in file for one in _PLACES):
+        return True
+    return name in _OF_LIBRARY and _is_library(file)
 
 
 def _expression(frame: FrameType) -> str:
