@@ -36,7 +36,7 @@ def planned_case(
     if document_length is not None:
         run = replace(run, document_length=document_length)
     shared = device.shared_by(case.ranks.processes, threads=threads)
-    return planned(run, choice, refined_for(shared, run))
+    return planned(run, choice, refined_for(shared, run, choice))
 
 
 def planned_peaks(case: Case, device: DeviceProfile) -> list[tuple[float, float]]:

@@ -17,7 +17,7 @@ from megatron_distill.errors import ConfigError, counted
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
     from megatron_distill.planning.device import DeviceProfile
-    from megatron_distill.planning.run import PlannedRun
+    from megatron_distill.planning.run import Choice, PlannedRun
     from megatron_distill.planning.search import Planned
 
 __all__ = ["COMMAND", "plan_of"]
@@ -119,7 +119,7 @@ def make_plan(
     device = machine.shared_by(devices, threads=config.runtime.threads)
     from megatron_distill.planning.refine import refined_for
     from megatron_distill.planning.report import plan_report
-    from megatron_distill.planning.search import Search
+    from megatron_distill.planning.search import Search, planned
     from megatron_distill.train.reports.planned_run import (
         open_shapes,
         planned_run,
@@ -136,10 +136,11 @@ def make_plan(
     shapes = open_shapes(config)
     run = with_documents(planned_run(config, shapes), config.data, document_length)
     places = teacher_places(config)
-    device = refined_for(device, run)
+    choice = _configured(config, run, device, devices)
+    device = refined_for(device, run, None if isinstance(choice, str) else choice)
     search = Search(run, device, devices, shape_rule(config, shapes), places)
     ranking = search.ranking(shown=shown)
-    configured = _configured(config, run, device, devices)
+    configured = choice if isinstance(choice, str) else planned(run, choice, device)
     is_live = "shared" in places and not run.several
     text = plan_report(
         run,
@@ -158,10 +159,9 @@ def make_plan(
 
 def _configured(
     config: RunConfig, run: PlannedRun, device: DeviceProfile, devices: int
-) -> Planned | str:
+) -> Choice | str:
     """Return the configuration's own layout, or the reason why it does not run."""
     from megatron_distill.config import check_layout, teacher_ranks
-    from megatron_distill.planning.search import planned
     from megatron_distill.train.reports.planned_run import configured_choice
 
     teachers = teacher_ranks(config, ranks_per_node=min(devices, device.node.devices))
@@ -170,8 +170,7 @@ def _configured(
     except ConfigError as error:
         return str(error)
     own = sum(count for _, count in teachers)
-    choice = configured_choice(config, run, ranks=devices, teachers=own)
-    return planned(run, choice, device)
+    return configured_choice(config, run, ranks=devices, teachers=own)
 
 
 def _simulated(plan: PrintedPlan, row: int, folder: Path) -> str:

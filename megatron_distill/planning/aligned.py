@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Final
 from megatron_distill.planning.operations import Passes, Rank
 
 if TYPE_CHECKING:
-    from megatron_distill.models.architecture import Architecture
     from megatron_distill.planning.device import DeviceProfile
     from megatron_distill.planning.run import ChunkLoss, PlannedRun
 
-__all__ = ["aligned_bytes", "aligned_passes", "band_count", "tile_rows"]
+__all__ = [
+    "aligned_bytes",
+    "aligned_passes",
+    "band_count",
+    "measuring_aligned_passes",
+    "tile_rows",
+]
 
 _FP32: Final = 4
 # Passes over the logits of student and teacher by alignment; cross-entropy has two more.
@@ -52,32 +57,46 @@ _BUFFERS: Final = (4, 3)
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns of both models on a rank, and of the tokens that both have."""
+    """Columns of both models on a rank, and of the tokens that both have.
+
+    The teacher has none where its head runs elsewhere: then it has no logits here.
+    """
 
     student: int
     teacher: int
     common: float
 
     @classmethod
-    def of(cls, student: Architecture, teacher: Architecture, *, split: int) -> _Columns:
-        own, theirs = (shape.padded_vocab_size(split) // split for shape in (student, teacher))
+    def of(cls, run: PlannedRun, *, teacher_tokens: float, split: int) -> _Columns:
+        assert run.teacher is not None
+        shapes = run.student, run.teacher
+        own, theirs = (shape.padded_vocab_size(split) // split for shape in shapes)
+        theirs = theirs if teacher_tokens else 0
         return cls(own, theirs, _COMMON * min(own, theirs))
 
-
-def band_count(run: PlannedRun, device: DeviceProfile, *, rows: float, split: int) -> int:
-    """Return the products of the heads of a micro-batch; `rows`: of the model that has more."""
-    assert run.teacher is not None
-    columns = _Columns.of(run.student, run.teacher, split=split)
-    widest = max(columns.student, columns.teacher)
-    return ceil(rows / (run.chunk_tokens or max(1, _BAND[device.kind] // widest)))
+    @property
+    def widest(self) -> int:
+        """Columns of the model that has more."""
+        return max(self.student, self.teacher)
 
 
-def tile_rows(run: PlannedRun, device: DeviceProfile, *, rows: float, split: int) -> float:
-    """Return the rows of a model whose losses are computed at once; `rows`: of a micro-batch."""
-    assert run.teacher is not None
-    columns = _Columns.of(run.student, run.teacher, split=split)
-    band = rows / band_count(run, device, rows=rows, split=split)
-    return min(band, max(1, _TILE[device.kind] // max(columns.student, columns.teacher)))
+def band_count(
+    run: PlannedRun, device: DeviceProfile, *, tokens: float, teacher_tokens: float, split: int
+) -> int:
+    """Return the products of the heads of a micro-batch with so many tokens of either model."""
+    columns = _Columns.of(run, teacher_tokens=teacher_tokens, split=split)
+    rows = max(tokens, teacher_tokens)
+    return ceil(rows / (run.chunk_tokens or max(1, _BAND[device.kind] // columns.widest)))
+
+
+def tile_rows(
+    run: PlannedRun, device: DeviceProfile, *, tokens: float, teacher_tokens: float, split: int
+) -> float:
+    """Return the rows of a model whose losses are computed at once; arguments as `band_count`."""
+    columns = _Columns.of(run, teacher_tokens=teacher_tokens, split=split)
+    bands = band_count(run, device, tokens=tokens, teacher_tokens=teacher_tokens, split=split)
+    band = max(tokens, teacher_tokens) / bands
+    return min(band, max(1, _TILE[device.kind] // columns.widest))
 
 
 def aligned_passes(run: PlannedRun, rank: Rank, *, teacher_tokens: float) -> Passes:
@@ -87,8 +106,10 @@ def aligned_passes(run: PlannedRun, rank: Rank, *, teacher_tokens: float) -> Pas
     """
     assert run.teacher is not None
     split = rank.layout.tensor
-    columns = _Columns.of(run.student, run.teacher, split=split)
-    count = band_count(run, rank.device, rows=max(rank.tokens, teacher_tokens), split=split)
+    columns = _Columns.of(run, teacher_tokens=teacher_tokens, split=split)
+    count = band_count(
+        run, rank.device, tokens=rank.tokens, teacher_tokens=teacher_tokens, split=split
+    )
     student = rank.tokens / count, run.student.hidden_size, columns.student
     once = rank.product(*student, count=count)
     forward = once + rank.product(
@@ -101,6 +122,20 @@ def aligned_passes(run: PlannedRun, rank: Rank, *, teacher_tokens: float) -> Pas
     forward += _pass_seconds(rank, passes[0] * rank.tokens * columns.student, columns.student)
     forward += _pass_seconds(rank, passes[1] * teacher_tokens * columns.teacher, columns.teacher)
     return Passes(forward, 2 * once)
+
+
+def measuring_aligned_passes(run: PlannedRun, rank: Rank, *, teacher_tokens: float) -> Passes:
+    """Return the time of `aligned_passes` in a pass that measures losses, or gradients' norms.
+
+    Gradients take the student's head once more for the labels, and as many products back, as in
+    `measuring_passes`. Slopes are counted with the losses too, which do not need them.
+    """
+    found = aligned_passes(run, rank, teacher_tokens=teacher_tokens)
+    if run.measures != "gradients":
+        return Passes(found.forward)
+    columns = run.student.padded_vocab_size(rank.layout.tensor) // rank.layout.tensor
+    labels = _pass_seconds(rank, _LABEL_PASSES * rank.tokens * columns, columns)
+    return Passes(found.forward + labels + 1.5 * found.backward)
 
 
 def _on_means(term: ChunkLoss, rank: Rank, columns: _Columns) -> float:
@@ -116,7 +151,8 @@ def _on_means(term: ChunkLoss, rank: Rank, columns: _Columns) -> float:
         case "projection":
             both = columns.student + columns.teacher
             passes = _PROJECTED_PASSES + _MEAN_PASSES
-            seconds = _pass_seconds(rank, passes * chunks * both, columns.teacher)
+            numbers = passes * chunks * both
+            seconds = _pass_seconds(rank, numbers, columns.teacher or columns.student)
             return seconds + _choice_seconds(rank, chunks, columns.teacher, term.top_k or 64)
         case "gold":
             numbers = _GOLD_PASSES * chunks * 2 * columns.common
@@ -126,7 +162,7 @@ def _on_means(term: ChunkLoss, rank: Rank, columns: _Columns) -> float:
         case "uld":
             both_of = columns.student, columns.teacher
             numbers = _MEAN_PASSES * chunks * sum(both_of)
-            seconds = _pass_seconds(rank, numbers, columns.teacher)
+            seconds = _pass_seconds(rank, numbers, columns.teacher or columns.student)
             return seconds + sum(_choice_seconds(rank, chunks, each, k) for each in both_of)
     return 0.0
 
@@ -141,7 +177,7 @@ def _pass_seconds(rank: Rank, numbers: float, columns: float) -> float:
 def _choice_seconds(rank: Rank, rows: float, columns: float, k: int) -> float:
     """Return the time of a choice of the k largest of each row."""
     measured = rank.device.logit_seconds(rank.precision, columns, chosen=k)
-    if measured is not None and rank.device.choice_ns:
+    if measured is not None and rank.precision in rank.device.choice_ns:
         return rows * columns * measured
     return rank.passes(rows * columns * _FP32 * 2)
 
@@ -154,15 +190,14 @@ def aligned_bytes(
     tokens, teacher_tokens: of a micro-batch on this rank. Source: docstring of
     `ops.aligned.executor.aligned_linear`, and the terms of `ops.aligned`.
     """
-    assert run.teacher is not None
-    columns, width = _Columns.of(run.student, run.teacher, split=split), run.width
-    most = max(tokens, teacher_tokens)
-    bands = band_count(run, device, rows=most, split=split)
-    rows = tile_rows(run, device, rows=most, split=split)
+    columns = _Columns.of(run, teacher_tokens=teacher_tokens, split=split)
+    width, most = run.width, max(tokens, teacher_tokens)
+    bands = band_count(run, device, tokens=tokens, teacher_tokens=teacher_tokens, split=split)
+    rows = tile_rows(run, device, tokens=tokens, teacher_tokens=teacher_tokens, split=split)
     logits = (tokens * columns.student + teacher_tokens * columns.teacher) / bands * width
     blocks = 0.0
     for each, buffers in zip((columns.student, columns.teacher), _BUFFERS, strict=True):
-        block = device.threads * max(1, round(_BLOCK[device.kind] / each))
+        block = device.threads * max(1, round(_BLOCK[device.kind] / max(1, each)))
         blocks += min(most, block) * each * _FP32 * (buffers + (width < _FP32))
     terms = {term.alignment for term in run.chunk_losses}
     gradient = 0.0 if terms <= {"likelihood"} else rows * columns.student * _FP32

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from math import log
+from math import inf, log
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
@@ -101,27 +102,35 @@ class Link(_ProfileTable):
 class MeasuredRun(_ProfileTable):
     """Measured over predicted times of a run's phases, and the run that they hold for.
 
-    ranks, threads: of a run that share a CPU, and of each of them; 1 on other devices. work: see
-    `refine`. factors: of each phase.
+    ranks, threads: of a run that share a CPU, and of each of them; 1 on other devices. work: sizes
+    that may differ by a quarter; kinds: what may not differ; see `refine`. factors: of each phase.
     """
 
     precision: Precision
     ranks: int = 1
     threads: int = 1
     work: dict[str, Positive]
+    kinds: dict[str, str] = Field(default_factory=dict)
     factors: dict[Phase, Positive] = Field(default_factory=dict)
 
-    def is_like(self, other: MeasuredRun) -> bool:
-        """Whether factors of one hold for the other: no number of their work differs by more
-        than a quarter, and cores are shared alike.
+    def nearest(self, others: Sequence[MeasuredRun]) -> MeasuredRun | None:
+        """Return the one whose factors hold best for this run; None: those of none do.
+
+        Kinds and the sharing of cores are equal, and no number of the work differs by more than a
+        quarter. The largest ratio of these numbers is then the smallest.
         """
+        found = [(ratio, one) for one in others if (ratio := self._ratio(one)) <= _NEAR]
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+    def _ratio(self, other: MeasuredRun) -> float:
         ours, theirs = (
-            (one.precision, one.ranks, one.threads, one.work.keys()) for one in (self, other)
+            (one.precision, one.ranks, one.threads, one.kinds, one.work.keys())
+            for one in (self, other)
         )
-        return ours == theirs and all(
-            max(size, other.work[name]) <= _NEAR * min(size, other.work[name])
-            for name, size in self.work.items()
-        )
+        if ours != theirs:
+            return inf
+        pairs = [(size, other.work[name]) for name, size in self.work.items()]
+        return max((max(pair) / min(pair) for pair in pairs), default=1.0)
 
 
 class DeviceProfile(_ProfileTable):
@@ -153,7 +162,7 @@ class DeviceProfile(_ProfileTable):
         node, network: links inside a node, and between nodes.
         ranks: of a run, that share a CPU. idle_cores: whether they leave some of its cores idle.
         factors: measured over predicted time of a step's phases, for every run that is planned.
-        runs: the same of measured runs, for runs like them; see `refine`.
+        runs: the same of measured runs, in place of these for runs like them; see `refine`.
         step_factors: the same of a CPU, by who has its cores and by precision: of the steps that
             `calibrate` takes. Layers have more than the sum of their calls, and threads and ranks
             share caches and memory.

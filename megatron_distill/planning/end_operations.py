@@ -5,14 +5,25 @@ One micro-batch, one rank; rates as of `operations`.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
+from megatron_distill.planning.aligned import band_count
 from megatron_distill.planning.operations import Passes, Rank
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
+    from megatron_distill.planning.device import DeviceProfile
+    from megatron_distill.planning.run import Choice, PlannedRun
 
-__all__ = ["embedding_passes", "head_messages", "head_passes", "measuring_passes"]
+__all__ = [
+    "embedding_passes",
+    "head_messages",
+    "head_passes",
+    "loss_chunks",
+    "measuring_messages",
+    "measuring_passes",
+]
 
 # Passes over a matrix of logits besides the products: the student's are read for their statistics,
 # read and written for the gradient; the teacher's are read for both.
@@ -22,6 +33,20 @@ _TEACHER_LOGIT_PASSES: Final = 2
 # them without the chosen ones, and reads that. A sort has 16 passes over 8 bytes of each number.
 _CHOICE_PASSES: Final = 5
 _SEGMENT, _SORT_BYTES = 32, 16 * 8
+# Logits of a chunk, where the run does not say.
+_LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
+
+
+def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:
+    """Return the chunks of logits in a micro-batch."""
+    split = choice.layout.tensor
+    tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
+    if run.is_aligned:
+        theirs = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
+        return band_count(run, device, tokens=tokens, teacher_tokens=theirs, split=split)
+    columns = run.student.padded_vocab_size(split) // split
+    chosen = run.chunk_tokens or max(1, _LOGITS_OF_CHUNK[device.kind] // columns)
+    return ceil(tokens / chosen)
 
 
 def embedding_passes(shape: Architecture, rank: Rank, *, trains: bool = True) -> Passes:
@@ -106,9 +131,17 @@ def measuring_passes(
         forward += rank.product(rows, shape.hidden_size, columns, count=products * chunks)
         logits = _logit_seconds(rank, columns, passes=passes, chunks=chunks)
         forward += count * logits / (1 if of_gradients else passes)
+    messages = measuring_messages(student, rank, chunks=chunks, of_gradients=of_gradients)
+    return Passes(forward) + messages
+
+
+def measuring_messages(
+    student: Architecture | None, rank: Rank, *, chunks: int, of_gradients: bool
+) -> Passes:
+    """Return the messages of `measuring_passes`."""
     statistics, edge, back = _head_messages(student, rank, chunks=chunks)
-    messages = times * (statistics + back) + edge if of_gradients else statistics + edge
-    return Passes(forward, 0.0, messages, 0.0, messages)
+    messages = 2 * (statistics + back) + edge if of_gradients else statistics + edge
+    return Passes(forward_messages=messages, tensor=messages)
 
 
 def _logit_seconds(

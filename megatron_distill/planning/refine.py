@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Final, get_args
@@ -12,11 +12,20 @@ from typing import Final, get_args
 from megatron_distill.errors import DataError
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
 from megatron_distill.planning.device import DeviceProfile, MeasuredRun, Phase
+from megatron_distill.planning.operations import attended_positions
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import phase_seconds
+from megatron_distill.runtime.layout import Layout
 
-__all__ = ["MeasuredSteps", "read_steps", "refined", "refined_by_steps", "refined_for"]
+__all__ = [
+    "MeasuredSteps",
+    "measured_like",
+    "read_steps",
+    "refined",
+    "refined_by_steps",
+    "refined_for",
+]
 
 # The first steps compile, allocate and fill caches.
 _WARM: Final = 3
@@ -82,39 +91,42 @@ def refined(
 ) -> DeviceProfile:
     """Return the device with factors that make the run's predicted phases the measured ones.
 
-    They hold for runs like this one: `refined_for`. Those of an earlier run like it are replaced,
-    but in phases that this one hardly has. shared_by, threads: ranks of a machine that share a CPU,
-    and threads of each, as in `DeviceProfile.shared_by`.
+    They hold for runs like this one: `measured_like`. Those of the nearest earlier run like it are
+    replaced, but in phases that this one hardly has.
+
+    shared_by, threads: ranks of a machine that share a CPU, and threads of each, as in
+    `DeviceProfile.shared_by`.
     """
     shared = device.shared_by(shared_by, threads=threads)
-    own = MeasuredRun(
-        precision=run.precision, ranks=shared.ranks, threads=shared.threads, work=_work(run)
-    )
-    known = {
-        phase: factor
-        for one in device.runs
-        if own.is_like(one)
-        for phase, factor in one.factors.items()
-    }
-    factors = known | _ratios(_plain(shared), run, choice, measured)
-    others = tuple(one for one in device.runs if not own.is_like(one))
+    own = _described(shared, run, choice)
+    known = own.nearest(device.runs)
+    factors = {} if known is None else dict(known.factors)
+    factors |= _ratios(_plain(shared), run, choice, measured)
+    others = tuple(one for one in device.runs if one is not known)
     runs = (own.model_copy(update={"factors": factors}), *others)
-    return device.model_copy(update={"factors": {}, "runs": runs})
+    return device.model_copy(update={"runs": runs})
 
 
-def refined_for(device: DeviceProfile, run: PlannedRun) -> DeviceProfile:
-    """Return a rank's device with the factors of the measured run that is like this one, if any.
+def refined_for(device: DeviceProfile, run: PlannedRun, choice: Choice | None) -> DeviceProfile:
+    """Return a rank's device with the factors of `measured_like`, where there is such a run."""
+    known = measured_like(device, run, choice)
+    if known is None:
+        return device
+    return device.model_copy(update={"factors": {**device.factors, **known.factors}})
 
-    Like it: `MeasuredRun.is_like`. A phase's time over its prediction depends on its size, so that
-    factors of a small run make the plan of a large one worse.
+
+def measured_like(
+    device: DeviceProfile, run: PlannedRun, choice: Choice | None
+) -> MeasuredRun | None:
+    """Return the measured run whose factors hold for this one: `MeasuredRun.nearest`.
+
+    A phase's time over its prediction depends on its size, so that factors of a small run make the
+    plan of a large one worse; and on what the phase computes.
+
+    device: of a rank. choice: as configured; None: the configured one does not run, and no measured
+    run of a GPU is like it.
     """
-    own = MeasuredRun(
-        precision=run.precision, ranks=device.ranks, threads=device.threads, work=_work(run)
-    )
-    for one in device.runs:
-        if own.is_like(one):
-            return device.model_copy(update={"factors": one.factors})
-    return device
+    return _described(device, run, choice).nearest(device.runs)
 
 
 def refined_by_steps(
@@ -159,9 +171,54 @@ def _ratios(
     return found
 
 
+def _described(device: DeviceProfile, run: PlannedRun, choice: Choice | None) -> MeasuredRun:
+    """Return a run on a rank's device, as one that is measured, without factors."""
+    return MeasuredRun(
+        precision=run.precision,
+        ranks=device.ranks,
+        threads=device.threads,
+        work=_work(run),
+        kinds=_kinds(device, run, choice),
+    )
+
+
+def _kinds(device: DeviceProfile, run: PlannedRun, choice: Choice | None) -> dict[str, str]:
+    """Return what decides the phases and has no size: losses, fp8; of GPUs layout and teacher.
+
+    On a CPU the number of ranks that share it stands for both.
+    """
+    aligned = [
+        f"{one.alignment} {one.top_k or 'all'} {one.uncommon_top_k}" for one in run.chunk_losses
+    ]
+    fp8 = {"student": run.student_fp8, "teacher": run.teacher_fp8}
+    found = {
+        "losses": ", ".join([*run.losses, *aligned]),
+        "between_layers": str(len(run.paired_layers)),
+        "balance": str(run.measures or "none"),
+        "fp8": ", ".join(role for role, is_used in fp8.items() if is_used),
+    }
+    if device.kind == "gpu":
+        found |= {"layout": "none", "teacher": "none"}
+        if choice is not None:
+            found |= {"layout": _sizes(choice.layout), "teacher": choice.place}
+            if choice.teacher_layout is not None:
+                found["teacher"] += f", {_sizes(choice.teacher_layout)}"
+    return found
+
+
+def _sizes(layout: Layout) -> str:
+    return " ".join(f"{name}={value}" for name, value in asdict(layout).items())
+
+
 def _work(run: PlannedRun) -> dict[str, float]:
-    """Return the length of a sequence, and FLOPs per token of each model's layers and head."""
-    found = {"sequence_length": float(run.sequence_length)}
+    """Return the length of a sequence, the positions that a token attends to without a window, and
+    FLOPs per token of each model's layers and head.
+    """
+    length, document = run.sequence_length, run.document_length
+    found = {
+        "sequence_length": float(length),
+        "attended_positions": attended_positions(length, None, document),
+    }
     teachers = [(one.shape, one.share) for one in run.several]
     if not teachers and run.teacher is not None:
         teachers = [(run.teacher, 1.0)]

@@ -13,6 +13,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import StepFlops, step_flops_per_token
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.memory import MemoryNeed
+from megatron_distill.planning.refine import measured_like
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import USABLE, Capture, Planned, Ranking, layout_name
 from megatron_distill.planning.traffic import step_bytes
@@ -78,7 +79,7 @@ def plan_report(
         lines += _reasons(ranking)
     rates = f"Rates: {device.source} ({device.date}). Shares of them: {device.efficiency_source}."
     lines += ["", *_wrapped(rates), *_wrapped(_varied(run, device))]
-    lines += _wrapped(_measured(device))
+    lines += _wrapped(_measured(run, device, configured))
     return "\n".join(lines) + "\n"
 
 
@@ -95,17 +96,24 @@ def _varied(run: PlannedRun, device: DeviceProfile) -> str:
     )
 
 
-def _measured(device: DeviceProfile) -> str:
+def _measured(run: PlannedRun, device: DeviceProfile, configured: Planned | str) -> str:
     """Return the line on the runs that refined the device, empty where none did."""
     if not device.runs:
         return ""
-    runs = f"{counted(len(device.runs), 'run')} of {device.title}"
-    if not device.factors:
+    choice = None if isinstance(configured, str) else configured.choice
+    known = measured_like(device, run, choice)
+    if known is None:
+        runs = f"{counted(len(device.runs), 'run')} of {device.title}"
+        where = "layout or place of the teacher"
+        if device.kind == "cpu":
+            where = "ranks that share a machine"
         return (
-            f"Measured steps of {runs} refine nothing here: models, sequences, precision or ranks "
-            "that share a machine differ."
+            f"Measured steps of {runs} refine nothing here: models, sequences, documents, losses, "
+            f"precision, {where} differ."
         )
-    parts = ", ".join(f"{phase} {factor:.2f}" for phase, factor in device.factors.items())
+    if not known.factors:
+        return "Measured steps of such a run refine nothing here: its phases were too short."
+    parts = ", ".join(f"{phase} {factor:.2f}" for phase, factor in known.factors.items())
     return f"Refined by measured steps of such a run, factors: {parts}."
 
 

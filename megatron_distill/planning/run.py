@@ -83,6 +83,7 @@ class PlannedRun:
         paired_layers: of losses between layers: the student's, the teacher's, and whether their
             attention is compared.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
+        losses: terms of the objective in words, by which measured runs are told apart.
         chunk_losses: between two tokenizers; empty: there is one.
         shards_teacher: whether the ranks with the same weights of the teacher divide them.
         keeps_signals: whether the student runs twice in a step, with signals that are kept for it.
@@ -109,6 +110,7 @@ class PlannedRun:
     sends_heads: bool = False
     paired_layers: tuple[tuple[int, int, bool], ...] = ()
     teacher_length: int | None = None
+    losses: tuple[str, ...] = ()
     chunk_losses: tuple[ChunkLoss, ...] = ()
     document_length: int | None = None
     global_batch_size: int

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING, Final
 
-from megatron_distill.planning.aligned import aligned_passes, band_count
+from megatron_distill.planning.aligned import aligned_passes, measuring_aligned_passes
 from megatron_distill.planning.answers import waiting_without_a_step_ahead
 from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.end_operations import (
     embedding_passes,
     head_messages,
     head_passes,
+    loss_chunks,
+    measuring_messages,
     measuring_passes,
 )
 from megatron_distill.planning.gathered_layers import gathered_layers
@@ -54,7 +55,6 @@ _BUCKET_PER_RANK: Final = 1_000_000
 # plan opens no store to see another codec. Fitted to `read` of benchmarks/results/store.md.
 _STORE_TOKEN: Final = 0.09e-6
 _STORE_ID: Final = 5.1e-9
-_LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,14 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     return [stage.times(max(busy, device.core_share)) for stage in stages]
 
 
-def _gathers(run: PlannedRun, choice: Choice, device: DeviceProfile, stage: int) -> Passes:
+def _gathers(
+    run: PlannedRun, choice: Choice, device: DeviceProfile, stage: int, *, trains: bool = True
+) -> Passes:
     """Return the messages of a micro-batch with layers of a teacher of another tokenizer."""
     tensor, context = gathered_layers(run, choice, stage).seconds(device)
     once = tensor + context
+    if not trains:
+        return Passes(forward_messages=once, tensor=tensor, context=context)
     return Passes(0.0, 0.0, once, once, 2 * tensor, 2 * context)
 
 
@@ -193,31 +197,38 @@ def measuring_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
     if run.measures is None:
         return []
     rank, last = student_rank(run, choice, device), choice.layout.pipeline - 1
-    chunks, of_gradients = loss_chunks(run, choice, device), run.measures == "gradients"
-    heads = measuring_passes(
-        run.student,
-        choice.head_in_stages(run),
-        rank,
-        chunks=chunks,
-        of_gradients=of_gradients,
-    )
-    several = run.several and choice.keeps_head(run)
-    for one, _, share in teachers_apart(run, choice) if several else ():
-        heads += measuring_passes(
-            None, one.teacher, rank, chunks=chunks, of_gradients=of_gradients
-        ).times(share)
-    heads = heads.scaled(device.factor("loss", run.precision), 1.0)
+    heads = _measuring_heads(run, choice, rank).scaled(device.factor("loss", run.precision), 1.0)
     factor = device.factor("forward", run.precision)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
     times = LayerTimes(run.student, rank)
     stages = []
     for stage in range(last + 1):
-        passes = tuple(
-            times.passes(chunk, recompute="none", trains=False).scaled(factor, 1.0)
+        chunks_of_stage = [
+            times.passes(chunk, recompute="none", trains=False)
             for chunk in choice.chunk_layers(stage)
-        )
+        ]
+        chunks_of_stage[0] += _gathers(run, choice, device, stage, trains=False)
+        passes = tuple(one.scaled(factor, 1.0) for one in chunks_of_stage)
         stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
     return stages
+
+
+def _measuring_heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
+    """Return the heads and losses of a micro-batch in the pass that measures for the balance."""
+    chunks, norms = loss_chunks(run, choice, rank.device), run.measures == "gradients"
+    if run.is_aligned:
+        tokens = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
+        work = measuring_aligned_passes(run, rank, teacher_tokens=tokens)
+        return work + measuring_messages(run.student, rank, chunks=chunks, of_gradients=norms)
+    heads = measuring_passes(
+        run.student, choice.head_in_stages(run), rank, chunks=chunks, of_gradients=norms
+    )
+    several = run.several and choice.keeps_head(run)
+    for one, _, share in teachers_apart(run, choice) if several else ():
+        heads += measuring_passes(None, one.teacher, rank, chunks=chunks, of_gradients=norms).times(
+            share
+        )
+    return heads
 
 
 def measuring_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
@@ -283,18 +294,6 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         own = heads if stage == last else Passes()
         stages.append(StageTimes((layers.scaled(factor, 1.0),), own, message))
     return stages
-
-
-def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:
-    """Return the chunks of logits in a micro-batch."""
-    split = choice.layout.tensor
-    tokens = choice.micro_batch_size * run.sequence_length // choice.layout.context
-    if run.is_aligned:
-        rows = max(tokens, choice.teacher_tokens(run))
-        return band_count(run, device, rows=rows, split=split)
-    columns = run.student.padded_vocab_size(split) // split
-    chosen = run.chunk_tokens or max(1, _LOGITS_OF_CHUNK[device.kind] // columns)
-    return ceil(tokens / chosen)
 
 
 def stage_message(shape: Architecture, rank: Rank, *, ranks: int) -> float:

@@ -225,6 +225,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         paired_layers=_paired_layers(config.objective.features, shapes),
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
+        losses=tuple(sorted(map(_in_words, config.objective.terms))),
         chunk_losses=tuple(
             ChunkLoss(term.alignment, term.top_k, term.uncommon_top_k)
             for term in config.objective.terms
@@ -270,6 +271,14 @@ def with_documents(run: PlannedRun, data: DataConfig, length: int | None) -> Pla
             "sequences; leave the length out"
         )
     return replace(run, document_length=length)
+
+
+def _in_words(term: TermConfig) -> str:
+    """Return the parts of a term that decide its work."""
+    parts = [term.divergence, f"top-k {term.top_k}" if term.top_k is not None else "whole"]
+    parts += [] if term.top_k is None else [term.support]
+    parts += [term.mixture] if term.teachers is not None else []
+    return " ".join(parts)
 
 
 def _takes_row_blocks(term: TermConfig) -> bool:

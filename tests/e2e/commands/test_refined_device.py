@@ -57,7 +57,7 @@ def test_a_run_with_several_teachers_refines_a_device(
     ]  # fmt: skip
     choice = configured_choice(trained, planned, ranks=RANKS, teachers=0)
     numbers = stage_numbers(planned.student, choice.layout, choice.layers)
-    device = refined_for(load_device(str(file)).shared_by(RANKS), planned)
+    device = refined_for(load_device(str(file)).shared_by(RANKS), planned, choice)
     predicted = phase_seconds(planned, choice, device, numbers)
     measured = read_steps(output / "metrics.jsonl")
     for phase in ("teacher", "forward", "backward"):

@@ -84,8 +84,13 @@ def test_a_plan_says_whether_measured_steps_refine_it(
     assert end().endswith("Refined by measured steps of such a run, factors: teacher 1.50.")
     assert end("data.sequence_length=1024").endswith(
         "Measured steps of 1 run of NVIDIA L40S 48 GB refine nothing here: models, sequences, "
-        "precision or ranks that share a machine differ."
+        "documents, losses, precision, layout or place of the teacher differ."
     )
+    assert "refine nothing here" in end("objective.terms=[{top_k: 64}]")
+    assert "refine nothing here" in end("parallel.tensor=2")
+    short = MeasuredSteps({"teacher": 1e-9}, 1.0, 1, 1.0, 1.0)
+    write_device(refined(device, run, choice, short, shared_by=1), tmp_path / "mine.yaml")
+    assert end().endswith("such a run refine nothing here: its phases were too short.")
 
 
 def test_a_plan_names_its_assumed_vocabulary_once(

@@ -126,6 +126,68 @@ def test_choices_take_the_rate_of_their_rows() -> None:
         assert heads_of(device, loss) - plain == pytest.approx(expected, abs=1e-4), loss
 
 
+def test_a_choice_whose_precision_was_not_measured_reads_and_writes_its_numbers() -> None:
+    """Not at the rate of the losses, nor at that of the other precision."""
+    loss = ChunkLoss("common", 4)
+    rates = {"logit_ns": {"bf16": 1e3}, "memory_gb_per_s": 1e9}
+    seconds = {
+        name: heads_of(DEVICE.model_copy(update={**rates, "choice_ns": choice}), loss)
+        for name, choice in {"none": {}, "other": {"fp32": 1e3}, "own": {"bf16": 1e3}}.items()
+    }
+    assert seconds["other"] == seconds["none"] < seconds["own"]
+
+
+# Passes over the student's logits beside a teacher without any.
+ALONE = {"likelihood": 2, "common": 2 + 2, "gold": 2 + 3, "uld": 2 + 3 + 3, "projection": 2 + 3 + 5}
+
+
+@pytest.mark.parametrize("alignment", ALONE)
+def test_without_the_teacher_s_head_its_columns_take_no_time_and_no_memory(alignment: Any) -> None:
+    rates = {"logit_ns": {"bf16": 2e3}, "aliased_logit_ns": {"bf16": 9e3}}
+    rates |= {"choice_ns": {"bf16": 1e-9}, "peak_tflops": {"bf16": 1e9, "fp32": 1e9}}
+    device = DEVICE.model_copy(update={**rates, "memory_gb_per_s": 1e15})
+    choice = choice_of((2,), (2,), own=Layout(2), ranks=2)
+    run, numbers = (
+        aligned(ChunkLoss(alignment), sent_ids=64),
+        stage_numbers(STUDENT, Layout(), (2,)),
+    )
+    assert not choice.keeps_head(run)
+    logits = BATCH / 2 * LENGTH * 1024 * ALONE[alignment]
+    found = step_time(run, choice, device, numbers).heads
+    assert found == pytest.approx(logits * 1e-6, rel=1e-4)
+    small = replace(run, teacher=replace(TEACHER, vocab_size=1024))
+    taken, few = (
+        aligned_bytes(one, CPU.shared_by(1), tokens=128, teacher_tokens=0, split=1)
+        for one in (run, small)
+    )
+    assert taken == few
+
+
+def test_the_pass_that_measures_has_the_products_of_its_own_tokens() -> None:
+    numbers = stage_numbers(STUDENT, Layout(), (2,))
+    plain = aligned(ChunkLoss("likelihood"))
+    student, teacher = (
+        BATCH * length * head_flops_per_token(shape)
+        for length, shape in ((LENGTH, STUDENT), (LONGER, TEACHER))
+    )
+    with_head, without = (
+        replace(plain, student=replace(STUDENT, vocab_size=size)) for size in (1024, 512)
+    )
+    measures: Any
+    for measures, products in (("losses", 1), ("gradients", 4)):
+        one, other = (
+            step_time(replace(run, measures=measures), CHOICE, DEVICE, numbers).balance
+            for run in (with_head, without)
+        )
+        assert (one - other) * PEAK == pytest.approx(products * student / 2, rel=1e-6)
+    run, small = (
+        replace(plain, measures="losses", teacher=replace(TEACHER, vocab_size=size))
+        for size in (4096, 2048)
+    )
+    one, other = (step_time(each, CHOICE, DEVICE, numbers).balance for each in (run, small))
+    assert (one - other) * PEAK == pytest.approx(teacher / 2, rel=1e-6)
+
+
 def test_a_band_has_the_logits_of_both_and_a_tile_the_numbers_of_the_largest_term() -> None:
     device = CPU.shared_by(1)
 
@@ -157,6 +219,8 @@ def test_gathered_layers_are_in_the_time_the_bytes_and_the_peak_of_a_plan() -> N
     link = slow.node
     assert late.tensor - early.tensor == pytest.approx(BATCH * 4 * link.gathered(part, ranks=2))
     assert late.context - early.context == pytest.approx(BATCH * 4 * link.gathered(whole, ranks=2))
+    once = link.gathered(part, ranks=2) + link.gathered(whole, ranks=2)
+    assert late.balance - early.balance == pytest.approx(BATCH * 2 * once)
 
 
 def test_a_gathered_layer_may_be_the_peak_of_a_rank() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megatron_distill.errors import DataError
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import MeasuredSteps, read_steps, refined, refined_for
-from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun
 from megatron_distill.planning.step_time import phase_seconds, step_time
 from megatron_distill.runtime.groups import Layout
 from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
@@ -52,7 +53,7 @@ def log(path: Path, steps: int, **changes: float) -> Path:
 def test_the_refined_device_predicts_the_measured_phases(tmp_path: Path) -> None:
     measured = read_steps(log(tmp_path / "metrics.jsonl", 9))
     assert measured.count == 6
-    device = refined_for(refined(DEVICE, RUN, CHOICE, measured, shared_by=64), RUN)
+    device = refined_for(refined(DEVICE, RUN, CHOICE, measured, shared_by=64), RUN, CHOICE)
     assert device.factors["teacher"] == pytest.approx(1.3, rel=1e-3)
     after = phase_seconds(RUN, CHOICE, device, NUMBERS)
     for phase in ("teacher", "forward", "loss", "backward"):
@@ -82,7 +83,7 @@ def test_a_run_of_a_cpu_refines_runs_like_it_and_a_second_run_further_ones() -> 
     again = refined(both, run, one, measured(one, 1.8), shared_by=1)
     for device, alone, beside in ((first, 1.5, 1.0), (both, 1.5, 1.2), (again, 1.8, 1.2)):
         for choice, speed in ((one, alone), (two, beside)):
-            shared = refined_for(device.shared_by(choice.ranks), run)
+            shared = refined_for(device.shared_by(choice.ranks), run, choice)
             now = phase_seconds(run, choice, shared, numbers)
             wanted = measured(choice, speed).phases
             assert now["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
@@ -108,12 +109,79 @@ def test_factors_hold_for_runs_whose_work_differs_by_a_quarter_at_most() -> None
     phases = phase_seconds(run, CHOICE, DEVICE, NUMBERS)
     measured = MeasuredSteps({key: 1.5 * time for key, time in phases.items()}, 1e-9, 1, 1.0, 1.0)
     device = refined(DEVICE, run, CHOICE, measured, shared_by=64)
-    assert refined_for(device, run).factors["loss"] == 1.5
+    assert refined_for(device, run, CHOICE).factors["loss"] == 1.5
     for key in NEAR:
-        assert refined_for(device, changed(key, NEAR[key])).factors["loss"] == 1.5, key
-        assert not refined_for(device, changed(key, FAR[key])).factors, key
-    for other in (replace(run, precision="fp32"), replace(run, teacher=None)):
-        assert not refined_for(device, other).factors
+        assert refined_for(device, changed(key, NEAR[key]), CHOICE).factors["loss"] == 1.5, key
+        assert not refined_for(device, changed(key, FAR[key]), CHOICE).factors, key
+    # The positions that a token attends to are those of its document.
+    assert refined_for(device, replace(run, document_length=1700), CHOICE).factors
+    assert not refined_for(device, replace(run, document_length=1500), CHOICE).factors
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp32"},
+        {"teacher": None},
+        {"losses": ("forward_kl top-k 64 tail",)},
+        {"chunk_losses": (ChunkLoss("uld"),)},
+        {"measures": "gradients"},
+        {"student_fp8": True},
+        {"teacher_fp8": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_factors_do_not_hold_for_runs_that_compute_something_else(changes: Any) -> None:
+    device = DEVICE.model_copy(update={"runs": refined_by(1.5).runs})
+    assert refined_for(device, RUN, CHOICE).factors
+    assert not refined_for(device, replace(RUN, **changes), CHOICE).factors
+
+
+def test_factors_of_a_gpu_hold_for_the_measured_layout_and_place_of_the_teacher() -> None:
+    device = refined_by(1.5)
+    for other in (
+        replace(CHOICE, layout=Layout(4)),
+        replace(CHOICE, teacher_layout=Layout(4)),
+        replace(CHOICE, place="own ranks"),
+        None,
+    ):
+        assert not refined_for(device, RUN, other).factors
+    more = replace(CHOICE, ranks=128)
+    assert refined_for(device, RUN, more).factors
+
+
+def refined_by(speed: float, length: int = 8192, device: DeviceProfile = DEVICE) -> DeviceProfile:
+    """The device after a run that took `speed` times of the predicted phases."""
+    run = replace(RUN, sequence_length=length)
+    phases = phase_seconds(run, CHOICE, DEVICE, NUMBERS)
+    measured = MeasuredSteps({key: speed * time for key, time in phases.items()}, 1e-9, 1, 1.0, 1.0)
+    return refined(device, run, CHOICE, measured, shared_by=64)
+
+
+def test_the_nearest_run_counts_and_is_the_one_that_is_replaced() -> None:
+    """Of lengths each like the next, the first is not like the last."""
+    short, between, long = 8192, 9600, 11_000
+
+    def factor(device: DeviceProfile, length: int) -> float | None:
+        run = replace(RUN, sequence_length=length)
+        return refined_for(device, run, CHOICE).factors.get("loss")
+
+    both = refined_by(1.2, short, refined_by(1.5, long))
+    assert [factor(both, length) for length in (short, 9000, 10_200, long)] == [1.2, 1.2, 1.5, 1.5]
+    third = refined_by(1.3, between, both)
+    assert [factor(third, length) for length in (short, between, long)] == [1.2, 1.3, 1.3]
+    assert len(third.runs) == 2
+    assert len(refined_by(1.4, between, third).runs) == 2
+
+
+def test_factors_of_a_file_stay_for_runs_unlike_the_measured_one() -> None:
+    given = DEVICE.model_copy(update={"factors": {"loss": 3.0, "communication": 2.0}})
+    device = refined_by(1.5, device=given)
+    assert device.factors == given.factors
+    now = refined_for(device, RUN, CHOICE).factors
+    # Of a predicted time without any factor.
+    assert now["loss"] == 1.5
+    assert refined_for(device, changed("sequence_length", 2048), CHOICE).factors == given.factors
 
 
 def test_weights_that_no_pass_hides_are_gathered_in_the_optimizer_s_phase() -> None:
