@@ -129,7 +129,9 @@ class Launch:
             return cls(0, 1, None)
         timeout = timedelta(seconds=_MEETING_SECONDS)
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        return cls(rank, size, store)
+        # torchrun keeps its store when it starts the ranks again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(rank, size, dist.PrefixStore(f"attempt/{attempt}", store))
 
     @property
     def roles(self) -> Roles:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.forked_launches import ForkedLaunch, rank_of
 from tests.e2e.processes import SCRIPT, TORCHRUN
-from tests.e2e.runs import Inputs, environment
+from tests.e2e.runs import Inputs, environment, step_records
 
 RANK, STEP = 1, 3
 SECONDS_TO_THE_END = 25.0  # of a machine with two busy cores; a hang takes ten minutes
@@ -117,6 +117,24 @@ def descendants_of(launcher: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(launcher).children(recursive=True)
     return []
+
+
+# A rank that torchrun has started again does not fail.
+ONCE = FAULTY_RANK.replace(
+    "asked += 1\n", "asked += os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+)
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_go_on(inputs: Inputs, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    words = command("torchrun", inputs.folder / "dense.yaml", output, "train.steps=6")
+    place = words.index("--standalone")
+    words[place:place] = ["--max-restarts=1"]
+    with started(tmp_path, words, FAULTS["exception"], hook=ONCE) as run:
+        assert run.process.wait(timeout=240) == 0, run.output()
+    assert [record["step"] for record in step_records(output)] == list(range(1, 7))
+    assert f"failed at step {STEP}: LookupError" in run.output()
 
 
 CASES = (
