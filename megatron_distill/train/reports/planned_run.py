@@ -261,7 +261,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
 def with_documents(run: PlannedRun, data: DataConfig, length: int | None) -> PlannedRun:
     """Return the run with documents of so many tokens in its samples; None: one per sample.
 
-    Raises ConfigError: attention crosses from one document to the next.
+    Raises ConfigError: attention crosses from one document to the next, or samples are shorter.
     """
     if length is None:
         return run
@@ -269,6 +269,11 @@ def with_documents(run: PlannedRun, data: DataConfig, length: int | None) -> Pla
         raise ConfigError(
             f"--document-length {length}: with data.isolate_documents=false attention sees whole "
             "sequences; leave the length out"
+        )
+    if length > run.sequence_length:
+        raise ConfigError(
+            f"--document-length {length}: a sample has data.sequence_length = "
+            f"{run.sequence_length} tokens; give at most these"
         )
     return replace(run, document_length=length)
 

@@ -208,6 +208,8 @@ def test_a_plan_of_short_documents_is_faster(
     assert seconds("--document-length", "2048") == whole
     assert main([*words, "--document-length", "256", "data.isolate_documents=false"]) != 0
     assert "data.isolate_documents=false" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "--document-length", "5000"]) != 0
+    assert "a sample has data.sequence_length = 2048 tokens" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*words, "--document-length", "0"])
     assert "must be 1 or more" in capsys.readouterr().err
