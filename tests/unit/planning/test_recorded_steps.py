@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import combinations, pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -197,9 +196,8 @@ def test_the_recorded_steps_over_documents_take_about_the_planned_time(name: str
     assert all(in_order(rows))
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("planning_documents.json")))
-def test_recorded_steps_over_documents_are_those_of_their_plans(path: Path) -> None:
-    recorded = record(path.stem)
+def test_recorded_steps_over_documents_are_those_of_their_plans() -> None:
+    recorded = record("planning_documents")
     profiles = [DeviceProfile.model_validate(one) for one in recorded["devices"]]
     cases = {case.name: case for case in document_cases()}
     assert {row["case"] for row in recorded["rows"]} == set(cases)
