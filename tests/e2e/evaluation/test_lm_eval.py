@@ -17,7 +17,6 @@ import yaml
 from jinja2 import Environment
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.evaluation.lm_eval_model import _settings, harness_tasks
 from megatron_distill.evaluation.requests import GREEDY
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.record import load_task
@@ -247,6 +246,8 @@ def _same_form(pool: Pool, output: Path, folder: Path, theirs: dict[str, Any]) -
 
 
 def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
+    from megatron_distill.evaluation.lm_eval_model import harness_tasks
+
     write_tasks(tmp_path)
     assert len(harness_tasks(["own_choices", "own_texts"], include=str(tmp_path))) == 2
     with pytest.raises(ConfigError, match="--lm-eval own_nothing: .* give a name of the harness"):
@@ -355,6 +356,8 @@ def harness_prompts(
 ) -> list[list[list[str]]]:
     """The texts of each row's requests, as the harness's own task makes them."""
     from lm_eval.tasks import TaskManager
+
+    from megatron_distill.evaluation.lm_eval_model import _settings
 
     file = lines(folder / "rows.jsonl", rows)
     splits = dict.fromkeys(("train", "validation", "dev", "test"), file)
