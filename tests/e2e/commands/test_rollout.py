@@ -202,7 +202,7 @@ def test_a_run_trains_on_them(pool: Pool, alone: Path, model: Path, tmp_path: Pa
 def test_an_interrupted_command_goes_on_to_the_same_bytes(
     number: signal.Signals, model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    words = ["--hf", model, "--prompts", prompts, "--samples", 32, "--tokens", 80]
+    words = ["--hf", model, "--prompts", prompts, "--samples", 128, "--tokens", 80]
     words += ["--part-rows", 1, "--temperature", 1.3, "--min-p", 0.001]
     texts = [str(word) for word in words]
     launcher = SIGNALLING_TORCHRUN if number == signal.SIGTERM else TORCHRUN
