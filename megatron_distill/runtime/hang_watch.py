@@ -2,7 +2,7 @@
 
 The process of such a rank runs, so it gives signs of life, and no connection closes. All ranks of
 a step wait for each other, so one of them soon finds that its step is late. The threads that watch
-for failed peers then look at the main thread of every rank for a few seconds. Nobody ends if one
+for failed peers then look at the main thread of every rank for a few seconds. No rank ends if one
 of them reads, measures, computes, advances or does not answer, nor where all wait: a link, a device
 or a machine may be slow, and the limits of collectives and heartbeats are for these.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ PRODUCTS = {
 }
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode, ABC):
     """Looks at every operator that runs inside, once it has its result."""
 
     def __torch_dispatch__(
@@ -31,9 +32,9 @@ class Watch(TorchDispatchMode):
         self.look(func, args, result)
         return result
 
+    @abstractmethod
     def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note what is to be noted."""
-        raise NotImplementedError
+        """Note an operator, its arguments and its result."""
 
 
 class Trace(Watch):

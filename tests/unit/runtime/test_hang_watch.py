@@ -117,7 +117,7 @@ def answers(*states: State) -> dict[int, Answer]:
 
 W, S, M, F = State.WAITS, State.STUCK, State.MOVES, State.FREE
 TAIL = "35 s without progress, and the longest step before took 0.21 s"
-# Answers; the line, None: nobody ends.
+# Answers of the ranks, and the line of the report; None: no report.
 HANGS = {
     "a teacher": (
         (W, W, S, W),
@@ -262,7 +262,7 @@ def stands(progress: Progress, thread: Standing) -> None:
 
 
 # The second rank; the look at which the first reports, and the ranks that it finds stuck. None:
-# nobody ends.
+# no report.
 SECONDS = {
     "stuck": (Standing(), stands, (6, [1])),
     "computes": (Standing(computes=True), stands, None),
