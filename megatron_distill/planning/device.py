@@ -45,9 +45,10 @@ ALIASED_COLUMNS: Final = 2**15
 # Columns of a row per chosen id from which a choice reads segments, and not the whole row twice:
 # ops/topk.py.
 SEGMENTED_COLUMNS: Final = 192
-# Tokens of the document in which attention is measured on a CPU.
+# Tokens of the documents in which attention is measured on a CPU: a long one is computed in larger
+# blocks, at another rate.
 SCORED_DOCUMENT: Final = 512
-LONG_DOCUMENT: Final = 2048  # computed in larger blocks, at another rate
+LONG_DOCUMENT: Final = 2048
 _FOLDER: Final = Path(__file__).parent / "devices"
 Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]

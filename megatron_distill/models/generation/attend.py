@@ -279,9 +279,8 @@ class FirstRows(_NewPositions):
         """Return whether padding costs a CPU less than calls for rows of each length."""
         if query.device.type != "cpu" or rule.softcap is not None or self.most > _SHORT:
             return False
-        return rule.window_of(self.most) is None and self.cache.rows * self.most <= 2 * len(
-            self.columns
-        )
+        padded = self.cache.rows * self.most
+        return rule.window_of(self.most) is None and padded <= 2 * len(self.columns)
 
     def _by_one_call(self, query: Tensor, pair: Tensor, scale: float) -> Tensor:
         """Attend with each row at the first of S places, which no earlier one sees."""
@@ -353,11 +352,8 @@ class Extend(_NewPositions):
         scores in memory. old: with t slots in use; new: [N, g, 2, d]. K = p + t + S.
         `layer_bytes_per_row` counts this copy.
         """
-        (rows, groups, slots, size), first = (
-            old.keys.shape,
-            0 if prefix is None else prefix.shape[3],
-        )
-        stored = min(self.cache.length, slots)
+        rows, groups, slots, size = old.keys.shape
+        stored, first = min(self.cache.length, slots), 0 if prefix is None else prefix.shape[3]
         joined = new.new_zeros(rows, groups, 2, first + stored + self.most, size)
         own = joined[:, :, :, first:]
         if prefix is not None:
