@@ -155,9 +155,10 @@ def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
     milliseconds = 1000.0 * (time.perf_counter() - began)
     assert "this run has no ranks" not in first
     assert all("slowest" not in other for other in others)
-    # Means may be a step late.
+    # Means may be a step late, and on a busy machine the next ones may overtake them.
     lines = re.findall(r"step (\d+), teacher: slowest ranks, mean of 2 steps: (.*)", first)
-    assert [step for step, _ in lines][:2] == ["2", "4"]
+    told = [int(step) for step, _ in lines]
+    assert told and told == sorted(set(told)) and set(told) <= {2, 4, 6}
     slept = 1000.0 * SLOW_SECONDS * MICRO_BATCHES / 2
     for _, line in lines:
         found = re.search(r"forward teacher\.1 on \S+ ([\d.]+) ms", line)
@@ -166,9 +167,12 @@ def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
         assert "waiting" not in line
     slowest = read_status(output).slowest_teacher_ranks["teacher"]
     assert slowest == f"mean of 2 steps: {lines[-1][1]}"
-    timed = [one["teacher_timers"]["teacher"] for one in step_records(output)[1:]]
-    by_step = {one.pop("step"): one for one in timed}
-    assert len(by_step) >= STEPS - 2
+    timed = {one["step"]: one["teacher_timers"]["teacher"] for one in step_records(output)[1:]}
+    by_step = {}
+    for step, phases in timed.items():
+        by_step[phases.pop("step")] = phases
+        # The step before is done: the student has all answers of this one. One is done ahead.
+        assert step - 1 <= max(by_step) <= min(step + 1, STEPS)
     for phases in by_step.values():
         sender = phases.pop("sender")
         assert tuple(phases) == TEACHER_PHASES
