@@ -178,7 +178,9 @@ class Hang:
                 groups[one.place].append(rank)
         waits = "; ".join(f"{roles.names(ranks)} in {place}" for place, ranks in groups.items())
         waits = f". Waiting: {waits}" if waits else ""
-        late = f"{seconds:g} s without progress, and the longest step before took {longest:.2g} s"
+        before = f"the longest step before took {longest:.2g} s"
+        before = before if longest else "these are the first steps of this launch"
+        late = f"{seconds:g} s without progress, and {before}"
         stuck, causes = self.stuck, []
         for rank, one in list(stuck.items())[:_SHOWN]:
             name = f"{roles.name(rank)} on {one.host}{_at(one)}"
@@ -205,11 +207,8 @@ def hang_of(answers: Mapping[int, Answer]) -> Hang | None:
 def late_after(progress: Progress, *, patience_seconds: float) -> float | None:
     """Return the seconds without progress after which a step is late; None: no inquiry.
 
-    The first steps, which are not measured, may take any time. Where `runtime.timeout_seconds` ends
-    waits sooner or at the same time, they have the reason.
+    Where `runtime.timeout_seconds` ends waits sooner or at the same time, they have the reason.
     """
-    if not progress.longest_seconds:
-        return None
     limit = max(FLOOR_SECONDS, _FACTOR * progress.longest_seconds)
     return limit if limit + _INQUIRY_SECONDS <= _WAIT_SHARE * patience_seconds else None
 

@@ -47,7 +47,7 @@ _FREE_STEPS: Final = 2  # of a launch: they connect ranks and compile
 class Activity(Enum):
     """The kind of work that a main thread does."""
 
-    BETWEEN = "between two steps"  # it saves, validates, evaluates, logs: for any time
+    BETWEEN = "between two steps"  # it saves, evaluates, logs: for any time
     READS = "reads data"
     COMPUTES = "computes"
     WAITS = "waits for another role"
@@ -92,6 +92,13 @@ class Progress:
             self.begin(step)
         self.steps += 1
         self._seconds, self.activity, self.is_held_up = 0.0, Activity.BETWEEN, False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Passes outside of steps, which may hang as in one; after an error they do not end."""
+        self.change(Activity.COMPUTES)
+        yield
+        self.change(Activity.BETWEEN)
 
     def change(self, activity: Activity) -> None:
         """Note that a part of the step begins."""

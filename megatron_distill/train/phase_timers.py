@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -153,6 +153,10 @@ class PhaseTimers:
         self.enter(name)
         yield
         self.leave()
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Return a block of passes outside of steps, noted as such and not measured."""
+        return self._progress.passing()
 
     def of_teacher(self, signals: Signals) -> Signals:
         """Return the same signals; the time to compute those taken counts as the teacher's."""

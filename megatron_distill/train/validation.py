@@ -87,9 +87,10 @@ def validate(student: Student, held_out: HeldOut) -> tuple[dict[str, float], Sou
     with evaluating(student):
         for step in held_out.steps:
             batches = step.micro_batches
-            signals = teacher.signals(batches) if teacher else [None] * len(batches)
             objectives = [objective] * len(batches)
-            means = run_student(student, signals, objectives, step, forward_only=True)
+            with student.timers.passing():
+                signals = teacher.signals(batches) if teacher else [None] * len(batches)
+                means = run_student(student, signals, objectives, step, forward_only=True)
             batch_totals = LabelTotals.of([step], (), on_chunks)
             for key, mean in means.items():
                 # A source's entry, like the rest, is a share of the whole batch.

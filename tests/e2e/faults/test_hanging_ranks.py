@@ -17,7 +17,8 @@ from tests.e2e.runs import Inputs, step_records
 
 SECONDS_TO_THE_END = 60.0
 
-# Python imports this in every process. One rank hangs at one of its forward passes.
+# Python imports this in every process. One rank hangs at one of its forward passes, of steps or of
+# validations.
 FAULTY_RANK = """
 import os
 if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
@@ -28,7 +29,8 @@ if os.environ.get("RANK") == os.environ["FAULTY_RANK"]:
     def entering(self, phase):
         global forward
         enter(self, phase)
-        forward += self._runs and phase == "forward"
+        of_steps = os.environ["FAULT_STEPS"] == "yes"
+        forward += self._runs == of_steps and phase == "forward"
         if forward == int(os.environ["FAULT_UNIT"]):
             Path(os.environ["FAULT_FILE"]).write_text(f"{os.getpid()} {time.time()}")
             FAULT
@@ -41,13 +43,14 @@ if "RANK" in os.environ:
     lone_failure._WATCH_SECONDS, hang_watch._LOOK_SECONDS = 1.0, 0.2
     hang_watch.FLOOR_SECONDS, hang_watch._QUIET_SECONDS = 3.0, 2.0
 """
-# The rank, the unit of step 4 and the limits. A step has four units, of which two ranks without a
-# teacher beside them have two each.
+# The rank, its forward pass, the place of this and the limits. A step has four units, of which two
+# ranks without a teacher beside them have two each.
 HANGS = {
-    "a rank": (1, "rank 1", "", SHORT),
-    "a rank, with the usual limits": (1, "rank 1", "", ""),
-    "a teacher": (1, "teacher.0", ", unit 1", SHORT),
-    "a student": (0, "student.0", ", unit 0", SHORT),
+    "a rank, in the first step": (1, "rank 1", "1", "1", SHORT),
+    "a rank, with the usual limits": (1, "rank 1", "8", "4", ""),
+    "a rank, in a validation": (1, "rank 1", "validation", "3", SHORT),
+    "a teacher": (1, "teacher.0", "14", "4, unit 1", SHORT),
+    "a student": (0, "student.0", "14", "4, unit 0", SHORT),
 }
 
 
@@ -56,10 +59,13 @@ HANGS = {
 def test_a_main_thread_that_sleeps_ends_the_launch_with_its_place(
     inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    rank, name, unit, limits = HANGS[case]
-    own = ("teacher.ranks=1",) if unit else ()
+    rank, name, forward, place, limits = HANGS[case]
+    own = ("teacher.ranks=1",) if "unit" in place else ()
+    validates = forward == "validation"
+    own += ("validation.samples=16", "validation.interval=3") if validates else ()
     words = command("processes", inputs.folder / "dense.yaml", tmp_path / "run", *own)
-    variables = {"FAULTY_RANK": str(rank), "FAULT_UNIT": "14" if unit else "8"}
+    variables = {"FAULTY_RANK": str(rank), "FAULT_UNIT": "1" if validates else forward}
+    variables["FAULT_STEPS"] = "no" if validates else "yes"
     with started(tmp_path, words, "time.sleep(600)", hook=FAULTY_RANK + limits, **variables) as run:
         run.wait_for_the_fault()
         assert run.process.wait(timeout=240) == 1
@@ -68,8 +74,8 @@ def test_a_main_thread_that_sleeps_ends_the_launch_with_its_place(
     assert seconds < SECONDS_TO_THE_END, text
     (cause,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert text.rstrip().endswith(cause), text
-    place = rf"error: {name} on {socket.gethostname()} at step 4{unit} hangs in entering, "
-    assert re.match(rf"{place}sitecustomize\.py:\d+: \d+ s without progress, ", cause), text
+    where = rf"error: {name} on {socket.gethostname()} at step {place} hangs in entering, "
+    assert re.match(rf"{where}sitecustomize\.py:\d+: \d+ s without progress, ", cause), text
     assert f"Main thread of {name} (most recent call last):" in text
     assert "time.sleep(600)" in text  # the last of its calls
 
