@@ -70,17 +70,22 @@ def test_experts_over_several_ranks_have_the_planned_parameters(
 def test_every_hugging_face_family_has_the_planned_parameters(
     pool: Pool, layout: dict[str, Any], tmp_path: Path
 ) -> None:
+    for rank in pool.run(4, counted, hugging_face_shapes(tmp_path), layout):
+        for name, (built, planned) in rank.items():
+            assert built == planned, name
+
+
+def hugging_face_shapes(folder: Path) -> dict[str, dict[str, Any]]:
+    """The small models of all families."""
     import transformers
 
     from megatron_distill.models.hugging_face.description import describe
 
     shapes = {}
     for name, (kind, settings) in MODELS.items():
-        transformers.AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path / name)
-        shapes[name] = describe(tmp_path / name).architecture.as_dict()
-    for rank in pool.run(4, counted, shapes, layout):
-        for name, (built, planned) in rank.items():
-            assert built == planned, name
+        transformers.AutoConfig.for_model(kind, **settings).save_pretrained(folder / name)
+        shapes[name] = describe(folder / name).architecture.as_dict()
+    return shapes
 
 
 RANKS = 4
@@ -175,3 +180,13 @@ def test_every_kind_of_model_has_the_planned_states(
 def test_experts_over_several_ranks_have_the_planned_states(pool: Pool) -> None:
     shapes = {name: fields for name, fields in SHAPES.items() if "moe" in fields}
     check(pool.run(RANKS, counted_states, shapes, STATES_OF_EXPERTS, True), distributed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [False, True])
+def test_every_hugging_face_family_has_the_planned_states(
+    pool: Pool, distributed: bool, tmp_path: Path
+) -> None:
+    shapes = hugging_face_shapes(tmp_path)
+    check(pool.run(RANKS, counted_states, shapes, STATE_LAYOUTS[0], distributed),
+          distributed=distributed)  # fmt: skip

@@ -80,6 +80,28 @@ def test_a_run_is_evaluated_on_the_nodes(
     assert launch.nodes == ["n1", "n2"]
 
 
+def test_a_run_is_exported_on_a_node_and_continues_a_text_on_two(
+    cluster: Cluster, pool: Pool, dense: Path, tmp_path: Path
+) -> None:
+    output, exported = tmp_path / "run", tmp_path / "hf"
+    run(pool, 1, dense, output, "train.steps=1", *SAVING)
+    words = ("--command", "generate", str(output), "parallel.tensor=2", "--", "--prompt", "def f(",
+             "--tokens", "8", "--temperature", "0", "--text", str(tmp_path / "text"))  # fmt: skip
+    (writing,) = cluster.submit_by_command(words, logs=output / "launches_generate")
+    own = tmp_path / "conversion"
+    words = ("--command", "convert", "--folder", str(own), "--", "export", "--checkpoint",
+             str(output), "--hf", str(exported))  # fmt: skip
+    (converting,) = cluster.submit_by_command(words, logs=own / "launches", nodes=1, ranks=2)
+    assert writing.wait_for_end() == "COMPLETED 0:0", writing.log
+    assert converting.wait_for_end() == "COMPLETED 0:0", converting.log
+    assert outcomes(output, "launches_generate") == outcomes(own) == [Status.DONE]
+    alone = tmp_path / "alone"
+    ranks = ["--hf", str(exported), "--prompt", "def f(", "--tokens", "8", "--temperature", "0"]
+    script = ROOT / "launch" / "generate.py"
+    pool.run(1, call_script, script, [*ranks, "--text", str(alone)], timeout=SECONDS)
+    assert (tmp_path / "text").read_text() == alone.read_text()
+
+
 def test_rollouts_that_were_warned_go_on_to_the_same_texts_and_are_then_done(
     cluster: Cluster, pool: Pool, dense: Path, tmp_path: Path
 ) -> None:

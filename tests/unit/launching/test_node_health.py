@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import platform
+import resource
+import shutil
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -91,6 +94,31 @@ def test_a_node_that_does_not_share_the_folder_is_bad(
     assert "the run's folder must be shared" in found
     assert main(["--launch", str(tmp_path / "nowhere")]) == 1
     assert f"does not see {tmp_path}/nowhere: share it with all" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTILL_NODE_NAME", "n1")
+    (folder / "health").rmdir()
+    (folder / "health").write_text("a file where the folder would be")
+    assert main(["--launch", str(folder)]) == 1
+    assert f"n1: cannot write in {folder}: " in capsys.readouterr().err
+
+
+def test_a_node_with_few_open_files_or_a_full_temporary_folder_is_bad(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: (1024, 4095)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    assert problems(folder, monkeypatch) == [
+        "allows 4095 open files, fewer than 4096 (ulimit -H -n)"
+    ]
+    limits[resource.RLIMIT_NOFILE] = (1024, 4096)
+    assert problems(folder, monkeypatch) == []
+    usage = shutil.disk_usage(folder)._replace(free=99_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", {tempfile.gettempdir(): usage}.__getitem__)
+    assert problems(folder, monkeypatch) == [f"has 99 MB left in {tempfile.gettempdir()}"]
 
 
 def test_memory_errors_of_gpus_count_where_they_are_corrected_at_all() -> None:

@@ -15,9 +15,16 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from megatron_distill import log
 from megatron_distill.cli import main
 from megatron_distill.commands.submit_ssh import COMMAND, _hosts
+from megatron_distill.launching.node import NodePart
 from megatron_distill.launching.outcomes import _end_of, classified, report
 from megatron_distill.launching.ranks import _run
-from megatron_distill.launching.records import LOST_PEER, LOST_RENDEZVOUS, NodeOutcome, Status
+from megatron_distill.launching.records import (
+    LOST_PEER,
+    LOST_RENDEZVOUS,
+    LaunchRecord,
+    NodeOutcome,
+    Status,
+)
 from megatron_distill.launching.ssh import SSH, Hosts, _wait
 from tests.guards.source_tree import ROOT
 
@@ -97,6 +104,15 @@ def test_the_end_of_a_log_is_its_last_traceback_or_its_last_lines() -> None:
     assert _end_of(log) == f"{trace.format(2)}\nafter"
     assert _end_of("\n".join(map(str, range(40)))) == "\n".join(map(str, range(25, 40)))
     assert _end_of("") == ""
+
+
+def test_ranks_meet_by_an_id_of_their_launch(tmp_path: Path) -> None:
+    found = []
+    for job, restart in (("7", 0), ("7", 1), ("8", 0)):
+        launch = LaunchRecord(job, restart, job, [], ["n1"], ["127.0.0.1"], 0, 1.0)
+        words = NodePart(tmp_path, launch, 0, "127.0.0.1:1", ["x.py"])._command(1)
+        found += [word for word in words if word.startswith("--rdzv-id=")]
+    assert found == ["--rdzv-id=7-0", "--rdzv-id=7-1", "--rdzv-id=8-0"]
 
 
 def test_a_taken_port_of_the_rendezvous_is_named(tmp_path: Path) -> None:

@@ -212,6 +212,21 @@ def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_an
     assert not hosts.again
 
 
+def test_a_node_check_that_hangs_is_cut_off_and_the_host_is_tried_again(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = SHELL.format(folder=machines.folder)
+    hanging = 'case "$*" in *node_health*) exec sleep 600 ;; esac\n'
+    (machines.folder / "shell").write_text(hanging + shell)
+    hosts = machines.hosts("a", wanted=1)
+    log.configure(0)
+    began = time.monotonic()
+    assert supervise(hosts, machines.program, Policy(sys.executable, "s", health_seconds=1.0)) == 1
+    assert time.monotonic() - began < 60.0
+    assert "node a: has not answered within 1 s" in capsys.readouterr().err
+    assert bad_nodes(machines.launches.folder) == []
+
+
 @pytest.mark.slow
 def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
     machines: Machines,
