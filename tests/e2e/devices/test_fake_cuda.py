@@ -303,9 +303,7 @@ FURTHER: dict[str, tuple[str, int, int, Sequence[str], dict[str, int]]] = {
     "tokens TP2": ("aligned", 0, 2, (TENSOR,), {}),
     "means, second tensor rank": ("aligned", 1, 2, (MEANS_TERMS, TENSOR, SEQUENCE), {}),
     # Both tensor ranks of the teacher have all of it, and two replicas of the student take it.
-    "top-k of another layout": (
-        "dense", 1, 2, OF_TOP_K, {"own_layout.py:_of_last": STEPS * MICRO_BATCHES},
-    ),
+    "top-k of another layout": ("dense", 1, 2, OF_TOP_K, {}),
     # In each layer, for the sizes of their exchange.
     "experts of two ranks": (
         "moe", 1, 2, (*BF16, "parallel.expert=2", TWO_REPLICAS),
@@ -322,6 +320,13 @@ def test_tokenizers_layouts_and_experts_wait_for_these_and_no_more(
     seen = train(device, inputs, tmp_path, name, rank, world, *overrides)
     assert seen["waits"] == {**LOOP_WAITS, **waits}
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_a_sent_top_k_becomes_a_signal_without_a_wait(device: FakeDevice, place: str) -> None:
+    seen = seen_of(device, "sent_topk", 0, 1, place)
+    assert seen["places"] == ["cuda:0"]
+    assert seen["waits"] == seen["copies"] == seen["unpinned"] == {}
 
 
 @pytest.mark.parametrize("kept", [(), ("capture.chunk_tokens=16",)], ids=["whole", "chunks"])
