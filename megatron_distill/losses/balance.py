@@ -1,7 +1,8 @@
 """Loss balancing: measured raw losses to loss weights.
 
-Plain floats in and out: the step's measured losses, and the factors of its losses. The scheme is
-the ratio balancing of NVIDIA ModelOpt's `LogitsAndIntermediatesLossBalancer`; the formulas and our
+The step's measured losses in, the factors of its losses out. Both are floats, or fp64 scalars of a
+device, where the host then reads nothing. The bits on a CPU are the same. The scheme is the ratio
+balancing of NVIDIA ModelOpt's `LogitsAndIntermediatesLossBalancer`; the formulas and our
 differences are in docs/balancing.md.
 """
 
@@ -11,6 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_distill.ops.factors import Factor, is_zero
 
 __all__ = [
     "BalanceMode",
@@ -40,8 +46,8 @@ class LossWeights:
     """
 
     ce: float
-    terms: tuple[float, ...]
-    features: tuple[float, ...] = ()
+    terms: tuple[Factor, ...]
+    features: tuple[Factor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,24 @@ class RawLosses:
         features: of each pair of hidden states.
     """
 
-    ce: float
-    terms: tuple[float, ...]
-    features: tuple[float, ...] = ()
+    ce: Factor
+    terms: tuple[Factor, ...]
+    features: tuple[Factor, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[Factor, ...]:
+        """All of them, in order."""
+        return (self.ce, *self.terms, *self.features)
+
+    def replaced(self, sizes: Sequence[Factor]) -> RawLosses:
+        """Other sizes of the same losses, in the order of `sizes`."""
+        features = 1 + len(self.terms)
+        return RawLosses(sizes[0], tuple(sizes[1:features]), tuple(sizes[features:]))
 
     @property
     def is_finite(self) -> bool:
-        """Whether every size is finite."""
-        return all(map(math.isfinite, (self.ce, *self.terms, *self.features)))
+        """Whether every size is finite; of numbers of the host."""
+        return all(map(math.isfinite, self.sizes))
 
 
 @dataclass(frozen=True)
@@ -74,8 +90,17 @@ class BalanceScales:
         kd: s_k, from both together to the cross-entropy.
     """
 
-    feature: float = 1.0
-    kd: float = 1.0
+    feature: Factor = 1.0
+    kd: Factor = 1.0
+
+    def where(self, condition: Tensor) -> BalanceScales:
+        """The scales where a bool scalar of the device is true, else one."""
+        return BalanceScales(
+            *(
+                torch.where(condition, one, 1.0) if isinstance(one, Tensor) else one
+                for one in (self.feature, self.kd)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -94,16 +119,28 @@ class RatioBalance:
     clamp: float | None = None
 
     def scales(self, raw: RawLosses, weights: LossWeights) -> BalanceScales:
-        """The scales for a step of these sizes; both one if a size is not finite."""
-        if not raw.is_finite:
+        """The scales for a step of these sizes; both one if a size is not finite.
+
+        Sizes of the device give scales of the device. The weights are the host's.
+        """
+        of_device = [size for size in raw.sizes if isinstance(size, Tensor)]
+        if not of_device and not raw.is_finite:
             return BalanceScales()
         kd = weighted_sum(raw.terms, weights.terms)
         features = weighted_sum(raw.features, weights.features)
         feature_scale = self._ratio(kd, features)
         task = weights.ce * raw.ce
-        return BalanceScales(feature_scale, self._ratio(task, kd + feature_scale * features))
+        found = BalanceScales(feature_scale, self._ratio(task, kd + feature_scale * features))
+        return found.where(torch.stack(of_device).isfinite().all()) if of_device else found
 
-    def _ratio(self, wanted: float, found: float) -> float:
+    def _ratio(self, wanted: Factor, found: Factor) -> Factor:
+        if isinstance(wanted, Tensor) and isinstance(found, Tensor):
+            quotient = wanted / found.clamp(min=self.epsilon)
+            if self.clamp is not None:
+                quotient = quotient.clamp(1 / self.clamp, self.clamp)
+            return torch.where((wanted > 0.0) & (found > 0.0), quotient, 1.0)
+        if isinstance(wanted, Tensor) or isinstance(found, Tensor):
+            return 1.0  # the other one is the sum of no losses
         if wanted <= 0.0 or found <= 0.0:
             return 1.0
         ratio = wanted / max(found, self.epsilon)
@@ -113,22 +150,32 @@ class RatioBalance:
 
 
 def scaled_weights(weights: LossWeights, *, alpha: float, scales: BalanceScales) -> LossWeights:
-    """The weights of ``CE + alpha s_k (KD + s_f F)``, one for each raw loss."""
-    kd = alpha * scales.kd
+    """The weights of ``CE + alpha s_k (KD + s_f F)``, one for each raw loss.
+
+    A weight of zero is a number of the host, which lets a loss be left out.
+    """
+    kd = 0.0 if alpha == 0.0 else alpha * scales.kd
     return LossWeights(
         weights.ce,
-        tuple(kd * weight for weight in weights.terms),
-        tuple(kd * scales.feature * weight for weight in weights.features),
+        tuple(_product(kd, weight) for weight in weights.terms),
+        tuple(_product(kd * scales.feature, weight) for weight in weights.features),
     )
 
 
-def weighted_sum(raw: Sequence[float], weights: Sequence[float]) -> float:
+def _product(scale: Factor, weight: Factor) -> Factor:
+    return 0.0 if is_zero(weight) or is_zero(scale) else scale * weight
+
+
+def weighted_sum(raw: Sequence[Factor], weights: Sequence[Factor]) -> Factor:
     """``sum of weight * raw``.
 
     Raises:
         ValueError: the numbers of weights and losses differ.
     """
-    return sum((weight * loss for weight, loss in zip(weights, raw, strict=True)), 0.0)
+    found: Factor = 0.0
+    for weight, loss in zip(weights, raw, strict=True):
+        found = found + weight * loss
+    return found
 
 
 @dataclass(frozen=True)
@@ -147,8 +194,10 @@ class BalanceState:
 
     def updated(self, raw: RawLosses, *, measure: BalanceMode, decay: float) -> BalanceState:
         """The state after a step of these losses; unchanged if one is not finite."""
-        if not raw.is_finite:
-            return self
+        return self.advanced(raw, measure=measure, decay=decay) if raw.is_finite else self
+
+    def advanced(self, raw: RawLosses, *, measure: BalanceMode, decay: float) -> BalanceState:
+        """The state after a step of these losses, finite or not; those of a device stay there."""
         old = self.decayed
         if old is None:
             old = RawLosses(0.0, (0.0,) * len(raw.terms), (0.0,) * len(raw.features))
@@ -192,7 +241,7 @@ class BalanceState:
 
 
 def _mixed(old: RawLosses, new: RawLosses, decay: float) -> RawLosses:
-    def mix(left: float, right: float) -> float:
+    def mix(left: Factor, right: Factor) -> Factor:
         return decay * left + (1 - decay) * right
 
     return RawLosses(

@@ -28,6 +28,7 @@ from megatron_distill.ops.aligned.published_projection import (
 from megatron_distill.ops.aligned.sorted_distance import UldTerm
 from megatron_distill.ops.aligned.tile import AlignedTerm
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
+from megatron_distill.ops.factors import Factor
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.signals import IdTarget, Support, TopK
 
@@ -90,7 +91,7 @@ class ChunkTerm:
 
     alignment: Alignment
     divergence: str = "forward_kl"
-    weight: float = 1.0
+    weight: Factor = 1.0
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
     top_k: int | None = None
@@ -114,6 +115,8 @@ class ChunkTerm:
                 "forward_kl, reverse_kl or js_divergence"
             )
         for name, value in (("temperature", self.temperature), ("weight", self.weight)):
+            if isinstance(value, Tensor):
+                continue  # of the device, which is not read
             if not math.isfinite(value) or (name == "temperature" and value <= 0):
                 wanted = "positive and finite" if name == "temperature" else "finite"
                 raise ValueError(f"{name} of {self.alignment} is {value}; it must be {wanted}")

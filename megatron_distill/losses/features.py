@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_distill.ops.factors import Factor, scaled
 from megatron_distill.runtime.segments import KeyRanges
 
 __all__ = [
@@ -95,14 +96,16 @@ class AttentionLoss:
             ]
         ).sum()
 
-    def gradients(self, query: Tensor, key: Tensor, *, coefficient: float) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, query: Tensor, key: Tensor, *, coefficient: Factor
+    ) -> tuple[Tensor, Tensor]:
         """The gradients of ``coefficient`` times the loss for this rank's queries and keys."""
         of_query, of_key = torch.empty_like(query), torch.zeros_like(key, dtype=torch.float32)
         leaf = key.detach().float().requires_grad_()
         for rows, hidden in self._blocks(query, key):
             block = self._counted(query, rows).detach().requires_grad_()
             with torch.enable_grad():
-                value = coefficient * self._of_block(block, leaf, rows, hidden)
+                value = scaled(self._of_block(block, leaf, rows, hidden), coefficient)
             of_query[rows], added = torch.autograd.grad(value, [block, leaf])
             of_key += added
         return of_query, of_key.to(key.dtype)
@@ -238,7 +241,7 @@ class FeatureLoss:
         blocks = self._blocks(student_NH)
         return torch.stack([self._of_block(student_NH[rows], rows) for rows in blocks]).sum()
 
-    def gradient(self, student_NH: Tensor, *, coefficient: float) -> Tensor:
+    def gradient(self, student_NH: Tensor, *, coefficient: Factor) -> Tensor:
         """The gradient of ``coefficient`` times the loss ``[N, H]``, in the student's dtype.
 
         The projector's gradient is added to its parameters' ``grad``. Both gradients are computed
@@ -249,7 +252,7 @@ class FeatureLoss:
         for rows in self._blocks(student_NH):
             block = student_NH[rows].detach().requires_grad_()
             with torch.enable_grad():
-                value = coefficient * self._of_block(block, rows)
+                value = scaled(self._of_block(block, rows), coefficient)
             out_NH[rows], *others = torch.autograd.grad(value, [block, *parameters])
             for parameter, gradient in zip(parameters, others, strict=True):
                 assert parameter.grad is not None

@@ -13,6 +13,7 @@ from megatron_distill.errors import counted
 from megatron_distill.losses.checks import check_columns, check_per_token, check_rows, resolve_shard
 from megatron_distill.losses.terms import Term, check_distinct
 from megatron_distill.ops.divergences import WeightedDivergence
+from megatron_distill.ops.factors import Factor, scaled
 from megatron_distill.ops.fused_linear import (
     FusedLinear,
     Partition,
@@ -160,7 +161,7 @@ def _merged(terms: Sequence[Term]) -> tuple[WeightedDivergence, ...]:
     merged: dict[str, WeightedDivergence] = {}
     for own in (term.weighted for term in terms):
         met = merged.get(own.key)
-        more = 0.0 if met is None else met.coefficient
+        more: Factor = 0.0 if met is None else met.coefficient
         merged[own.key] = replace(own, coefficient=own.coefficient + more)
     return tuple(merged.values())
 
@@ -198,7 +199,7 @@ def _report(
     for term in (*between, *(term for term, _ in id_terms)):
         value = divergences[term.name] * term.temperature_factor
         by_name[term.name] = value
-        kd = kd + term.weight * value
+        kd = kd + scaled(value, term.weight)
     return by_name | {"kd": kd}
 
 

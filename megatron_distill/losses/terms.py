@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from torch import Tensor
+
 from megatron_distill.ops.divergences import Divergence, WeightedDivergence, divergence_named
+from megatron_distill.ops.factors import Factor
 from megatron_distill.signals import Support
 
 __all__ = ["Mixture", "TeacherScore", "Term", "TermTeachers", "check_distinct"]
@@ -96,14 +99,15 @@ class Term:
     ``renormalized``: both models over the ids alone. ``raw``: the sum over the ids. ``parameters``
     are those of the divergence. ``temperatures`` are the first and the last of a scheduled
     temperature; reports have one name throughout the run. ``teachers``, of several: those of this
-    term; None for the teacher of each sample, or the only one.
+    term; None for the teacher of each sample, or the only one. ``weight`` may be an fp64 scalar of
+    the device, which is not read.
 
     Raises:
         ValueError: an unknown divergence, parameter or support, or a number out of range.
     """
 
     divergence: str = "forward_kl"
-    weight: float = 1.0
+    weight: Factor = 1.0
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
     top_k: int | None = None
@@ -119,7 +123,7 @@ class Term:
                 f"temperature of {self.divergence} is {self.temperature}; "
                 "it must be positive and finite"
             )
-        if not math.isfinite(self.weight):
+        if not isinstance(self.weight, Tensor) and not math.isfinite(self.weight):
             raise ValueError(f"weight of {self.divergence} is {self.weight}; it must be finite")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k of {self.divergence} is {self.top_k}; it must be at least 1")

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_distill.ops.factors import Factor
 from megatron_distill.ops.kernels import KernelForm
 
 __all__ = [
@@ -92,7 +93,7 @@ class WeightedDivergence:
 
     divergence: Divergence
     temperature: float
-    coefficient: float
+    coefficient: Factor
 
     @property
     def key(self) -> str:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_distill.ops.chunk import Chunk
 from megatron_distill.ops.divergences import Model, WeightedDivergence
+from megatron_distill.ops.factors import scaled
 from megatron_distill.ops.normalizers import Normalizers
 from megatron_distill.ops.softmax_gradient import softmax_weights
 from megatron_distill.ops.statistics import LocalStatistics, StatisticsSpec
@@ -105,7 +106,7 @@ class _LogitDivergenceFunction(torch.autograd.Function):
         if not work.overwrites:
             ctx.save_for_backward(logits, work.teacher)
             ctx.state = state
-        return (value * work.term.coefficient).to(state.chunk.scratch.dtype)
+        return scaled(value, work.term.coefficient).to(state.chunk.scratch.dtype)
 
     @staticmethod
     @once_differentiable
@@ -220,7 +221,7 @@ class _State:
         """The gradient where only the ids have one."""
         (found,) = self.id_terms
         coefficient = self.work.term.coefficient / self.work.term.temperature
-        weight = (upstream * coefficient).unsqueeze(1)
+        weight = scaled(upstream, coefficient).unsqueeze(1)
         excess, columns = found.gradient.excess, found.gradient.columns
         added = torch.where(weight == 0, 0.0, weight * excess.to(weight.dtype))
         out.zero_()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_distill.ops.divergences import WeightedDivergence
+from megatron_distill.ops.factors import scaled
 from megatron_distill.ops.statistics import StatisticsSpec
 from megatron_distill.ops.topk_divergence import SolvedIdTerm
 from megatron_distill.ops.vocab import VocabShard
@@ -184,7 +185,7 @@ def softmax_weights(
             scatter.append((shard.local(labels).unsqueeze(1), -owned.unsqueeze(1)))
         for term in spec.terms:
             if term.temperature == temperature:
-                weight = (divergence_weights * (term.coefficient / temperature)).unsqueeze(1)
+                weight = scaled(divergence_weights, term.coefficient / temperature).unsqueeze(1)
                 used.append(weight)
                 if term.divergence.is_linear:
                     student = student + weight
@@ -194,7 +195,7 @@ def softmax_weights(
         for one in id_terms:
             if one.term.term.temperature == temperature:
                 coefficient, solved = one.term.term.coefficient, one.gradient
-                weight = (divergence_weights * (coefficient / temperature)).unsqueeze(1)
+                weight = scaled(divergence_weights, coefficient / temperature).unsqueeze(1)
                 used.append(weight)
                 reach = _unless_zero(weight, solved.slope.unsqueeze(1))
                 if solved.topk_mask is None:

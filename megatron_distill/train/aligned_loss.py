@@ -18,6 +18,7 @@ from megatron_distill.ops.aligned.executor import (
     WeightedTerm,
     aligned_linear,
 )
+from megatron_distill.ops.factors import scaled
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.signals import HiddenState, IdTarget, LogitSource, SignalsByTeacher
@@ -107,7 +108,7 @@ class AlignedLoss:
         kd = torch.zeros_like(report["ce"])
         for term in terms:
             report[term.name] = report[term.name] * term.temperature_factor
-            kd = kd + term.weight * report[term.name]
+            kd = kd + scaled(report[term.name], term.weight)
         return total, report | {"kd": kd}
 
     def _chunk_weights(self, rows: ChunkRows, term: ChunkTerm, step: StepBatches) -> Tensor:
@@ -187,7 +188,7 @@ class AlignedLoss:
             kind = int(term.is_of_pairs)
             share = 1.0 if term.teachers is not None else own[kind]
             trained[kind] = max(trained[kind], share)
-            loss += term.weight * part_of(values[term.name], share)
+            loss += float(term.weight) * part_of(values[term.name], share)
         found = {"chunks": _in_units(trained[0] * chunks)}
         if any(term.is_of_pairs for term in terms):
             found["pairs"] = _in_units(trained[1] * pairs)

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_distill.log import get_logger
 from megatron_distill.losses import (
@@ -22,11 +23,11 @@ from megatron_distill.losses import (
     scaled_weights,
     weighted_sum,
 )
+from megatron_distill.ops.factors import Factor
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.segments import copied
 from megatron_distill.signals import Signals
-from megatron_distill.train.features import FEATURES_LOSS
+from megatron_distill.train.features import FEATURES_LOSS, as_rows
 from megatron_distill.train.loss_sizes import (
     agreed,
     gradient_norms,
@@ -73,19 +74,72 @@ class Schedules:
 class BalancedStep:
     """The objectives and weights of a step, before it runs.
 
+    Measured losses, and the weights from them, are numbers of the device. The host reads them with
+    the step's losses: it is a `LateNumbers`.
+
     Attributes:
         objectives: one per micro-batch of this rank.
         own_weights: the scheduled weights of the losses, before alpha and scales.
-        states: before this step, and after it if it is applied. With `from_last_step` both are
-            equal, since `finish` adds this step's losses.
+        state: before this step.
         logged: weights, scales and temperatures, the same on every rank; empty if they never
             change.
+        measured: the losses that the state takes if the step is applied; None: it takes none, or
+            with `takes_own` those of the step itself.
     """
 
     objectives: tuple[TokenObjective, ...]
     own_weights: LossWeights
-    states: tuple[BalanceState, BalanceState]
-    logged: Mapping[str, float]
+    state: BalanceState
+    logged: Mapping[str, Factor]
+    groups: Groups
+    measured: RawLosses | None = None
+    takes_own: bool = False
+
+    def tensors(self, means: Mapping[str, Tensor]) -> list[Tensor]:
+        """See `LateNumbers`.
+
+        Collective: with `takes_own` that of `agreed`.
+        """
+        sizes = self._sizes
+        if self.takes_own:
+            own = torch.stack([means[name] for name in raw_names(self.objectives[0])])
+            sizes = agreed(own, groups=self.groups).unbind()
+        return [one for one in (*sizes, *self._factors) if isinstance(one, Tensor)]
+
+    def objective(self, numbers: Sequence[float]) -> TokenObjective:
+        """See `LateNumbers`."""
+        return self.read(numbers)[1]
+
+    def read(
+        self, numbers: Sequence[float]
+    ) -> tuple[RawLosses | None, TokenObjective, dict[str, float]]:
+        """Return the state's losses, the first objective, and what is logged; as host numbers."""
+        remaining, first, raw = iter(numbers), self.objectives[0], self.measured
+        if self.takes_own:
+            raw = raw_losses(first, [next(remaining) for _ in raw_names(first)])
+        elif raw is not None:
+            raw = raw.replaced(_on_host(self._sizes, remaining))
+        found = _on_host(self._factors, remaining)
+        logged, weights = found[: len(self.logged)], found[len(self.logged) :]
+        terms = len(first.terms)
+        at = LossWeights(first.ce_weight, tuple(weights[:terms]), tuple(weights[terms:]))
+        objective = first.at(at, [term.temperature for term in first.terms])
+        return raw, objective, dict(zip(self.logged, logged, strict=True))
+
+    @property
+    def _sizes(self) -> Sequence[Factor]:
+        return () if self.measured is None else self.measured.sizes
+
+    @property
+    def _factors(self) -> tuple[Factor, ...]:
+        first = self.objectives[0]
+        weights = (*(term.weight for term in first.terms), *first.feature_weights)
+        return (*self.logged.values(), *weights)
+
+
+def _on_host(factors: Sequence[Factor], numbers: Iterator[float]) -> list[float]:
+    """The factors with the next numbers in the place of those of the device."""
+    return [next(numbers) if isinstance(one, Tensor) else one for one in factors]
 
 
 @dataclass(frozen=True)
@@ -155,52 +209,49 @@ class Balancing:
         weights = self.schedules.weights_at(steps_done)
         alpha = self.schedules.alpha.at(steps_done)
         own = self.schedules.applied(objective, steps_done)
-        after = state
+        measured = None
         if self.per_micro_batch:
             raws = local_loss_values(student, signals, own, step)
             each = [self.ratios.scales(raw, weights) for raw in raws]
         else:
             scales = BalanceScales()
             if self.is_measured:
-                scales, after = self._measured(student, signals, own, step, weights, state)
+                scales, measured = self._measured(student, signals, own, step, weights, state)
             each = [scales] * len(signals)
         effective = [scaled_weights(weights, alpha=alpha, scales=scales) for scales in each]
         temperatures = [term.temperature for term in own.terms]
         objectives = tuple(own.at(one, temperatures) for one in effective)
-        if self.mode == "fixed" and alpha == 1.0:
-            return BalancedStep(objectives, weights, (state, after), {})
-        logged = [
-            self._logged(own, alpha, scales, one)
-            for scales, one in zip(each, effective, strict=True)
-        ]
-        means = _mean(logged, student.groups, step) if self.per_micro_batch else logged[0]
-        return BalancedStep(objectives, weights, (state, after), means)
+        logged: Mapping[str, Factor] = {}
+        if self.mode != "fixed" or alpha != 1.0:
+            logged = self._logged(own, alpha, each[0], effective[0])
+            if self.per_micro_batch:
+                pairs = zip(each, effective, strict=True)
+                every = [self._logged(own, alpha, scales, one) for scales, one in pairs]
+                logged = _mean(every, student.groups, step)
+        return BalancedStep(
+            objectives, weights, state, logged, student.groups, measured, self.from_last_step
+        )
 
     def finish(
-        self, balanced: BalancedStep, report: StepReport, *, groups: Groups, device: torch.device
-    ) -> tuple[BalanceState, StepReport]:
-        """Return the state and the report of a step; a step not applied leaves the state unchanged.
+        self, balanced: BalancedStep, report: StepReport
+    ) -> tuple[BalanceState, StepReport, dict[str, float]]:
+        """Return the state, the report and the logged weights of a step, all of the host.
 
-        `kd`, also per source, and the sum of the features are recomputed with the scheduled
-        weights, so that they are comparable from step to step.
-
-        Collective: with `from_last_step`, that of `agreed`.
+        A step not applied leaves the state unchanged. `kd`, also per source, and the sum of the
+        features are recomputed with the scheduled weights, so that they are comparable from step to
+        step.
         """
+        raw, objective, logged = balanced.read(report.late)
         if balanced.logged and "kd" in report.values:
             report = replace(
                 report,
-                values=_with_own_weights(balanced, report.values),
-                sources=_sources_with_own_weights(balanced, report.sources),
+                values=_with_own_weights(objective, balanced.own_weights, report.values),
+                sources=_sources_with_own_weights(objective, balanced.own_weights, report.sources),
             )
-        before, after = balanced.states
-        if not report.applied:
-            return before, report
-        if not self.from_last_step:
-            return after, report
-        values = [report.values[name] for name in raw_names(balanced.objectives[0])]
-        values = agreed(copied(torch.tensor(values), device), groups=groups)
-        raw = raw_losses(balanced.objectives[0], values)
-        return before.updated(raw, measure=self.mode, decay=self.decay), report
+        state = balanced.state
+        if report.applied and raw is not None:
+            state = state.updated(raw, measure=self.mode, decay=self.decay)
+        return state, report, logged
 
     def _measured(
         self,
@@ -210,24 +261,27 @@ class Balancing:
         step: StepBatches,
         weights: LossWeights,
         state: BalanceState,
-    ) -> tuple[BalanceScales, BalanceState]:
+    ) -> tuple[BalanceScales, RawLosses | None]:
+        """Return the scales, and the losses that the state takes, if they were measured for it."""
         known = self._known(state)
         if known is not None:
-            return self.ratios.scales(known, weights), state
+            return self.ratios.scales(known, weights), None
         measure = gradient_norms if self.mode == "gradient_norm" else loss_values
-        raw = measure(student, signals, own, step)
+        raw, taken = measure(student, signals, own, step), None
         if not self.from_last_step:
-            state = state.updated(raw, measure=self.mode, decay=self.decay)
-            raw = (state.mean(decay=self.decay) if raw.is_finite else None) or raw
+            # Of losses that are not finite no mean is: the scales are one.
+            taken = raw
+            after = state.advanced(raw, measure=self.mode, decay=self.decay)
+            raw = after.mean(decay=self.decay) or raw
         if self.mode == "gradient_norm":
             # The losses measured here already include these weights.
             weights = replace(weights, terms=(1.0,), features=(1.0,) * len(raw.features))
-        return self.ratios.scales(raw, weights), state
+        return self.ratios.scales(raw, weights), taken
 
     def _logged(
         self, own: TokenObjective, alpha: float, scales: BalanceScales, weights: LossWeights
-    ) -> dict[str, float]:
-        logged = {"alpha": alpha, "ce_weight": weights.ce}
+    ) -> dict[str, Factor]:
+        logged: dict[str, Factor] = {"alpha": alpha, "ce_weight": weights.ce}
         if self.is_measured:
             logged["kd_scale"] = scales.kd
             if weights.features:
@@ -244,25 +298,26 @@ class Balancing:
         return logged
 
 
-def _with_own_weights(balanced: BalancedStep, values: Mapping[str, float]) -> dict[str, float]:
-    objective, own = balanced.objectives[0], balanced.own_weights
+def _with_own_weights(
+    objective: TokenObjective, own: LossWeights, values: Mapping[str, float]
+) -> dict[str, float]:
     raw = raw_losses(objective, [values[name] for name in raw_names(objective)])
-    found = {**values, "kd": weighted_sum(raw.terms, own.terms)}
+    found = {**values, "kd": float(weighted_sum(raw.terms, own.terms))}
     if objective.features is not None:
-        found[FEATURES_LOSS] = weighted_sum(raw.features, own.features)
+        found[FEATURES_LOSS] = float(weighted_sum(raw.features, own.features))
     return found
 
 
-def _sources_with_own_weights(balanced: BalancedStep, sources: SourceFigures) -> SourceFigures:
-    names = [term.name for term in balanced.objectives[0].terms]
+def _sources_with_own_weights(
+    objective: TokenObjective, own: LossWeights, sources: SourceFigures
+) -> SourceFigures:
+    names = [term.name for term in objective.terms]
     kd = PUBLIC_NAMES["kd"]
     # Of a source's chunks none may be of one token on each side: it has no figure of such terms.
     return {
         source: {
             **figures,
-            kd: weighted_sum(
-                [figures.get(name, 0.0) for name in names], balanced.own_weights.terms
-            ),
+            kd: float(weighted_sum([figures.get(name, 0.0) for name in names], own.terms)),
         }
         if kd in figures
         else figures
@@ -271,17 +326,16 @@ def _sources_with_own_weights(balanced: BalancedStep, sources: SourceFigures) ->
 
 
 def _mean(
-    logged: Sequence[Mapping[str, float]], groups: Groups, step: StepBatches
-) -> dict[str, float]:
-    """The mean over the micro-batches of all data and context ranks."""
+    logged: Sequence[Mapping[str, Factor]], groups: Groups, step: StepBatches
+) -> dict[str, Factor]:
+    """The mean over the micro-batches of all data and context ranks, fp32 scalars."""
     names = list(logged[0])
     device = step.micro_batches[0].tokens_bs.device
-    rows = torch.tensor([[one[name] for name in names] for one in logged])
-    total = copied(rows, device).sum(0)
+    total = as_rows([[one[name] for name in names] for one in logged], device).sum(0)
     if groups.data_context.size() > 1:
         dist.all_reduce(total, group=groups.data_context)
     means = total / (len(logged) * groups.data_context.size())
-    return dict(zip(names, means.tolist(), strict=True))
+    return dict(zip(names, means.unbind(), strict=True))
 
 
 # Steps in a row at the clamp before a warning.

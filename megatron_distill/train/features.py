@@ -33,6 +33,7 @@ from megatron_distill.losses import (
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.models.layers import tap_layers
 from megatron_distill.models.taps import VisibleKeys
+from megatron_distill.ops.factors import Factor
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.collectives import sum_over
 from megatron_distill.runtime.groups import Groups
@@ -55,7 +56,7 @@ class _FeatureStep:
 
     signals: Signals
     weights_sb: Sequence[Tensor]  # per micro-batch, of all tokens of this context rank
-    pair_weights: Sequence[Sequence[float]]  # per micro-batch
+    pair_weights: Sequence[Sequence[Factor]]  # per micro-batch
     of_gradients: bool
     # Per micro-batch, of the same tokens: rows of the teacher's whole sequences. None: it has the
     # student's positions.
@@ -126,7 +127,7 @@ class FeatureLosses:
         self,
         signals: Signals,
         step: StepBatches,
-        pair_weights: Sequence[Sequence[float]],
+        pair_weights: Sequence[Sequence[Factor]],
         *,
         of_gradients: bool = False,
     ) -> None:
@@ -157,7 +158,7 @@ class FeatureLosses:
         """
         step = self._finished()
         shares_MP = self._shares(step)
-        weights_MP = copied(torch.tensor(step.pair_weights), self._device)
+        weights_MP = as_rows(step.pair_weights, self._device)
         weighted_MP = shares_MP if step.of_gradients else weights_MP * shares_MP
         sums = torch.cat([weighted_MP.sum().reshape(1), shares_MP.sum(0)])
         groups = self._groups
@@ -293,6 +294,22 @@ class FeatureLosses:
         )
 
 
+def as_rows(factors_MK: Sequence[Sequence[Factor]], device: torch.device) -> Tensor:
+    """Return factors as an fp32 tensor ``[M, K]``; those of the device stay there."""
+    if not any(isinstance(one, Tensor) for row in factors_MK for one in row):
+        return copied(torch.tensor(factors_MK), device)
+    every = [one for row in factors_MK for one in row]
+    found = torch.stack(
+        [
+            one
+            if isinstance(one, Tensor)
+            else torch.full((), one, dtype=torch.float64, device=device)
+            for one in every
+        ]
+    )
+    return found.float().view(len(factors_MK), -1)
+
+
 def _ends_of(batch: Batch) -> ChunkEnds | None:
     """Return the ends of a micro-batch's chunks; None if the teacher has the student's tokens."""
     rows = batch.planned
@@ -312,13 +329,13 @@ def _gathered(states_sbH: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _of_maps(
-    query: Tensor, key: Tensor, *, loss: Callable[[Tensor], AttentionLoss], coefficient: float
+    query: Tensor, key: Tensor, *, loss: Callable[[Tensor], AttentionLoss], coefficient: Factor
 ) -> tuple[Tensor, Tensor]:
     return loss(query).gradients(query, key, coefficient=coefficient)
 
 
 def _of_states(
-    hidden_sbH: Tensor, *, loss: Callable[[], FeatureLoss], coefficient: float
+    hidden_sbH: Tensor, *, loss: Callable[[], FeatureLoss], coefficient: Factor
 ) -> tuple[Tensor]:
     gradient_NH = loss().gradient(hidden_sbH.flatten(0, 1), coefficient=coefficient)
     return (gradient_NH.view_as(hidden_sbH),)

@@ -102,7 +102,6 @@ class LoopInputs:
     throughput: Throughput
     reports: PhaseReports
     profiler: StepProfiler
-    device: torch.device
     memory: PeakMemory
     evaluation: RunEvaluation | None = None
     logged_validation: Mapping[str, object] | None = None
@@ -357,11 +356,10 @@ def _distil(
         balanced.objectives,
         batches,
         clip_grad_norm=plan.clip_grad_norm,
+        late=balanced,
     )
-    state.balance, report = parts.balancing.finish(
-        balanced, report, groups=state.student.groups, device=parts.device
-    )
-    return report, balanced.logged
+    state.balance, report, weights = parts.balancing.finish(balanced, report)
+    return report, weights
 
 
 def _signals(parts: LoopInputs, batches: StepBatches) -> Signals:

@@ -1,4 +1,7 @@
-"""The raw losses of a step, or their gradient norms, measured in a separate pass before it."""
+"""The raw losses of a step, or their gradient norms, measured in a separate pass before it.
+
+The numbers stay on the device; the host does not wait for the pass.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses import ChunkTerm, RawLosses, Term
+from megatron_distill.ops.factors import Factor
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups, repeated_dropout
 from megatron_distill.signals import Signal, Signals
@@ -22,7 +26,7 @@ from megatron_distill.train.step import Student, run_student, student_reports
 def loss_values(
     student: Student, signals: Signals, objective: TokenObjective, step: StepBatches
 ) -> RawLosses:
-    """Return the mean of each raw loss over the trained tokens of the global batch.
+    """Return the mean of each raw loss over the trained tokens of the global batch, fp64 scalars.
 
     The student runs forward only, in training mode, with the dropout masks of the coming step.
 
@@ -34,7 +38,7 @@ def loss_values(
         means = run_student(student, signals, objectives, step, forward_only=True)
     names = raw_names(objective)
     values = agreed(torch.stack([means[name] for name in names]), groups=student.groups)
-    return raw_losses(objective, values)
+    return raw_losses(objective, values.unbind())
 
 
 def local_loss_values(
@@ -49,7 +53,7 @@ def local_loss_values(
     token is zero.
 
     Collective: those of `student_reports` without a backward pass, and one all-reduce in the
-    pipeline group, 4 bytes per micro-batch and loss. One host read.
+    pipeline group, 4 bytes per micro-batch and loss.
     """
     objective = replace(objective, source_names=())
     with torch.no_grad(), repeated_dropout():
@@ -69,7 +73,7 @@ def local_loss_values(
             for batch, share in zip(batches, shares.unbind(), strict=True)
         ]
     )
-    return [raw_losses(objective, row) for row in means.tolist()]
+    return [raw_losses(objective, row.unbind()) for row in means.double()]
 
 
 def batches_in(
@@ -122,7 +126,7 @@ def gradient_norms(
         )
     names = ["ce", "kd"] + ([] if objective.features is None else [FEATURES_LOSS])
     norms = torch.stack([squares[name] for name in names]).sqrt()
-    ce, kd, *features = agreed(norms, groups=student.groups)
+    ce, kd, *features = agreed(norms, groups=student.groups).unbind()
     return RawLosses(ce, (kd,), tuple(features))
 
 
@@ -137,24 +141,23 @@ def raw_names(objective: TokenObjective) -> tuple[str, ...]:
     return (*token_names(objective), *(pair.name for pair in pairs))
 
 
-def raw_losses(objective: TokenObjective, values: Sequence[float]) -> RawLosses:
+def raw_losses(objective: TokenObjective, values: Sequence[Factor]) -> RawLosses:
     """The values of `raw_names` as `RawLosses`."""
     assert len(values) == len(raw_names(objective))
     features = 1 + len(objective.terms)
     return RawLosses(values[0], tuple(values[1:features]), tuple(values[features:]))
 
 
-def agreed(values: Tensor, *, groups: Groups) -> list[float]:
-    """Return the values of the first rank as floats.
+def agreed(values: Tensor, *, groups: Groups) -> Tensor:
+    """Return the values of the first rank in fp64.
 
     Sums over data ranks may be rounded in a different order on each tensor rank. Factors in the
     gradient of a replicated parameter must be the same on all of them.
 
-    Collective: world, one broadcast of 4 bytes per value. One host read.
+    Collective: world, one broadcast of 4 bytes per value.
     """
     dist.broadcast(values, group=groups.world, group_src=0)
-    found: list[float] = values.tolist()
-    return found
+    return values.double()
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class _GradientSquares:
         return self.objective.features
 
     @property
-    def feature_weights(self) -> tuple[float, ...]:
+    def feature_weights(self) -> tuple[Factor, ...]:
         """The feature weights of the objective."""
         return self.objective.feature_weights
 

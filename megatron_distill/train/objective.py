@@ -20,6 +20,7 @@ from megatron_distill.losses import (
 )
 from megatron_distill.models.gpt import hidden_for_head
 from megatron_distill.ops import LogitRule, VocabShard
+from megatron_distill.ops.factors import Factor
 from megatron_distill.ops.fused_linear import Partition
 from megatron_distill.runtime.batch import Batch, LabelCounts, StepBatches
 from megatron_distill.runtime.groups import Groups
@@ -55,7 +56,7 @@ class MicroBatchObjective(Protocol):
         ...
 
     @property
-    def feature_weights(self) -> tuple[float, ...]:
+    def feature_weights(self) -> tuple[Factor, ...]:
         """The weight of each feature pair's mean loss."""
         ...
 
@@ -99,7 +100,7 @@ class TokenObjective:
     source_names: tuple[str, ...] = ()  # sources of a blend; each has entries in the report
     features: FeatureLosses | None = None
     # Weights of the feature pairs in the gradient; replaced in each step whose weights change.
-    feature_weights: tuple[float, ...] = ()
+    feature_weights: tuple[Factor, ...] = ()
     # The loss of terms between two tokenizers; None where the teacher has the student's.
     aligned: AlignedLoss | None = None
     # The loss with several teachers; None with one. With both, `aligned` adds the terms of one.
@@ -148,7 +149,7 @@ class TokenObjective:
         masses = shares[2:] if self.several is not None else ("topk_mass",)
         of_pairs = (*shares[1:2], *(masses if ranked is not None and ranked.is_of_pairs else ()))
         return OnChunks(
-            {term.name: term.weight for term in self.terms},
+            {term.name: float(term.weight) for term in self.terms},
             frozenset((*shares, *masses, *(term.name for term in terms))),
             frozenset((*of_pairs, *(term.name for term in terms if term.is_of_pairs))),
             frozenset(() if self.features is None else self.features.report_names),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -95,9 +95,28 @@ class Student:
         return MainGradientHead(self.chunks[-1], self.wrapped[-1])
 
 
+class LateNumbers(Protocol):
+    """Numbers of the device that the host reads with the losses of a step, after its update."""
+
+    def tensors(self, means: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Scalars in an order of its own, from the means of the step too, if it needs them.
+
+        Collective: as the implementation says.
+        """
+        ...
+
+    def objective(self, numbers: Sequence[float]) -> TokenObjective:
+        """The objective of the first micro-batch, whose weights are numbers of the host."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepReport:
-    """The global means of one step, on every rank; also per source if there are several."""
+    """The global means of one step, on every rank; also per source if there are several.
+
+    Attributes:
+        late: the values of `LateNumbers`.
+    """
 
     values: dict[str, float]
     grad_norm: float
@@ -105,6 +124,7 @@ class StepReport:
     applied: bool
     sources: SourceFigures
     teachers: TeacherFigures = field(default_factory=dict)  # where there are several
+    late: tuple[float, ...] = ()
 
 
 def _forward(
@@ -235,6 +255,7 @@ def train_step(
     step: StepBatches,
     *,
     clip_grad_norm: float,
+    late: LateNumbers | None = None,
 ) -> StepReport:
     """Take one optimizer step; each micro-batch has its own objective.
 
@@ -263,24 +284,28 @@ def train_step(
             norm = means[PROJECTOR_NORM]
             projectors.apply_gradients(schedule, norm=norm, skipped=update.skipped)
     # The host's only look at the device, when all work of the step has been launched.
-    figures = torch.cat([torch.stack(list(means.values())), update.squares]).tolist()
+    others = () if late is None else late.tensors(means)
+    parts = [torch.stack(list(means.values())), update.squares, *(one.reshape(1) for one in others)]
+    figures = torch.cat(parts).tolist()
     values = dict(zip(means, figures, strict=False))
-    grad_norm = gradient_norm(figures[len(means) :])
+    first = len(figures) - len(others)
+    grad_norm, numbers = gradient_norm(figures[len(means) : first]), tuple(figures[first:])
     # As `update.skipped`, from the same numbers.
     judged = (values["total"], values.get(PROJECTOR_NORM, 0.0), grad_norm)
     is_applied = all(map(math.isfinite, judged))
     if is_applied:
         # As in Megatron's loop, an update's rate is computed from the number of updates before.
         schedule.step(1)
-    teachers = objectives[0].take_teacher_figures(values, LabelTotals.of([step], ()).whole)
+    objective = objectives[0] if late is None else late.objective(numbers)
+    teachers = objective.take_teacher_figures(values, LabelTotals.of([step], ()).whole)
     sources = step_figures(
         values,
         step,
-        objectives[0].source_names,
-        terms=[term.name for term in objectives[0].terms],
-        on_chunks=objectives[0].on_chunks,
+        objective.source_names,
+        terms=[term.name for term in objective.terms],
+        on_chunks=objective.on_chunks,
     )
-    return StepReport(values, grad_norm, learning_rate, is_applied, sources, teachers)
+    return StepReport(values, grad_norm, learning_rate, is_applied, sources, teachers, numbers)
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,11 @@ def balanced(rank: int, world: int, case: Case) -> Found:
             student, signals, objective, step, steps_done=0, state=BalanceState()
         )
         means = run_student(student, signals, prepared.objectives, step)
-        mean = prepared.states[1].mean(decay=0.0)
+        raw, _, logged = prepared.read([float(one) for one in prepared.tensors(means)])
         return Found(
             report={name: float(value) for name, value in means.items()},
-            raw=None if mean is None else (mean.ce, *mean.terms),
-            logged=dict(prepared.logged),
+            raw=None if raw is None else raw.sizes,
+            logged=logged,
             gradients=_gradients(student.chunks, groups),
         )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_distill.store import (
     CaptureSettings,
@@ -74,6 +77,22 @@ def top_k_of(
         lse.astype(np.float32), entropy.astype(np.float32), label.astype(np.float32)
     )
     return entries, scalars
+
+
+def columns_of(records: Sequence[SampleRecord]) -> list[Tensor]:
+    """The tensors [S, b, ..] in which a top-k with these values is sent."""
+    integers, floats = [], []
+    for record in records:
+        entries, scalars = record.entries, record.scalars
+        assert isinstance(entries, TopKEntries)
+        assert scalars is not None
+        further = entries.temperatures
+        rows = [scalars.log_sum_exp_S, *(entries.log_sum_exp_TS if further else ())]
+        rows += [scalars.entropy_S, scalars.label_log_prob_S]
+        rows += [entries.log_tail_S, *(entries.log_tail_TS if further else ())]
+        floats.append(np.concatenate([np.stack(rows, 1), entries.log_probs_SK], 1))
+        integers.append(entries.ids_SK)
+    return [torch.from_numpy(np.stack(parts, 1)) for parts in (integers, floats)]
 
 
 def made_up(sample_id: int, wanted: CaptureSettings) -> SampleRecord:

@@ -217,7 +217,7 @@ def _backend(config: RunConfig, role: str, transfer: TransferConfig) -> Iterator
             f"{key} = 'nccl' needs GPUs, and runtime.device = 'cpu'; set it to auto, gloo or ipc",
         )
     elif transfer.backend == "nccl" and transfer.what == "top_k":
-        reason = f"with {role}.transfer.what = 'top_k', which the hosts read: it goes by gloo"
+        reason = f"with {role}.transfer.what = 'top_k', which goes through host memory by gloo"
         yield without_effect(key, "nccl", reason, instead="gloo")
 
 

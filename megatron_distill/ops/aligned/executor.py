@@ -26,6 +26,7 @@ from megatron_distill.ops.aligned.tile import (
     TileGradient,
     TileSide,
 )
+from megatron_distill.ops.factors import Factor, is_zero, scaled
 from megatron_distill.ops.fused_linear import (
     Partition,
     sum_tokens,
@@ -192,7 +193,7 @@ class WeightedTerm:
     """
 
     term: AlignedTerm
-    coefficient: float
+    coefficient: Factor
     weights: Tensor
 
 
@@ -296,7 +297,7 @@ class _TilePass:
                     gradient.write(tile.student.raw)
             if wanted:
                 self._gradients.add(band.student, band.raw)
-        coefficients = [one.coefficient for one in work.terms]
+        coefficients: list[Factor] = [one.coefficient for one in work.terms]
         if work.label_loss is not None:
             coefficients.insert(0, work.label_loss.coefficient)
         total = self._sums.new_zeros(())
@@ -328,8 +329,8 @@ class _TilePass:
             if one.term.key == work.ranked:
                 assert solved.mass is not None, "the ranked term has a top-k"
                 mass = _summed(weights, solved.mass, work.chunk_parts, chunks)
-            if gradient is not None and one.coefficient:
-                solved.add_gradient(weights * one.coefficient, gradient)
+            if gradient is not None and not is_zero(one.coefficient):
+                solved.add_gradient(scaled(weights, one.coefficient), gradient)
         if work.ranked is not None:
             sums.append(mass)
         return torch.stack(sums) if sums else self._sums

@@ -236,7 +236,7 @@ def build_balancing(config: ObjectiveConfig, objective: TokenObjective) -> Balan
             ce=_schedule(config.ce_weight, config.ce_weight_schedule),
             terms=tuple(_schedule(x.weight, x.weight_schedule) for x in terms),
             temperatures=tuple(_schedule(x.temperature, x.temperature_schedule) for x in terms),
-            features=tuple(map(ValueSchedule.unchanging, objective.feature_weights)),
+            features=tuple(ValueSchedule.unchanging(float(x)) for x in objective.feature_weights),
             alpha=_schedule(balance.alpha, balance.alpha_schedule),
         ),
         ratios=RatioBalance(balance.epsilon, balance.clamp),

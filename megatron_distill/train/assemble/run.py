@@ -154,7 +154,6 @@ def _build(config: RunConfig, opened: OpenRun, found: FolderAsFound) -> tuple[Lo
         throughput=opened.throughput(config.train),
         reports=PhaseReports.of(site.groups, device, site.device.bridge, **intervals),
         profiler=resources.enter_context(profiler),
-        device=device,
         memory=PeakMemory(device),
         evaluation=evaluation,
         logged_validation=logged,

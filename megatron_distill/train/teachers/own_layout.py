@@ -27,7 +27,6 @@ from megatron_distill.models.taps import VisibleKeys
 from megatron_distill.ops import VocabShard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.host_copy import HostCopy
 from megatron_distill.signals import OnDemand, Signal, WithFeatures
 from megatron_distill.train.model_source import ModelSource
 from megatron_distill.train.step import run_schedule
@@ -66,7 +65,7 @@ class OwnLayout:
     positions that it would have in a shared layout, so that the loss is the same.
 
     With `top_k` its last stage chooses ids of each token, and they move in place of hidden states.
-    The host waits for them, makes them a signal as of a store's records, and copies that back.
+    They become a signal as of a store's records.
 
     Attributes:
         head_weight: rows of the student's vocabulary shard; on the student's last stage only. None
@@ -441,7 +440,7 @@ class OwnLayout:
     def _of_last(self, number: int, batch: Batch, tensors: Sequence[Tensor]) -> Signal:
         """Return the signal of a micro-batch's hidden states or top-k on this rank."""
         if self.top_k is not None:
-            return self.top_k.signal_of(HostCopy.begin(*tensors).read(), batch)
+            return self.top_k.signal_of(tensors, batch)
         (hidden_sbh,) = tensors
         side = batch.teacher if self.has_own_tokens else batch
         assert side is not None, "samples have the teacher's tokens"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_distill.errors import StoreError
 from megatron_distill.losses import ChunkTerm, Term
@@ -27,6 +28,7 @@ __all__ = [
     "require_tokens_at",
     "signal_of_records",
     "signal_of_rows",
+    "signal_of_terms",
     "wanted_records",
     "wanted_rows",
 ]
@@ -65,8 +67,6 @@ def signal_of_rows(
     labels_bs: NDArray[np.int64] | None,
 ) -> Recorded:
     """As `signal_of_records`, at some rows of all records' positions; None: at all of them."""
-    known: dict[tuple[object, ...], IdSignal] = {}
-    by_term: list[IdSignal] = []
     entropy = label_log_prob = None
     scalars = [record.scalars for record in records]
     if settings.is_complete:
@@ -74,20 +74,52 @@ def signal_of_rows(
         label_log_prob = _joined(
             [one.label_log_prob_S for one in scalars if one is not None], rows_n
         )
+
+    def read(k: int | None, temperature: float, support: Support) -> IdSignal:
+        whole = settings.kind.signal(records, k=k, temperature=temperature, support=support)
+        if rows_n is not None:
+            index_n = torch.from_numpy(rows_n)
+            whole = whole.map(lambda values: values[index_n])
+        if vocab_size is not None and settings.vocab_size > vocab_size:
+            whole = whole.within(vocab_size)
+        return whole
+
+    return signal_of_terms(
+        terms,
+        settings,
+        read,
+        entropy=entropy,
+        label_log_prob=label_log_prob,
+        labels=None if labels_bs is None else torch.from_numpy(labels_bs),
+    )
+
+
+def signal_of_terms(
+    terms: Sequence[Term | ChunkTerm],
+    settings: CaptureSettings,
+    read: Callable[[int | None, float, Support], IdSignal],
+    *,
+    entropy: Tensor | None,
+    label_log_prob: Tensor | None,
+    labels: Tensor | None,
+) -> Recorded:
+    """Return the signal of a micro-batch for each term; terms that read alike share it.
+
+    read: of a number of ids (None: all), a temperature and a support. labels: for terms on the
+    labels alone, one for each of the N positions, on the device of the signals.
+    """
+    known: dict[tuple[int | None, float, Support], IdSignal] = {}
+    by_term: list[IdSignal] = []
     for term in terms:
         if is_of_labels(term):
             assert label_log_prob is not None, "the store was asked for it"
-            assert labels_bs is not None
-            by_term.append(_of_labels(labels_bs, label_log_prob))
+            assert labels is not None
+            by_term.append(_of_labels(labels, label_log_prob))
             continue
         # Common tokens are chosen from all stored ids.
-        k = term.top_k if isinstance(term, Term) else None
-        key = (k, *_reading(term, settings))
+        key = (term.top_k if isinstance(term, Term) else None, *_reading(term, settings))
         if key not in known:
-            read = _read_signal(records, term, k, settings, rows_n)
-            if vocab_size is not None and settings.vocab_size > vocab_size:
-                read = read.within(vocab_size)
-            known[key] = read
+            known[key] = read(*key)
         by_term.append(known[key])
     return Recorded(tuple(by_term), entropy, label_log_prob)
 
@@ -97,11 +129,10 @@ def is_of_labels(term: Term | ChunkTerm) -> bool:
     return isinstance(term, ChunkTerm) and term.alignment == "likelihood"
 
 
-def _of_labels(labels_bs: NDArray[np.int64], label_log_prob: torch.Tensor) -> TopK:
+def _of_labels(labels: Tensor, label_log_prob: Tensor) -> TopK:
     """The label of each token, and all further ids as the tail."""
-    labels = torch.from_numpy(labels_bs.reshape(-1, 1))
     log_tail = torch.expm1(label_log_prob.double().clamp(max=0.0)).neg().log()
-    return TopK(labels, label_log_prob.unsqueeze(1), log_tail.float())
+    return TopK(labels.reshape(-1, 1), label_log_prob.unsqueeze(1), log_tail.float())
 
 
 def needed_support(term: Term | ChunkTerm) -> Support:
@@ -126,23 +157,7 @@ def _reading(term: Term | ChunkTerm, settings: CaptureSettings) -> tuple[float, 
     return 1.0, "tail" if settings.is_complete else "renormalized"
 
 
-def _read_signal(
-    records: Sequence[SampleRecord],
-    term: Term | ChunkTerm,
-    k: int | None,
-    settings: CaptureSettings,
-    rows_n: NDArray[np.int64] | None,
-) -> IdSignal:
-    """The signal of the records for a term, on k ids, at some rows of their positions."""
-    temperature, support = _reading(term, settings)
-    whole = settings.kind.signal(records, k=k, temperature=temperature, support=support)
-    if rows_n is None:
-        return whole
-    index_n = torch.from_numpy(rows_n)
-    return whole.map(lambda values: values[index_n])
-
-
-def _joined(parts: Sequence[NDArray[np.float32]], rows_n: NDArray[np.int64] | None) -> torch.Tensor:
+def _joined(parts: Sequence[NDArray[np.float32]], rows_n: NDArray[np.int64] | None) -> Tensor:
     whole = np.concatenate(parts)
     return torch.from_numpy(whole if rows_n is None else whole[rows_n])
 

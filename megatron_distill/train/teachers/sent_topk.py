@@ -1,4 +1,4 @@
-"""A live teacher's top-k as an answer: computed where its head is, read as records of a store."""
+"""A live teacher's top-k as an answer: computed where its head is, read as a store's records."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.losses import ChunkTerm, Term
 from megatron_distill.models.gpt import hidden_for_head, vocab_shard
 from megatron_distill.runtime.batch import Batch
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.signals import HiddenState, Recorded, Signal
-from megatron_distill.store import CaptureSettings, PositionScalars, SampleRecord
+from megatron_distill.runtime.segments import copied
+from megatron_distill.signals import HiddenState, Recorded, Signal, Support, TopK
+from megatron_distill.store import CaptureSettings
 from megatron_distill.train.capture.positions import PositionCapture
 from megatron_distill.train.teachers.answers import Column
 from megatron_distill.train.teachers.live import HeadOwner
 from megatron_distill.train.teachers.record_signals import (
     is_of_labels,
     needed_support,
-    signal_of_records,
+    signal_of_terms,
 )
-from megatron_distill.train.teachers.stored import HostBatch, on_device
+from megatron_distill.train.teachers.stored import HostBatch
 
 __all__ = [
     "SentTopK",
@@ -34,8 +34,6 @@ __all__ = [
     "signal_of_columns",
     "top_k_columns",
 ]
-
-_SCALARS = 3  # log-sum-exp, entropy and label's log-probability, at temperature one
 
 
 def sent_settings(
@@ -78,7 +76,7 @@ class SentTopK:
 
     Attributes:
         settings: of its records.
-        signal_of: makes the columns of a micro-batch, in host memory, its signal.
+        signal_of: makes the columns of a micro-batch its signal.
         chunk_tokens: tokens whose logits exist at one time; None: the objective's default.
     """
 
@@ -135,47 +133,89 @@ def signal_of_columns(
     settings: CaptureSettings,
     device: torch.device,
 ) -> Recorded:
-    """Return the signal of a unit's answer for each term, as from a store's records.
+    """Return the signal of a unit's answer for each term, on the device; the host waits for none.
 
-    It is of this rank's positions, which are those of the answer. From a teacher with a tokenizer
-    of its own it is of its tokens of all context ranks, in the order of `ChunkRows`.
+    It has the bits of a store's records, in this rank's positions, which are those of the answer.
+    From a teacher with a tokenizer of its own it is of its tokens of all context ranks, in the
+    order of `ChunkRows`.
     """
-    integers, floats = (column.transpose(0, 1).contiguous().numpy() for column in columns)
     host = HostBatch.of(batch)
-    records = [
-        _record(number, integers[row], floats[row], settings)
-        for row, number in enumerate(host.sample_ids)
+    held = [
+        (one if one.device.type == device.type else copied(one, device)).transpose(0, 1)
+        for one in columns
     ]
+    index_s = host.sequence_index_s
     has_own_tokens = batch.on_host.teacher is not None
-    index_s = host.sequence_index_s if has_own_tokens else np.arange(integers.shape[1])
-    found = signal_of_records(records, terms, settings, index_s, labels_bs=host.labels_bs)
-    return on_device(found, device)
-
-
-def _record(
-    sample_id: int,
-    integers_SI: NDArray[np.int32],
-    floats_SF: NDArray[np.float32],
-    settings: CaptureSettings,
-) -> SampleRecord:
-    further, positions = len(settings.temperatures), len(integers_SI)
-    columns = np.ascontiguousarray(floats_SF[:, : _SCALARS + further].T)
-    sums, (entropy, label) = columns[: 1 + further], columns[1 + further :]
-    entries = settings.kind.of_columns(
-        integers_SI,
-        floats_SF[:, _SCALARS + further :],
+    if has_own_tokens and not np.array_equal(index_s, np.arange(held[0].shape[1])):
+        order_s = copied(torch.from_numpy(index_s), device)
+        held = [one.index_select(1, order_s) for one in held]
+    rows = _SentRows.of(held, settings)
+    labels = None
+    if any(map(is_of_labels, terms)):
+        labels = copied(torch.from_numpy(host.labels_bs), device)
+    return signal_of_terms(
+        terms,
         settings,
-        log_sum_exp_TS=sums[1:] if further else None,
+        rows.top_k,
+        entropy=rows.entropy,
+        label_log_prob=rows.label_log_prob,
+        labels=labels,
     )
-    return SampleRecord(
-        sample_id=sample_id,
-        # The header of the answer has been compared with the tokens.
-        tokens_S1=np.zeros(positions + 1, np.int32),
-        document_ids_S1=np.zeros(positions + 1, np.int32),
-        flags_S1=np.zeros(positions + 1, np.uint8),
-        entries=entries,
-        scalars=PositionScalars(sums[0], entropy, label),
-    )
+
+
+@dataclass(frozen=True)
+class _SentRows:
+    """The tensors of an answer by position [N], in (b, s) order.
+
+    The same operations as on a store's records (`TopKEntries`), for equal bits. Shapes are those of
+    the settings, so that the host reads nothing.
+
+    Attributes:
+        temperatures: one, and the further ones of the settings.
+        log_sum_exps, log_tails: [N] of each of them.
+        ids, log_probs: [N, K].
+    """
+
+    temperatures: tuple[float, ...]
+    log_sum_exps: tuple[Tensor, ...]
+    entropy: Tensor
+    label_log_prob: Tensor
+    log_tails: tuple[Tensor, ...]
+    ids: Tensor
+    log_probs: Tensor
+
+    @classmethod
+    def of(cls, columns_bs: Sequence[Tensor], settings: CaptureSettings) -> _SentRows:
+        """The rows of `CapturedPositions` [b, s, ..]."""
+        ids, floats = (one.flatten(0, 1) for one in columns_bs)
+        temperatures = (1.0, *settings.temperatures)
+        count = len(temperatures)
+        scalars, log_probs = floats.split([2 * count + 2, settings.k], 1)
+        rows = tuple(row.contiguous() for row in scalars.unbind(1))
+        entropy, label_log_prob = rows[count : count + 2]
+        return cls(
+            temperatures,
+            rows[:count],
+            entropy,
+            label_log_prob,
+            rows[count + 2 :],
+            ids.long(),
+            log_probs.contiguous(),
+        )
+
+    def top_k(self, k: int | None, temperature: float, support: Support) -> TopK:
+        """The first k ids with their tail at a temperature; k None: all of them."""
+        assert support == "tail", "an answer has tails"
+        place = self.temperatures.index(temperature)
+        log_probs = self.log_probs
+        if place > 0:
+            # In fp64, because both terms are far larger than their difference.
+            logits = log_probs.double() + self.log_sum_exps[0].unsqueeze(1)
+            log_probs = (logits / temperature - self.log_sum_exps[place].unsqueeze(1)).float()
+        whole = TopK(self.ids, log_probs, self.log_tails[place], temperature)
+        if k is None or k >= self.ids.shape[1]:
+            return whole
+        return whole.first(k).map(Tensor.contiguous)
 
 
 def serving_capture(

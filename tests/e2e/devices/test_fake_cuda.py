@@ -128,20 +128,17 @@ REPORT_WAITS = {"phase_report.py:_gather": STEPS + 1, "phase_report.py:_after_st
 
 PREVIOUS = "objective.balance.raw_losses=previous"
 ON_HOST = "teacher.offload_hidden=true"
-# Overrides, and what a step waits for besides.
-BALANCED: dict[str, tuple[Sequence[str], dict[str, int]]] = {
-    "magnitude": ((MAPS,), {"loss_sizes.py:agreed": STEPS}),
+BALANCED: dict[str, Sequence[str]] = {
+    "magnitude": (MAPS, TERMS),
     # The first step is measured as well as remembered.
-    "magnitude, previous": ((PREVIOUS,), {"loss_sizes.py:agreed": STEPS + 1}),
-    "gradient_norm": ((STATES, LINEAR), {"loss_sizes.py:agreed": STEPS}),
+    "magnitude, previous": (PREVIOUS,),
+    "magnitude, clamped mean": ("objective.balance.ema=0.7", "objective.balance.clamp=4"),
+    "gradient_norm": (STATES, LINEAR),
     # The student runs twice, and the teacher once, before it.
-    "magnitude, states on the host": ((ON_HOST,), {"loss_sizes.py:agreed": STEPS}),
-    "magnitude, maps on the host": ((MAPS, ON_HOST), {"loss_sizes.py:agreed": STEPS}),
-    "magnitude, per micro-batch": (
-        ("objective.balance.per_microbatch=true",),
-        {"loss_sizes.py:local_loss_values": STEPS, "balancing.py:_mean": STEPS},
-    ),
-    "schedule": (("objective.terms.0.temperature_schedule={to: 3.0, steps: 10}",), {}),
+    "magnitude, states on the host": (ON_HOST,),
+    "magnitude, maps on the host": (MAPS, ON_HOST),
+    "magnitude, per micro-batch": ("objective.balance.per_microbatch=true", STATES, LINEAR),
+    "schedule": ("objective.terms.0.temperature_schedule={to: 3.0, steps: 10}",),
 }
 
 
@@ -263,13 +260,12 @@ def test_fused_paths_wait_no_more(
 
 
 @pytest.mark.parametrize("case", BALANCED)
-def test_a_balanced_step_waits_for_its_ratios_too(
+def test_a_balanced_step_waits_no_more(
     device: FakeDevice, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:
-    overrides, waits = BALANCED[case]
     mode = f"objective.balance.mode={case.split(',')[0]}"
-    seen = train(device, inputs, tmp_path, "dense", 0, 1, mode, *overrides)
-    assert seen["waits"] == {**LOOP_WAITS, **waits}
+    seen = train(device, inputs, tmp_path, "dense", 0, 1, mode, *BALANCED[case])
+    assert seen["waits"] == LOOP_WAITS
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
     tensors = 3 if "maps" in case else 1  # queries and keys too
     assert seen["to_host"] == ("on the host" in case) * STEPS * MICRO_BATCHES * tensors
@@ -297,15 +293,14 @@ OF_TOP_K = (
 FURTHER: dict[str, tuple[str, int, int, Sequence[str], dict[str, int]]] = {
     # Terms of a teacher with a tokenizer of its own.
     "tokens": ("aligned", 0, 1, (), {}),
+    "tokens, balanced": ("aligned", 0, 1, ("objective.balance.mode=magnitude",), {}),
     "tokens, second stage": ("aligned", 1, 2, (PIPELINE,), {}),
     "tokens, second context rank": ("aligned", 1, 2, (CONTEXT,), {}),
     "means": ("aligned", 0, 1, (MEANS_TERMS,), {}),
     "tokens TP2": ("aligned", 0, 2, (TENSOR,), {}),
     "means, second tensor rank": ("aligned", 1, 2, (MEANS_TERMS, TENSOR, SEQUENCE), {}),
     # Both tensor ranks of the teacher have all of it, and two replicas of the student take it.
-    "top-k of another layout": (
-        "dense", 1, 2, OF_TOP_K, {"own_layout.py:_of_last": STEPS * MICRO_BATCHES},
-    ),
+    "top-k of another layout": ("dense", 1, 2, OF_TOP_K, {}),
     # In each layer, for the sizes of their exchange.
     "experts of two ranks": (
         "moe", 1, 2, (*BF16, "parallel.expert=2", TWO_REPLICAS),
@@ -322,6 +317,13 @@ def test_tokenizers_layouts_and_experts_wait_for_these_and_no_more(
     seen = train(device, inputs, tmp_path, name, rank, world, *overrides)
     assert seen["waits"] == {**LOOP_WAITS, **waits}
     assert seen["from_host"] == seen["refused"] == seen["copies"] == seen["unpinned"] == {}
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_a_sent_top_k_becomes_a_signal_without_a_wait(device: FakeDevice, place: str) -> None:
+    seen = seen_of(device, "sent_topk", 0, 1, place)
+    assert seen["places"] == ["cuda:0"]
+    assert seen["waits"] == seen["copies"] == seen["unpinned"] == {}
 
 
 @pytest.mark.parametrize("kept", [(), ("capture.chunk_tokens=16",)], ids=["whole", "chunks"])

@@ -14,7 +14,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from megatron_distill.runtime.batch import Batch
 from megatron_distill.store import SampleRecord, StoreReader
 from megatron_distill.store.records import trained_positions
 from tests.distributed.pool import Pool
@@ -32,6 +35,7 @@ from tests.e2e.runs import (
     step_records,
 )
 from tests.e2e.teachers.roles import run_apart, train_in_roles
+from tests.support.store_samples import columns_of
 
 SAVED = ("train.steps=200", "checkpoint.save=true", "checkpoint.interval=2")
 
@@ -126,20 +130,21 @@ SENT_RECORDS = (
 )
 
 
-def records_in_roles(
+def columns_in_roles(
     rank: int, world: int, config: Path, overrides: Sequence[str]
-) -> list[SampleRecord]:
-    """Run one training; returns every record that this rank has received."""
-    from megatron_distill.train.teachers import sent_topk
+) -> list[tuple[tuple[int, ...], list[Tensor]]]:
+    """Run one training; returns the columns of each top-k that this rank has received."""
+    from megatron_distill.train.assemble.answers import signals
 
-    found: list[SampleRecord] = []
-    usual = sent_topk.signal_of_records
+    found: list[tuple[tuple[int, ...], list[Tensor]]] = []
+    usual = signals.signal_of_columns
 
-    def noted(records: Sequence[SampleRecord], *given: Any, **named: Any) -> Any:
-        found.extend(records)
-        return usual(records, *given, **named)
+    def noted(columns: Sequence[Tensor], batch: Batch, *given: Any) -> Any:
+        numbers = tuple(batch.on_host.sample_ids_b.tolist())
+        found.append((numbers, [column.clone() for column in columns]))
+        return usual(columns, batch, *given)
 
-    with patch.object(sent_topk, "signal_of_records", noted):
+    with patch.object(signals, "signal_of_columns", noted):
         train_in_roles(rank, world, config, overrides, None)
     return found
 
@@ -166,33 +171,24 @@ def test_a_sent_top_k_is_a_capture_of_the_teacher_record_by_record(
     given += [f"teacher.ranks={teachers}", f"teacher.parallel={own}"]
     world = students + teachers
     config = inputs.folder / "dense.yaml"
-    of_rank = pool.run(world, records_in_roles, config, given, timeout=SECONDS)
-    assert [len(found) for found in of_rank] == [samples] * students + [0] * teachers
-    for sent in of_rank[:students]:
-        assert [record.sample_id for record in sent] == list(range(samples))
-        for ours, theirs in zip(sent, captured, strict=True):
-            assert_same_values(ours, theirs)
+    of_rank = pool.run(world, columns_in_roles, config, given, timeout=SECONDS)
+    for answers in of_rank[:students]:
+        assert [number for numbers, _ in answers for number in numbers] == list(range(samples))
+        for numbers, columns in answers:
+            assert_same_values(columns, [captured[number] for number in numbers])
+    assert of_rank[students:] == [[]] * teachers
 
 
-def assert_same_values(ours: SampleRecord, theirs: SampleRecord) -> None:
+def assert_same_values(ours: Sequence[Tensor], records: Sequence[SampleRecord]) -> None:
     """Compare every value of the trained positions, bit by bit."""
-    assert ours.scalars is not None
+    expected = columns_of(records)
+    trained_Sb = torch.from_numpy(np.stack([trained_positions(one) for one in records], 1))
     # The last token of a document has no label here, and has values in the store.
-    trained = trained_positions(theirs) & (ours.scalars.log_sum_exp_S != 0)
-    assert trained.mean() > 0.5
-    for part in ("entries", "scalars"):
-        values, expected = (vars(getattr(record, part)) for record in (ours, theirs))
-        assert values.keys() == expected.keys()
-        assert len(values) >= 3
-        for name, value in values.items():
-            if not isinstance(value, np.ndarray):
-                assert value == expected[name], name
-                continue
-            of_temperatures = name.endswith("_TS")
-            pair = (
-                x[:, trained] if of_temperatures else x[trained] for x in (value, expected[name])
-            )
-            np.testing.assert_array_equal(*pair, err_msg=f"{ours.sample_id} {name}")
+    trained_Sb &= ours[1][..., 0] != 0
+    assert trained_Sb.float().mean() > 0.5
+    for sent, stored in zip(ours, expected, strict=True):
+        assert sent.dtype == stored.dtype
+        assert torch.equal(sent[trained_Sb], stored[trained_Sb])
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_distill.losses import (
     RawLosses,
     scaled_weights,
 )
+from megatron_distill.ops.factors import Factor
 from tests.reference.balancing import balanced_total
 
 TERM_WEIGHTS = (0.3, 2.0)
@@ -173,3 +176,45 @@ def test_a_state_belongs_to_its_losses() -> None:
 def test_weights_and_losses_are_as_many() -> None:
     with pytest.raises(ValueError, match="zip"):
         RatioBalance().scales(RawLosses(1.0, (1.0, 2.0)), LossWeights(1.0, (1.0,)))
+
+
+def on_device(raw: RawLosses) -> RawLosses:
+    """The same losses as scalars of a device."""
+    return raw.replaced([torch.tensor(size, dtype=torch.float64) for size in raw.sizes])
+
+
+def numbers(factors: Sequence[Factor]) -> list[float]:
+    return [float(one) for one in factors]
+
+
+@pytest.mark.parametrize("clamp", [None, 4.0])
+def test_scalars_of_the_device_have_the_bits_of_the_host(clamp: float | None) -> None:
+    own, ratios = LossWeights(0.8, (0.3, 0.0), (0.1, 1.5)), RatioBalance(clamp=clamp)
+    state, rng = BalanceState(), random.Random(3)
+    sizes = [[rng.lognormvariate(0, 3) for _ in range(5)] for _ in range(40)]
+    sizes += [[one if place else wrong for place, one in enumerate(sizes[0])]
+              for wrong in (0.0, math.nan, math.inf)]  # fmt: skip
+    sizes += [[2.0, 0.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 1.0, 0.0], [2.0, 1e-300, 0.0, 1.0, 3.0]]
+    for ce, *others in sizes:
+        raw = RawLosses(ce, tuple(others[:2]), tuple(others[2:]))
+        after = state.updated(raw, measure="magnitude", decay=0.7)
+        mean = after.mean(decay=0.7) if raw.is_finite else raw
+        ahead = state.advanced(on_device(raw), measure="magnitude", decay=0.7).mean(decay=0.7)
+        expected, found = ratios.scales(mean, own), ratios.scales(ahead, own)
+        assert (found.feature, found.kd) == (expected.feature, expected.kd)
+        assert isinstance(found.kd, torch.Tensor)
+        weights, wanted = (
+            scaled_weights(own, alpha=0.6, scales=scales) for scales in (found, expected)
+        )
+        assert numbers(weights.terms) == numbers(wanted.terms)
+        assert numbers(weights.features) == numbers(wanted.features)
+        assert weights.terms[1] == 0.0
+        assert not isinstance(weights.terms[1], torch.Tensor)  # so that it is left out
+        state = after
+
+
+def test_losses_of_the_device_without_features_or_divergences_scale_nothing() -> None:
+    ratios = RatioBalance()
+    assert ratios.scales(on_device(RawLosses(2.0, (0.5,))), LossWeights(1.0, (1.0,))).feature == 1.0
+    alone = ratios.scales(on_device(RawLosses(2.0, (), (4.0,))), LossWeights(1.0, (), (1.0,)))
+    assert (alone.feature, float(alone.kd)) == (1.0, 0.5)

@@ -422,3 +422,25 @@ def test_defect_07_large_vocabularies_in_the_fused_objective(top_k: int | None) 
         teacher = problem.teacher_hidden.double() @ problem.teacher_weight.double().t()
         value = value_of(Term(top_k=top_k), student, teacher).mean()
         assert float(report["forward_kl_top3"]) == pytest.approx(float(value), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_the_device_have_the_bits_of_host_numbers(dtype: torch.dtype) -> None:
+    problem = Problem.random(vocab=203, seed=31, dtype=dtype)
+    terms = [
+        Term(weight=1 / 3),
+        Term("reverse_kl", weight=0.7, temperature=2.0, scale_by_temperature_squared=True),
+        Term("adaptive_kl", weight=1.1),
+        Term(weight=0.3, top_k=7, temperature=3.0),
+        Term("js_divergence", weight=1e-3, top_k=5, support="renormalized"),
+    ]
+    expected = run(problem, terms, ce_coefficient=0.9)
+    late = [replace(one, weight=torch.tensor(one.weight, dtype=torch.float64)) for one in terms]
+    found = run(problem, late, ce_coefficient=0.9)
+    assert found[0].dtype is expected[0].dtype
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert found[1][name].dtype is value.dtype
+        assert torch.equal(found[1][name], value), name
+    for ours, theirs in zip((found[0], *found[2:]), (expected[0], *expected[2:]), strict=True):
+        assert torch.equal(ours, theirs)

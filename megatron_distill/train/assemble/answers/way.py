@@ -91,7 +91,7 @@ def _places(
 ) -> dict[int, torch.device]:
     """Return the device of each tensor in the slots, by number.
 
-    Records of a top-k are read by the host, as those of a store.
+    A top-k stays in host memory until it is taken; see `signal_of_columns`.
     """
     is_record = transfer.what == "top_k"
     return {
