@@ -7,6 +7,7 @@ of the layer, on the layer's stage (`losses.features`). Rates as of `operations`
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.losses.gathered_layers import gathered_layers
@@ -52,11 +53,12 @@ def pair_work(run: PlannedRun, choice: Choice, loss: LayerLoss) -> PairWork:
 class FeatureTimes:
     """The times of the losses between layers, each kind of loss computed once.
 
-    rank: of the student, in the precision of the run.
+    rank: of the student. Projectors have the precision of the run, without fp8.
     """
 
     def __init__(self, run: PlannedRun, choice: Choice, rank: Rank) -> None:
-        self._run, self._choice, self._rank = run, choice, rank
+        self._run, self._choice = run, choice
+        self._rank = replace(rank, precision=run.precision)
         self._known: dict[tuple[LayerLoss, bool], Passes] = {}
 
     def passes(self, layers: range, *, stage: int, trains: bool = True) -> Passes:

@@ -16,8 +16,20 @@ from typing import Final
 
 from megatron_distill.planning.operations import Rank
 
-__all__ = ["Heads", "PairWork", "PassWork", "Product", "map_blocks", "map_work", "state_work"]
+__all__ = [
+    "TOUCHED",
+    "Heads",
+    "PairWork",
+    "PassWork",
+    "Product",
+    "map_blocks",
+    "map_work",
+    "state_work",
+]
 
+# Bytes that the operations of torch touch in the element-wise work of a layer, by which a CPU's
+# memory is measured, over those that a plan counts for it.
+TOUCHED: Final = 2.76
 _FP32: Final = 4
 # Numbers of a hidden state, and bytes of scores, of one block: `losses.features`.
 _BLOCK_NUMBERS: Final = 2**23
@@ -78,10 +90,12 @@ class PassWork:
         return sum(product.flops for product in self.products)
 
     def seconds(self, rank: Rank) -> float:
-        """Return the time on a rank; on a CPU with its calls."""
-        products = sum(product.seconds(rank) for product in self.products)
-        called = self.calls * rank.device.kernel_us * 1e-6 if rank.device.kind == "cpu" else 0.0
-        return products + rank.passes(self.byte_count, kernels=self.kernels) + called
+        """Return the time on a rank; on a CPU with its calls, and at the rate of its layers."""
+        seconds = sum(product.seconds(rank) for product in self.products)
+        elements = rank.passes(self.byte_count, kernels=self.kernels)
+        if rank.device.kind != "cpu":
+            return seconds + elements
+        return seconds + elements / TOUCHED + self.calls * rank.device.kernel_us * 1e-6
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from megatron_distill.config import (
     FeatureConfig,
     JobConfig,
     ModelConfig,
+    ObjectiveConfig,
     RunConfig,
     TermConfig,
     TokenizerConfig,
@@ -230,7 +231,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         mixed=max((len(term.teachers or ()) for term in config.objective.terms), default=0) or 1,
         sends_heads=any(entry.loss == "attention" for entry in config.objective.features),
         paired_layers=_paired_layers(config.objective.features, shapes),
-        projector=_projector(config, shapes),
+        projector=_projector(config.objective, shapes),
         shares_projector=config.objective.projector.shared,
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
@@ -329,10 +330,10 @@ def _paired_layers(
     )
 
 
-def _projector(config: RunConfig, shapes: Mapping[str, Architecture]) -> tuple[int, ...]:
+def _projector(objective: ObjectiveConfig, shapes: Mapping[str, Architecture]) -> tuple[int, ...]:
     """Return `PlannedRun.projector`, the sizes of `train.assemble.distillation`."""
-    wanted = config.objective.projector
-    is_asked = any(entry.loss != "attention" for entry in config.objective.features)
+    wanted = objective.projector
+    is_asked = any(entry.loss != "attention" for entry in objective.features)
     if not is_asked or "teacher" not in shapes:
         return ()
     student, teacher = shapes["student"].hidden_size, shapes["teacher"].hidden_size

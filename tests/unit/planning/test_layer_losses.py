@@ -21,7 +21,9 @@ from megatron_distill.losses.features import (
     ScoreRule,
     add_gradients,
 )
+from megatron_distill.planning.calibration import _ElementsOfLayer
 from megatron_distill.planning.losses.layer_work import (
+    TOUCHED,
     Heads,
     PairWork,
     PassWork,
@@ -101,8 +103,17 @@ def check_both(
     )
 
 
+def test_the_measured_layer_of_a_cpu_touches_more_than_a_plan_counts() -> None:
+    """The rate of a CPU's memory is over planned bytes, and those of these losses are touched."""
+    layer = _ElementsOfLayer(16, torch.float32, torch.device("cpu"))
+    layer()
+    with TouchedBytes() as touched:
+        layer()
+    assert touched.total / (3 * layer.moved) == pytest.approx(TOUCHED, rel=0.01)
+
+
 @pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("sizes", [(96,), (96, 96), (64, 96), (128, 96), (64, 160, 96)], ids=str)
+@pytest.mark.parametrize("sizes", [(96,), (128, 96), (64, 160, 96)], ids=str)
 @pytest.mark.parametrize("loss", ["mse", "cosine"])
 def test_a_loss_between_states_has_the_planned_work(
     loss: str, sizes: tuple[int, ...], width: int
@@ -124,8 +135,7 @@ def test_a_loss_between_states_has_the_planned_work(
     )
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("blocks", "width"), [(1, 2), (3, 4)])
 @pytest.mark.parametrize(
     ("student", "teacher", "context"),
     [
@@ -139,8 +149,8 @@ def test_a_loss_between_maps_has_the_planned_work(
     student: Heads,
     teacher: Heads,
     context: int,
-    width: int,
     blocks: int,
+    width: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the first context rank; in blocks of queries that end within a part of the sequence."""
