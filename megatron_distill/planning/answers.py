@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from megatron_distill.planning.losses.layer_messages import (
+    layer_bytes,
+    moved_layers,
+    needs_answer,
+)
 
 if TYPE_CHECKING:
     from megatron_distill.planning.device import DeviceProfile
     from megatron_distill.planning.run import Choice, PlannedRun
 
-__all__ = ["answer_seconds", "answering_unit", "waiting_without_a_step_ahead"]
+__all__ = [
+    "answer_seconds",
+    "answering_unit",
+    "exchange_seconds",
+    "waiting_without_a_step_ahead",
+]
 
 
-def answer_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
-    """Return the time of the message with the answer to a micro-batch."""
-    tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
-    return device.link(choice.devices).message(tokens * run.answer_bytes)
+def answer_seconds(
+    run: PlannedRun, choice: Choice, device: DeviceProfile, stage: int | None = None
+) -> float:
+    """Return the time of the message with the answer to a micro-batch.
+
+    stage: pipeline rank of the student that receives it, with the layers for its losses; None: the
+    last one, which has the losses between logits.
+    """
+    last = choice.layout.pipeline - 1
+    stage = last if stage is None else stage
+    received = layer_bytes(run, choice, stage)
+    if stage == last:
+        tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
+        received += tokens * run.answer_bytes
+    return device.link(choice.devices).message(received)
+
+
+def exchange_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
+    """Return the time in which a teacher on the student's ranks sends the answers of a step.
+
+    In the student's layout these are layers for losses on other stages; in a layout of its own all
+    answers, those of the stage that receives most.
+    """
+    if choice.place != "shared":
+        return 0.0
+    count = choice.micro_batches(run)
+    if choice.is_same_layout:
+        most = count * max(moved_layers(run, choice))
+        return device.link(choice.ranks).message(most) if most else 0.0
+    last = choice.layout.pipeline - 1
+    # Every tensor rank has a part of the hidden states, but all of the ids.
+    split = 1 if choice.sends_ids(run) else choice.layout.tensor
+    answers = run.tokens / choice.data / choice.layout.context * run.answer_bytes / split
+    layers = [count * layer_bytes(run, choice, stage) for stage in range(last + 1)]
+    return device.link(choice.ranks).message(max(*layers, answers + layers[last]))
 
 
 def answering_unit(run: PlannedRun, choice: Choice, micro_batch: int) -> int:
@@ -33,21 +76,23 @@ def waiting_without_a_step_ahead(
     device: DeviceProfile,
     *,
     teacher: tuple[float, float],
-    before: float,
+    stages: Sequence[float],
     period: float,
 ) -> float:
     """Return the seconds of a step in which the student waits, with `steps_ahead` of 0.
 
     Both sides begin a step together. The answer to micro-batch j arrives at A_j, and the student's
-    last stage takes one micro-batch in each period T, the first one at t. So it waits
-    max_j (A_j - j T) - t. That is exact for a student with one stage.
+    first stage that needs it takes one micro-batch in each period T, the first one at t. So it
+    waits max_j (A_j - j T) - t. That is exact for a student with one stage.
 
     teacher: seconds of the teacher's passes of a step, and of its pipeline before the first answer.
-    before: t. period: T.
+    stages: of a micro-batch's forward pass on each stage, virtual ones included. period: T.
     """
     passes, fill = teacher
     of_unit = passes / choice.teacher_micro_batches(run)
-    message = answer_seconds(run, choice, device)
+    first = next(stage for stage in range(len(stages)) if needs_answer(run, choice, stage))
+    before = sum(stages[:first])
+    message = answer_seconds(run, choice, device, first % choice.layout.pipeline)
     arrivals = [
         fill + of_unit * (answering_unit(run, choice, number) + 1) + message
         for number in range(choice.micro_batches(run))

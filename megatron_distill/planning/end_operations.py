@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
-from megatron_distill.planning.aligned import band_count
+from megatron_distill.planning.losses.aligned import band_count
 from megatron_distill.planning.operations import Passes, Rank
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from megatron_distill.models.pipeline_stages import ranks_of_layers
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
-from megatron_distill.planning.aligned import aligned_bytes
 from megatron_distill.planning.device import DeviceProfile
-from megatron_distill.planning.gathered_layers import gathered_layers
+from megatron_distill.planning.losses.aligned import aligned_bytes
+from megatron_distill.planning.losses.gathered_layers import gathered_layers
+from megatron_distill.planning.losses.layer_messages import layer_bytes, projector_numbers
 from megatron_distill.planning.parameters import RankNumbers, fullest_shard, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
@@ -105,6 +105,7 @@ def stage_need(
 ) -> MemoryNeed:
     """Return the need of one rank of the student's pipeline."""
     weights, gradients, optimizer = student_states(run, choice, numbers)
+    projectors = _FP32 * projector_numbers(run, choice)  # and as many gradients, and two moments
     if run.student_fp8:
         layers = sum(map(len, choice.chunk_layers(stage)))
         weights += _FP8_COPIES * min(numbers.total, layers * numbers.largest_layer)
@@ -143,9 +144,9 @@ def stage_need(
     buffers = peak - held.in_flight - chunk
     transient = peak + waiting
     return MemoryNeed(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
+        weights=weights + projectors,
+        gradients=gradients + projectors,
+        optimizer=optimizer + 2 * projectors,
         activations=held.in_flight,
         teacher=sum(weights_of)
         - sum(resting)
@@ -237,7 +238,7 @@ def _hidden_states(run: PlannedRun, choice: Choice, stage: int, *, in_step: bool
     per_token = run.teacher.hidden_size * run.width / (layout.tensor if layout.sequence else 1)
     if choice.sends_ids(run):
         per_token = run.answer_bytes
-    layers = _layer_answers(run, choice, stage, tokens=tokens)
+    layers = layer_bytes(run, choice, stage)
     if in_step and choice.is_same_layout:
         return tokens * run.teacher.hidden_size * run.width + layers
     count = choice.micro_batches(run)
@@ -250,28 +251,6 @@ def _hidden_states(run: PlannedRun, choice: Choice, stage: int, *, in_step: bool
         kept = count if choice.sends_ids(run) else min(2, count)
         return layers * min(4, count) + tokens * per_token * is_last * kept
     return (layers + tokens * per_token * is_last) * count
-
-
-def _layer_answers(run: PlannedRun, choice: Choice, stage: int, *, tokens: float) -> float:
-    """Return the bytes of a micro-batch's features from the teacher on a rank of a stage.
-
-    tokens: of a micro-batch on a context rank. Source: `train.assemble.answers.plan`.
-    """
-    layout, own, shape = choice.layout, choice.teacher_layout, run.teacher
-    assert own is not None
-    assert shape is not None
-    ranks = ranks_of_layers(choice.layers, layout.pipeline)
-    wanted = {
-        (layer, of_attention)
-        for ours, layer, of_attention in run.paired_layers
-        if ranks[ours - 1] == stage
-    }
-    parts = max(1, own.tensor // layout.tensor)
-    queries = parts * (shape.num_attention_heads // own.tensor) * shape.head_size
-    keys = parts * max(1, shape.num_kv_heads // own.tensor) * shape.head_size
-    maps = tokens * (queries + layout.context * keys)  # keys are of whole sequences
-    states = tokens * shape.hidden_size / (layout.tensor if layout.sequence else 1)
-    return run.width * sum(maps if of_attention else states for _, of_attention in wanted)
 
 
 def _teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:

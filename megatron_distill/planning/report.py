@@ -73,7 +73,7 @@ def plan_report(
     if run.several:
         lines += ["", *_wrapped(_several(run))]
     elif run.teacher is not None and best:
-        lines += ["", *_teacher(ranking, store, capture)]
+        lines += ["", *_teacher(run, ranking, store, capture)]
     if ranking.missing:
         lines += ["", "Popular layouts that are not above:", ""]
         lines += _reasons(ranking)
@@ -358,7 +358,9 @@ def _quoted(word: str) -> str:
     return f"'{word}'" if any(mark in word for mark in "{[ ") else word
 
 
-def _teacher(ranking: Ranking, store: Planned | None, capture: Capture | None) -> Iterator[str]:
+def _teacher(
+    run: PlannedRun, ranking: Ranking, store: Planned | None, capture: Capture | None
+) -> Iterator[str]:
     """Compare the places of the teacher and recommend one, with the reason."""
     rows = [("teacher", "best layout", "step (s)", "device-hours per 1,000 steps")]
     found = {
@@ -396,10 +398,10 @@ def _teacher(ranking: Ranking, store: Planned | None, capture: Capture | None) -
                 reason = "with ranks of its own a step takes as long"
         yield f"Recommended live: {_PLACES[place]}, because {reason}."
     if "store" in by_place and capture is not None:
-        yield from _wrapped(_break_even(capture, live, by_place["store"]))
+        yield from _wrapped(_break_even(run, capture, live, by_place["store"]))
 
 
-def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
+def _break_even(run: PlannedRun, capture: Capture, live: Planned | None, store: Planned) -> str:
     """Return the number of runs over the same tokens from which a store costs less."""
     text = f"A store: its capture takes {_seconds(capture.seconds_per_step)} s per step's tokens "
     text += f"({capture.name})"
@@ -409,10 +411,11 @@ def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
     if saved <= 0:
         return f"{text}, and a run with it is no faster: keep the teacher live."
     runs = max(1, ceil(capture.seconds_per_step / saved))
+    layers = " nor losses between layers" if run.paired_layers else ""
     return (
         f"{text}, and each run with it saves {_seconds(saved)} s per step: it pays from "
         f"{counted(runs, 'run')} on, or as many epochs over the same tokens. It serves terms on "
-        "top-k or sampled ids, not those on the whole vocabulary."
+        f"top-k or sampled ids, not those on the whole vocabulary{layers}."
     )
 
 

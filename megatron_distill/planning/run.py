@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Choice",
     "ChunkLoss",
+    "LayerPair",
     "Parts",
     "PlannedRun",
     "SharedTeacher",
@@ -43,6 +44,7 @@ class Parts:
 
 TeacherPlace = Literal["none", "shared", "own ranks", "store"]
 Alignment = Literal["likelihood", "common", "projection", "gold", "uld"]
+LayerLoss = Literal["mse", "cosine", "attention"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,20 @@ class ChunkLoss:
     uncommon_top_k: int = 256
 
 
+@dataclass(frozen=True)
+class LayerPair:
+    """A loss between a layer of the student and one of the teacher, numbered from 1."""
+
+    student: int
+    teacher: int
+    loss: LayerLoss = "mse"
+
+    @property
+    def is_of_attention(self) -> bool:
+        """Whether attention maps are compared, not hidden states."""
+        return self.loss == "attention"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """The parts of a configuration that decide memory and time, without a layout.
@@ -80,8 +96,9 @@ class PlannedRun:
         mixed: teachers of one term, at most.
         sends_heads: whether a teacher in another layout sends queries and keys by whole tensor
             ranks; one of both numbers of these must divide the other.
-        paired_layers: of losses between layers: the student's, the teacher's, and whether their
-            attention is compared.
+        paired_layers: of losses between layers.
+        projector: sizes of each pair's projector, from the student's hidden size to the teacher's;
+            empty: there is none. shares_projector: whether all pairs have one together.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
         losses: terms of the objective in words, by which measured runs are told apart.
         chunk_losses: between two tokenizers; empty: there is one.
@@ -108,7 +125,9 @@ class PlannedRun:
     several: tuple[SharedTeacher, ...] = ()
     mixed: int = 1
     sends_heads: bool = False
-    paired_layers: tuple[tuple[int, int, bool], ...] = ()
+    paired_layers: tuple[LayerPair, ...] = ()
+    projector: tuple[int, ...] = ()
+    shares_projector: bool = False
     teacher_length: int | None = None
     losses: tuple[str, ...] = ()
     chunk_losses: tuple[ChunkLoss, ...] = ()
@@ -251,6 +270,11 @@ class Choice:
         Of several, the samples decide whose heads run, and a run's balance counts none of them.
         """
         return run.teacher if self.keeps_head(run) and not run.several else None
+
+    def compared_layers(self, run: PlannedRun) -> tuple[LayerPair, ...]:
+        """Return the pairs of layers with a loss; a store has no layers of a teacher."""
+        is_known = run.teacher is not None and self.place != "store"
+        return run.paired_layers if is_known else ()
 
     def micro_batches(self, run: PlannedRun) -> int:
         """Return the micro-batches of one replica of the student in a step."""

@@ -14,8 +14,13 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatron_distill.errors import counted
-from megatron_distill.planning.answers import answer_seconds, answering_unit
+from megatron_distill.planning.answers import (
+    answer_seconds,
+    answering_unit,
+    exchange_seconds,
+)
 from megatron_distill.planning.device import DeviceProfile
+from megatron_distill.planning.losses.layer_messages import needs_answer
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.step_time import (
     StageTimes,
@@ -255,6 +260,9 @@ def _student_lane(
         if choice.place == "shared" and not within_passes:
             units = choice.teacher_micro_batches(run)
             tasks += _teacher_pass(choice, teacher, rank, units, step)
+            sent = exchange_seconds(run, choice, device)
+            if sent:
+                tasks.append(_exchange(choice, rank, units, step, sent))
         for kind, micro_batch, chunk in [*measured, *order]:
             of_kind = measuring if kind == "measure" else stages
             one = _pass(
@@ -263,9 +271,7 @@ def _student_lane(
             if kind == "forward" and within_passes:
                 within = Operation("teacher", step, micro_batch, 0)
                 tasks.append(TimedTask(within, teacher[0].forward))
-            elif (
-                kind != "backward" and choice.place == "own ranks" and _is_last(one, ranks, chunks)
-            ):
+            elif kind != "backward" and choice.place == "own ranks":
                 one = _answer(choice, run, device, one, len(teacher))
             tasks.append(one)
         tasks.append(TimedTask(Operation("update", step, 0, rank), update))
@@ -284,10 +290,6 @@ def _after_reading(lane: Sequence[TimedTask]) -> list[TimedTask]:
             task = TimedTask(task.operation, task.seconds, (*task.needs, read))
         tasks.append(task)
     return tasks
-
-
-def _is_last(task: TimedTask, ranks: int, chunks: int) -> bool:
-    return task.operation.stage == ranks * chunks - 1
 
 
 def _pass(stages: Sequence[StageTimes], rank: int, operation: Operation, chunks: int) -> TimedTask:
@@ -332,6 +334,16 @@ def _teacher_pass(
     return tasks
 
 
+def _exchange(choice: Choice, rank: int, units: int, step: int, seconds: float) -> TimedTask:
+    """Return the messages of a step's answers to a rank of the student's pipeline.
+
+    Layers of other stages have ended when the last stage has.
+    """
+    last = choice.layout.pipeline - 1 if choice.is_same_layout else rank
+    needed = Operation("teacher", step, units - 1, last)
+    return TimedTask(Operation("teacher", step, units, rank), seconds, ((needed, 0.0),))
+
+
 def _teacher_lane(
     run: PlannedRun, teacher: Sequence[StageTimes], rank: int, *, units: int, steps: int, last: int
 ) -> list[TimedTask]:
@@ -358,11 +370,16 @@ def _teacher_lane(
 def _answer(
     choice: Choice, run: PlannedRun, device: DeviceProfile, task: TimedTask, teachers: int
 ) -> TimedTask:
-    """Let a student's last stage wait for its teacher's answer to the micro-batch."""
+    """Let a student's stage wait for its part of the teacher's answer to the micro-batch.
+
+    The last stage has the losses between logits, each stage with a pair those between layers.
+    """
     operation = task.operation
+    if not needs_answer(run, choice, operation.stage):
+        return task
     unit = answering_unit(run, choice, operation.micro_batch)
     answer = Operation("teacher", operation.step, unit, -teachers)
-    delay = answer_seconds(run, choice, device)
+    delay = answer_seconds(run, choice, device, operation.stage % choice.layout.pipeline)
     return TimedTask(operation, task.seconds, (*task.needs, (answer, delay)))
 
 

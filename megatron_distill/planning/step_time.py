@@ -12,8 +12,7 @@ from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING, Final
 
-from megatron_distill.planning.aligned import aligned_passes, measuring_aligned_passes
-from megatron_distill.planning.answers import waiting_without_a_step_ahead
+from megatron_distill.planning.answers import exchange_seconds, waiting_without_a_step_ahead
 from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.end_operations import (
     embedding_passes,
@@ -23,15 +22,16 @@ from megatron_distill.planning.end_operations import (
     measuring_messages,
     measuring_passes,
 )
-from megatron_distill.planning.gathered_layers import gathered_layers
+from megatron_distill.planning.losses.aligned import aligned_passes, measuring_aligned_passes
+from megatron_distill.planning.losses.layer_passes import FeatureTimes
 from megatron_distill.planning.operations import (
     LayerTimes,
     Passes,
     Rank,
-    element_seconds,
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
+from megatron_distill.planning.updates import step_updates
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -48,9 +48,6 @@ __all__ = [
     "teacher_stages",
 ]
 
-# Parameters of a gradient bucket, in Megatron-Core.
-_BUCKET: Final = 40_000_000
-_BUCKET_PER_RANK: Final = 1_000_000
 # Seconds in which one core decodes a token of a store, and each of its ids with u8, the default: a
 # plan opens no store to see another codec. Fitted to `read` of benchmarks/results/store.md.
 _STORE_TOKEN: Final = 0.09e-6
@@ -61,6 +58,7 @@ _STORE_ID: Final = 5.1e-9
 class StepTime(Parts):
     """Seconds of a step by part; the sum is the step.
 
+    features: the losses between layers, in both passes of their layers, which do not count them.
     balance: the student's forward pass that measures the losses for their balance, with messages
     and bubble. tensor, context, expert, pipeline, data_parallel: messages that no work hides.
     waiting: for a teacher on its own ranks, or for a store. data: for batches that are read more
@@ -71,6 +69,7 @@ class StepTime(Parts):
     forward: float = 0.0
     backward: float = 0.0
     heads: float = 0.0
+    features: float = 0.0
     balance: float = 0.0
     tensor: float = 0.0
     pipeline: float = 0.0
@@ -88,16 +87,18 @@ class StageTimes:
     """One pipeline rank's times of one micro-batch, the heads on the last rank.
 
     chunks: its layers, one entry per virtual stage. message: of a hidden state to the next stage.
+    features: the part of the losses between layers in the chunks.
     """
 
     chunks: tuple[Passes, ...]
     heads: Passes
     message: float
+    features: Passes = Passes()
 
     @cached_property
     def layers(self) -> Passes:
         """All chunks together."""
-        return sum(self.chunks[1:], start=self.chunks[0])
+        return _sum_of(self.chunks)
 
     @property
     def forward(self) -> float:
@@ -117,11 +118,27 @@ class StageTimes:
     def times(self, factor: float) -> StageTimes:
         """Return the times of `factor` such micro-batches."""
         chunks = tuple(chunk.times(factor) for chunk in self.chunks)
-        return StageTimes(chunks, self.heads.times(factor), self.message * factor)
+        heads, features = self.heads.times(factor), self.features.times(factor)
+        return StageTimes(chunks, heads, self.message * factor, features)
 
     def __add__(self, other: StageTimes) -> StageTimes:
         chunks = tuple(a + b for a, b in zip(self.chunks, other.chunks, strict=True))
-        return StageTimes(chunks, self.heads + other.heads, self.message + other.message)
+        return StageTimes(
+            chunks,
+            self.heads + other.heads,
+            self.message + other.message,
+            self.features + other.features,
+        )
+
+
+def _sum_of(passes: Sequence[Passes]) -> Passes:
+    return sum(passes[1:], start=passes[0])
+
+
+def _in_order(stages: Sequence[StageTimes]) -> list[float]:
+    """Return the times of the forward passes in the order of the model, without the heads."""
+    chunks = range(len(stages[0].chunks))
+    return [stage.chunks[chunk].forward_seconds for chunk in chunks for stage in stages]
 
 
 def student_rank(run: PlannedRun, choice: Choice, device: DeviceProfile) -> Rank:
@@ -146,7 +163,7 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     factors = device.factor("forward", precision), device.factor("backward", precision)
     heads = heads.scaled(loss, loss)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-    times = LayerTimes(run.student, rank)
+    times, between = LayerTimes(run.student, rank), FeatureTimes(run, choice, rank)
     stages = []
     for stage in range(last + 1):
         chunks_of_stage = [
@@ -154,25 +171,16 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         ]
         if stage == 0:
             chunks_of_stage[0] += embedding_passes(run.student, rank)
-        chunks_of_stage[0] += _gathers(run, choice, device, stage)
-        passes = tuple(one.scaled(*factors) for one in chunks_of_stage)
-        stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
+        features = [between.passes(chunk, stage=stage) for chunk in choice.chunk_layers(stage)]
+        both = zip(chunks_of_stage, features, strict=True)
+        passes = tuple((one + more).scaled(*factors) for one, more in both)
+        own = heads if stage == last else Passes()
+        stages.append(StageTimes(passes, own, message, _sum_of(features).scaled(*factors)))
     if device.core_share == 1.0:
         return stages
     # Stages of a CPU that wait for the slowest lend it their cores.
     busy = mean(stage.total for stage in stages) / max(stage.total for stage in stages)
     return [stage.times(max(busy, device.core_share)) for stage in stages]
-
-
-def _gathers(
-    run: PlannedRun, choice: Choice, device: DeviceProfile, stage: int, *, trains: bool = True
-) -> Passes:
-    """Return the messages of a micro-batch with layers of a teacher of another tokenizer."""
-    tensor, context = gathered_layers(run, choice, stage).seconds(device)
-    once = tensor + context
-    if not trains:
-        return Passes(forward_messages=once, tensor=tensor, context=context)
-    return Passes(0.0, 0.0, once, once, 2 * tensor, 2 * context)
 
 
 def _heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
@@ -200,14 +208,14 @@ def measuring_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
     heads = _measuring_heads(run, choice, rank).scaled(device.factor("loss", run.precision), 1.0)
     factor = device.factor("forward", run.precision)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-    times = LayerTimes(run.student, rank)
+    times, between = LayerTimes(run.student, rank), FeatureTimes(run, choice, rank)
     stages = []
     for stage in range(last + 1):
         chunks_of_stage = [
             times.passes(chunk, recompute="none", trains=False)
+            + between.passes(chunk, stage=stage, trains=False)
             for chunk in choice.chunk_layers(stage)
         ]
-        chunks_of_stage[0] += _gathers(run, choice, device, stage, trains=False)
         passes = tuple(one.scaled(factor, 1.0) for one in chunks_of_stage)
         stages.append(StageTimes(passes, heads if stage == last else Passes(), message))
     return stages
@@ -331,7 +339,7 @@ def step_time(
     )
     messages = slow.layers + slow.heads
     teacher, teacher_bubble = teacher_seconds(run, choice, device)
-    updates = _updates(run, choice, device, numbers[busiest], slow)
+    updates = step_updates(run, choice, device, numbers[busiest], (slow.forward, slow.backward))
     balance = measuring_seconds(run, choice, device)
     own = balance + schedule + sum(vars(updates).values())
     waiting = 0.0
@@ -340,13 +348,12 @@ def step_time(
         if not run.steps_ahead:
             # Answers are kept where the student runs twice: then only its first pass waits.
             first = measuring_stages(run, choice, device)
-            chunks = [one.forward_seconds for each in first or stages for one in each.chunks]
             waiting = waiting_without_a_step_ahead(
                 run,
                 choice,
                 device,
                 teacher=(teacher, teacher_bubble),
-                before=sum(chunks[:-1]),
+                stages=_in_order(first or stages),
                 period=max(one.total for one in first or stages),
             )
         teacher = teacher_bubble = 0.0
@@ -354,9 +361,10 @@ def step_time(
         waiting = max(0.0, _store_seconds(run, choice) - own)
     time = StepTime(
         teacher=teacher,
-        forward=micro_batches * slow.layers.forward,
-        backward=micro_batches * slow.layers.backward,
+        forward=micro_batches * (slow.layers.forward - slow.features.forward),
+        backward=micro_batches * (slow.layers.backward - slow.features.backward),
         heads=micro_batches * (slow.heads.forward + slow.heads.backward),
+        features=micro_batches * (slow.features.forward + slow.features.backward),
         balance=balance,
         tensor=micro_batches * messages.tensor,
         pipeline=micro_batches * exchange + updates.edge,
@@ -391,7 +399,8 @@ def phase_seconds(
     stage, time = stages[0], step_time(run, choice, device, numbers)
     busiest = max(range(len(stages)), key=lambda one: stages[one].total)
     # Weights that no forward pass hides are gathered as the last part of the update.
-    updates = _updates(run, choice, device, numbers[busiest], stages[busiest])
+    slow = stages[busiest].forward, stages[busiest].backward
+    updates = step_updates(run, choice, device, numbers[busiest], slow)
     gather = 0.0 if run.overlaps_parameters else updates.gather
     forward, heads = stage.layers.forward_seconds, stage.heads.forward_seconds
     heads += stage.heads.backward_seconds
@@ -422,13 +431,8 @@ def teacher_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> t
         if one.shards_teacher
     )
     gathered = max(0.0, micro_batches * received - work)
-    if choice.place == "shared" and not choice.is_same_layout:
-        assert run.teacher is not None
-        sent = run.tokens / choice.data / choice.layout.context * run.answer_bytes
-        # Every tensor rank has a part of the hidden states, but all of the ids.
-        split = 1 if choice.sends_ids(run) else choice.layout.tensor
-        gathered += device.link(choice.ranks).message(sent / split)
-    return work + gathered, sum(times) - max(times)
+    sent = exchange_seconds(run, choice, device)
+    return work + gathered + sent, sum(times) - max(times)
 
 
 def _weights_received(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
@@ -441,56 +445,3 @@ def _weights_received(run: PlannedRun, choice: Choice, device: DeviceProfile) ->
     numbers = stage_numbers(teacher, layout, choice.teacher_layers)
     count = max(each.total for each in numbers) * run.width
     return device.link(share * layout.tensor).gathered(count, ranks=share)
-
-
-@dataclass(frozen=True)
-class _Updates:
-    """Seconds behind the backward pass: messages that nothing hides, and the optimizer.
-
-    edge: the message of weights that the first and the last stage have in common.
-    """
-
-    reduction: float
-    gather: float
-    optimizer: float
-    edge: float
-
-
-def _updates(
-    run: PlannedRun,
-    choice: Choice,
-    device: DeviceProfile,
-    numbers: RankNumbers,
-    stage: StageTimes,
-) -> _Updates:
-    """Return the time of gradients and weights between replicas, and of the optimizer."""
-    layout, replicas = choice.layout, choice.data * choice.layout.context
-    link = device.link(layout.tensor * replicas)
-    parameters = numbers.total
-    bucket = run.bucket_size or max(_BUCKET, _BUCKET_PER_RANK * replicas)
-    last = min(1.0, bucket / max(1, parameters))
-    gathered = 0.0
-    if run.is_distributed:
-        reduced = link.scattered(4.0 * parameters, ranks=replicas)
-        gathered = link.gathered(float(run.width) * parameters, ranks=replicas)
-    else:
-        reduced = link.summed(4.0 * parameters, ranks=replicas)
-    if run.overlaps_gradients:
-        reduced = max(reduced * last, reduced - stage.backward * (1 - last))
-    if run.overlaps_parameters:
-        gathered = max(gathered * last, gathered - stage.forward * (1 - last))
-    state = parameters / (replicas if run.is_distributed else 1)
-    # Gradient, fp32 weight, both moments; the latter three written too, and the run's weight.
-    touched = 4 + 3 * 8 + (run.width if run.precision != "fp32" else 0)
-    if device.update_ns:
-        optimizer = state * device.update_ns * 1e-9
-    else:
-        optimizer = element_seconds(device, state * (touched + 4) + 4.0 * parameters)
-    edge = 0.0
-    if layout.pipeline > 1 and run.student.tied_embeddings:
-        rows = run.student.padded_vocab_size(layout.tensor) // layout.tensor
-        edge = 2 * device.link(choice.ranks).message(4.0 * rows * run.student.hidden_size)
-    messages = device.factor("communication", run.precision)
-    update = device.factor("optimizer", run.precision)
-    gathered *= messages if run.overlaps_parameters else update
-    return _Updates(reduced * messages, gathered, optimizer * update, edge)

@@ -9,7 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from megatron_distill.planning.gathered_layers import gathered_layers
+from megatron_distill.planning.losses.layer_messages import (
+    layer_bytes,
+    moved_layers,
+    projector_bytes,
+    received_bytes,
+)
 from megatron_distill.planning.operations import Recomputed, layer_kinds
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
@@ -29,8 +34,8 @@ _STATISTICS: Final = 80
 class StepBytes(Parts):
     """Bytes that one rank receives in a step.
 
-    teacher: of its passes on shared ranks. answers: of a teacher in another layout, or on its own
-    ranks.
+    teacher: of its passes on shared ranks, and of its layers from other stages for losses between
+    layers. answers: of a teacher in another layout, or on its own ranks, these layers included.
     """
 
     teacher: float = 0.0
@@ -69,9 +74,7 @@ def stage_bytes(run: PlannedRun, choice: Choice, numbers: RankNumbers, stage: in
         # The gathered hidden state and its scattered gradient, and the statistics of the logits.
         edge = once.tensor * (2 if layout.sequence else 1)
         tensor += edge + _STATISTICS * tokens * (layout.tensor - 1)
-    of_tensor, of_context = gathered_layers(run, choice, stage).received(
-        measures=run.measures is not None
-    )
+    of_tensor, of_context = received_bytes(run, choice, stage)
     tensor, context = tensor + of_tensor, context + of_context
     return StepBytes(
         teacher=_of_teachers(run, choice, stage),
@@ -80,7 +83,7 @@ def stage_bytes(run: PlannedRun, choice: Choice, numbers: RankNumbers, stage: in
         pipeline=count * _messages(choice, stage) * _state(shape, layout, tokens, run.width),
         context=count * context,
         expert=count * expert,
-        data_parallel=_updates(run, choice, numbers),
+        data_parallel=_updates(run, choice, numbers) + projector_bytes(run, choice),
     )
 
 
@@ -165,18 +168,23 @@ def _of_teachers(run: PlannedRun, choice: Choice, stage: int) -> float:
             ranks = its.ranks // (layout.tensor * layout.pipeline)
             held = stage_numbers(teacher, layout, its.teacher_layers)[rank].total * one.width
             per_pass += held * (ranks - 1) / ranks
+        if its.is_same_layout:
+            per_pass += moved_layers(one, its)[stage]
         total += share * its.teacher_micro_batches(one) * per_pass
     return total
 
 
 def _answers(run: PlannedRun, choice: Choice, stage: int) -> float:
-    """Return the bytes of answers that a rank of the student's last stage receives."""
-    if not choice.sends_answers(run) or stage != choice.layout.pipeline - 1:
+    """Return the bytes of answers that a rank of one of the student's stages receives."""
+    if not choice.sends_answers(run):
         return 0.0
+    layers = choice.micro_batches(run) * layer_bytes(run, choice, stage)
+    if stage != choice.layout.pipeline - 1:
+        return layers
     length = run.teacher_length or run.sequence_length
     tokens = run.global_batch_size / choice.data * length / choice.layout.context
     split = choice.layout.tensor if choice.layout.sequence and run.sent_ids is None else 1
-    return tokens * run.answer_bytes / split
+    return tokens * run.answer_bytes / split + layers
 
 
 def _updates(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> float:

@@ -1,8 +1,9 @@
-"""The gathers of a teacher's layers, between two tokenizers: a step's own against the planner's."""
+"""Losses between layers in a step against the planner's: gathers, products, and sums of maps."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,9 @@ from tests.distributed.feature_worlds import (
 )
 from tests.distributed.megatron_world import small_architecture
 from tests.distributed.pool import Pool
+
+if TYPE_CHECKING:
+    from megatron_distill.planning.run import Choice, PlannedRun
 
 CASES = {
     "CP2, recompute": (2, Setting({"context": 2}, "full", 2, tokens="own")),
@@ -60,22 +64,23 @@ def measured(rank: int, world: int, setting: Setting) -> tuple[int, int]:
     return received, min(peaks)
 
 
-def planned(rank: int, world: int, setting: Setting) -> tuple[float, float]:
-    """The same by the planner."""
+def taught(world: int, setting: Setting) -> tuple[PlannedRun, Choice]:
+    """The planner's run and choice of a setting."""
     from megatron_distill.models.pipeline_stages import even_layers
-    from megatron_distill.planning.gathered_layers import gathered_layers
-    from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun
+    from megatron_distill.planning.run import Choice, ChunkLoss, LayerPair, PlannedRun
     from megatron_distill.runtime.layout import Layout
 
+    is_own, width = setting.tokens == "own", TEACHER["hidden_size"]
     run = PlannedRun(
         student=small_architecture(**STUDENT),
         teacher=small_architecture(**TEACHER),
         sequence_length=LENGTH,
-        teacher_length=setting.teacher_length,
+        teacher_length=setting.teacher_length if is_own else None,
         global_batch_size=ROWS,
         precision="fp32",
-        chunk_losses=(ChunkLoss("likelihood"),),
-        paired_layers=tuple((ours, theirs, False) for ours, theirs, *_ in PAIRS),
+        chunk_losses=(ChunkLoss("likelihood"),) if is_own else (),
+        paired_layers=tuple(LayerPair(*pair[:3]) for pair in setting.pairs),
+        projector=(32, 24, width) if setting.projector == "mlp" else (32, width),
     )
     layout = Layout(**setting.layout)
     choice = Choice(
@@ -87,8 +92,16 @@ def planned(rank: int, world: int, setting: Setting) -> tuple[float, float]:
         teacher_layout=layout,
         teacher_layers=even_layers(6, layout.stages),
     )
+    return run, choice
+
+
+def planned(rank: int, world: int, setting: Setting) -> tuple[float, float]:
+    """The same by the planner."""
+    from megatron_distill.planning.losses.gathered_layers import gathered_layers
+
+    run, choice = taught(world, setting)
     # Stages are of consecutive ranks.
-    found = gathered_layers(run, choice, rank * layout.pipeline // world)
+    found = gathered_layers(run, choice, rank * choice.layout.pipeline // world)
     received = sum(found.received(measures=False)) * choice.micro_batches(run)
     return received, found.peak
 
@@ -103,3 +116,84 @@ def test_gathered_layers_have_the_planned_bytes(pool: Pool, case: str) -> None:
         assert received == expected
         assert peak == most > 0, (peak, most)
         assert (received > 0) == (case != "TP2")
+
+
+# The same layers as the losses between states, and one more pair of the same two.
+WITH_MAPS = (*PAIRS, (2, 5, "attention", 0.5), (4, 2, "attention", 0.5), (4, 2, "mse", 0.1))
+WORKING = {
+    "CP2, recompute": (2, Setting({"context": 2}, "full", 2, pairs=WITH_MAPS)),
+    "TP2+sequence x PP2, mlp": (
+        4,
+        Setting({"tensor": 2, "sequence": True, "pipeline": 2}, pairs=WITH_MAPS, projector="mlp"),
+    ),
+    "TP2": (2, Setting({"tensor": 2}, pairs=WITH_MAPS)),
+}
+
+
+def worked(rank: int, world: int, setting: Setting) -> tuple[int, int, int, int]:
+    """FLOPs of a rank's losses forward and backward, bytes of summed maps, projectors' numbers."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron_distill.losses import features
+
+    found = [0, 0]
+    summed, whole = 0, features.dist.all_reduce
+
+    def counting(place: int, work: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                result = work(*arguments, **named)
+            found[place] += counter.get_total_flops()
+            return result
+
+        return counted
+
+    def reduced(maps: Any, group: Any) -> None:
+        nonlocal summed
+        summed += 2 * maps.nbytes * (group.size() - 1) // group.size()
+        whole(maps, group=group)
+
+    states, maps = features.FeatureLoss, features.AttentionLoss
+    with (
+        patch.object(states, "value", counting(0, states.value)),
+        patch.object(states, "gradient", counting(1, states.gradient)),
+        patch.object(maps, "value", counting(0, maps.value)),
+        patch.object(maps, "gradients", counting(1, maps.gradients)),
+        patch.object(features, "dist", SimpleNamespace(all_reduce=reduced)),
+    ):
+        result = take_step(rank, world, setting)
+    projectors = sum(tensor.numel() for tensor in result.projectors.values())
+    return *found, summed, projectors
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "TP2")) for name in WORKING]
+)
+def test_losses_between_layers_have_the_planned_work(pool: Pool, case: str) -> None:
+    from megatron_distill.planning.losses.layer_messages import projector_numbers, received_bytes
+    from megatron_distill.planning.losses.layer_passes import pair_work
+
+    world, setting = WORKING[case]
+    run, choice = taught(world, setting)
+    count, layout = choice.micro_batches(run), choice.layout
+    for rank, (*found, projectors) in enumerate(pool.run(world, worked, setting)):
+        stage = rank * layout.pipeline // world
+        (layers,) = choice.chunk_layers(stage)
+        works = [
+            pair_work(run, choice, pair.loss)
+            for pair in run.paired_layers
+            if pair.student - 1 in layers
+        ]
+        tensor, context = received_bytes(run, choice, stage)
+        expected = (
+            count * sum(one.value.flops for one in works),
+            count * sum(one.gradient.flops for one in works),
+            count * tensor,
+        )
+        assert context == 0.0
+        if layout.context > 1 and rank:
+            # The plan is of the first rank: it has the last keys.
+            assert all(0 < a <= b or a == b for a, b in zip(found, expected, strict=True))
+        else:
+            assert tuple(found) == pytest.approx(expected, rel=1e-9)
+        assert projectors == projector_numbers(run, choice) > 0

@@ -14,6 +14,7 @@ from megatron_distill.config import (
     FeatureConfig,
     JobConfig,
     ModelConfig,
+    ObjectiveConfig,
     RunConfig,
     TermConfig,
     TokenizerConfig,
@@ -33,7 +34,14 @@ from megatron_distill.models.flops import balanced_stages, forward_flops_per_tok
 from megatron_distill.models.hugging_face.description import describe_for_plan
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import reading_seconds
-from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun, SharedTeacher, TeacherPlace
+from megatron_distill.planning.run import (
+    Choice,
+    ChunkLoss,
+    LayerPair,
+    PlannedRun,
+    SharedTeacher,
+    TeacherPlace,
+)
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of, read_shape
@@ -223,6 +231,8 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         mixed=max((len(term.teachers or ()) for term in config.objective.terms), default=0) or 1,
         sends_heads=any(entry.loss == "attention" for entry in config.objective.features),
         paired_layers=_paired_layers(config.objective.features, shapes),
+        projector=_projector(config.objective, shapes),
+        shares_projector=config.objective.projector.shared,
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
         losses=tuple(sorted(map(_in_words, config.objective.terms))),
@@ -307,17 +317,30 @@ def _reading_seconds(config: RunConfig) -> float:
 
 def _paired_layers(
     features: tuple[FeatureConfig, ...], shapes: Mapping[str, Architecture]
-) -> tuple[tuple[int, int, bool], ...]:
+) -> tuple[LayerPair, ...]:
     """Return `PlannedRun.paired_layers`. Raises ConfigError: a model does not have such a layer."""
     if not features or "teacher" not in shapes:
         return ()
     layers = shapes["student"].num_layers, shapes["teacher"].num_layers
     check_features(features, *layers)
     return tuple(
-        (ours, theirs, entry.loss == "attention")
+        LayerPair(ours, theirs, entry.loss)
         for entry in features
         for ours, theirs in matched_layers(entry, *layers)
     )
+
+
+def _projector(objective: ObjectiveConfig, shapes: Mapping[str, Architecture]) -> tuple[int, ...]:
+    """Return `PlannedRun.projector`, the sizes of `train.assemble.distillation`."""
+    wanted = objective.projector
+    is_asked = any(entry.loss != "attention" for entry in objective.features)
+    if not is_asked or "teacher" not in shapes:
+        return ()
+    student, teacher = shapes["student"].hidden_size, shapes["teacher"].hidden_size
+    if student == teacher and not wanted.always:
+        return ()
+    within = (wanted.hidden_size or teacher,) if wanted.kind == "mlp" else ()
+    return (student, *within, teacher)
 
 
 def _forward_work(shape: Architecture) -> float:

@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks.cross_tokenizers.planned import LOSSES, planned_row
 from megatron_distill.models.flops import head_flops_per_token
-from megatron_distill.planning.aligned import aligned_bytes
 from megatron_distill.planning.device import DeviceProfile, load_device
+from megatron_distill.planning.losses.aligned import aligned_bytes
 from megatron_distill.planning.memory import memory_need
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.run import ChunkLoss, PlannedRun
+from megatron_distill.planning.run import ChunkLoss, LayerPair, PlannedRun
 from megatron_distill.planning.step_time import step_time
 from megatron_distill.planning.traffic import step_bytes
 from megatron_distill.runtime.layout import Layout
@@ -208,7 +208,7 @@ def test_gathered_layers_are_in_the_time_the_bytes_and_the_peak_of_a_plan() -> N
     choice = choice_of((2,), (2,), layout, ranks=4)
     numbers = stage_numbers(STUDENT, layout, (2,))
     plain = aligned(ChunkLoss("likelihood"), measures="losses")
-    paired = replace(plain, paired_layers=((1, 2, False), (2, 2, False)))
+    paired = replace(plain, paired_layers=(LayerPair(1, 2), LayerPair(2, 2)))
     part, whole = (LONGER * share * 512 * 2 for share in (0.5, 1.0))
     before, after = (step_bytes(run, choice) for run in (plain, paired))
     # Two pairs, forward, backward, and in the pass that measures.
@@ -227,7 +227,7 @@ def test_a_gathered_layer_may_be_the_peak_of_a_rank() -> None:
     layout = Layout(2, sequence=True, context=8)
     choice, numbers = choice_of((2,), (2,), layout), stage_numbers(STUDENT, layout, (2,))
     without = replace(aligned(ChunkLoss("likelihood")), teacher_length=2**19)
-    paired = replace(without, paired_layers=((1, 2, False),))
+    paired = replace(without, paired_layers=(LayerPair(1, 2),))
     before, after = (memory_need(run, choice, CPU, numbers) for run in (without, paired))
     gathered = 2**19 * 512 * 2 * (1 + 1 / 8)
     assert before.activations + before.loss_chunk + before.buffers < gathered

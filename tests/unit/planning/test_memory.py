@@ -11,7 +11,7 @@ from megatron_distill.planning.activations import activation_bytes, forward_byte
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import MemoryNeed, memory_need
 from megatron_distill.planning.parameters import fullest_shard, stage_numbers
-from megatron_distill.planning.run import Choice, PlannedRun, SharedTeacher
+from megatron_distill.planning.run import Choice, LayerPair, PlannedRun, SharedTeacher
 from megatron_distill.planning.schedule import interleaved_order
 from megatron_distill.planning.step_time import step_time, teacher_seconds
 from megatron_distill.runtime.groups import Layout
@@ -33,6 +33,22 @@ def test_the_forward_pass_of_a_wide_teacher_is_in_the_peak() -> None:
     assert without.transient < alive / 2
     assert need.transient == pytest.approx(1.05 * (alive + answers))
     assert need.activations == without.activations
+
+
+def test_every_rank_has_the_projectors_with_gradients_and_two_moments() -> None:
+    layout, pairs = Layout(2, 2), (LayerPair(1, 2), LayerPair(4, 8), LayerPair(4, 8, "cosine"))
+    run = run_of(SMALL, teacher=MATH, paired_layers=pairs, sequence_length=128)
+    choice = choice_of((2, 2), (4, 4), layout)
+    numbers = stage_numbers(SMALL, layout, (2, 2))
+    before, after = (
+        memory_need(replace(run, projector=sizes), choice, DEVICE, numbers)
+        for sizes in ((), (256, 1024))
+    )
+    count = 2 * (256 * 1024 + 1024) * 4
+    more = {name: after.parts[name] - before.parts[name] for name in after.parts}
+    assert {name: value for name, value in more.items() if value} == {
+        "weights": count, "gradients": count, "optimizer": 2 * count
+    }  # fmt: skip
 
 
 def test_tensor_ranks_divide_a_forward_pass_but_for_the_input_of_a_layer() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 
+from benchmarks.recipes import RECIPES
 from megatron_distill.config import load_config
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.search import planned
@@ -26,6 +27,11 @@ RUNS = {
     "teacher": ("quickstart_teacher.yaml", (), 2),
     "student alone": ("quickstart_student.yaml", ("teacher=null", "objective.terms=[]"), 4),
     "distilled student": ("quickstart_student.yaml", ("teacher.checkpoint=null", TEACHER), 4),
+    "with layers": (
+        "quickstart_student.yaml",
+        ("teacher.checkpoint=null", TEACHER, *RECIPES["logits and features"]),
+        4,
+    ),
 }
 # Of a recorded run: which it is, the record of a calibration, and the bound. The recipes name the
 # CPU of theirs. The quickstart names none, and has the day of the other. Runs of equal work differ
@@ -33,6 +39,7 @@ RUNS = {
 HELD = {
     ("recipes", "labels"): ("student alone", "teachers", 0.15),
     ("recipes", "logits"): ("distilled student", "teachers", 0.15),
+    ("recipes", "logits and features"): ("with layers", "teachers", 0.15),
     ("quickstart", "teacher"): ("teacher", "planning", 0.15),
     ("quickstart", "student alone"): ("student alone", "planning", 0.25),
     ("quickstart", "distilled student"): ("distilled student", "planning", 0.20),

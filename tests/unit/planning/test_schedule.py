@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from megatron_distill.planning.device import load_device
-from megatron_distill.planning.run import Choice
+from megatron_distill.planning.run import Choice, LayerPair
 from megatron_distill.planning.schedule import (
     Operation,
     TimedTask,
@@ -130,6 +130,53 @@ def test_a_teacher_ahead_on_its_own_ranks_hides_the_shorter_side(ahead: int, own
     one = planned(run, base.choice, EVEN)
     timeline = simulate(run, one.choice, EVEN, one.time)
     assert timeline.seconds == pytest.approx(one.time.total, rel=0.05)
+
+
+# Every layer has a loss, so that all stages are equal; the first with the teacher's last ones.
+EACH = tuple(LayerPair(layer, 81 - 5 * layer // 2) for layer in range(1, 33))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(8), Layout(8, 4), Layout(8, 4, 2, sequence=True)], ids=str
+)
+def test_equal_losses_between_layers_keep_the_walk_and_the_formula_together(
+    layout: Layout,
+) -> None:
+    """A stage waits for layers of the teacher's last stage, so that no passes overlap."""
+    link = EVEN.network.model_copy(update={"gb_per_s": 20.0})
+    device = EVEN.model_copy(update={"network": link, "node": link})
+    choice = replace(with_teacher(layout, 64).choice, recompute="none")
+    times = []
+    for pairs in ((), EACH):
+        run = run_of(teacher=TEACHER, paired_layers=pairs, projector=(4096, 8192))
+        one = planned(run, choice, device)
+        timeline = simulate(run, choice, device, one.time)
+        # Hidden states between stages are an approximation, and so is the teacher's bubble alone.
+        rel = 1e-6 if layout.pipeline == 1 else 0.02 if pairs else 0.05
+        assert timeline.seconds == pytest.approx(one.time.total, rel=rel)
+        times.append(one.time)
+    before, after = times
+    assert after.features > 0.1 * after.forward
+    moved = after.teacher - before.teacher
+    assert moved == 0.0 if layout.pipeline == 1 else moved > 0.005 * after.total
+
+
+@pytest.mark.parametrize("own", [Layout(8), Layout(8, 2)], ids=str)
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_a_stage_with_a_pair_waits_for_its_layer(own: Layout, pipeline: int) -> None:
+    """Without a step ahead the student's first stage waits, which waited for no answer before."""
+    base = with_teacher(
+        Layout(8, pipeline), 64, place="own ranks", teacher_layout=own, teacher_ranks=128
+    )
+    waits, walks = [], []
+    for pairs in ((), (LayerPair(1, 2),)):
+        run = run_of(teacher=TEACHER, paired_layers=pairs, steps_ahead=0, global_batch_size=16)
+        one = planned(run, base.choice, EVEN)
+        waits.append(one.time.waiting)
+        walks.append(simulate(run, one.choice, EVEN, one.time).seconds)
+    longer = waits[1] - waits[0]
+    assert walks[1] - walks[0] == pytest.approx(longer, rel=0.05, abs=1e-6)
+    assert (longer > 0.01 * walks[0]) == (pipeline > 1), waits
 
 
 @pytest.mark.parametrize("place", ["none", "shared", "own ranks"])

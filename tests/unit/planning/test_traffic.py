@@ -4,13 +4,15 @@ against counts by hand."""
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.models.architecture import MixtureOfExperts
+from megatron_distill.planning.losses.layer_messages import moved_layers
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.run import Choice
+from megatron_distill.planning.run import Choice, LayerPair
 from megatron_distill.planning.traffic import StepBytes, stage_bytes, step_bytes
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.runtime.roles import Role, Roles
@@ -22,7 +24,18 @@ from tests.unit.planning.shapes import llama, run_of
 SENT = ("teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 4}]")
 
 
-@pytest.mark.parametrize("what", [(), SENT], ids=["hidden states", "top-k"])
+# Two losses of one layer of the teacher, maps, and on one layer of the student states beside maps.
+FEATURES = (
+    "objective.features=[{student: 1, teacher: 2}, {student: 2, teacher: 2, loss: cosine}, "
+    "{student: 2, teacher: 1, loss: attention}, {match: last, loss: attention}]",
+)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [(), SENT, FEATURES, (*SENT, *FEATURES)],
+    ids=["hidden states", "top-k", "with layers", "top-k and layers"],
+)
 @pytest.mark.parametrize(
     ("students", "teachers", "changes"),
     [
@@ -53,11 +66,71 @@ def test_answers_have_the_bytes_of_the_routes(
         config, role, roles, shapes["teacher"], shapes["student"], torch.bfloat16,
         sent_records(config, "teacher"),
     )  # fmt: skip
-    last = choice.layout.pipeline - 1
-    rank = plan.student.rank(stage=last)
-    received = sum(count for (_, to), count in plan.step_bytes().items() if to == rank)
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
-    assert stage_bytes(run, choice, numbers[last], last).answers == received > 0
+    for stage in range(choice.layout.pipeline):
+        rank = plan.student.rank(stage=stage)
+        received = sum(count for (_, to), count in plan.step_bytes().items() if to == rank)
+        assert stage_bytes(run, choice, numbers[stage], stage).answers == received
+        has_loss = stage == choice.layout.pipeline - 1 or what[-1:] == FEATURES
+        assert (received > 0) == has_loss
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2, sequence=True), Layout(2, 4, context=2)], ids=str)
+def test_layers_from_other_stages_have_the_bytes_of_the_routes(layout: Layout) -> None:
+    from megatron_distill.losses import FeaturePair
+    from megatron_distill.models.pipeline_stages import ranks_of_layers
+    from megatron_distill.train.teachers.attention_heads import sizes_per_position
+    from megatron_distill.train.teachers.live import routes
+
+    teacher = llama(8, 512, 1024, 8, 4, vocab_size=1024)
+    pairs = [(1, 1, "mse"), (1, 8, "cosine"), (2, 8, "mse"), (4, 2, "attention"), (3, 5, "mse")]
+    run = replace(RUN, teacher=teacher, paired_layers=tuple(LayerPair(*one) for one in pairs))
+    of_teacher = (8 // layout.pipeline,) * layout.pipeline
+    choice = choice_of(
+        layout, layout.model_ranks, place="shared", teacher_layout=layout, teacher_layers=of_teacher
+    )
+    sizes = sizes_per_position(teacher, layout.tensor)
+    local = 1024 // layout.context
+    tokens = {"output": local // (2 if layout.sequence else 1), "query": local, "key": 1024}
+    expected = [0] * layout.pipeline
+    for way in routes(
+        [FeaturePair(*one, 1.0) for one in pairs],
+        of_student=ranks_of_layers(choice.layers, layout.pipeline),
+        of_teacher=ranks_of_layers(of_teacher, layout.pipeline),
+    ):
+        kind, _ = way.feature
+        if way.source != way.destination:
+            expected[way.destination] += 2 * tokens[kind] * prod(sizes[kind])
+    assert moved_layers(run, choice) == tuple(expected)
+    assert sum(count > 0 for count in expected) > 1
+    numbers = stage_numbers(SHAPE, layout, choice.layers)
+    for stage, count in enumerate(expected):
+        before, after = (
+            stage_bytes(one, choice, numbers[stage], stage).teacher
+            for one in (replace(run, paired_layers=()), run)
+        )
+        assert after - before == 8 * count
+
+
+def test_every_rank_sums_the_gradients_of_the_projectors() -> None:
+    pairs = (
+        LayerPair(1, 1),
+        LayerPair(1, 1, "cosine"),
+        LayerPair(4, 2),
+        LayerPair(2, 2, "attention"),
+    )
+    run = replace(RUN, teacher=SHAPE, paired_layers=pairs)
+    numbers = 256 * 512 + 512 + 512 * 256 + 256
+    layout = Layout(2, 2)
+    choice = choice_of(layout, 8, place="shared", teacher_layout=layout, teacher_layers=(2, 2))
+    before, apart, shared = (
+        step_bytes(replace(run, projector=sizes, shares_projector=are_shared), choice)
+        for sizes, are_shared in (((), False), ((256, 512, 256), False), ((256, 512, 256), True))
+    )
+    # Two projectors, in three groups of two ranks.
+    assert apart.data_parallel - before.data_parallel == 3 * 2 * numbers * 4
+    assert shared.data_parallel - before.data_parallel == 3 * numbers * 4
+    assert replace(apart, data_parallel=0.0) == replace(before, data_parallel=0.0)
 
 
 SHAPE = llama(4, 256, 512, 4, 2, vocab_size=1024)

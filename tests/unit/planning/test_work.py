@@ -13,10 +13,16 @@ import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
 from megatron_distill.planning.device import DeviceProfile, Link, load_device, reading_seconds
+from megatron_distill.planning.losses.layer_passes import pair_work
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.run import Choice, LayerPair, PlannedRun
 from megatron_distill.planning.search import Search
-from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
+from megatron_distill.planning.step_time import (
+    StepTime,
+    phase_seconds,
+    step_time,
+    teacher_seconds,
+)
 from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
 from tests.unit.planning.shapes import choice_of, llama, run_of
@@ -190,6 +196,44 @@ def test_the_balance_takes_a_forward_pass_and_the_products_of_its_heads() -> Non
         found = work(replace(RUN, keeps_signals=True, measures=measures))  # type: ignore[arg-type]
         assert found.balance * PEAK == pytest.approx(BATCH * LENGTH * (layers + heads), rel=1e-6)
         assert replace(found, balance=0.0) == plain
+
+
+PAIRS = (LayerPair(1, 2), LayerPair(1, 2, "cosine"), LayerPair(4, 8, "attention"))
+COMPARED = replace(RUN, paired_layers=PAIRS, projector=(512, 768, 1024))
+
+
+def pair_flops(run: PlannedRun, *, gradient: bool) -> float:
+    """FLOPs of all pairs in one pass over a step."""
+    works = [pair_work(run, SHARED, pair.loss) for pair in run.paired_layers]
+    return BATCH * sum((one.gradient if gradient else one.value).flops for one in works)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_losses_between_layers_take_their_products_once_forward_and_once_back(
+    recompute: str,
+) -> None:
+    """A projector four times as many as one pass over it; maps of causal scores likewise."""
+    projections = 2 * 2 * BATCH * LENGTH * (512 * 768 + 768 * 1024)
+    scores = 2 * BATCH * LENGTH * LENGTH * 512, 2 * BATCH * LENGTH * LENGTH * 1024
+    ahead, back = (pair_flops(COMPARED, gradient=gradient) for gradient in (False, True))
+    assert ahead == pytest.approx(projections + sum(scores), rel=1e-9)
+    assert back == pytest.approx(3 * projections + 3 * scores[0] + scores[1], rel=1e-9)
+    found, plain = (work(run, recompute=recompute) for run in (COMPARED, RUN))
+    assert found.features * PEAK == pytest.approx(ahead + back, rel=1e-6)
+    parts = replace(found, features=0.0, optimizer=plain.optimizer)
+    assert parts.parts == pytest.approx(plain.parts, rel=1e-9)
+    phases = [phase_seconds(run, SHARED, DEVICE, NUMBERS) for run in (COMPARED, RUN)]
+    for phase, flops in (("forward", ahead), ("backward", back)):
+        more, less = (one[phase] for one in phases)  # type: ignore[index]
+        assert (more - less) * PEAK == pytest.approx(flops, rel=1e-3)
+
+
+@pytest.mark.parametrize("measures", ["losses", "gradients"])
+def test_the_balance_measures_losses_between_layers_too(measures: str) -> None:
+    run = replace(COMPARED, keeps_signals=True, measures=measures)  # type: ignore[arg-type]
+    found, plain = (work(one).balance for one in (run, replace(run, paired_layers=())))
+    flops = pair_flops(COMPARED, gradient=measures == "gradients")
+    assert (found - plain) * PEAK == pytest.approx(flops, rel=1e-6)
 
 
 def test_a_teacher_on_its_own_rank_hides_behind_the_student_or_is_waited_for() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_distill.config import RunConfig, load_config
 from megatron_distill.planning.device import load_device, reading_seconds
+from megatron_distill.planning.losses.layer_messages import projector_numbers
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import ChunkLoss
 from megatron_distill.planning.search import Search
 from megatron_distill.runtime.roles import Roles
 from megatron_distill.train.assemble.answers.plan import answer_plan, sent_records
+from megatron_distill.train.assemble.distillation import _build_features
 from megatron_distill.train.reports.planned_run import (
     configured_choice,
     open_shapes,
@@ -170,6 +173,38 @@ def test_slots_of_layers_are_those_of_the_answers(tmp_path: Path, layout: str, o
     for stage in range(choice.layout.pipeline):
         need = stage_need(run, choice, load_device("h100-80gb"), numbers[stage], stage)
         assert need.hidden_states == plan.slot_bytes(plan.student.rank(stage=stage))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["objective.projector={kind: mlp, hidden_size: 48}"],
+        ["objective.projector={kind: mlp, shared: true}"],
+        ["teacher.architecture.hidden_size=512"],
+        ["teacher.architecture.hidden_size=512", "objective.projector.always=true"],
+        [MAPS],
+    ],
+    ids=str,
+)
+def test_projectors_are_those_that_a_run_builds(tmp_path: Path, changes: list[str]) -> None:
+    features = "objective.features=[{match: uniform}, {student: 1, teacher: 1, loss: cosine}]"
+    config = run_config(tmp_path, [features, "teacher.architecture.hidden_size=96", *changes])
+    shapes = open_shapes(config)
+    run = planned_run(config, shapes)
+    groups: Any = None
+    built = _build_features(
+        config.objective, config.optimizer, (shapes["student"], shapes["teacher"]), 1, groups,
+        torch.device("cpu"), copies=1,
+    )  # fmt: skip
+    choice = configured_choice(config, run, ranks=1, teachers=0)
+    numbers = projector_numbers(run, choice)
+    if built.projectors is None:
+        assert (run.projector, numbers) == ((), 0)
+        return
+    assert run.projector == built.projectors.shape.sizes
+    parameters = [one for _, one in built.projectors.named_parameters()]
+    assert numbers == sum(one.numel() for one in parameters) > 0
 
 
 # Layers of two stages of the student; the head of a teacher that sends ids is not on the second.

@@ -70,8 +70,8 @@ def gathered_layers(run: PlannedRun, choice: Choice, stage: int) -> GatheredLaye
     if run.is_aligned:
         ranks = ranks_of_layers(choice.layers, layout.pipeline)
         pairs = sum(
-            ranks[ours - 1] == stage and not of_attention
-            for ours, _, of_attention in run.paired_layers
+            ranks[pair.student - 1] == stage and not pair.is_of_attention
+            for pair in choice.compared_layers(run)
         )
     if not pairs:
         return GatheredLayers(0, 0.0, 0.0, 0.0, 1, 1)
