@@ -3,30 +3,32 @@
     python benchmarks/teacher_memory.py            # under two minutes on two cores
     python benchmarks/teacher_memory.py --steps 100
 
-Of each rank the pages of its process that are in memory are taken every tenth of the run, shared
-ones included. The teacher has one layer: it is always ahead as far as it may.
+Each rank notes three figures after every tenth of the steps: the bytes of its living `tensors`;
+those that are in use by the C library's count, of tensors, of torch and of other libraries
+(`allocated`); and the `resident` pages of its process, with shared ones and with freed pieces that
+the C library keeps. The teacher has one layer: it is always ahead as far as it may.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
+import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 
+from benchmarks.harness.children import run_to_end
 from benchmarks.harness.environment import ROOT, describe
 from megatron_distill.runtime.torchrun import torchrun_command
 
 _SECONDS = 1200
 _LOOKS = 10
-_ROLES = {"0": "student.0", "1": "teacher.0"}
+_ROLES = ("student.0", "teacher.0")
 _WAYS = ("ipc", "gloo")
+_KINDS = ("tensors", "allocated", "resident")
+_WORKER = ROOT / "benchmarks" / "workers" / "teacher_memory.py"
 _SHAPE = "{num_layers: 1, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4}"
 _GIVEN = (
     "runtime.threads=1",
@@ -40,6 +42,12 @@ _GIVEN = (
     "validation={interval: 0, samples: 0}",
     "checkpoint={save: false, resume: false}",
 )
+_NOTE = """\
+`tensors`: the bytes of the rank's living tensors. `allocated`: those in use by the C library's
+count, of tensors too, but not of shared memory. `resident`: the pages of the process.
+"""
+# By step, as the worker has written them: bytes of each kind.
+_Looks = dict[str, dict[str, int]]
 
 
 def main() -> int:
@@ -51,80 +59,52 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     environment = describe("benchmarks/teacher_memory.py", sys.argv[1:])
-    found = {way: _measure(way, arguments.steps) for way in _WAYS}
-    steps = sorted(set.intersection(*(set(looks) for looks in found.values())))
-    columns = [(way, role) for way in _WAYS for role in _ROLES.values()]
-    table = [
-        f"| step | {' | '.join(f'{role}, {way} (MiB)' for way, role in columns)} |",
-        "|---:|" + "---:|" * len(columns),
-        *(
-            f"| {step:,} | "
-            + " | ".join(f"{found[way][step][role] / 2**20:.1f}" for way, role in columns)
-            + " |"
-            for step in steps
-        ),
-    ]
-    Console(width=160).print("\n".join(table), markup=False)
+    tables = [row for way in _WAYS for row in _table(way, _measure(way, arguments.steps))]
+    Console(width=160).print("\n".join(tables), markup=False)
     facts = [f"- {key}: {value}" for key, value in environment.items()]
-    text = "\n".join(["# Memory beside a teacher on its own ranks", "", *facts, "", *table, ""])
+    title = "# Memory beside a teacher on its own ranks"
+    text = "\n".join([title, "", *facts, "", _NOTE, *tables])
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "teacher_memory.md").write_text(text, encoding="utf-8")
     return 0
 
 
-def _measure(way: str, steps: int) -> dict[int, dict[str, int]]:
-    """Run the command; returns the resident bytes of each rank by step."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["--config", str(ROOT / "configs" / "tiny.yaml"), f"output={folder}/run", *_GIVEN]
+def _measure(way: str, steps: int) -> dict[str, _Looks]:
+    """Run the command; returns the bytes of each role."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
+        words = [f"--every={steps // _LOOKS}", f"--folder={folder}"]
+        words += ["--config", str(ROOT / "configs" / "tiny.yaml"), f"output={folder}/run", *_GIVEN]
         words += [f"train.steps={steps}", f"teacher.transfer.backend={way}"]
-        script = str(ROOT / "launch" / "pretrain_distill.py")
-        log = Path(folder) / "log"
-        with (
-            log.open("w") as stream,
-            subprocess.Popen(
-                torchrun_command(script, words, processes=2),
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                cwd=folder,
-                stdout=stream,
-                stderr=stream,
-            ) as launch,
-        ):
-            try:
-                found = _watch(launch, Path(folder) / "run" / "metrics.jsonl", steps // _LOOKS)
-            finally:
-                if launch.poll() is None:
-                    launch.terminate()
-        if launch.returncode:
-            raise SystemExit(f"{way} failed:\n{log.read_text()[-4000:]}")
-        return found
+        status = run_to_end(
+            torchrun_command(str(_WORKER), words, processes=len(_ROLES)),
+            environment={"OMP_NUM_THREADS": "1"},
+            output=log,
+            errors=log,
+            seconds=_SECONDS,
+        )
+        if status != 0:
+            log.seek(0)
+            raise SystemExit(f"{way} failed:\n{log.read()[-4000:]}")
+        files = {role: Path(folder) / f"{rank}.json" for rank, role in enumerate(_ROLES)}
+        return {role: json.loads(path.read_text("utf-8")) for role, path in files.items()}
 
 
-def _watch(
-    launch: subprocess.Popen[bytes], metrics: Path, interval: int
-) -> dict[int, dict[str, int]]:
-    """Take the memory of the ranks whenever an interval of steps is done, until the run ends."""
-    found: dict[int, dict[str, int]] = {}
-    done, deadline = 0, time.monotonic() + _SECONDS
-    while launch.poll() is None and time.monotonic() < deadline:
-        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        if lines // interval > done:
-            done = lines // interval
-            found[done * interval] = _resident(launch.pid)
-        time.sleep(0.02)
-    return {step: ranks for step, ranks in found.items() if len(ranks) == len(_ROLES)}
-
-
-def _resident(launcher: int) -> dict[str, int]:
-    """Return the resident bytes of each rank that torchrun has started."""
-    found = {}
-    for process in psutil.Process(launcher).children():
-        try:
-            role = _ROLES.get(process.environ().get("RANK", ""))
-            if role is not None:
-                found[role] = int(process.memory_info().rss)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+def _table(way: str, found: dict[str, _Looks]) -> list[str]:
+    """Return the rows of a way, of all roles side by side."""
+    columns = [(role, kind) for role in _ROLES for kind in _KINDS]
+    return [
+        f"Answers by `{way}`, MiB:",
+        "",
+        f"| step | {' | '.join(f'{role}, {kind}' for role, kind in columns)} |",
+        "|---:|" + "---:|" * len(columns),
+        *(
+            f"| {int(step):,} | "
+            + " | ".join(f"{found[role][step][kind] / 2**20:.2f}" for role, kind in columns)
+            + " |"
+            for step in found[_ROLES[0]]
+        ),
+        "",
+    ]
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ HANGS = {
     "a rank, with the usual limits": (1, "rank 1", "8", "4", ""),
     "a rank, in a validation": (1, "rank 1", "validation", "3", SHORT),
     "a teacher": (1, "teacher.0", "14", "4, unit 1", SHORT),
+    "a teacher, with the usual limits": (1, "teacher.0", "14", "4, unit 1", ""),
     "a student": (0, "student.0", "14", "4, unit 0", SHORT),
 }
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from tests.distributed.pool import Pool
 from tests.e2e.runs import (
     CONTEXT,
+    MEANS_NAMES,
+    MEANS_TERMS,
     PIPELINE,
     SEQUENCE,
     TENSOR,
@@ -43,6 +45,7 @@ SCHEDULED = (
     "objective.balance={mode: magnitude, raw_losses: previous, ema: 0.5, "
     "alpha_schedule: {to: 2.0, steps: 4}}"
 )
+EACH = "objective.balance={mode: magnitude, per_microbatch: true}"
 NAMES = ("ce_loss", "kd_loss", "grad_norm", "top1_agreement")
 
 
@@ -69,6 +72,7 @@ CASES: dict[str, tuple[int, Sequence[str], str, bool]] = {
         4, (FEATURES, TENSOR, SEQUENCE, PIPELINE), "context: 2, pipeline: 2", False,
     ),
     "balanced": (2, (PIPELINE, "objective.balance.mode=magnitude"), "pipeline: 1", True),
+    "balanced in each micro-batch": (2, (PIPELINE, FEATURES, EACH), "pipeline: 1", True),
     "balanced by gradient norms": (
         2, (PIPELINE, FEATURES, "objective.balance.mode=gradient_norm"), "pipeline: 1", True,
     ),
@@ -198,6 +202,8 @@ ALIGNED: dict[str, tuple[int, Sequence[str], str]] = {
     "t2 to c2": (2, (CONTEXT,), "tensor: 2, sequence: true"),
     "p2 to t2": (2, (TENSOR, SEQUENCE), "pipeline: 2"),
     "c2 to p2": (2, (PIPELINE,), "context: 2"),
+    "t2 to c2, chunk means": (2, (CONTEXT, MEANS_TERMS), "tensor: 2, sequence: true"),
+    "c2 to p2, chunk means": (2, (PIPELINE, MEANS_TERMS), "context: 2"),
 }
 
 
@@ -211,7 +217,9 @@ def test_terms_between_two_tokenizers_are_those_of_the_shared_layout(
     found = train("aligned", world, *given, f"teacher.parallel={{{layout}}}")
     assert_same(found, expected, is_exact=False)
     assert expected[0]["features_loss"] > 0.01
-    assert_same_course(found[:1], expected[:1], ("features_loss", "feature_mse_4_1"))
+    names = ("features_loss", "feature_mse_4_1")
+    names += MEANS_NAMES if MEANS_TERMS in common else ("likelihood_js_divergence_t6",)
+    assert_same_course(found[:1], expected[:1], names)
 
 
 def bytes_and_peak(

@@ -157,7 +157,8 @@ def test_neither_steps_ahead_nor_the_way_change_a_bit(
 OF_TOP_K = (
     "TP2+sequence and PP2", "PP2+virtual and TP2+sequence, gloo", "1 and CP2", "DP2 and 1",
     "1 and PP2", "1 and TP2+sequence", "TP2+sequence and 1, gloo", "PP2+virtual and 1, gloo",
-    "1 and CP2, gloo", "DP2 and 1, gloo",
+    "1 and CP2, gloo", "DP2 and 1, gloo", "PP2+virtual and 1", "1 and PP2, gloo",
+    "1 and TP2+sequence, gloo",
 )  # fmt: skip
 
 
@@ -221,18 +222,22 @@ def test_losses_that_change_with_the_steps_are_those_of_shared_ranks(
 
 
 EXPERTS = "teacher.parallel={expert: 2}"
-SPREAD = [(EXPERTS,), (EXPERTS, GLOO), (EXPERTS, SENT), ("teacher.shard_weights=true",)]
+SPREAD = {
+    "experts": (EXPERTS,), "gloo": (EXPERTS, GLOO), "top-k": (EXPERTS, SENT),
+    "top-k, gloo": (EXPERTS, SENT, GLOO), "shards": ("teacher.shard_weights=true",),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREAD, ids=["experts", "gloo", "top-k", "shards"])
+@pytest.mark.parametrize("spread", SPREAD)
 def test_weights_of_a_teacher_are_spread_over_its_replicas(
-    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, spread: Sequence[str]
+    pool: Pool, inputs: Inputs, shared_ranks: KnownRuns, tmp_path: Path, spread: str
 ) -> None:
     # Three units of the student's step on two replicas: one runs a unit again.
     experts = "teacher.architecture.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 24}"
     odd = (experts, "train.global_batch_size=6", TOP_K)
-    assert_same(*runs_of_roles(pool, inputs, shared_ranks, tmp_path, "1 and DP2", *odd, own=spread))
+    own = SPREAD[spread]
+    assert_same(*runs_of_roles(pool, inputs, shared_ranks, tmp_path, "1 and DP2", *odd, own=own))
 
 
 @dataclass(frozen=True)
@@ -325,7 +330,7 @@ def five_ranks() -> Iterator[Pool]:
 # Replicas of the student and of the teacher, and what is sent.
 REPLICAS: dict[str, tuple[int, int, Sequence[str]]] = {
     "d3 to d2": (2, 3, (GLOO,)), "d2 to d3": (3, 2, ()), "d2 to d3, top-k": (3, 2, (SENT,)),
-    "d2 to d3, gloo": (3, 2, (GLOO,)),
+    "d2 to d3, gloo": (3, 2, (GLOO,)), "d2 to d3, top-k, gloo": (3, 2, (SENT, GLOO)),
 }  # fmt: skip
 
 

@@ -249,21 +249,25 @@ SHORT_SILENCE = f"""
 
 
 @pytest.mark.slow
-def test_a_stopped_student_is_named_by_the_teacher(inputs: Inputs, tmp_path: Path) -> None:
-    given, quick = words(inputs, tmp_path / "run"), HOOKS["student"] + SHORT_SILENCE
+@pytest.mark.parametrize(("role", "peer"), [("student", "teacher"), ("teacher", "student")])
+def test_a_stopped_rank_is_named_by_the_other_role(
+    inputs: Inputs, tmp_path: Path, role: str, peer: str
+) -> None:
+    given, quick = words(inputs, tmp_path / "run"), HOOKS[role] + SHORT_SILENCE
     stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
     with started(tmp_path, given, stopped, hook=quick, FAULT_MESSAGE="3") as launch:
-        student = psutil.Process(launch.wait_for_the_fault())
-        # The teacher waits for the next command; a wait of its own would have no limit.
-        (teacher,) = (one for one in descendants_of(launch.process.pid) if rank_of(one) == 1)
-        gone, _ = psutil.wait_procs([teacher], timeout=SECONDS_TO_THE_END)
+        process = psutil.Process(launch.wait_for_the_fault())
+        # A teacher waits for the next command; a wait of its own would have no limit.
+        number, _ = PLACES[f"{peer}.0"]
+        (waiting,) = (one for one in descendants_of(launch.process.pid) if rank_of(one) == number)
+        gone, _ = psutil.wait_procs([waiting], timeout=SECONDS_TO_THE_END)
         assert gone, launch.output()
-        student.kill()  # the launcher would give it half a minute
+        process.kill()  # the launcher would give it half a minute
         assert launch.process.wait(timeout=240) != 0
     cause = cause_of(launch.output())
-    assert cause.startswith("error: student.0 on "), cause
+    assert cause.startswith(f"error: {role}.0 on "), cause
     assert f"no sign of life for {SILENT_SECONDS} s, and " in cause
-    assert "teacher.0 ends" in cause
+    assert f"{peer}.0 ends" in cause
 
 
 SENT_VALUES: dict[str, Sequence[str]] = {

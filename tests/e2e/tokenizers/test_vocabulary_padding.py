@@ -44,7 +44,7 @@ def test_the_padding_of_either_model_changes_nothing(
         pool, tensor, path, tmp_path / "run", *SHORT, WIDE, *rows, f"parallel.tensor={tensor}"
     )
     names = ("ce_loss", "kd_loss", "student_entropy", "teacher_entropy", "grad_norm")
-    assert_same_course(found, expected, names, first=2e-4, last=2e-4)
+    assert_same_course(found, expected, names)
 
 
 @pytest.fixture(scope="module")

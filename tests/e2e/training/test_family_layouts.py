@@ -110,6 +110,36 @@ def test_twenty_steps_of_a_family_are_those_of_one_rank(
     assert_same_course(train(name, world, *overrides, *more), expected)
 
 
+# Four layers, so that each of two virtual stages of two ranks has one.
+DEEP: dict[str, Any] = {"num_hidden_layers": 4}
+DEEP_OF = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
+# Each family in layouts above that some have, and on four ranks that mostly share two KV heads.
+TWO_STEPS = [
+    (student, case)
+    for student in STUDENTS
+    for case in ("PP2+virtual", "DP2", "TP2xPP2+sequence", "TP4+sequence")
+    if not {(student, case), (student, case.removesuffix("+sequence"))} & set(CASES)
+]
+
+
+@pytest.fixture(scope="module")
+def train_two_steps(pool: Pool, inputs: Inputs) -> KnownRuns:
+    two = ("train.steps=2", "schedule.warmup_steps=1")
+    return KnownRuns(pool, inputs, "two steps of a family", *SHORT, *two)
+
+
+@pytest.mark.parametrize(("student", "case"), TWO_STEPS)
+def test_two_steps_of_a_family_are_those_of_one_rank(
+    train_two_steps: KnownRuns, inputs: Inputs, student: str, case: str
+) -> None:
+    world, overrides = layout(case)
+    more = DEEP | DEEP_OF.get(student, {})
+    name = configured(inputs, student, label=f"{student} of four layers", **more)
+    expected = train_two_steps(name, 1)
+    assert expected[0]["kd_loss"] > 0.1
+    assert_same_course(train_two_steps(name, world, *overrides), expected)
+
+
 WITHOUT: dict[str, dict[str, Any]] = {
     "windows": {"sliding_window": 64},
     "caps of scores": {"attn_logit_softcapping": None},

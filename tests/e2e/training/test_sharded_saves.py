@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,6 +203,88 @@ def test_the_ranks_read_no_byte_twice(pool: Pool, dense: Path, tmp_path: Path, c
     stored = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
     assert stored > 4e7
     assert values_in(checkpoint) <= sum(rank.read for rank in found) < 1.05 * stored
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes of a rank's weights and states, of those in its file, and the peak beside them."""
+
+    share: int
+    stored: int
+    peak: int
+
+
+def measured(shards: Sequence[Shard], work: Callable[[], object]) -> Work:
+    """Do some work; tensors count, and Python's objects with numpy's arrays of all threads."""
+    from benchmarks.harness.peak import LiveStorages
+    from megatron_distill.train.checkpoint.shards import own_parts
+
+    gc.collect()
+    tracemalloc.start()
+    with LiveStorages() as live:
+        work()
+    _, objects = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    own = own_parts([shard for shard in shards if shard.is_stored])
+    share, stored = (sum(one.data.nbytes for one in some) for some in (shards, own))
+    return Work(share, stored, live.peak + objects)
+
+
+def memory_of_saves(rank: int, world: int, config: Path, overrides: list[str]) -> Work:
+    """Save twice: the second save has the first one's host memory."""
+    with assembled(rank, world, config, overrides) as (_, parts):
+        state = parts.state
+
+        def work() -> None:
+            for state.step in (2, 3):
+                state.save(parts.loader)
+                state.checkpoints.finish()
+
+        return measured(state._shards(), work)
+
+
+def memory_of_a_resume(rank: int, world: int, config: Path, overrides: list[str]) -> Work:
+    """Read the checkpoint of the last step in this layout."""
+    from megatron_distill.train import run_state
+
+    plain, found = run_state.load_shards, []
+
+    def watched(*given: Any) -> None:
+        found.append(measured(given[0], lambda: plain(*given)))
+
+    with (
+        patch.object(run_state, "load_shards", watched),
+        assembled(rank, world, config, overrides) as (_, parts),
+    ):
+        assert parts.state.step == 3
+    return found[0]
+
+
+TWO_BLOCKS = 2**23  # bytes; a file is read in blocks of half as many
+# The layout that saves, and the one that resumes.
+HELD: dict[str, tuple[Run, Run]] = {
+    "DP4 to TP2xPP2": ((4, ()), (4, (TENSOR, PIPELINE))),
+    "TP2xPP2 to DP2": ((4, (TENSOR, PIPELINE)), (2, ())),
+    "DP2 whole to one rank": ((2, (WHOLE,)), (1, ())),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HELD)
+def test_saves_and_resumes_hold_no_more_than_the_share_of_a_rank(
+    pool: Pool, dense: Path, tmp_path: Path, case: str
+) -> None:
+    (world, layout), (other_world, other) = HELD[case]
+    common, meanwhile = [f"output={tmp_path}", *COMMON, *LARGE], "checkpoint.asynchronous=true"
+    copied = pool.run(world, memory_of_saves, dense, [*common, *layout, meanwhile], timeout=120.0)
+    written = pool.run(world, memory_of_saves, dense, [*common, *layout], timeout=120.0)
+    read = pool.run(other_world, memory_of_a_resume, dense, [*common, *other], timeout=120.0)
+    for one in (*copied, *written, *read):
+        assert one.peak < 1.2 * one.share, one
+    for one in copied:
+        assert one.stored < one.peak < one.stored + TWO_BLOCKS, one
+    for one in (*written, *read):
+        assert one.peak < TWO_BLOCKS, one
 
 
 @pytest.mark.parametrize("whole", [pytest.param((WHOLE,), marks=pytest.mark.slow), ()])
