@@ -12,6 +12,7 @@ import torch
 from megatron_distill.losses.comparison import compare_with_ids, compare_with_logits
 from megatron_distill.signals import DenseLogits, TopK
 from megatron_distill.train.calibration import BINS
+from megatron_distill.train.evaluation.speculative import DraftedBlock, Speculated, block_figures
 from megatron_distill.train.evaluation.text_sums import (
     block_sums,
     summary_of,
@@ -133,3 +134,19 @@ def test_a_model_beside_itself_has_no_error() -> None:
         assert figures[f"{name}_stderr"] == pytest.approx(0.0, abs=1e-15), name
     errors = figures["tokens_per_verification_stderr"]
     assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-14)
+
+
+def test_errors_of_real_drafts_are_over_texts() -> None:
+    chance = np.random.default_rng(5)
+    texts = [
+        Speculated((), tuple(DraftedBlock(int(n), float(n) / 2) for n in chance.integers(1, 4, k)))
+        for k in (5, 0, 9, 2)
+    ]
+    sums = [float(sum(block.tokens for block in text.blocks)) for text in texts]
+    expected = _error(sums, [float(len(text.blocks)) for text in texts])
+    sampled, greedy = block_figures(texts, "sampled"), block_figures(texts, "greedy")
+    assert sampled["tokens_per_verification_stderr"] == pytest.approx(expected)
+    assert sampled["expected_stderr"] == pytest.approx(expected / 2)
+    assert greedy["stderr"] == pytest.approx(expected)
+    assert (sampled["blocks"], sampled["texts"]) == (16, 3)
+    assert "stderr" not in block_figures(texts[:1], "greedy"), "one text"
