@@ -11,13 +11,13 @@ from typing import Final
 
 from megatron_distill.runtime.atomic_files import replace_file
 
-__all__ = ["TASK", "write_task"]
+__all__ = ["ITEMS", "TASK", "write_task"]
 
 TASK: Final = "next_line"
+ITEMS: Final = 200  # at most
 _LENGTHS: Final = range(12, 51)  # characters of a line without its indentation
 _CONTEXT: Final = 120  # characters before it, in whole lines
 _CHOICES: Final = 4
-_ITEMS: Final = 200
 _YAML = """\
 kind: multiple_choice
 folder: {folder}
@@ -39,7 +39,7 @@ def write_task(folder: Path, documents: Iterable[str]) -> Path | None:
     found = [item for text in documents for item in _items(text)]
     if not found:
         return None
-    count = min(_ITEMS, len(found))
+    count = min(ITEMS, len(found))
     chosen = [found[number * len(found) // count] for number in range(count)]
     task = folder / f"{TASK}.yaml"
     lines = "".join(json.dumps(item) + "\n" for item in chosen)

@@ -9,17 +9,14 @@ Shapes: n tokens of a batch, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_distill.losses.comparison import TokenComparison
-from megatron_distill.runtime.groups import Groups
 
 __all__ = ["BINS", "Figures", "equal_mass_error", "equal_mass_errors", "token_figures"]
 
@@ -52,18 +49,13 @@ def equal_mass_error(weights: Figures, confidence: Figures, right: Figures) -> f
     return float(np.abs(np.bincount(bins, gaps, BINS)).sum() / ends[-1])
 
 
-def equal_mass_errors(tokens: Sequence[Figures], groups: Groups) -> dict[str, float]:
-    """Return the errors of all ranks' tokens, against labels and teacher, the same on every rank.
+def equal_mass_errors(tokens: Figures) -> dict[str, float]:
+    """Return the errors of all tokens, against labels and teacher.
 
-    `tokens`: `token_figures` of this rank's batches, on the last pipeline stage.
-
-    Collective: data x context group, one all-gather of 32 bytes per token; pipeline group, one
-    broadcast of the result.
+    `tokens`: `token_figures` of all ranks. No standard error: other texts would move the bounds of
+    the bins too.
     """
-    own = np.concatenate([np.zeros((4, 0)), *tokens], 1)
-    shared: list[Any] = [None] * groups.data_context.size()
-    dist.all_gather_object(shared, own, group=groups.data_context)
-    weights, confidence, label, teacher = np.concatenate(shared, 1)
+    weights, confidence, label, teacher = tokens
     errors: dict[str, float] = {}
     if len(weights):
         errors["calibration_error_equal_mass"] = equal_mass_error(weights, confidence, label)
@@ -71,9 +63,4 @@ def equal_mass_errors(tokens: Sequence[Figures], groups: Groups) -> dict[str, fl
             errors["calibration_error_to_teacher_equal_mass"] = equal_mass_error(
                 weights, confidence, teacher
             )
-    found = [errors]
-    if groups.pipeline.size() > 1:
-        dist.broadcast_object_list(
-            found, group=groups.pipeline, group_src=groups.pipeline.size() - 1
-        )
-    return found[0]
+    return errors

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megatron_distill.commands.quickstart.one_tokenizer import DRAFT
 from megatron_distill.commands.quickstart.outcome import show_drafts, show_next_line
+from megatron_distill.evaluation.next_line import ITEMS
 from megatron_distill.evaluation.runs import RunSummary, result_table
 from tests.guards.source_tree import ROOT
 
@@ -189,8 +190,12 @@ def test_the_end_of_the_quickstart_is_printed_from_its_record() -> None:
     console.print(result_table(summaries, title="Held-out text, the same for all"))
     drafts = dict(seed["tokens_per_verification"])
     assert drafts.pop("draft") == DRAFT
-    show_drafts(drafts, DRAFT, console)
-    show_next_line(seed["next_line"], console)
+    show_drafts(drafts, seed.get("tokens_per_verification_stderr", {}), DRAFT, console)
+    # A record of an earlier version is of the most items: its shares are multiples of 1 / 200.
+    items = seed.get("next_line_items", ITEMS)
+    rights = [share * items for share in seed["next_line"].values()]
+    assert rights == pytest.approx([round(right) for right in rights], abs=1e-9)
+    show_next_line(seed["next_line"], items, console)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = text.partition("```text\n")[2].partition("```")[0]
     shown, expected = (

@@ -254,9 +254,15 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
         run.label: figures["tokens_per_verification"][DRAFT]
         for run, figures in zip(flow.students, compared, strict=True)
     }
-    show_drafts(drafts, DRAFT, console)
-    accuracies = _next_line(flow)
-    show_next_line(accuracies, console)
+    # Answers of an earlier version, and one held-out text alone, have none.
+    errors = {
+        run.label: figures["tokens_per_verification_stderr"][DRAFT]
+        for run, figures in zip(flow.students, compared, strict=True)
+        if DRAFT in figures.get("tokens_per_verification_stderr", {})
+    }
+    show_drafts(drafts, errors, DRAFT, console)
+    accuracies, items = _next_line(flow)
+    show_next_line(accuracies, items, console)
     if flow.capture is not None:
         show_store(flow.capture.summary(), summaries[2], summaries[3], console)
     checkpoints = sorted(flow.distilled.folder.glob("checkpoints/step_*[0-9]"))
@@ -271,7 +277,9 @@ def carry_out(flow: Flow, console: Console) -> Mapping[str, Any]:
         "runs": [vars(summary) for summary in summaries],
         "margin": vars(brought),
         "tokens_per_verification": {"draft": DRAFT, **drafts},
+        "tokens_per_verification_stderr": errors,
         TASK: accuracies,
+        f"{TASK}_items": items,
         "seconds": clock.seconds,
         **({} if flow.capture is None else {"store": flow.capture.summary()}),
     }
@@ -306,23 +314,28 @@ def _held_out_loss(summary: RunSummary, flow: Flow) -> float:
     return summary.held_out_ce
 
 
-def _next_line(flow: Flow) -> dict[str, float]:
-    """Accuracies on the right next line of held-out code, by label; none without such text."""
+def _next_line(flow: Flow) -> tuple[dict[str, float], int]:
+    """Accuracies on the right next line of held-out code by label, and the number of items.
+
+    None and zero without such text.
+    """
     data = flow.config.data
     options = data_options(data, flow.place, shows_progress=False)
     task = write_task(flow.place, held_out_texts(source_specs(data.sources), options=options))
     if task is None:
-        return {}
+        return {}, 0
     found: dict[str, float] = {}
+    items = 0
     for run in flow.students:
         answer, beside = flow.task_file(run), run is flow.distilled
         asked = [*(["--teacher"] if beside else []), "--json", str(answer), "--tasks", str(task)]
         written = ask(flow.checkout.evaluate, [str(run.folder), *asked], answer=answer)
         results = json.loads(written)["results"]
         found[run.label] = results["student"][TASK]["acc"]
+        items = results["student"][TASK]["n"]
         if beside:
             found = {flow.teacher.label: results["teacher"][TASK]["acc"], **found}
-    return found
+    return found, items
 
 
 def _beside_teacher(flow: Flow, run: ChildRun) -> Mapping[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
+from megatron_distill.errors import counted
 from megatron_distill.evaluation.runs import Margin, RunSummary, result_table
 
 __all__ = ["show_drafts", "show_next_line", "show_outcome", "show_store"]
@@ -25,20 +27,38 @@ def show_outcome(summaries: Sequence[RunSummary], brought: Margin, console: Cons
         console.print(f"That is {brought.gap_closed:.0%} of the way to its teacher.")
 
 
-def show_drafts(tokens: Mapping[str, float], draft: str, console: Console) -> None:
-    """Print the expected tokens of a forward pass of the teacher that checks a student's draft."""
-    listed = ", ".join(f"{label} {value:.2f}" for label, value in tokens.items())
+def show_drafts(
+    tokens: Mapping[str, float], errors: Mapping[str, float], draft: str, console: Console
+) -> None:
+    """Print the expected tokens of a forward pass of the teacher that checks a student's draft.
+
+    errors: standard errors by label; a record of an earlier version has none.
+    """
+    around = {label: f" +- {error:.2f}" for label, error in errors.items()}
+    listed = ", ".join(
+        f"{label} {value:.2f}{around.get(label, '')}" for label, value in tokens.items()
+    )
     console.print(
         f"Expected tokens per forward pass of the teacher over {draft} drafted tokens: {listed}.",
         markup=False,
     )
 
 
-def show_next_line(accuracies: Mapping[str, float], console: Console) -> None:
-    """Print how often each model finds the right next line of held-out code out of four."""
+def show_next_line(accuracies: Mapping[str, float], items: int, console: Console) -> None:
+    """Print how often each model finds the right next line of held-out code out of four.
+
+    The standard error of a share of n independent items, that of a task's `acc`, follows from both.
+    """
     if accuracies:
-        listed = ", ".join(f"{label} {value:.1%}" for label, value in accuracies.items())
-        console.print(f"The right next line of held-out code, out of four: {listed}.", markup=False)
+        listed = ", ".join(
+            f"{label} {share:.1%} +- {math.sqrt(share * (1 - share) / max(1, items - 1)):.1%}"
+            for label, share in accuracies.items()
+        )
+        console.print(
+            f"The right next line of held-out code ({counted(items, 'item')}), out of four: "
+            f"{listed}.",
+            markup=False,
+        )
 
 
 def show_store(

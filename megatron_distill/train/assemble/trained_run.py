@@ -30,6 +30,7 @@ from megatron_distill.train.checkpoint.state import replicated_shards
 from megatron_distill.train.comparison import compare_held_out
 from megatron_distill.train.evaluation.speculative import RULES, block_figures, speculate
 from megatron_distill.train.evaluation.teacher_text import Text, compare_texts, held_out_prompts
+from megatron_distill.train.evaluation.text_hash import hash_of_ids
 from megatron_distill.train.features import FeatureLosses
 from megatron_distill.train.metrics import LabelTotals, public_names
 from megatron_distill.train.model_source import teacher_digest
@@ -156,6 +157,7 @@ def _on_own_texts(
             texts = [Text(row.ids, text.ids) for row, text in zip(rows, written, strict=True)]
             found["comparison_on_teacher_text"] = compare_texts(verifier, drafter, texts)
         if drafts:
+            prompt_hash = hash_of_ids([(ids,) for ids in prompts])
             found["speculative"] = {
                 rule: {
                     str(draft): block_figures(
@@ -171,6 +173,7 @@ def _on_own_texts(
                         ),
                         rule,
                     )
+                    | {"prompt_hash": prompt_hash}
                     for draft in drafts
                 }
                 for rule in RULES

@@ -18,11 +18,12 @@ Shapes: b rows, g drafted tokens, H hidden size, V real columns of the head on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import fsum, sqrt
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,6 +40,7 @@ from megatron_distill.ops.target_scores import target_scores
 from megatron_distill.runtime.collectives import highest
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.evaluation.reader import Reader
+from megatron_distill.train.evaluation.text_sums import ratio_of_sums
 
 __all__ = ["RULES", "AcceptanceRule", "DraftedBlock", "Speculated", "block_figures", "speculate"]
 
@@ -70,22 +72,33 @@ class Speculated:
 def block_figures(texts: Sequence[Speculated], rule: AcceptanceRule) -> dict[str, float]:
     """Return the mean tokens per verification over all blocks, measured and expected.
 
-    `stderr` is that of the difference, which is zero on average, and in greedy decoding that of the
-    measured mean.
+    Their standard errors are over the texts, see `ratio_of_sums`; one text has none. `stderr` is
+    that of the difference over the blocks, whose differences are uncorrelated with mean zero. In
+    greedy decoding it is that of the measured mean.
     """
     blocks = [block for text in texts for block in text.blocks]
     if not blocks:
         return {"blocks": 0}
-    count = len(blocks)
-    measured = fsum(block.tokens for block in blocks) / count
-    found = {"blocks": count, "tokens_per_verification": measured}
-    gaps = [block.tokens - measured for block in blocks]
-    if rule == "sampled":
-        found["expected"] = fsum(block.expected for block in blocks) / count
-        gaps = [block.tokens - block.expected for block in blocks]
-    mean = fsum(gaps) / count
-    variance = fsum((gap - mean) ** 2 for gap in gaps) / max(1, count - 1)
-    return found | {"stderr": sqrt(variance / count)}
+    own = [text.blocks for text in texts if text.blocks]
+    found: dict[str, float] = {"blocks": len(blocks), "texts": len(own)}
+    found |= _mean(own, "tokens_per_verification", lambda block: block.tokens)
+    if rule == "greedy":
+        error = found.get("tokens_per_verification_stderr")
+        return found if error is None else found | {"stderr": error}
+    found |= _mean(own, "expected", lambda block: block.expected)
+    gaps = [block.tokens - block.expected for block in blocks]
+    mean = fsum(gaps) / len(gaps)
+    variance = fsum((gap - mean) ** 2 for gap in gaps) / max(1, len(gaps) - 1)
+    return found | {"stderr": sqrt(variance / len(gaps))}
+
+
+def _mean(
+    texts: Sequence[Sequence[DraftedBlock]], name: str, of: Callable[[DraftedBlock], float]
+) -> dict[str, float]:
+    """Return a mean over the blocks, and its standard error over the texts if there are two."""
+    sums = np.array([fsum(map(of, blocks)) for blocks in texts])
+    mean, error = ratio_of_sums(sums, np.array([float(len(blocks)) for blocks in texts]))
+    return {name: mean} if error is None else {name: mean, f"{name}_stderr": error}
 
 
 @torch.inference_mode()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_distill.losses.comparison import compare_with_logits
 from megatron_distill.models.generation.batches import RowSize, batches_of
@@ -23,10 +22,17 @@ from megatron_distill.models.gpt import vocab_shard
 from megatron_distill.runtime.batch import Batch, StepBatches
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.segments import copied
-from megatron_distill.train.calibration import Figures, equal_mass_errors, token_figures
-from megatron_distill.train.comparison import SUM_NAMES, block_sums, summary_of, token_sums
+from megatron_distill.train.calibration import token_figures
 from megatron_distill.train.evaluation.reader import Reader
 from megatron_distill.train.evaluation.scoring import Ids
+from megatron_distill.train.evaluation.text_hash import hash_of_ids
+from megatron_distill.train.evaluation.text_sums import (
+    Measured,
+    block_sums,
+    figures_of,
+    table_of,
+    token_sums,
+)
 
 __all__ = ["Text", "compare_texts", "held_out_prompts"]
 
@@ -88,12 +94,12 @@ def compare_texts(
 ) -> dict[str, object]:
     """Return the figures of `compare_held_out` on the continuations, the same on every rank.
 
-    Every token has the same weight. Both models have the same tokens and layout. The data and
-    context ranks share the texts; where experts are spread over them, all read every text together.
+    `text_hash` is the digest of prompts and continuations. Every token has the same weight. Both
+    models have the same tokens and layout. The data and context ranks share the texts; where
+    experts are spread over them, all read every text together.
 
-    Collective: those of `Stage.run` and of `compare_with_logits`. At the end 8 bytes per figure,
-    reduced over the data x context group and broadcast over the pipeline, and those of
-    `equal_mass_errors`.
+    Collective: those of `Stage.run` and of `compare_with_logits`; at the end those of
+    `figures_of`.
     """
     groups, ranks = student.groups, student.groups.data_context
     in_step = groups.layout.expert > 1
@@ -102,8 +108,7 @@ def compare_texts(
     chosen = [number for number, text in enumerate(texts) if text.written]
     own = set(chosen[ranks.rank() :: ranks.size()])
     rows = sorted(chosen if in_step else own, key=lambda number: (-_length(texts[number]), number))
-    sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=student.device)
-    tokens: list[Figures] = []
+    measured: list[Measured] = []
     batches = batches_of(
         [RowSize(_length(text), 0) for text in texts],
         rows,
@@ -112,29 +117,28 @@ def compare_texts(
         positions=_POSITIONS,
     )
     for numbers in batches:
-        part = _sums(readers, [texts[number] for number in numbers], [n in own for n in numbers])
-        if part is not None:
-            sums += part[0]
-            tokens.append(part[1])
+        measured += _measured(readers, texts, numbers, own)
     for reader in readers:
         reader.stage.finish()
-    if ranks.size() > 1:
-        dist.all_reduce(sums, group=ranks)
-    if groups.pipeline.size() > 1:
-        dist.broadcast(sums, group=groups.pipeline, group_src=groups.pipeline.size() - 1)
-    figures = summary_of(dict(zip(SUM_NAMES, sums.tolist(), strict=True)))
-    return figures | equal_mass_errors(tokens, groups)
+    figures = figures_of(measured, groups)
+    if figures:
+        figures["text_hash"] = hash_of_ids([(text.prompt, text.written) for text in texts])
+    return figures
 
 
-def _sums(
-    readers: tuple[Reader, Reader], texts: Sequence[Text], counted: Sequence[bool]
-) -> tuple[Tensor, Figures] | None:
-    """Return sums and tokens of a batch of texts, of those that count, on the last stage."""
+def _measured(
+    readers: tuple[Reader, Reader], texts: Sequence[Text], numbers: Sequence[int], own: set[int]
+) -> list[Measured]:
+    """Return the figures of a batch of texts, zero for those that are not own, on the last stage.
+
+    numbers: of the batch's texts.
+    """
     teacher, student = readers
+    texts = [texts[number] for number in numbers]
     ids = [(*text.prompt, *text.written) for text in texts]
-    given, own = (reader.begin([row[:-1] for row in ids], 0) for reader in readers)
-    if given is None or own is None:
-        return None
+    given, states = (reader.begin([row[:-1] for row in ids], 0) for reader in readers)
+    if given is None or states is None:
+        return []
     device, shard = student.stage.device, student.stage.shard
     places: list[range] = []
     start = 0
@@ -142,7 +146,7 @@ def _sums(
         places.append(range(start + len(text.prompt) - 1, start + len(row) - 1))
         start += len(row) - 1
     found = compare_with_logits(
-        student.stage.states(own),
+        student.stage.states(states),
         teacher.stage.states(given),
         integers([token for row in ids for token in row[1:]], device),
         integers([index for place in places for index in place], device),
@@ -154,19 +158,18 @@ def _sums(
     row_n = integers([row for row, place in enumerate(places) for _ in place], device)
     column_n = integers([column for place in places for column in range(len(place))], device)
     sizes = [len(place) for place in places]
-    counts = copied(torch.tensor(counted, dtype=torch.float64), device)
+    counts = copied(
+        torch.tensor([number in own for number in numbers], dtype=torch.float64), device
+    )
     inside_bS = torch.arange(max(sizes), device=device) < integers(sizes, device)[:, None]
     overlap_bS = torch.zeros(inside_bS.shape, dtype=torch.float64, device=device)
     overlap_bS[row_n, column_n] = found.overlap
     valid_bS = inside_bS & (counts > 0)[:, None]
     documents_bS = torch.zeros_like(valid_bS, dtype=torch.int64)
     weights = counts[row_n]
-    sums = token_sums(found, weights) | block_sums(
-        valid_bS, valid_bS, documents_bS, overlap_bS, overlap_bS
-    )
-    nothing = overlap_bS.new_zeros(())
-    values = torch.stack([sums.get(name, nothing).double() for name in SUM_NAMES])
-    return values, token_figures(found, weights)
+    sums = token_sums(found, weights, row_n, len(texts))
+    sums |= block_sums(valid_bS, valid_bS, documents_bS, overlap_bS, overlap_bS)
+    return [Measured(numbers, table_of(sums), token_figures(found, weights))]
 
 
 def _length(text: Text) -> int:

@@ -52,7 +52,11 @@ def _everything(rank: int, world: int, layout: dict[str, int], kind: str) -> dic
         sampled = teacher.write(
             rows, sampling=Sampling(temperature=1.0, seed=2), stops=Stops(ids=(7,))
         )
-        texts = [Text(row.ids, text.ids) for row, text in zip(rows, sampled, strict=True)]
+        # Of unequal lengths, one without a block of three.
+        texts = [
+            Text(row.ids, text.ids[: 14 - 3 * row.sample])
+            for row, text in zip(rows, sampled, strict=True)
+        ]
 
         def blocks(rule: Any, verifier: Any = teacher) -> Any:
             return speculate(
@@ -103,9 +107,12 @@ def test_blocks_and_figures_are_the_same_in_every_layout(
             assert _expected(found[name]) == pytest.approx(_expected(alone[name]), abs=1e-4)
         assert found["compared"].keys() == alone["compared"].keys()
         for name in ("acceptance", "forward_kl", "reverse_kl", "top1_agreement", "label_nll"):
-            assert found["compared"][name] == pytest.approx(alone["compared"][name], abs=1e-5)
-        tokens = alone["compared"]["tokens_per_verification"]
-        assert found["compared"]["tokens_per_verification"] == pytest.approx(tokens, abs=1e-5)
+            for one in (name, f"{name}_stderr"):
+                assert found["compared"][one] == pytest.approx(alone["compared"][one], abs=1e-5)
+        for name in ("tokens_per_verification", "tokens_per_verification_stderr"):
+            tokens = alone["compared"][name]
+            assert found["compared"][name] == pytest.approx(tokens, abs=1e-5)
+        assert found["compared"]["text_hash"] == alone["compared"]["text_hash"]
 
 
 def _dense(rank: int, world: int) -> tuple[Any, Any]:
@@ -130,22 +137,33 @@ def _dense(rank: int, world: int) -> tuple[Any, Any]:
     return found["compared"], both
 
 
+def _error(parts: list[torch.Tensor]) -> float:
+    """Standard error of the mean over all values of texts that are independent of each other."""
+    parts = [part for part in parts if len(part)]
+    mean, count = torch.cat(parts).mean(), len(parts)
+    squares = sum(float((part - mean).sum()) ** 2 for part in parts)
+    return math.sqrt(count / (count - 1) * squares) / sum(map(len, parts))
+
+
 def test_figures_on_texts_of_the_teacher_equal_dense_ones(pool: Pool) -> None:
     ((found, both),) = pool.run(1, _dense)
     overlaps = [torch.minimum(p, q).sum(1) for p, q in both]
     acceptance = float(torch.cat(overlaps).mean())
     assert found["acceptance"] == pytest.approx(acceptance, abs=1e-6)
-    forward = torch.cat([(p * (p / q).log()).sum(1) for p, q in both])
-    assert found["forward_kl"] == pytest.approx(float(forward.mean()), abs=1e-6)
+    forward = [(p * (p / q).log()).sum(1) for p, q in both]
+    assert found["forward_kl"] == pytest.approx(float(torch.cat(forward).mean()), abs=1e-6)
+    assert found["acceptance_stderr"] == pytest.approx(_error(overlaps), abs=1e-6)
+    assert found["forward_kl_stderr"] == pytest.approx(_error(forward), abs=1e-6)
+    assert [len(part) for part in overlaps] == [14, 11, 8, 5, 2]
     for length in (1, 3):
         blocks = [
-            1 + float(part[start : start + length].cumprod(0).sum())
+            1 + part.unfold(0, length, 1).cumprod(1).sum(1) if len(part) >= length else part[:0]
             for part in overlaps
-            for start in range(len(part) - length + 1)
         ]
-        expected = sum(blocks) / len(blocks)
         value = found["tokens_per_verification"][str(length)]
-        assert value == pytest.approx(expected, abs=1e-6)
+        assert value == pytest.approx(float(torch.cat(blocks).mean()), abs=1e-6)
+        error = found["tokens_per_verification_stderr"][str(length)]
+        assert error == pytest.approx(_error(blocks), abs=1e-6)
 
 
 SMALL_TOKENS, ROWS = 6, 3000

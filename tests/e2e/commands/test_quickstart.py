@@ -34,7 +34,7 @@ def test_the_quickstart_ends_with_everything_it_promises(tmp_path: Path) -> None
     assert done.returncode == 0, text
     for promised in ("teacher", "student alone", "distilled student", "nats", "curves.png"):
         assert promised in text
-    for promised in ("over 4 drafted tokens: student alone", "out of four: teacher"):
+    for promised in ("over 4 drafted tokens: student alone", "(200 items), out of four: teacher"):
         assert promised in text
     for promised in ("from the store", "bytes per token", "times as fast", "with the live"):
         assert promised in text

@@ -83,9 +83,13 @@ def test_an_evaluation_repeats_the_runs_own_validation(
     assert tokens[0] == pytest.approx(1.0 + compared["acceptance"], rel=1e-6)
     assert tokens == sorted(tokens)
     assert len(tokens) == 8
+    assert compared["texts"] == 8
+    errors = compared["tokens_per_verification_stderr"]
+    assert errors["1"] == pytest.approx(compared["acceptance_stderr"], rel=1e-6)
     on_own = on_one_rank["comparison_on_teacher_text"]
     assert on_own.keys() == compared.keys()
-    assert on_own["label_nll"] != compared["label_nll"]
+    for name in ("label_nll", "label_nll_stderr", "text_hash"):
+        assert on_own[name] != compared[name]
     sampled = on_one_rank["speculative"]["sampled"]["2"]
     gap = sampled["tokens_per_verification"] - sampled["expected"]
     assert abs(gap) < 4 * sampled["stderr"]
@@ -107,11 +111,20 @@ def test_an_evaluation_repeats_the_runs_own_validation(
 def test_an_evaluation_is_the_same_in_every_layout(
     pool: Pool, trained: Path, on_one_rank: dict[str, Any], layout: list[str]
 ) -> None:
-    for found in pool.run(2, _evaluate, str(trained / "student"), layout):
-        assert _flat(found) == pytest.approx(_flat(on_one_rank), rel=2e-5, abs=1e-6)
+    expected, digests = _without_digests(_flat(on_one_rank))
+    assert len(digests) == 4, "of the samples, the teacher's texts, and the prompts of both rules"
+    for one in pool.run(2, _evaluate, str(trained / "student"), layout):
+        found, own = _without_digests(_flat(one))
+        assert own == digests
+        assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
 
 
-def _flat(figures: Any, name: str = "") -> dict[str, float]:
+def _without_digests(flat: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    digests = {name: value for name, value in flat.items() if name.endswith("_hash")}
+    return {name: value for name, value in flat.items() if name not in digests}, digests
+
+
+def _flat(figures: Any, name: str = "") -> dict[str, Any]:
     """The figures by their paths."""
     if isinstance(figures, dict):
         entries = figures.items()
@@ -131,6 +144,8 @@ def test_a_student_drafts_for_itself_without_a_rejection(pool: Pool, trained: Pa
     assert compared["acceptance"] == pytest.approx(1.0, abs=1e-6)
     assert compared["forward_kl"] == pytest.approx(0.0, abs=1e-9)
     assert compared["entropy_gap"] == pytest.approx(0.0, abs=1e-7)
+    for name in ("acceptance", "forward_kl", "entropy_gap", "top1_agreement"):
+        assert compared[f"{name}_stderr"] == pytest.approx(0.0, abs=1e-7)
     drafts = compared["tokens_per_verification"]
     assert drafts == pytest.approx({str(g): g + 1.0 for g in range(1, 9)}, rel=1e-6)
     assert found["comparison_on_teacher_text"]["acceptance"] == pytest.approx(1.0, abs=1e-6)

@@ -207,6 +207,8 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     least, most = compared["acceptance"]
     assert 0.0 < least < most <= 1.0, "a store of few ids bounds it"
     assert compared["tokens_per_verification"]["1"] == pytest.approx([1 + least, 1 + most])
+    ends = compared["tokens_per_verification_stderr"]["1"]
+    assert compared["acceptance_stderr"] == pytest.approx(ends), "one for each end"
     assert compared["blocks"]["1"] == compared["tokens"] > 11, "a block begins at every label"
     assert "forward_kl" not in compared
     # Joined with a corpus, the store has no records of held-out text.

@@ -11,11 +11,11 @@ import torch
 from megatron_distill.losses.comparison import compare_with_logits
 from megatron_distill.signals import DenseLogits
 from megatron_distill.train.calibration import BINS, equal_mass_error, token_figures
-from megatron_distill.train.comparison import (
+from megatron_distill.train.evaluation.text_sums import (
     LONGEST_DRAFT,
-    SUM_NAMES,
     block_sums,
     summary_of,
+    table_of,
     token_sums,
 )
 
@@ -39,9 +39,8 @@ def test_both_kinds_of_bins_equal_those_of_loops() -> None:
     labels = torch.randint(_SIZE, (_TOKENS,), generator=generator)
     rows, weights = torch.arange(_TOKENS), torch.ones(_TOKENS, dtype=torch.float64)
     found = compare_with_logits(DenseLogits(student), DenseLogits(teacher), labels, rows)
-    sums = dict.fromkeys(SUM_NAMES, 0.0)
-    sums |= {name: float(value) for name, value in token_sums(found, weights).items()}
-    figures = summary_of(sums)
+    texts = torch.arange(_TOKENS) % 7
+    figures = summary_of(table_of(token_sums(found, weights, texts, 7)).numpy())
     q, p = _softmax(student), _softmax(teacher)
     confidence = q.max(1)
     widths = [np.flatnonzero((confidence * BINS).astype(int) == number) for number in range(BINS)]
@@ -95,10 +94,10 @@ def test_blocks_stay_within_documents_and_trained_labels() -> None:
                 count += 1
                 for name, acceptance in {"overlap": least, "overlap_most": most}.items():
                     sums[name] += float(1 + acceptance[row, block].cumprod(0).sum())
-        assert int(found[f"blocks@{length}"]) == count
+        assert int(found[f"blocks@{length}"].sum()) == count
         for name, value in sums.items():
-            assert abs(float(found[f"{name}@{length}"]) - value) < 1e-12
-    assert found["blocks@5"] > 0, "the case is not empty"
+            assert abs(float(found[f"{name}@{length}"].sum()) - value) < 1e-12
+    assert found["blocks@5"].sum() > 0, "the case is not empty"
 
 
 def test_means_come_with_the_tokens_and_blocks_that_they_are_of() -> None:
@@ -109,10 +108,11 @@ def test_means_come_with_the_tokens_and_blocks_that_they_are_of() -> None:
     labels, rows = torch.arange(6), torch.arange(6)
     found = compare_with_logits(DenseLogits(student), DenseLogits(teacher), labels, rows)
     valid, overlap = (weights > 0)[None], found.overlap[None]
-    sums = token_sums(found, weights) | block_sums(
+    sums = token_sums(found, weights, torch.zeros_like(rows), 1) | block_sums(
         valid, valid, torch.zeros_like(valid, dtype=torch.int64), overlap, overlap
     )
-    figures: dict[str, Any] = summary_of({name: float(sums.get(name, 0)) for name in SUM_NAMES})
-    assert figures["tokens"] == 5
+    figures: dict[str, Any] = summary_of(table_of(sums).numpy())
+    assert (figures["tokens"], figures["texts"]) == (5, 1)
+    assert not [name for name, value in figures.items() if "_stderr" in name and value], "one text"
     assert figures["blocks"] == {"1": 5, "2": 3, "3": 2, "4": 1}
     assert set(figures["blocks"]) == set(figures["tokens_per_verification"])

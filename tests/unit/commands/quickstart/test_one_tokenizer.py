@@ -18,9 +18,16 @@ from megatron_distill.runtime.torchrun import ChildOutcome
 ROOT = Path(quickstart.__file__).parent.parent
 LOSS = {"teacher": 3.0, "student_alone": 4.0, "student_distilled": 3.5}
 STEPS = 4
-COMPARED = {"comparison": {"top1_agreement": 0.25, "tokens_per_verification": {"4": 1.75}}}
-
-RESULTS = {"results": {name: {"next_line": {"acc": 0.625}} for name in ("student", "teacher")}}
+COMPARED = {
+    "comparison": {
+        "top1_agreement": 0.25,
+        "tokens_per_verification": {"4": 1.75},
+        "tokens_per_verification_stderr": {"4": 0.05},
+    }
+}
+# The error of five right items of eight: sqrt(0.625 * 0.375 / 7).
+TASK = {"acc": 0.625, "n": 8}
+RESULTS = {"results": {name: {"next_line": TASK} for name in ("student", "teacher")}}
 
 
 class Children:
@@ -124,8 +131,10 @@ def test_the_flow_ends_with_table_picture_checkpoint_and_text(
     assert ["student", "alone", "4.0000", "25.0%", "400", "1,000", "0.50"] in rows
     assert ["distilled", "student", "3.5000", "25.0%", "400", "1,000", "0.50"] in rows
     assert "ends 0.5000 nats per token lower (12.5%)" in text
-    assert "over 4 drafted tokens: student alone 1.75, distilled student 1.75." in text
-    assert "out of four: teacher 62.5%, student alone 62.5%, distilled student 62.5%." in text
+    assert (
+        "over 4 drafted tokens: student alone 1.75 +- 0.05, distilled student 1.75 +- 0.05." in text
+    )
+    assert "held-out code (8 items), out of four: teacher 62.5% +- 18.3%, student alone" in text
     assert "50% of the way to its teacher" in text
     assert f"{tmp_path}/curves.png" in text
     assert f"{tmp_path}/student_distilled/checkpoints/step_0000004\n" in text
