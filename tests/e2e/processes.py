@@ -27,7 +27,7 @@ PATIENCE = 600.0  # nothing takes that long but a hang
 # some lines, each question for a signal takes some seconds, until there is one or a go.
 HOLD = """\
 import os, pathlib, sys, time
-if "RANK" in os.environ and "HOLD_FILE" in os.environ:
+if "HOLD_FILE" in os.environ:
     from megatron_distill.runtime.termination import TerminationRequest
     usual = TerminationRequest.received.fget
     file, go = (pathlib.Path(os.environ[name]) for name in ("HOLD_FILE", "HOLD_GO"))

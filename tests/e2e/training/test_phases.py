@@ -158,7 +158,9 @@ def test_the_ranks_of_a_teacher_are_timed_traced_and_compared(
     # Means may be a step late, and on a busy machine the next ones may overtake them.
     lines = re.findall(r"step (\d+), teacher: slowest ranks, mean of 2 steps: (.*)", first)
     told = [int(step) for step, _ in lines]
-    assert told and told == sorted(set(told)) and set(told) <= {2, 4, 6}
+    assert told
+    assert told == sorted(set(told))
+    assert set(told) <= {2, 4, 6}
     slept = 1000.0 * SLOW_SECONDS * MICRO_BATCHES / 2
     for _, line in lines:
         found = re.search(r"forward teacher\.1 on \S+ ([\d.]+) ms", line)
