@@ -95,6 +95,12 @@ def stop(process: psutil.Process) -> None:
         wait_until(lambda: process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
 
 
+def has_signal(process: psutil.Process) -> bool:
+    """Whether a signal waits until the process goes on."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return any(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
+
+
 def writing(words: tuple[str, ...], folder: Path) -> tuple[psutil.Popen, Path]:
     """A conversion that stands in the middle of its writing, and its output.
 
@@ -157,6 +163,7 @@ def test_two_interrupted_ranks_leave_the_old_folder(
             if len(ranks) < 2 or not is_writing(output):  # it was noticed too late
                 continue
             started.process.send_signal(signal.SIGINT)
+            wait_until(lambda ranks=ranks: all(map(has_signal, ranks)))  # type: ignore[misc]
             for rank in ranks:
                 rank.resume()
             assert started.wait() != 0
