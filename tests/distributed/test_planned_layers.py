@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -50,7 +51,7 @@ def measured(rank: int, world: int, setting: Setting) -> tuple[int, int]:
         return gather(states, group)
 
     def watched(*arguments: Any) -> Any:
-        with LiveStorages() as live:
+        with LiveStorages(settled_above=0.8 * min(peaks, default=math.inf)) as live:
             loss = make(*arguments)
         peaks.append(live.peak)
         return loss

@@ -268,6 +268,8 @@ def _serve(connection: socket.socket, parent: int) -> NoReturn:
             for file in (answer, number, connection.detach()):
                 os.close(file)
             while os.getppid() != parent:
+                if not psutil.pid_exists(parent):  # it was killed meanwhile
+                    os._exit(1)
                 time.sleep(0.001)
             _run(pickle.loads(message), streams)
             raise SystemExit(0)

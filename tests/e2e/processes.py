@@ -23,8 +23,50 @@ SIGNALLING_TORCHRUN = (sys.executable, str(WRAPPER))
 RANKS = 2
 PATIENCE = 600.0  # nothing takes that long but a hang
 
+# A run that a test interrupts comes to no end before, however late the test is. Once a file has
+# some lines, each question for a signal takes some seconds, until there is one or a go.
+HOLD = """\
+import os, pathlib, sys, time
+if "HOLD_FILE" in os.environ:
+    from megatron_distill.runtime.termination import TerminationRequest
+    usual = TerminationRequest.received.fget
+    file, go = (pathlib.Path(os.environ[name]) for name in ("HOLD_FILE", "HOLD_GO"))
+    lines, seconds = (float(os.environ[name]) for name in ("HOLD_LINES", "HOLD_SECONDS"))
+    def is_held(request):
+        if usual(request) or go.exists() or not file.exists():
+            return False
+        return file.read_bytes().count(b"\\n") >= lines
+    def received(request):
+        end = time.monotonic() + seconds
+        if sys._getframe(1).f_code.co_name != "_remember":  # not the handler of the signal itself
+            while is_held(request) and time.monotonic() < end:
+                time.sleep(0.01)
+        return usual(request)
+    TerminationRequest.received = property(received)
+"""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Where a run slows down: once a file is there with so many lines."""
+
+    file: Path
+    lines: int = 0
+    seconds: float = PATIENCE  # of each question for a signal
+
+    def variables(self, folder: Path) -> dict[str, str]:
+        """Return the variables of `HOLD`; the run goes on when `go` is in the folder."""
+        return {
+            "HOLD_FILE": str(self.file),
+            "HOLD_LINES": str(self.lines),
+            "HOLD_SECONDS": str(self.seconds),
+            "HOLD_GO": str(folder / "go"),
+        }
+
+
 # Runs the script given first and keeps its exit status, which torchrun does not tell.
-_RECORDER = """\
+_RECORDER = f"""\
+{HOLD}
 import os, pathlib, runpy, sys
 folder, script, *sys.argv[1:] = sys.argv[1:]
 sys.argv[0] = script
@@ -76,6 +118,10 @@ class Started:
         """Return torchrun's exit status."""
         return self.process.wait(timeout=PATIENCE)
 
+    def let_go(self) -> None:
+        """End the hold of the run."""
+        (self.folder / "go").touch()
+
     def wait_for_all(self) -> None:
         """Wait until nothing is left of what torchrun started."""
         gone, alive = psutil.wait_procs(self.seen, timeout=PATIENCE)
@@ -103,15 +149,18 @@ def torchrun(
     *,
     launcher: Sequence[str] = TORCHRUN,
     script: Path = SCRIPT,
+    hold: Hold | None = None,
 ) -> Iterator[Started]:
     """Start a script on two ranks; whatever happens, nothing of it is left at the end."""
     recorder = folder / "recorder.py"
     recorder.write_text(_RECORDER)
-    for place in folder.glob("status*"):
+    for place in (*folder.glob("status*"), *folder.glob("go")):
         place.unlink()
     log = folder / "torchrun.log"
     command = [*launcher, "--standalone", f"--nproc-per-node={RANKS}", str(recorder), str(folder)]
-    process = ForkedLaunch.start([*command, str(script), *arguments], environment(), log)
+    variables = {} if hold is None else hold.variables(folder)
+    words = [*command, str(script), *arguments]
+    process = ForkedLaunch.start(words, environment(**variables), log)
     started = Started(process, log, folder)
     try:
         yield started

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
 from megatron_distill.launching.records import Launches, Status
-from tests.support.slurm_cluster import Job
+from tests.e2e.processes import HOLD, Hold
+from tests.support.slurm_cluster import Cluster, Job
 
 SAVING = ("checkpoint.save=true", "checkpoint.keep=2")
 ENDLESS = ("train.steps=100000", *SAVING)
@@ -41,6 +44,20 @@ def written_by(process: psutil.Process) -> set[str]:
     """The files that a process has open for writing, and its named sockets."""
     files = {file.path for file in process.open_files() if file.mode != "r"}
     return files | {one.laddr for one in process.net_connections("unix") if one.laddr}
+
+
+@contextmanager
+def holding(cluster: Cluster, folder: Path, file: Path) -> Iterator[None]:
+    """Let jobs that are submitted in the block go no further than a file, until `go` is there.
+
+    A job that a test warns comes to no end before.
+    """
+    hook = folder / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HOLD)
+    path = f"{hook}{os.pathsep}{cluster.environment['PYTHONPATH']}"
+    with patch.dict(cluster.environment, Hold(file).variables(folder) | {"PYTHONPATH": path}):
+        yield
 
 
 @contextmanager

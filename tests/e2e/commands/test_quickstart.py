@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_distill.store import StoreReader, verify
 from tests.e2e.forked_launches import run_forked
-from tests.e2e.processes import wait_until
+from tests.e2e.processes import HOLD, Hold, wait_until
 from tests.e2e.runs import environment, records
 
 ROOT = Path(__file__).parents[3]
@@ -83,11 +84,11 @@ def _answers_equal_those_of_the_harness(folder: Path) -> None:
         assert (greedy, texts) == ("0", "0")
 
 
-def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(output: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "launch/quickstart.py", "--output", str(output), *arguments],
         cwd=ROOT,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
+        env=environment(CUDA_VISIBLE_DEVICES="", **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -110,7 +111,11 @@ def interrupt(child: subprocess.Popen[str], metrics: Path, *, lines: int) -> str
 def test_ctrl_c_leaves_no_process_and_the_next_call_goes_on(tmp_path: Path) -> None:
     one_process = ("parallel.tensor=1", "parallel.pipeline=1", "validation.samples=8")
     arguments = ("--steps", "12", *one_process)
-    interrupt(start(tmp_path, *arguments), tmp_path / "teacher" / "metrics.jsonl", lines=2)
+    metrics, hook = tmp_path / "teacher" / "metrics.jsonl", tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HOLD)
+    hold = Hold(metrics, 6).variables(tmp_path) | {"PYTHONPATH": f"{hook}{os.pathsep}{ROOT}"}
+    interrupt(start(tmp_path, *arguments, **hold), metrics, lines=2)
     done = len([one for one in records(tmp_path / "teacher") if "validation" not in one])
     assert done < 12
 

@@ -14,7 +14,14 @@ import pytest
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.pool import Pool
 from tests.e2e.failing import Ending, call_script, message
-from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, TORCHRUN, run_from_imports, torchrun
+from tests.e2e.processes import (
+    ROOT,
+    SIGNALLING_TORCHRUN,
+    TORCHRUN,
+    Hold,
+    run_from_imports,
+    torchrun,
+)
 from tests.e2e.runs import SECONDS
 from tests.support.chat_fixtures import chat_tokenizer
 
@@ -202,13 +209,14 @@ def test_a_run_trains_on_them(pool: Pool, alone: Path, model: Path, tmp_path: Pa
 def test_an_interrupted_command_goes_on_to_the_same_bytes(
     number: signal.Signals, model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    words = ["--hf", model, "--prompts", prompts, "--samples", 128, "--tokens", 80]
+    words = ["--hf", model, "--prompts", prompts, "--samples", 32, "--tokens", 80]
     words += ["--part-rows", 1, "--temperature", 1.3, "--min-p", 0.001]
     texts = [str(word) for word in words]
     launcher = SIGNALLING_TORCHRUN if number == signal.SIGTERM else TORCHRUN
     output = tmp_path / "a"
     command = [*texts, "--output", str(output)]
-    with torchrun(tmp_path, command, script=SCRIPT, launcher=launcher) as started:
+    hold = Hold(output / "part-00003.jsonl")
+    with torchrun(tmp_path, command, script=SCRIPT, launcher=launcher, hold=hold) as started:
         started.wait_until((output / "part-00001.jsonl").is_file)
         if number == signal.SIGTERM:
             started.process.send_signal(number)

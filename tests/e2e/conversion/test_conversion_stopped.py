@@ -7,18 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.distributed.hugging_face_models import save_model, stored_tensors
 from tests.distributed.pool import Pool
 from tests.e2e.converting import TOOL, convert
 from tests.e2e.failing import message
-from tests.e2e.processes import PATIENCE, SIGNALLING_TORCHRUN, TORCHRUN, torchrun
+from tests.e2e.processes import PATIENCE, SIGNALLING_TORCHRUN, TORCHRUN, torchrun, wait_until
 from tests.e2e.runs import environment
 from tests.support.store_samples import contents
 
+ATTEMPTS = 5
 Sources = dict[str, tuple[str, ...]]
 
 
@@ -85,16 +88,38 @@ def folder_with_notes(output: Path) -> Path:
     return output
 
 
-def writing(words: tuple[str, ...], output: Path) -> subprocess.Popen[str]:
-    """A conversion that has begun to write."""
-    process = subprocess.Popen(
-        [sys.executable, str(TOOL), *words, str(output), "--overwrite"],
-        env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while not is_writing(output):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    return process
+def stop(process: psutil.Process) -> None:
+    """Stop a process, and wait until it stands, or has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()
+        wait_until(lambda: process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
+
+
+def has_signal(process: psutil.Process) -> bool:
+    """Whether a signal waits until the process goes on."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return any(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
+
+
+def writing(words: tuple[str, ...], folder: Path) -> tuple[psutil.Popen, Path]:
+    """A conversion that stands in the middle of its writing, and its output.
+
+    One that has ended before it was noticed is followed by another one.
+    """
+    for attempt in range(ATTEMPTS):
+        output = folder_with_notes(folder / str(attempt) / "out")
+        process = psutil.Popen(
+            [sys.executable, str(TOOL), *words, str(output), "--overwrite"],
+            env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        while process.poll() is None and not is_writing(output):
+            time.sleep(0.001)
+        stop(process)
+        if is_writing(output):
+            return process, output
+        process.kill()
+        reported = process.communicate()
+    raise AssertionError(f"no writing was noticed: {reported}")
 
 
 @pytest.mark.slow
@@ -104,8 +129,9 @@ def writing(words: tuple[str, ...], output: Path) -> subprocess.Popen[str]:
 def test_an_interrupted_conversion_leaves_the_old_folder(
     large: Sources, tmp_path: Path, command: str, number: signal.Signals
 ) -> None:
-    process = writing(large[command], folder_with_notes(tmp_path / "out"))
+    process, output = writing(large[command], tmp_path)
     process.send_signal(number)
+    process.resume()
     time.sleep(0.01)
     if process.poll() is None:
         process.send_signal(number)  # as by an impatient user, or by torchrun too
@@ -113,8 +139,8 @@ def test_an_interrupted_conversion_leaves_the_old_folder(
     assert process.returncode == 128 + number, reported
     assert "Traceback" not in reported + written
     assert "stopped; nothing was written" in reported
-    assert contents(tmp_path) == {"out/notes": b"mine"}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert contents(output.parent) == {"out/notes": b"mine"}
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
 @pytest.mark.slow
@@ -126,14 +152,23 @@ def test_an_interrupted_conversion_leaves_the_old_folder(
 def test_two_interrupted_ranks_leave_the_old_folder(
     large: Sources, tmp_path: Path, command: str, launcher: tuple[str, ...]
 ) -> None:
-    output = folder_with_notes(tmp_path / "folder" / "out")
-    words = [*large[command], str(output), "--overwrite"]
-    with torchrun(tmp_path, words, launcher=launcher, script=TOOL) as started:
-        started.wait_until(lambda: is_writing(output))
-        started.look()
-        started.process.send_signal(signal.SIGINT)
-        assert started.wait() != 0
-        started.wait_for_all()
+    for attempt in range(ATTEMPTS):
+        output = folder_with_notes(tmp_path / str(attempt) / "out")
+        words = [*large[command], str(output), "--overwrite"]
+        with torchrun(tmp_path, words, launcher=launcher, script=TOOL) as started:
+            started.wait_until(lambda output=output: is_writing(output))  # type: ignore[misc]
+            ranks = started.ranks()
+            for rank in ranks:
+                stop(rank)
+            if len(ranks) < 2 or not is_writing(output):  # it was noticed too late
+                continue
+            started.process.send_signal(signal.SIGINT)
+            wait_until(lambda ranks=ranks: all(map(has_signal, ranks)))  # type: ignore[misc]
+            for rank in ranks:
+                rank.resume()
+            assert started.wait() != 0
+            started.wait_for_all()
+        break
     text = started.log.read_text()
     assert "stopped; nothing was written" in text, text
     # By themselves, before torchrun kills what is left after half a minute.
@@ -147,8 +182,7 @@ def test_two_interrupted_ranks_leave_the_old_folder(
 def test_a_killed_conversion_leaves_a_partial_folder_that_the_next_one_replaces(
     pool: Pool, small: Sources, large: Sources, tmp_path: Path, command: str
 ) -> None:
-    output = folder_with_notes(tmp_path / "folder" / "out")
-    process = writing(large[command], output)
+    process, output = writing(large[command], tmp_path)
     process.kill()
     process.communicate()
     assert sorted(path.name for path in output.parent.iterdir()) == ["out", "out.partial"]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.e2e.captures import capture_here, write_capture
-from tests.e2e.runs import CONTEXT, STUDENT, TEACHER, Inputs, quick_and_slow, train_here
+from tests.e2e.runs import CONTEXT, SECONDS, STUDENT, TEACHER, Inputs, quick_and_slow, train_here
 from tests.reference.tracing import Watch
 
 # Longer on one of two context ranks than every other size of these models.
@@ -70,7 +70,7 @@ def test_training_and_validation_make_none(
     world, overrides = CASES[case]
     path = inputs.write("squares", STUDENT, TEACHER)
     overrides = (f"output={tmp_path / 'run'}", *LONG, *RUN, *overrides)
-    assert min(pool.run(world, _trained, path, overrides, timeout=120.0)) > 1000
+    assert min(pool.run(world, _trained, path, overrides, timeout=SECONDS)) > 1000
 
 
 def _captured(rank: int, world: int, path: Path, overrides: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def test_capture_makes_none(pool: Pool, inputs: Inputs, tmp_path: Path, isolate:
         f"data.isolate_documents={str(isolate).lower()}",
         CONTEXT,
     ]
-    assert min(pool.run(2, _captured, path, overrides, timeout=120.0)) > 100
+    assert min(pool.run(2, _captured, path, overrides, timeout=SECONDS)) > 100
 
 
 def _prompted(rank: int, world: int) -> int:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.evaluation.test_evaluation import DROPOUT, evaluations, saved
-from tests.e2e.processes import SIGNALLING_TORCHRUN, Started, torchrun
+from tests.e2e.processes import SIGNALLING_TORCHRUN, Hold, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, records, run, step_records
 from tests.e2e.tokenizers.test_several_tokenizers import write_config
 from tests.e2e.training.test_resume import data_place
@@ -47,6 +47,11 @@ def steps_done(output: Path) -> int:
 
 def has_steps(output: Path, number: int) -> Callable[[], bool]:
     return lambda: steps_done(output) >= number
+
+
+def held(output: Path, lines: int, **given: float) -> Hold:
+    """A run that a test interrupts before it comes to so many lines."""
+    return Hold(output / "metrics.jsonl", lines, **given)
 
 
 def is_saving(output: Path, after: int) -> Callable[[], bool]:
@@ -93,7 +98,8 @@ def test_killed_during_a_save_it_goes_on_from_the_last_complete_checkpoint(
 ) -> None:
     output = tmp_path / "run"
     saving = f"checkpoint.asynchronous={asynchronous}"
-    with torchrun(tmp_path, arguments(inputs, output, saving)) as started:
+    slow = held(output, 12, seconds=0.5)  # saves that are noticed too late are followed by others
+    with torchrun(tmp_path, arguments(inputs, output, saving), hold=slow) as started:
         started.wait_until(has_steps(output, 7))
         hold_during_a_save(started, output, after=7)
         kill_everything(started)
@@ -138,9 +144,11 @@ def test_asked_to_stop_the_ranks_finish_their_step_save_and_leave(
     status: int,
 ) -> None:
     output = tmp_path / "run"
-    with torchrun(tmp_path, arguments(inputs, output)) as started:
+    with torchrun(tmp_path, arguments(inputs, output), hold=held(output, STEPS // 2)) as started:
         started.wait_until(has_steps(output, 4))
         to(started, number)
+        if to is to_the_last_rank:
+            started.let_go()  # the other rank, which has no signal
         assert started.wait() == status
         started.wait_for_all()
     assert_ended_well(started, output)
@@ -160,8 +168,8 @@ def assert_ended_well(started: Started, output: Path) -> None:
 @pytest.mark.slow
 def test_the_own_launcher_ends_with_zero(inputs: Inputs, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    given = arguments(inputs, output)
-    with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN) as started:
+    given, hold = arguments(inputs, output), held(output, STEPS // 2)
+    with torchrun(tmp_path, given, launcher=SIGNALLING_TORCHRUN, hold=hold) as started:
         started.wait_until(has_steps(output, 4))
         to_torchrun(started, signal.SIGTERM)
         assert started.wait() == 0
@@ -239,7 +247,7 @@ def test_a_restart_waits_for_the_ranks_of_a_killed_torchrun(
     pool: Pool, inputs: Inputs, tmp_path: Path, undisturbed: Course
 ) -> None:
     output = tmp_path / "run"
-    with torchrun(tmp_path, arguments(inputs, output)) as started:
+    with torchrun(tmp_path, arguments(inputs, output), hold=held(output, STEPS // 2)) as started:
         started.wait_until(has_steps(output, 4))
         started.process.kill()
         started.wait()
@@ -269,7 +277,8 @@ def test_killed_again_and_again_it_arrives(
     given = arguments(inputs, output, *overrides, name=name)
     for _ in range(3):
         before = steps_done(output)
-        with torchrun(tmp_path, given) as started:
+        hold = held(output, before + steps // 4)
+        with torchrun(tmp_path, given, hold=hold) as started:
             if chance.random() < 0.7:
                 started.wait_until(lambda before=before: steps_done(output) != before)  # type: ignore[misc]
             time.sleep(chance.uniform(0.0, 1.0))

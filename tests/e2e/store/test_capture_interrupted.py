@@ -20,7 +20,7 @@ from tests.e2e.captures import (
     write_capture,
 )
 from tests.e2e.faults.test_kill import kill_everything
-from tests.e2e.processes import Started, torchrun
+from tests.e2e.processes import Hold, Started, torchrun
 from tests.e2e.runs import Inputs
 from tests.support.store_samples import contents
 
@@ -48,6 +48,11 @@ def undisturbed(
     return found
 
 
+def held(store: Path) -> Hold:
+    """A capture that a test interrupts in its first half."""
+    return Hold(store / "shards" / f"logits-{SHARDS // 2:06d}.json")
+
+
 def arguments(config: Path, store: Path, *overrides: str) -> list[str]:
     return ["--config", str(config), f"store.path={store}", *overrides]
 
@@ -57,7 +62,8 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_files(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
     store = tmp_path / "store"
-    with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
+    given = arguments(config, store)
+    with torchrun(tmp_path, given, script=SCRIPT, hold=held(store)) as started:
         started.wait_until(has_shards(store, 5))
         kill_everything(started)
     before = contents(store / "shards")
@@ -75,9 +81,11 @@ def test_asked_to_stop_the_ranks_leave_nothing_half(
     pool: Pool, config: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
     store = tmp_path / "store"
-    with torchrun(tmp_path, arguments(config, store), script=SCRIPT) as started:
+    given = arguments(config, store)
+    with torchrun(tmp_path, given, script=SCRIPT, hold=held(store)) as started:
         started.wait_until(has_shards(store, 3))
         started.ranks()[-1].send_signal(signal.SIGTERM)
+        started.let_go()  # the other rank, which has no signal
         assert started.wait() == 0, started.log.read_text()
         started.wait_for_all()
     assert_ended_well(started, store)

@@ -21,6 +21,7 @@ from tests.e2e.runs import (
     EXPERT,
     FOUR,
     PIPELINE,
+    SECONDS,
     SEQUENCE,
     TENSOR,
     VIRTUAL,
@@ -152,8 +153,8 @@ def resume_elsewhere(
     name, (world, layout), (other_world, other) = LAYOUTS[case]
     config = inputs.folder / f"{name}.yaml"
     common = [f"output={output}", *COMMON, "train.global_batch_size=24"]
-    saved = pool.run(world, save, config, [*common, *layout], is_old, timeout=120.0)
-    found = pool.run(other_world, resume, config, [*common, *other], timeout=120.0)
+    saved = pool.run(world, save, config, [*common, *layout], is_old, timeout=SECONDS)
+    found = pool.run(other_world, resume, config, [*common, *other], timeout=SECONDS)
     assert [rank.wrong for rank in found] == [[]] * other_world
     written = {key for _, keys in saved for key in keys}
     assert {key for rank in found for key in rank.keys} == written
@@ -196,8 +197,8 @@ READ: dict[str, tuple[Run, Run]] = {
 def test_the_ranks_read_no_byte_twice(pool: Pool, dense: Path, tmp_path: Path, case: str) -> None:
     (world, layout), (other_world, other) = READ[case]
     common = [f"output={tmp_path}", *COMMON, *LARGE]
-    pool.run(world, save, dense, [*common, *layout], False, timeout=120.0)
-    found = pool.run(other_world, resume, dense, [*common, *other], timeout=120.0)
+    pool.run(world, save, dense, [*common, *layout], False, timeout=SECONDS)
+    found = pool.run(other_world, resume, dense, [*common, *other], timeout=SECONDS)
     assert [rank.wrong for rank in found] == [[]] * other_world
     checkpoint = tmp_path / "checkpoints" / "step_0000003"
     stored = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
@@ -292,7 +293,7 @@ def test_replicas_write_as_much_as_each_other(
     pool: Pool, dense: Path, tmp_path: Path, whole: Sequence[str]
 ) -> None:
     overrides = [f"output={tmp_path}", *COMMON, BF16, *whole]
-    saved = pool.run(4, save, dense, overrides, False, timeout=120.0)
+    saved = pool.run(4, save, dense, overrides, False, timeout=SECONDS)
     nbytes = [count for count, _ in saved]
     assert max(nbytes) < 1.2 * sum(nbytes) / 4
 
@@ -340,5 +341,5 @@ def read_by_megatron(rank: int, world: int, config: Path, overrides: list[str]) 
 @pytest.mark.slow
 def test_megatron_core_reads_the_files(pool: Pool, dense: Path, tmp_path: Path) -> None:
     common = [f"output={tmp_path}", *COMMON]
-    pool.run(4, save, dense, [*common, BF16], False, timeout=120.0)
+    pool.run(4, save, dense, [*common, BF16], False, timeout=SECONDS)
     assert pool.run(2, read_by_megatron, dense, [*common, TENSOR, BF16]) == [[], []]

@@ -188,7 +188,8 @@ def test_wrong_words_are_named(
 def test_a_host_that_fails_ends_the_ranks_of_another_one_but_not_its_checks(
     waits: int, second: int
 ) -> None:
-    programs = ("raise SystemExit(255)", "import time; time.sleep(2)")
+    seconds = 600 if waits else 2
+    programs = ("raise SystemExit(255)", f"import time; time.sleep({seconds})")
     clients = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     assert _wait(clients, waits=waits) == 255
     assert [client.returncode for client in clients] == [255, second]

@@ -129,21 +129,23 @@ def test_a_launch_that_checks_its_nodes_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_start_by_hand_after_a_launch_counts(tmp_path: Path) -> None:
-    run = begin(tmp_path / "run", steps_done=25, changed=time.time() + 5)
+    run = begin(tmp_path / "run", steps_done=25, changed=time.time() + 60)
     ended(Status.FAILED, "no further launch")(run)
     assert read_status(run).state == "running"
 
 
 def test_a_submission_in_the_queue_waits_and_one_that_could_not_begin_has_failed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm has no launch to show before the job runs."""
     run = tmp_path / "run"
     (run / "launches").mkdir(parents=True)
     (run / "launches" / "job.sbatch").touch()
-    now = time.time()
+    now = float(int(time.time()))  # in whole seconds, as the text
     os.utime(run / "launches" / "job.sbatch", (now - 3700, now - 3700))
-    status = read_status(run)
+    with monkeypatch.context() as frozen:
+        frozen.setattr(time, "time", lambda: now)
+        status = read_status(run)
     assert (status.state, status.step, status.steps) == ("waiting", 0, None)
     assert status.detail == "submitted 1:01:40 ago, no launch since then"
     log = run / "launches" / "log-12.txt"

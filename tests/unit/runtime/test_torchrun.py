@@ -45,9 +45,9 @@ LAUNCHER = textwrap.dedent(
         for rank in range(2)
     ]
     if manner == "abandon":
-        while len(list(pathlib.Path(folder).glob("rank*"))) < 2:
-            pass
-        import time; time.sleep(4)  # the parent looks at its ranks meanwhile
+        import time
+        while not (pathlib.Path(folder) / "looked").exists():
+            time.sleep(0.02)
         sys.exit(7)
     sys.exit(max(rank.wait() for rank in ranks))
     """
@@ -64,6 +64,18 @@ PARENT = textwrap.dedent(
 )
 
 
+# It notes that it has seen both ranks.
+LOOKING = """\
+import pathlib, sys
+from megatron_distill.runtime import torchrun
+usual = torchrun._Family._look
+def look(family):
+    usual(family)
+    folder = pathlib.Path(sys.argv[3])
+    if len(family._seen) >= 2 and len(list(folder.glob("rank*"))) == 2:
+        (folder / "looked").touch()
+torchrun._Family._look = look
+"""
 # Under a scheduler, which may send one request as several signals.
 SCHEDULED = PARENT.replace("grace_seconds=", "signals=(15, 10), second_kills=False, grace_seconds=")
 
@@ -150,7 +162,7 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path: Path) -> None:
-    parent = start(tmp_path, "abandon")
+    parent = start(tmp_path, "abandon", parent=LOOKING + PARENT)
     ranks = rank_processes(tmp_path)
     printed, _ = parent.communicate(timeout=PATIENCE)
     assert printed.split() == ["7", "None"]

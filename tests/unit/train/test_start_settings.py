@@ -14,8 +14,11 @@ from megatron_distill.train.run_folder import keep_settings, setting_changes
 from megatron_distill.train.start_clock import StartClock
 
 
-def test_the_parts_of_a_start_add_up_to_the_time_since_the_process_began() -> None:
+def test_the_parts_of_a_start_add_up_to_the_time_since_the_process_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     began, now = psutil.Process().create_time(), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     whole = now - began
     clock = StartClock(joined=now - 0.75 * whole, opened=now - 0.25 * whole)
     line = clock.line(load_seconds=0.1 * whole, step_seconds=0.05 * whole)

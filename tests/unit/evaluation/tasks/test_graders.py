@@ -193,12 +193,16 @@ def test_answers_of_mathematics_by_their_value() -> None:
     assert (wrong, found.timeouts, found.failures) == ([], 0, 0)
 
 
+# Of a text, where one has no end: a busy machine grades any other one within them.
+SECONDS = 5.0
+
+
 @pytest.mark.slow
 def test_an_answer_on_which_math_verify_never_ends_is_a_timeout() -> None:
     """The texts after it are graded."""
     endless = ("$\\sum_{k=1}^{10^{9}} k^{k}$", "$3$")
     pairs = [("$7$", "7"), endless, ("$8$", "$8$")]
-    found = grade_texts(grader_named("math_verify"), pairs, seconds=3.0, workers=1)
+    found = grade_texts(grader_named("math_verify"), pairs, seconds=SECONDS, workers=1)
     assert found.right == (True, False, True)
     assert (found.timeouts, found.failures) == (1, 0)
 
@@ -221,9 +225,10 @@ def test_regular_expressions(regex: str, take: str, text: str, right: bool) -> N
     assert RegexGrader(regex, take=take)(text, " 12\n") == right
 
 
+@pytest.mark.slow
 def test_a_regular_expression_that_backtracks_for_ever_is_a_timeout() -> None:
     pairs = [("aab", "aa"), ("a" * 64 + "c", "a"), ("ab", "a")]
-    found = grade_texts(RegexGrader("((?:a+)+)b"), pairs, seconds=1.0, workers=1)
+    found = grade_texts(RegexGrader("((?:a+)+)b"), pairs, seconds=SECONDS, workers=1)
     assert found.right == (True, False, True)
     assert (found.timeouts, found.failures) == (1, 0)
 
@@ -237,10 +242,11 @@ def runs_away(text: str, answer: str) -> bool:
     return text == answer
 
 
+@pytest.mark.slow
 def test_a_text_that_takes_too_long_is_wrong_and_counted() -> None:
     """Only the end of its process stops such a grader; the texts after it are graded."""
     pairs = [("a", "a"), ("runs away", "a"), ("b", "a"), ("breaks", "a"), ("a", "a")]
-    found = grade_texts(runs_away, pairs, seconds=0.5, workers=1)
+    found = grade_texts(runs_away, pairs, seconds=SECONDS, workers=1)
     assert found.right == (True, False, False, False, True)
     assert (found.timeouts, found.failures) == (1, 1)
 
