@@ -5,6 +5,7 @@ python benchmarks/generate.py --batches 1 16 --widths 128          # some sizes
 
 Random models of the Llama family in fp32 on one thread, greedy, prompts of unequal length. The
 peers are `transformers.generate` with its cache, and a forward pass over the whole text per token.
+The latter is left out of long texts where it would take minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ BATCHES = (1, 4, 16, 64)  # rows
 TOKENS = 512
 SHORT = 64
 PROMPTS = (17, 32, 24, 9)
+RECOMPUTED = 75.0  # seconds of recomputing a long text, as estimated, beyond which it is left out
 EARLY, LATE = slice(56, 73), slice(184, 201)  # of the new tokens, around 64 and 192
 PROFILED = 16  # rows
 PARTS = {  # of a step, and the operators of each
@@ -45,10 +48,15 @@ WIDTHS = {  # of the models: layers, query heads, key-value heads, inner width
 VOCABULARY = 4096
 _NOTE = """\
 tokens/s are new tokens of all rows over the CPU time of one thread, which other work on the machine
-disturbs less than the clock; the shorter of two runs. Prompts have 9 to 32 tokens. `growth` is the
-time per token around the 192nd new token over that around the 64th. All write the same tokens in
-the first row. The models have 2, 4 and 8 layers and 4,096 ids. With a wider one more of the time is
-that of products: of one row they are the same in both, of four and more ours are oneDNN's.
+disturbs less than the clock; the shorter of two runs. Prompts have 9 to 32 tokens. All write the
+same tokens in the first row. The models have 2, 4 and 8 layers and 4,096 ids. With a wider one more
+of the time is that of products: of one row they are the same in both, of four and more ours are
+oneDNN's.
+
+`growth` is the time per token around the 192nd new token over that around the 64th, the lower of
+two runs, of ours and of `transformers`: the cache that a step reads grows in both. Recomputation of
+{tokens} tokens is one run. It is `-` where it would take over {limit:.0f} s, by the time of {short}
+tokens and the positions that its passes read.
 """
 _PARTS_NOTE = """\
 us of a step of {rows} rows, a mean over {tokens} new tokens: of torch's operators as its profiler
@@ -99,12 +107,13 @@ def main() -> int:
     text = "\n".join(
         [
             f"# Text with a cache, {SHORT} and {arguments.tokens} new tokens\n",
-            _NOTE,
+            _NOTE.format(tokens=arguments.tokens, limit=RECOMPUTED, short=SHORT),
             *(f"* {name}: {value}" for name, value in environment.items()),
             "",
             f"| width | rows | ours, {SHORT} tokens | transformers | ratio | recompute | ratio "
-            f"| ours, {arguments.tokens} tokens | transformers | ratio | growth |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+            f"| ours, {arguments.tokens} tokens | transformers | ratio | recompute | ratio "
+            "| growth | growth of transformers |",
+            "|---" * 14 + "|",
             *lines,
             "",
             *_parts_table(parts, arguments.tokens),
@@ -141,12 +150,18 @@ def _measured(
         rows = prompts(batch)
         short, near, recomputed = _rates((ours, peer, recompute), rows, SHORT)
         own, other = _rates((ours, peer), rows, tokens)
+        whole = None
+        if _recomputing(rows, tokens, recomputed) <= RECOMPUTED:
+            alone = Subject("ours", lambda rows, count: ours.write(rows[:1], count))
+            _, whole = _rates((alone, recompute), rows, tokens, runs=1)
         cells = [
             str(width), str(batch),
             f"{short:,.0f}", f"{near:,.0f}", f"{short / near:.2f}x",
             f"{recomputed:,.0f}", f"{short / recomputed:.1f}x",
             f"{own:,.0f}", f"{other:,.0f}", f"{own / other:.2f}x",
-            f"{_growth(model, rows):.2f}x",
+            *(("-", "-") if whole is None else (f"{whole:,.0f}", f"{own / whole:.1f}x")),
+            f"{_growth(rows, partial(_timed, model)):.2f}x",
+            f"{_growth(rows, partial(_peer_timed, reference)):.2f}x",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
         Console().print(lines[-1])
@@ -178,15 +193,22 @@ def _parts(
     return "| " + " | ".join(cells) + " |"
 
 
+def _recomputing(rows: Sequence[tuple[int, ...]], tokens: int, short_rate: float) -> float:
+    """Return the seconds of recomputing a text, in proportion to the positions of its passes."""
+    given = len(rows[0])
+    positions, short = (sum(range(given, given + count)) for count in (tokens, SHORT))
+    return len(rows) * SHORT / short_rate * positions / short
+
+
 def _rates(
-    subjects: Sequence[Subject], rows: Sequence[tuple[int, ...]], tokens: int
+    subjects: Sequence[Subject], rows: Sequence[tuple[int, ...]], tokens: int, *, runs: int = 2
 ) -> list[float]:
     """Return tokens per second of each subject; they take turns, and write the same ids."""
     seconds: dict[str, float] = {}
     found: dict[str, list[int]] = {}
     for subject in subjects:
         subject.write(rows, 4)
-    for _ in range(2):
+    for _ in range(runs):
         for subject in subjects:
             began = time.process_time()
             found[subject.name] = subject.write(rows, tokens)
@@ -215,12 +237,14 @@ def _save(place: Path, width: int) -> Any:
     return model.eval()
 
 
-def _by_transformers(model: Any, rows: Sequence[tuple[int, ...]], count: int) -> list[int]:
+def _by_transformers(
+    model: Any, rows: Sequence[tuple[int, ...]], count: int, **more: Any
+) -> list[int]:
     longest = max(map(len, rows))
     ids = torch.tensor([(0,) * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     found = model.generate(
-        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, **more
     )
     return found[0, longest:].tolist()
 
@@ -264,23 +288,42 @@ def _ours(place: Path, groups: Groups) -> tuple[Subject, Subject, Any]:
     return Subject("ours", write), Subject("recompute", recompute), model
 
 
-def _growth(model: Any, rows: Sequence[tuple[int, ...]]) -> float:
-    """Return the time of a token around the 192nd over that around the 64th."""
+def _growth(
+    rows: Sequence[tuple[int, ...]], timed: Callable[[Sequence[tuple[int, ...]]], list[float]]
+) -> float:
+    """Return the time of a token around the 192nd over that around the 64th.
+
+    timed: writes `LATE.stop` tokens and returns the CPU time at each.
+    """
     ratios = []
     for _ in range(2):
-        times: list[float] = []
-        asked = [WriteRow(row, number, LATE.stop) for number, row in enumerate(rows)]
-        model.write(
-            asked,
-            sampling=Sampling(),
-            stops=Stops(),
-            on_tokens=lambda row, _, times=times: (
-                times.append(time.process_time()) if row == 0 else None
-            ),
-        )
-        steps = torch.tensor(times).double().diff()
+        steps = torch.tensor(timed(rows), dtype=torch.float64).diff()
         ratios.append(float(steps[LATE].median() / steps[EARLY].median()))
     return min(ratios)
+
+
+def _timed(model: Any, rows: Sequence[tuple[int, ...]]) -> list[float]:
+    times: list[float] = []
+
+    def noted(row: int, _: object) -> None:
+        if row == 0:
+            times.append(time.process_time())
+
+    asked = [WriteRow(row, number, LATE.stop) for number, row in enumerate(rows)]
+    model.write(asked, sampling=Sampling(), stops=Stops(), on_tokens=noted)
+    return times
+
+
+def _peer_timed(model: Any, rows: Sequence[tuple[int, ...]]) -> list[float]:
+    times: list[float] = []
+
+    def noted(ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
+        """Stop no row."""
+        times.append(time.process_time())
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    _by_transformers(model, rows, LATE.stop, stopping_criteria=[noted])
+    return times
 
 
 if __name__ == "__main__":

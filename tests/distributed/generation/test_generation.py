@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +15,20 @@ from torch import Tensor
 
 from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
-from tests.distributed.hugging_face_models import MODELS, VOCABULARY, reference, save_model
+from tests.distributed.hugging_face_models import (
+    MODELS,
+    VOCABULARY,
+    WITH_EXPERTS,
+    reference,
+    save_model,
+)
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
+
+if TYPE_CHECKING:
+    from megatron_distill.models.generation.model import CachedGPT
+    from megatron_distill.runtime.groups import Groups
 
 LENGTHS = (5, 11, 23, 8)
 FAST = ("qwen3", "gemma2")
@@ -33,17 +43,27 @@ def prompts(vocabulary: int = VOCABULARY) -> list[tuple[int, ...]]:
     ]
 
 
+def saved_family(folder: Path, name: str) -> Path:
+    """Write a random model with positions for a prompt and 64 new tokens."""
+    positions = {"n_positions" if name == "gpt2" else "max_position_embeddings": 128}
+    return save_model(folder, name, **positions)
+
+
+def _opened(folder: Path, groups: Groups) -> CachedGPT:
+    from megatron_distill.models.generation.model import CachedGPT
+    from megatron_distill.models.hugging_face.description import describe
+    from megatron_distill.models.hugging_face.model import HuggingFaceWeights
+    from megatron_distill.models.weights import fill
+
+    shape = describe(folder).architecture
+    chunks = build(shape, groups, seed=None)
+    fill(chunks, HuggingFaceWeights(folder, describe(folder)), groups=groups)
+    return CachedGPT(chunks, shape, groups, torch.device("cpu"))
+
+
 def _of_folder(rank: int, world: int, folder: Path, prefix: tuple[int, ...]) -> dict[str, Any]:
     with megatron_groups() as groups:
-        from megatron_distill.models.generation.model import CachedGPT
-        from megatron_distill.models.hugging_face.description import describe
-        from megatron_distill.models.hugging_face.model import HuggingFaceWeights
-        from megatron_distill.models.weights import fill
-
-        shape = describe(folder).architecture
-        (model,) = build(shape, groups, seed=None)
-        fill([model], HuggingFaceWeights(folder, describe(folder)), groups=groups)
-        found = CachedGPT([model], shape, groups, torch.device("cpu"))
+        found = _opened(folder, groups)
         rows = [WriteRow(ids, sample, 64) for sample, ids in enumerate(prompts())]
         greedy = {"sampling": Sampling(), "stops": Stops()}
         alone = found.write(rows, **greedy)
@@ -84,10 +104,11 @@ class _Reference:
         return found[0, len(context) :].tolist()
 
 
-def close(found: Sequence[float], expected: Tensor) -> None:
+def close(found: Sequence[float], expected: Tensor, named: str = "log-probabilities") -> None:
     torch.testing.assert_close(
-        torch.tensor(found, dtype=torch.float64), expected, atol=1e-5, rtol=0
-    )
+        torch.tensor(found, dtype=torch.float64), expected, atol=1e-5, rtol=0,
+        msg=lambda text: f"{named}: {text}",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -97,8 +118,7 @@ def close(found: Sequence[float], expected: Tensor) -> None:
 def test_every_family_writes_and_scores_as_transformers(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
-    positions = {"n_positions" if name == "gpt2" else "max_position_embeddings": 128}
-    folder = save_model(tmp_path / "model", name, **positions)
+    folder = saved_family(tmp_path / "model", name)
     prefix = prompts()[2][:13]
     (ours,) = pool.run(1, _of_folder, folder, prefix)
     theirs = _Reference(folder)
@@ -190,7 +210,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, values in expected.items():
         if "log-prob" in name:
             for some, others in zip(found[name], values, strict=True):
-                close(some, torch.tensor(others, dtype=torch.float64))
+                close(some, torch.tensor(others, dtype=torch.float64), name)
         else:
             assert found[name] == values, name
 
@@ -237,6 +257,35 @@ def test_every_layout_draws_the_same_ids(
     assert max(max(ids) for ids in expected["whole"]) < 190
     for found in pool.run(world, _sampled, layout, kind):
         same(found, expected)
+
+
+def _of_families(
+    rank: int, world: int, folders: dict[str, Path], layout: dict[str, Any]
+) -> dict[str, Any]:
+    with megatron_groups(**layout) as groups:
+        found: dict[str, Any] = {}
+        rows = [WriteRow(ids, sample, 20) for sample, ids in enumerate(prompts())]
+        for family, folder in folders.items():
+            model = _opened(folder, groups)
+            for name in ("greedy", "cut"):
+                sampling = Sampling(**SAMPLINGS[name])
+                texts = model.write(rows, sampling=sampling, stops=Stops())
+                found[f"{family}, {name}"] = [text.ids for text in texts]
+                log_probs = [text.log_probs for text in texts]
+                found[f"{family}, {name}, log-probabilities"] = log_probs
+        return found
+
+
+@pytest.mark.slow
+def test_shards_of_every_family_draw_the_same_ids(pool: Pool, tmp_path: Path) -> None:
+    """Tensor ranks of each, and expert ranks where there are experts, beside one rank."""
+    folders = {name: saved_family(tmp_path / name, name) for name in FAMILIES}
+    (expected,) = pool.run(1, _of_families, folders, {})
+    layouts: dict[str, Sequence[str]] = {"tensor": FAMILIES, "expert": WITH_EXPERTS}
+    for kind, names in layouts.items():
+        several = {name: folders[name] for name in names}
+        for found in pool.run(2, _of_families, several, {kind: 2}):
+            same(found, {place: expected[place] for place in found})
 
 
 # Ranks, kind and layout; the order of the rows, the cache, and when the host looks at drawn ids.

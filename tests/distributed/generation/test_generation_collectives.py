@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +17,9 @@ from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.reference.tracing import Watch
 
+if TYPE_CHECKING:
+    from megatron_distill.models.generation.model import CachedGPT
+
 VOCABULARY = 2**16
 HIDDEN = 4 * 32  # bytes of a hidden state
 LENGTHS = (5, 9, 3)
@@ -24,6 +27,8 @@ ANSWERS = ((4,), (70, 60_000), (9, 8, 7))
 NEW = 4
 # Python objects, which are bytes: results by row, and short answers of every rank.
 OBJECT = 2**12
+CUT = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
 
 
 class Moved(NamedTuple):
@@ -49,20 +54,27 @@ class Collectives(Watch):
                     self.moved.append(Moved(name, value.nbytes, is_object))
 
 
+def _prompts() -> list[tuple[int, ...]]:
+    return [tuple(range(9 * length, 10 * length)) for length in LENGTHS]  # that share nothing
+
+
+def _by_one_model(model: CachedGPT, sampling: dict[str, Any]) -> tuple[list[Moved], list[Moved]]:
+    """Write text and score answers; returns what each moved."""
+    with Collectives() as writing:
+        model.write(
+            [WriteRow(ids, row, NEW) for row, ids in enumerate(_prompts())],
+            sampling=Sampling(**sampling),
+            stops=Stops(),
+        )
+    with Collectives() as scoring:
+        model.score([ScoreRow(ids, ANSWERS) for ids in _prompts()])
+    return writing.moved, scoring.moved
+
+
 def _moved(rank: int, world: int, layout: dict[str, int], sampling: dict[str, Any]) -> Any:
     with megatron_groups(**layout) as groups:
-        shape = small_architecture(vocab_size=VOCABULARY)
-        model = writer_of(shape, groups)
-        rows = [tuple(range(9 * length, 10 * length)) for length in LENGTHS]  # that share nothing
-        with Collectives() as writing:
-            model.write(
-                [WriteRow(ids, row, NEW) for row, ids in enumerate(rows)],
-                sampling=Sampling(**sampling),
-                stops=Stops(),
-            )
-        with Collectives() as scoring:
-            model.score([ScoreRow(ids, ANSWERS) for ids in rows])
-        return writing.moved, scoring.moved
+        model = writer_of(small_architecture(vocab_size=VOCABULARY), groups)
+        return _by_one_model(model, sampling)
 
 
 def _sizes(moved: list[Moved], name: str) -> set[int]:
@@ -82,7 +94,7 @@ CONTINUED = sum(len(answer) - 1 for answer in ANSWERS) * ROWS
     "sampling",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+        CUT,
     ],
     ids=str,
 )
@@ -117,8 +129,8 @@ def test_stages_send_hidden_states_on_and_numbers_of_rows_back(pool: Pool) -> No
         assert max(one.bytes for one in writing + scoring) < VOCABULARY
 
 
-def _moved_by_two_models(rank: int, world: int, layout: dict[str, int]) -> dict[str, list[Moved]]:
-    """Draft with one model and verify with another, compare them on texts, and score by passes."""
+def _moved_by_all(rank: int, world: int, layout: dict[str, Any]) -> dict[str, list[Moved]]:
+    """Write, score, draft with one model and verify with another, and score by passes."""
     with megatron_groups(**layout) as groups:
         from megatron_distill.evaluation.requests import Request
         from megatron_distill.models.gpt import vocab_shard
@@ -126,49 +138,56 @@ def _moved_by_two_models(rank: int, world: int, layout: dict[str, int]) -> dict[
         from megatron_distill.train.evaluation.speculative import RULES, speculate
         from megatron_distill.train.evaluation.teacher_text import Text, compare_texts
 
-        device, models = torch.device("cpu"), []
-        for layers in (4, 2):
-            shape = small_architecture(vocab_size=VOCABULARY, num_layers=layers)
-            models.append(writer_of(shape, groups))
-        teacher, student = models
-        rows = [tuple(range(9 * length, 10 * length)) for length in LENGTHS]
+        device, moe = torch.device("cpu"), MOE if groups.layout.expert > 1 else None
+        teacher, student = (
+            writer_of(small_architecture(vocab_size=VOCABULARY, num_layers=layers, moe=moe), groups)
+            for layers in (8, 4)
+        )
+        found = dict(zip(("writing", "scoring"), _by_one_model(student, CUT), strict=True))
         with Collectives() as drafting:
             for rule in RULES:
-                speculate(teacher, student, rows, draft=2, tokens=NEW, rule=rule)
-        texts = [Text(ids, answer) for ids, answer in zip(rows, ANSWERS, strict=True)]
+                speculate(teacher, student, _prompts(), draft=2, tokens=NEW, rule=rule)
+        texts = [Text(ids, answer) for ids, answer in zip(_prompts(), ANSWERS, strict=True)]
         with Collectives() as comparing:
             compare_texts(teacher, student, texts)
-        shape, chunk = student.architecture, student.chunks[0].eval()
-        scorer = PassScorer(chunk, shape, vocab_shard(shape, groups), groups, device, 32, 64)
-        requests = [
-            Request(np.array(text.prompt, np.int32), np.array(text.written, np.int32))
-            for text in texts
-        ]
-        with Collectives() as passing:
-            scorer.score(requests)
-        return {
-            "drafting": drafting.moved,
-            "comparing": comparing.moved,
-            "passing": passing.moved,
-        }
+        found |= {"drafting": drafting.moved, "comparing": comparing.moved}
+        if len(student.chunks) == 1:
+            shape, chunk = student.architecture, student.chunks[0].eval()
+            scorer = PassScorer(chunk, shape, vocab_shard(shape, groups), groups, device, 32, 64)
+            requests = [
+                Request(np.array(text.prompt, np.int32), np.array(text.written, np.int32))
+                for text in texts
+            ]
+            with Collectives() as passing:
+                scorer.score(requests)
+            found["passing"] = passing.moved
+        return found
 
 
+STAGES = {"pipeline": 2, "virtual_pipeline": 2}
+
+
+# Ranks, layout, and a collective that everything needs there.
 @pytest.mark.parametrize(
-    ("layout", "name"),
+    ("world", "layout", "name"),
     [
-        ({"tensor": 2}, "allgather"),
-        pytest.param({"pipeline": 2}, "broadcast", marks=pytest.mark.slow),
+        (2, {"tensor": 2}, "allgather"),
+        pytest.param(2, {"pipeline": 2}, "broadcast", marks=pytest.mark.slow),
+        pytest.param(2, STAGES, "broadcast", marks=pytest.mark.slow),
+        pytest.param(2, {"expert": 2}, "allreduce", marks=pytest.mark.slow),
+        pytest.param(2, {"tensor": 2, "sequence": True}, "allgather", marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": 2, "pipeline": 2}, "allreduce", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_two_models_and_passes_exchange_no_row_of_the_vocabulary(
-    pool: Pool, layout: dict[str, int], name: str
+def test_no_row_of_the_vocabulary_is_exchanged(
+    pool: Pool, world: int, layout: dict[str, Any], name: str
 ) -> None:
-    for found in pool.run(2, _moved_by_two_models, layout):
-        for moved in found.values():
-            assert any(name in one.name for one in moved)
+    for found in pool.run(world, _moved_by_all, layout):
+        for part, moved in found.items():
+            assert any(name in one.name for one in moved), (part, {one.name for one in moved})
             assert max((one.bytes for one in moved if one.is_object), default=0) <= OBJECT
-            assert max(one.bytes for one in moved) < VOCABULARY
+            assert max(one.bytes for one in moved) < VOCABULARY, part
 
 
 def _groups_by_direction(rank: int, world: int, layout: dict[str, int]) -> dict[str, set[str]]:
@@ -197,7 +216,7 @@ def _groups_by_direction(rank: int, world: int, layout: dict[str, int]) -> dict[
         return found
 
 
-@pytest.mark.parametrize("stages", [{"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
+@pytest.mark.parametrize("stages", [{"pipeline": 2}, STAGES])
 def test_messages_back_have_a_group_of_their_own(pool: Pool, stages: dict[str, int]) -> None:
     # In one group NCCL runs a large send to a stage before the ids that this stage sends back.
     for found in pool.run(2, _groups_by_direction, stages):

@@ -41,6 +41,7 @@ from tests.e2e.runs import (
     step_records,
     train_here,
 )
+from tests.e2e.runs import layout as layout_of
 
 STEPS = 4
 COMMON = (f"train.steps={STEPS}", "checkpoint.save=true", "checkpoint.interval=2")
@@ -366,6 +367,65 @@ def test_results_of_a_finished_run_are_those_of_any_layout(
                 assert measured["prompt_hash"] == results["quiz"]["prompt_hash"]
                 for name in ("acc", "acc_norm", "n"):
                     assert measured[name] == results["quiz"][name], (role, name)
+
+
+def _flat(found: Any, named: str = "") -> dict[str, Any]:
+    """The values of nested mappings and lists by their place, without seconds."""
+    if not isinstance(found, dict | list | tuple):
+        return {named: found}
+    pairs = found.items() if isinstance(found, dict) else enumerate(found)
+    flat: dict[str, Any] = {}
+    for name, value in pairs:
+        if name != "seconds":
+            flat |= _flat(value, f"{named}.{name}")
+    return flat
+
+
+def _everything(
+    rank: int, world: int, folder: str, overrides: list[str], tasks: list[str]
+) -> dict[str, Any]:
+    """The results of a run's student on this rank, the measures of each item, and the texts."""
+    config = configure_evaluation(rank, world, folder, [*STUDENT_ALONE, *overrides])
+    from megatron_distill.train.assemble.evaluation import evaluate_weights
+    from megatron_distill.train.evaluation.scoring import ModelWriter
+
+    texts: list[Any] = []
+    write = ModelWriter.write
+
+    def noted(writer: ModelWriter, *given: Any, **named: Any) -> Any:
+        found = write(writer, *given, **named)
+        texts.extend((one.text, one.is_cut) for one in found)
+        return found
+
+    with patch.object(ModelWriter, "write", noted):
+        found = evaluate_weights(config, CPU, [load_task(one) for one in tasks], teacher=False)
+    items = {name: one.as_dict() for name, one in found["items"]["student"].items()}
+    return {"results": found["results"]["student"], "items": items, "texts": texts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [("dense", ("DP2", "CP2", "PP2", "PP2+virtual", "TP2")), ("moe", ("EP2",))],
+    ids=str,
+)
+def test_choices_and_texts_of_a_finished_run_are_those_of_one_rank(
+    pool: Pool, inputs: Inputs, tmp_path: Path, name: str, layouts: Sequence[str]
+) -> None:
+    quiz(tmp_path)
+    tasks = [str(tmp_path / f"{task}.yaml") for task in ("quiz", "write")]
+    config, output = inputs.folder / f"{name}.yaml", tmp_path / "run"
+    run(pool, 1, config, output, *COMMON[1:], "train.steps=2", "schedule.warmup_steps=1")
+    (alone,) = pool.run(1, _everything, str(output), [], tasks)
+    assert len(set(alone["texts"])) > 1
+    expected = {
+        place: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+        for place, value in _flat(alone).items()
+    }
+    for named in layouts:
+        world, changes = layout_of(named)
+        for found in pool.run(world, _everything, str(output), list(changes), tasks):
+            assert _flat(found) == expected, named
 
 
 def _refusals(

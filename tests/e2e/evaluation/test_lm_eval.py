@@ -26,7 +26,8 @@ from tests.e2e.conversion.test_hugging_face import export
 from tests.e2e.evaluation.test_evaluation import WORDS, _results, configure_evaluation
 from tests.e2e.failing import call_alone
 from tests.e2e.processes import ROOT
-from tests.e2e.runs import CPU, PIPELINE, TENSOR, run
+from tests.e2e.runs import CPU, run
+from tests.e2e.runs import layout as layout_of
 from tests.support.chat_fixtures import chat_tokenizer
 from tests.unit.evaluation.tasks.test_prompts import CASES, EXAMPLES, GOLDEN, items, lines
 
@@ -176,7 +177,7 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
 def test_answers_equal_those_of_the_harness_s_own_backend(
     pool: Pool, dense: Path, tmp_path: Path
 ) -> None:
-    """The exported student on the same task files, on one rank and in TP2 x PP2."""
+    """The exported student on the same task files, on one rank, in DP2, CP2 and TP2 x PP2."""
     output, folder = tmp_path / "run", tmp_path / "tasks"
     folder.mkdir()
     write_tasks(folder)
@@ -185,9 +186,9 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
     theirs = _theirs(tmp_path / "exported", folder)
     _same_form(pool, output, folder, theirs)
     sampled: list[list[str]] = []
-    layouts: list[tuple[int, list[str]]] = [(1, []), (4, [TENSOR, PIPELINE])]
-    for world, layout in layouts:
-        for ours in pool.run(world, _ours, str(output), layout, str(folder)):
+    for named in ("one rank", "DP2", "CP2", "TP2xPP2"):
+        world, layout = layout_of(named)
+        for ours in pool.run(world, _ours, str(output), list(layout), str(folder)):
             del ours["measures"]["own_sampled"]
             assert ours["measures"] == theirs["measures"]
             choices = ours["measures"]["own_choices"]
@@ -212,8 +213,8 @@ def test_answers_equal_those_of_the_harness_s_own_backend(
                     assert values[0] == pytest.approx(values[1], abs=1e-4, rel=0)
             flat = [[one for (one,) in found["answers"]["own_texts"]] for found in (ours, theirs)]
             assert flat[0] == pytest.approx(flat[1], abs=1e-4, rel=0)
-    named = [str(folder / "ours" / "own_choices.yaml")]
-    (found,) = pool.run(1, _results, str(output), [], named, False)
+    task = str(folder / "ours" / "own_choices.yaml")
+    (found,) = pool.run(1, _results, str(output), [], [task], False)
     for name in ("acc", "acc_norm"):
         measured = found["student"]["own_choices"][name]
         assert measured == theirs["measures"]["own_choices"][f"{name},none"], name

@@ -118,7 +118,7 @@ def test_the_original_prompts_of_math_equal_those_of_the_authors_program(tmp_pat
     assert [item.target for item in found] == [row["solution"] for row in rows]
 
 
-@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("shots", [0, 2, 5])
 def test_the_original_prompts_of_mmlu_pro_equal_those_of_the_authors_program(
     tmp_path: Path, shots: int
 ) -> None:
@@ -129,7 +129,7 @@ def test_the_original_prompts_of_mmlu_pro_equal_those_of_the_authors_program(
         for number, row in enumerate([*published.MMLU_PRO, *published.MMLU_PRO])
     ]
     rows[3]["options"] = ["one", "N/A", " three"]  # as in the first copies of the data set
-    test, dev = lines(tmp_path / "test.jsonl", rows), lines(tmp_path / "dev.jsonl", rows)
+    test, dev = lines(tmp_path / "test.jsonl", rows), lines(tmp_path / "dev.jsonl", [*rows, *rows])
     changes = {"files": [test], "shot_files": [dev], "shots": shots}
     found = read_task(load_task("mmlu_pro_original", changes))
     assert [item.prompt.text for item in found] == json.loads(file.read_text())[str(shots)]
