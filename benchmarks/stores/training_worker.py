@@ -66,21 +66,25 @@ class Steps:
     optimizer: Any
     schedule: Any
     objective: TokenObjective
+    phases: list[dict[str, float]]
 
     def take(self, batches: StepBatches, signals: Signals) -> float:
-        """One optimizer step; its loss."""
+        """One optimizer step; its loss. The seconds of its phases are added to `phases`."""
         from benchmarks.steps.subject import OPTIMIZER
         from megatron_distill.train.step import train_step
 
+        timers = self.student.timers
+        timers.start_step()
         report = train_step(
             self.student,
             self.optimizer,
             self.schedule,
-            signals,
+            timers.of_teacher(signals),
             [self.objective] * len(signals),
             batches,
             clip_grad_norm=OPTIMIZER.clip_grad_norm,
         )
+        self.phases.append(timers.end_step())
         return report.values["kd"]
 
 
@@ -208,12 +212,14 @@ def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps
     from megatron_distill.ops import LogitRule
     from megatron_distill.train.objective import TokenObjective
     from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+    from megatron_distill.train.phase_timers import PhaseTimers
     from megatron_distill.train.step import Student
 
     shape, run = architecture(case.workload.student, case), execution(case, device)
     chunks = build_gpt(shape, groups=groups, execution=run, seed=STUDENT_SEED)
     wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
-    connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step)
+    timers = PhaseTimers(device)
+    connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step, timers=timers)
     training = training_state(wrapped, dtype=run.dtype)
     objective = TokenObjective(
         ce_weight=1.0,
@@ -224,8 +230,8 @@ def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps
         logit_rule=LogitRule(None, 1.0),
         groups=groups,
     )
-    student = Student(chunks, wrapped, groups, case.workload.sequence_length)
-    return Steps(case, student, training.optimizer, training.schedule, objective)
+    student = Student(chunks, wrapped, groups, case.workload.sequence_length, timers)
+    return Steps(case, student, training.optimizer, training.schedule, objective, [])
 
 
 def _records(case: Case, k: int, steps: int) -> list[SampleRecord]:

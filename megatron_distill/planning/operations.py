@@ -43,7 +43,7 @@ _FUSED_BACKWARD: Final = 2.5
 _QUERY_BLOCKS: Final = ((768, 256), (192, 64), (0, 32))
 _KEY_BLOCK: Final = 512
 # Calls of torch in one pass of a layer on a CPU, views and new tensors included. They run one after
-# the other on one thread, however small the work is; on a GPU kernels hide them.
+# the other on one thread, however small the work is.
 CALLS_OF_LAYER: Final = 340
 # Time of the slowest expert rank over the mean of all.
 _IMBALANCE: Final = 1.2
@@ -82,11 +82,9 @@ class Rank:
         """
         return 4 if self.device.kind == "cpu" else self.width
 
-    @property
-    def calls(self) -> float:
-        """Time of the calls of one pass of a layer."""
-        on_cpu = self.device.kind == "cpu"
-        return CALLS_OF_LAYER * self.device.kernel_us * 1e-6 if on_cpu else 0.0
+    def calls(self, count: float) -> float:
+        """Return the time of so many calls of torch on a CPU; on a GPU kernels hide them."""
+        return count * self.device.kernel_us * 1e-6 if self.device.kind == "cpu" else 0.0
 
     def product(self, rows: float, inner: float, columns: float, *, count: float = 1.0) -> float:
         """Return the time of `count` products [rows, inner] times [inner, columns]."""
@@ -314,6 +312,7 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
         elements += rank.passes(2 * whole * hidden * (1 + of_element), kernels=2)
     feed_forward, inner_elements, expert = _feed_forward(shape, rank, has_experts=has_experts)
     elements += inner_elements
+    calls = rank.calls(CALLS_OF_LAYER)
     message = tokens * hidden * width
     link, shown = rank.device.link(split), 1 - rank.overlapped
     if layout.sequence:
@@ -332,7 +331,7 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
     return _LayerTimes(
         products + feed_forward,
         attention,
-        (elements + rank.calls, 2 * elements + rank.calls),
+        (elements + calls, 2 * elements + calls),
         tensor,
         (keys_once, keys_back),
         expert,

@@ -182,10 +182,11 @@ def _heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
         tokens = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
         work = aligned_passes(run, rank, teacher_tokens=tokens)
         return work + head_messages(run.student, rank, chunks=chunks)
-    heads = head_passes(run.student, choice.head_in_stages(run), rank, chunks=chunks)
+    one, terms = choice.head_in_stages(run), choice.terms(run)
+    heads = head_passes(run.student, one, rank, chunks=chunks, terms=terms)
     several = run.several and choice.keeps_head(run)
-    for one, _, share in teachers_apart(run, choice) if several else ():
-        heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
+    for each, _, share in teachers_apart(run, choice) if several else ():
+        heads += head_passes(None, each.teacher, rank, chunks=chunks, terms=terms).times(share)
     return heads
 
 

@@ -33,7 +33,14 @@ from megatron_distill.models.flops import balanced_stages, forward_flops_per_tok
 from megatron_distill.models.hugging_face.description import describe_for_plan
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import reading_seconds
-from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun, SharedTeacher, TeacherPlace
+from megatron_distill.planning.run import (
+    Choice,
+    ChunkLoss,
+    LossTerm,
+    PlannedRun,
+    SharedTeacher,
+    TeacherPlace,
+)
 from megatron_distill.planning.search import ShapeRule
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of, read_shape
@@ -226,6 +233,11 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
         losses=tuple(sorted(map(_in_words, config.objective.terms))),
+        terms=tuple(
+            LossTerm(term.top_k, has_tail=term.support != "renormalized")
+            for term in config.objective.terms
+            if term.alignment is None
+        ),
         chunk_losses=tuple(
             ChunkLoss(term.alignment, term.top_k, term.uncommon_top_k)
             for term in config.objective.terms
