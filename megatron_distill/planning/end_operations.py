@@ -37,8 +37,8 @@ _SEGMENT, _SORT_BYTES = 32, 16 * 8
 # Bytes that the mathematics of a term on few ids moves for each of them, in fp64; and with all
 # further ids as one more, for which the student's logits are also read once more.
 _ID_BYTES, _TAIL_ID_BYTES = 600, 1200
-# Calls of torch in a chunk of the losses on a CPU, as additions of few numbers that take as long: of
-# the labels, of divergences between whole logits, of a choice of ids, and of a term on ids.
+# Calls of torch in a chunk of the losses on a CPU, as additions of few numbers that take as long.
+# Those of the labels, of divergences between whole logits, of a choice of ids, of a term on ids:
 _CALLS_OF_LABELS, _CALLS_OF_LOGITS, _CALLS_OF_CHOICE, _CALLS_OF_IDS = 300, 370, 200, 350
 # Logits of a chunk, where the run does not say.
 _LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
