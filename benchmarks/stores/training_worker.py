@@ -8,14 +8,17 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from benchmarks.steps.cases import LAYOUTS, WORKLOADS, Body, Case, Workload
+from benchmarks.harness.quiet import busy_seconds
+from benchmarks.steps.cases import Case
 from benchmarks.stores.data import MadeUpSample, made_up_sample, record_of
+from benchmarks.stores.planned import TRAINED
 from benchmarks.stores.sizes import write_store
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.launch import joined_world
@@ -30,16 +33,6 @@ if TYPE_CHECKING:
     from megatron_distill.train.step import Student
 
 _TIMEOUT_SECONDS: Final = 600
-_PRECISION: Final = "fp32"
-# The quickstart's student: with so little work per token a store is hardest to hide.
-_SMALL: Final = Workload(
-    "quickstart", Body(2, 96, 256, 4, 2), Body(4, 192, 512, 6, 2), 2048, 128, 4, 2
-)
-# One sequence per step, so that many steps can be taken.
-_WORKLOADS: Final = {
-    "quickstart": _SMALL,
-    "v32k": replace(WORKLOADS["v32k"], micro_batch_size=1),
-}
 
 
 @dataclass(frozen=True)
@@ -91,14 +84,14 @@ class Steps:
 def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=_WORKLOADS, required=True)
+    parser.add_argument("--workload", choices=TRAINED, required=True)
     parser.add_argument("--k", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="in a row, of each subject")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
-    case = Case(_WORKLOADS[given.workload], LAYOUTS["TP1"], _PRECISION)
+    case = TRAINED[given.workload]
     with (
         joined_world(
             device="cpu",
@@ -160,6 +153,7 @@ def _measure(
 
     subjects = {"memory": from_memory, "store": from_store, "reading alone": reading_alone}
     timed = _in_turns(subjects, rounds=given.rounds)
+    phases = steps.phases[2 * given.steps :]  # of both subjects, without the first round
     # Before it is used again, to check that both subjects learn from the same signals.
     largest = _largest_difference(
         in_memory, [teacher.signals(s.micro_batches) for s in loaded.steps]
@@ -171,6 +165,8 @@ def _measure(
         "steps": given.steps,
         "tokens_per_step": case.tokens_per_step,
         "largest_difference": largest,
+        "threads": torch.get_num_threads(),
+        "phases": {name: median(one[name] for one in phases) for name in phases[0]},
     }
 
 
@@ -186,18 +182,28 @@ def _stored(
 
 
 def _in_turns(subjects: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Any]:
-    """Seconds of each subject's steps in each round; the order changes, the first warms up."""
+    """Seconds of each subject's steps in each round; the order changes, the first warms up.
+
+    `cpu_seconds` are those of this process, `machine_seconds` of all processes.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    machine_seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for number in range(rounds + 1):
         for name in list(subjects) if number % 2 else list(subjects)[::-1]:
             gc.collect()
+            busy = busy_seconds()
             started, cpu_started = time.perf_counter(), time.process_time()
             subjects[name]()
             if number:
                 seconds[name].append(time.perf_counter() - started)
                 cpu_seconds[name].append(time.process_time() - cpu_started)
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds}
+                machine_seconds[name].append(busy_seconds() - busy)
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "machine_seconds": machine_seconds,
+    }
 
 
 def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps:
