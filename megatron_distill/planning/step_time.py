@@ -285,7 +285,7 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         heads = head_passes(None, teacher, rank, chunks=chunks, chosen=run.sent_ids or 0)
     ranks = choice.teacher_ranks or choice.ranks
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
-    times = LayerTimes(teacher, rank)
+    times = LayerTimes(teacher, rank, is_teacher=True)
     factor = device.factor("teacher", run.precision)
     stages = []
     for stage in range(last + 1):
