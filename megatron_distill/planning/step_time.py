@@ -437,8 +437,7 @@ def _weights_received(run: PlannedRun, choice: Choice, device: DeviceProfile) ->
     layout, teacher = choice.teacher_layout, run.teacher
     assert layout is not None
     assert teacher is not None
-    ranks = choice.teacher_ranks or choice.ranks
-    share = ranks // (layout.tensor * layout.pipeline)
+    share = (choice.teacher_ranks or choice.ranks) // (layout.tensor * layout.pipeline)
     numbers = stage_numbers(teacher, layout, choice.teacher_layers)
     count = max(each.total for each in numbers) * run.width
     return device.link(share * layout.tensor).gathered(count, ranks=share)
@@ -480,6 +479,8 @@ def _updates(
         reduced = max(reduced * last, reduced - stage.backward * (1 - last))
     if run.overlaps_parameters:
         gathered = max(gathered * last, gathered - stage.forward * (1 - last))
+    # Gradients are divided by the tokens: 8 bytes of the 60 that `update_ns` moves per parameter.
+    reduced += parameters * device.update_ns * 1e-9 * 8 / 60
     state = parameters / (replicas if run.is_distributed else 1)
     # Gradient, fp32 weight, both moments; the latter three written too, and the run's weight.
     touched = 4 + 3 * 8 + (run.width if run.precision != "fp32" else 0)

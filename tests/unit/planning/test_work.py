@@ -278,6 +278,15 @@ def test_terms_on_few_ids_take_time_per_id_per_chunk_and_per_message(
     assert more(linked, Layout(tensor=2), 2) == pytest.approx(4 * BATCH, rel=1e-3)
 
 
+def test_a_cpu_divides_its_gradients_by_the_tokens() -> None:
+    """A part of the time that the optimizer takes for a parameter, on one rank too."""
+    cpu = DEVICE.model_copy(update={"kind": "cpu", "update_ns": 6.0})
+    found, plain = (step_time(RUN, SHARED, one, NUMBERS) for one in (cpu, DEVICE))
+    (parameters,) = (one.total for one in NUMBERS)
+    assert found.data_parallel - plain.data_parallel == pytest.approx(0.8e-9 * parameters)
+    assert found.optimizer == pytest.approx(6e-9 * parameters)
+
+
 def test_a_step_shorter_than_its_reading_takes_as_long_as_it() -> None:
     """At the rates of the records: data is the part that the other parts do not hide."""
     cases = json.loads((ROOT / "benchmarks" / "results" / "data.json").read_text())["cases"]
