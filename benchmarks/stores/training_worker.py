@@ -80,6 +80,11 @@ class Steps:
         self.phases.append(timers.end_step())
         return report.values["kd"]
 
+    def median_phases(self, first: int) -> dict[str, float]:
+        """Median seconds of each phase, without the `first` steps, which warm up."""
+        counted = self.phases[first:]
+        return {name: median(one[name] for one in counted) for name in counted[0]}
+
 
 def main() -> None:
     """Measure, and write the figures."""
@@ -153,11 +158,9 @@ def _measure(
 
     subjects = {"memory": from_memory, "store": from_store, "reading alone": reading_alone}
     timed = _in_turns(subjects, rounds=given.rounds)
-    phases = steps.phases[2 * given.steps :]  # of both subjects, without the first round
     # Before it is used again, to check that both subjects learn from the same signals.
-    largest = _largest_difference(
-        in_memory, [teacher.signals(s.micro_batches) for s in loaded.steps]
-    )
+    again = [teacher.signals(step.micro_batches) for step in loaded.steps]
+    largest = _largest_difference(in_memory, again)
     teacher.close()
     return timed | {
         "workload": case.workload.name,
@@ -165,8 +168,7 @@ def _measure(
         "steps": given.steps,
         "tokens_per_step": case.tokens_per_step,
         "largest_difference": largest,
-        "threads": torch.get_num_threads(),
-        "phases": {name: median(one[name] for one in phases) for name in phases[0]},
+        "phases": steps.median_phases(2 * given.steps),
     }
 
 
@@ -203,6 +205,7 @@ def _in_turns(subjects: Mapping[str, Callable[[], object]], *, rounds: int) -> d
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "machine_seconds": machine_seconds,
+        "threads": torch.get_num_threads(),
     }
 
 
