@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 from rich.console import Console
 
 from benchmarks.cross_tokenizers.planned import LOSSES, planned_row
 from benchmarks.cross_tokenizers.texts import BATCH, LENGTH, MODELS, prepare
+from benchmarks.harness.calibrated import (
+    PLANNED_COLUMNS,
+    calibrated,
+    dumped,
+    loaded,
+    plan_cells,
+)
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe, installed
-from megatron_distill.planning.device import DeviceProfile, read_device
 
 _CHILD_SECONDS: Final = 600
 _MIB: Final = 2**20
@@ -91,30 +95,21 @@ def main() -> int:
             console.print(found["profile"], markup=False)
             return 0
         for part in _PARTS if arguments.only is None else [arguments.only]:
-            devices = [_calibrated()] if part == "step" and not arguments.quick else []
+            devices = [calibrated()] if part == "step" and not arguments.quick else []
             measured = {"environment": environment, **_run(part, folder, arguments)}
-            devices += [_calibrated()] if devices else []
+            devices += [calibrated()] if devices else []
             if devices:
-                measured["devices"] = [one.model_dump(mode="json") for one in devices]
+                measured["devices"] = dumped(devices)
             console.print("\n".join(_section(part, measured)), markup=False)
             _write(arguments.output, arguments.name, part, measured)
     return 0
 
 
-def _calibrated() -> DeviceProfile:
-    """Return the machine as a process of its own measures it now."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "this-cpu.yaml"
-        words = ["-m", "megatron_distill.cli", "calibrate", "--output", str(path)]
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=_CHILD_SECONDS)
-        return read_device(path)
-
-
-def _planned(measured: Mapping[str, Any]) -> dict[str, float]:
+def _planned(measured: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return the planned seconds of our rows; empty where the machine was not calibrated."""
-    devices = [DeviceProfile.model_validate(one) for one in measured.get("devices", ())]
+    devices = loaded(measured.get("devices", ()))
     return {
-        name: median(planned_row(name, device).time.total for device in devices)
+        name: [planned_row(name, device).time.total for device in devices]
         for name in measured["rows"]
         if devices and name in LOSSES
     }
@@ -157,7 +152,7 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
     heads = [f"time, {name.removeprefix(_PEER)}" for name in peers]
     heads += [f"peak, {name.removeprefix(_PEER)}" for name in peers]
     plans = _planned(measured)
-    columns = ["s", "best s", *(["planned s", "error"] if plans else [])]
+    columns = ["s", "best s", *(PLANNED_COLUMNS if plans else [])]
     columns += ["tokens/s", "others", "peak MiB", "value", *heads]
     lines = [f"## {_PARTS[part]}", "", _NOTES[part]]
     lines += [f"- {key}: {value}" for key, value in measured["environment"].items()]
@@ -169,7 +164,7 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
         cells = [
             f"{row['median']:.3f}",
             f"{row['best']:.3f}",
-            *_of_plan(plans, name, row),
+            *(plan_cells(plans.get(name, ()), row["median"]) if plans else []),
             f"{facts['labels'] / row['median']:,.0f}",
             f"{sorted(row['others'])[len(row['others']) // 2]:.2f}",
             f"{_peak(row) / _MIB:,.0f}",
@@ -188,15 +183,6 @@ def _section(part: str, measured: Mapping[str, Any]) -> list[str]:
             f"{found['transformers']:.6f}; logits differ by at most {found['logit_difference']:.1e}"
         )
     return [*lines, ""]
-
-
-def _of_plan(plans: Mapping[str, float], name: str, row: Mapping[str, Any]) -> list[str]:
-    """Return a row's cells of the plan; none without plans."""
-    if not plans:
-        return []
-    if name not in plans:
-        return ["", ""]
-    return [f"{plans[name]:.3f}", f"{100 * (plans[name] / row['median'] - 1):+.1f} %"]
 
 
 def _published(folder: Path) -> str:

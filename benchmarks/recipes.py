@@ -2,6 +2,7 @@
 
 python benchmarks/recipes.py                  # three seeds, some twenty minutes on two cores
 python benchmarks/recipes.py --seeds 1 --recipes logits "logits and features"
+python benchmarks/recipes.py --speed          # steps beside their plans: seven minutes
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+from typing import Any
 
 from rich.console import Console
 
+from benchmarks.harness.calibrated import calibrated, dumped, loaded, plan_cells, planned_seconds
 from benchmarks.harness.environment import ROOT, describe
-from megatron_distill.config import load_config, to_yaml
+from benchmarks.harness.launched import launched_steps
+from megatron_distill.config import RunConfig, load_config, to_yaml
 from megatron_distill.evaluation.child_runs import ChildRun, check_equal_start, make
 from megatron_distill.evaluation.runs import RunSummary, summarize
 
@@ -39,6 +44,17 @@ squared error behind a linear projector; `magnitude` scales the features to the 
 cross-entropy. Held out: 128 samples, the same for all. Means over the seeds; least and most in
 brackets. No recipe was tuned.
 """
+_SPEED_NOTE = """\
+Steps of the quickstart's runs beside their plans: its teacher, and its student with each recipe, on
+as many ranks as there. `labels` is the student alone and `logits` the distilled one. Teachers have
+random weights. Each run takes {steps} steps, of which the first {warmup} are not counted; runs take
+turns, round by round. `step` is the median over all rounds, with the extremes of their medians in
+parentheses. `planned` is the planner's time of it on this machine, which was calibrated before each
+round and at the end: the median of these plans, with the extremes.
+"""
+_TEACHER_RUN = "the teacher"
+_ROWS = 2048  # of the quickstart's tokenizer
+_WARMUP = 5
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,13 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--runs", type=Path, default=Path("runs/recipes"))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--speed", action="store_true", help="only steps, beside their plans")
+    parser.add_argument("--rounds", type=int, default=2, help="with --speed: runs of each")
+    parser.add_argument("--steps", type=int, default=40, help="with --speed: of a run")
     arguments = parser.parse_args()
     console = Console(width=120)
+    if arguments.speed:
+        return _measure_speed(arguments, console)
     environment = describe("benchmarks/recipes.py", sys.argv[1:])
     outcomes: list[Outcome] = []
     for seed in arguments.seeds:
@@ -109,6 +130,95 @@ def _of_seed(seed: int, recipes: Sequence[str], place: Path, console: Console) -
     return [
         Outcome(recipe, seed, summarize(log)) for recipe, log in zip(recipes, logs, strict=True)
     ]
+
+
+def speed_run(name: str) -> tuple[str, list[str], int]:
+    """Return the file of a run whose speed is measured, its overrides, and its ranks.
+
+    name: of a recipe, or `the teacher`. A teacher has random weights.
+    """
+    if name == _TEACHER_RUN:
+        return "quickstart_teacher.yaml", [f"student.architecture.vocab_size={_ROWS}"], 2
+    given = [f"student.architecture.vocab_size={_ROWS}", *RECIPES[name]]
+    if "teacher=null" not in given:
+        trained = load_config(ROOT / "configs" / "quickstart_teacher.yaml", [])
+        assert trained.student.architecture is not None
+        shape = trained.student.architecture.model_dump(mode="json", exclude_none=True)
+        words = json.dumps({**shape, "vocab_size": _ROWS})
+        given += ["teacher.checkpoint=null", f"teacher.architecture={words}"]
+    return "quickstart_student.yaml", given, 4
+
+
+def speed_config(name: str) -> RunConfig:
+    """Return the configuration of `speed_run`."""
+    file, given, _ = speed_run(name)
+    return load_config(ROOT / "configs" / file, given)
+
+
+def _measure_speed(arguments: argparse.Namespace, console: Console) -> int:
+    """Measure steps between calibrations, and write them beside their plans."""
+    environment = describe("benchmarks/recipes.py", sys.argv[1:])
+    names = [_TEACHER_RUN, *arguments.recipes]
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    devices = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        for number in range(arguments.rounds):
+            devices.append(calibrated())
+            # The first run trains the tokenizer of all others.
+            for name in names if number % 2 == 0 else names[::-1]:
+                steps = _steps_of(name, place, number, arguments.steps)
+                seconds[name].append(steps)
+                console.print(f"round {number + 1}: {name}: {1e3 * median(steps):.0f} ms")
+        devices.append(calibrated())
+    record = {"environment": environment, "seconds": seconds, "devices": dumped(devices)}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    file = arguments.output / "recipes_speed.json"
+    file.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    lines = [f"- {key}: {value}" for key, value in environment.items()]
+    note = _SPEED_NOTE.format(steps=arguments.steps, warmup=_WARMUP)
+    table = speed_table(record)
+    text = "\n".join(["# Speed of the recipes\n", *lines, "", note, *table, ""])
+    file.with_suffix(".md").write_text(text, encoding="utf-8")
+    console.print("\n".join(table), markup=False)
+    return 0
+
+
+def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
+    """Return the seconds of the steps of one run, without the first ones."""
+    file, given, ranks = speed_run(name)
+    tokenizer = place / f"{_TEACHER_RUN} 0" / "tokenizer"
+    if tokenizer.exists():
+        given.append("data.tokenizer={path: " + json.dumps(str(tokenizer)) + "}")
+    given += [
+        f"train.steps={count}",
+        "validation={interval: 0, samples: 0}",
+        "checkpoint={save: false, resume: false}",
+    ]
+    folder = place / f"{name} {number}"
+    steps = launched_steps(file, given, folder=folder, processes=ranks, name=name)
+    return [step["step_seconds"] for step in steps[_WARMUP:]]
+
+
+def speed_table(record: dict[str, Any]) -> list[str]:
+    """Return the table of a record: rates, the planned ones, and the errors of the planned times.
+
+    A plan is that of the present formulas.
+    """
+    lines = ["| run | ranks | step (ms) | planned (ms) | error | tokens/s | planned |"]
+    lines.append("|---|" + "---:|" * 6)
+    devices = loaded(record["devices"])
+    for name, rounds in record["seconds"].items():
+        config, ranks = speed_config(name), speed_run(name)[2]
+        step = median(second for steps in rounds for second in steps)
+        of_rounds = [1e3 * median(steps) for steps in rounds]
+        plans = planned_seconds(config, devices, ranks=ranks)
+        tokens = config.train.global_batch_size * config.data.sequence_length
+        cells = [str(ranks), f"{1e3 * step:.1f} ({min(of_rounds):.1f} to {max(of_rounds):.1f})"]
+        cells += [*plan_cells(plans, step, unit=1e-3), f"{tokens / step:,.0f}"]
+        cells.append(f"{tokens / median(plans):,.0f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def _child(name: str, config: str, place: Path, own: Sequence[str]) -> ChildRun:

@@ -2,8 +2,10 @@
 
     python benchmarks/store.py                                # some ten minutes, 2 GB of disk
     python benchmarks/store.py --folder /scratch --only speed --rounds 3 --name try
+    python benchmarks/store.py --only training                # four minutes; the rest is kept
 
-A teacher is trained once for the codecs and saved under --teacher.
+The machine is calibrated before and after the steps of training, and each planned for it. A teacher
+is trained once for the codecs and saved under --teacher.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.harness.calibrated import calibrated, dumped
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe, installed
 from benchmarks.stores.errors import measure_errors, trained_teacher
@@ -58,6 +61,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=PARTS, nargs="*", help="these; the others are kept")
+    parser.add_argument(
+        "--quick", action="store_true", help="training in two rounds, without calibrations"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="of everything that is timed")
     parser.add_argument("--steps", type=int, default=500, help="that the teacher is trained for")
     parser.add_argument("--samples", type=int, default=128, help="held-out ones for the codecs")
@@ -97,9 +103,10 @@ def _speed(place: Path, arguments: argparse.Namespace) -> Any:
     )
 
 
-def _training(place: Path, arguments: argparse.Namespace) -> Sequence[dict[str, Any]]:  # noqa: ARG001
-    rows = []
+def _training(place: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    rows, devices = [], [] if arguments.quick else [calibrated()]
     for workload, (steps, rounds) in _TRAINED.items():
+        rounds = 2 if arguments.quick else rounds
         words = ["--workload", workload, "--k", str(_TRAINED_K), "--steps", str(steps)]
         words += ["--rounds", str(rounds), "--folder", str(place)]
         rows.append(
@@ -111,7 +118,8 @@ def _training(place: Path, arguments: argparse.Namespace) -> Sequence[dict[str, 
                 seconds=_CHILD_SECONDS,
             )
         )
-    return rows
+    devices += [] if arguments.quick else [calibrated()]
+    return {"rows": rows, "devices": dumped(devices)}
 
 
 _MEASURE = {"sizes": _sizes, "errors": _errors, "speed": _speed, "training": _training}

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,19 +21,19 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.harness.calibrated import (
+    PLANNED_COLUMNS,
+    calibrated,
+    dumped,
+    plan_cells,
+    planned_seconds,
+)
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe
+from benchmarks.harness.launched import launched_steps
 from benchmarks.steps.cases import Body, Case, Ranks, Workload
-from megatron_distill.commands.calibration_steps import measured_machine
-from megatron_distill.config import load_config, teacher_ranks
+from megatron_distill.config import load_config
 from megatron_distill.planning.device import DeviceProfile
-from megatron_distill.planning.search import planned
-from megatron_distill.runtime.torchrun import torchrun_command
-from megatron_distill.train.reports.planned_run import (
-    configured_choice,
-    open_shapes,
-    planned_run,
-)
 
 _CHILD_SECONDS = 300
 _WARMUP = 3
@@ -150,7 +148,7 @@ def main() -> int:
     measured = Measured()
     devices: list[DeviceProfile] = []
     for number in range(rounds):
-        devices += [] if arguments.quick else [measured_machine("cpu")]
+        devices += [] if arguments.quick else [calibrated()]
         for subject in SUBJECTS if number % 2 == 0 else SUBJECTS[::-1]:
             _run(subject, measured, length=length, steps=steps)
             console.print(
@@ -158,7 +156,7 @@ def main() -> int:
             )
         measured.worker.append(_work(length, steps))
     difference = _difference(measured.first_losses)
-    devices += [] if arguments.quick else [measured_machine("cpu")]
+    devices += [] if arguments.quick else [calibrated()]
     plans = planned_steps(devices)
     table = [*_table(measured, plans), "", *_sides(measured), "", *_verdict(measured, difference)]
     console.print("\n".join(table), markup=False)
@@ -170,7 +168,7 @@ def main() -> int:
     text = "\n".join(["# Teachers on other ranks", "", *facts, "", note, *table, ""])
     (arguments.output / "teachers.md").write_text(text, encoding="utf-8")
     record = {"environment": environment, **vars(measured)}
-    record["devices"] = [device.model_dump(mode="json") for device in devices]
+    record["devices"] = dumped(devices)
     (arguments.output / "teachers.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     return 1 if difference > _TOLERANCE else 0
 
@@ -204,39 +202,26 @@ def planned_steps(devices: Sequence[DeviceProfile]) -> dict[str, list[float]]:
 
     Without devices nothing is planned.
     """
-    found: dict[str, list[float]] = {}
+    found = {}
     for subject in SUBJECTS:
         given = settings(subject, length=_LENGTH, steps=_WARMUP + _LAST)
         config = load_config(ROOT / "configs" / "tiny.yaml", given)
-        run = planned_run(config, open_shapes(config))
-        own = sum(count for _, count in teacher_ranks(config, ranks_per_node=2))
-        choice = configured_choice(config, run, ranks=subject.processes, teachers=own)
-        found[subject.name] = [
-            planned(run, choice, device.shared_by(subject.processes, threads=1)).time.total
-            for device in devices
-        ]
+        found[subject.name] = planned_seconds(config, devices, ranks=subject.processes)
     return found
 
 
 def _run(subject: Subject, measured: Measured, *, length: int, steps: int) -> None:
     """Run the command; its steps join those of the earlier rounds."""
     given = settings(subject, length=length, steps=_WARMUP + steps + _LAST)
-    script = str(ROOT / "launch" / "pretrain_distill.py")
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--config", str(ROOT / "configs" / "tiny.yaml"), f"output={folder}/run"]
-        child = subprocess.run(
-            torchrun_command(script, [*words, *given], processes=subject.processes),
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_SECONDS,
-            check=False,
+        records = launched_steps(
+            "tiny.yaml",
+            given,
+            folder=Path(folder) / "run",
+            processes=subject.processes,
+            name=subject.name,
+            threads=1,
         )
-        if child.returncode:
-            raise SystemExit(f"{subject.name} failed:\n{child.stdout}\n{child.stderr[-4000:]}")
-        log = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    records = [one for one in map(json.loads, log.splitlines()) if "step_seconds" in one]
     measured.steps.setdefault(subject.name, []).extend(records[_WARMUP:-_LAST])
     if subject.has_whole_loss:
         measured.first_losses[subject.name] = {
@@ -284,8 +269,7 @@ def _table(measured: Measured, plans: Mapping[str, Sequence[float]]) -> list[str
     heading = [
         "subject",
         "step (s)",
-        "planned (s)",
-        "error",
+        *PLANNED_COLUMNS,
         "of the slower side, alone",
         "of it beside the other",
     ]
@@ -315,18 +299,12 @@ def _row(
     plans: Sequence[float] = (),
 ) -> str:
     seconds = measured.seconds(name)
-    planned_and_error = ["", ""]
-    if plans:
-        plan = median(plans)
-        planned_and_error = [
-            f"{plan:.3f} ({min(plans):.3f} to {max(plans):.3f})",
-            f"{100 * (plan / seconds - 1):+.1f} %",
-        ]
     ratios = ["", ""]
     if sides is not None:
         ratios = [f"{seconds / measured.slower(kind, sides):.2f}x" for kind in ("alone", "beside")]
     shown = [f"{value:.3f}" for value in phases] + [""] * (len(_PHASES) - len(phases))
-    return f"| {name} | {' | '.join([f'{seconds:.3f}', *planned_and_error, *ratios, *shown])} |"
+    cells = [f"{seconds:.3f}", *plan_cells(plans, seconds), *ratios, *shown]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def _sides(measured: Measured) -> list[str]:

@@ -13,11 +13,11 @@ from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.memory import stage_need
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import MeasuredSteps, refined, refined_for
-from megatron_distill.planning.run import Choice, PlannedRun
+from megatron_distill.planning.run import Choice, LossTerm, PlannedRun
 from megatron_distill.planning.search import Planned, planned
 from megatron_distill.runtime.groups import Layout
 
-__all__ = ["planned_case", "planned_peaks", "refined_by_case", "shape_of"]
+__all__ = ["planned_case", "planned_from_store", "planned_peaks", "refined_by_case", "shape_of"]
 
 
 def planned_case(
@@ -37,6 +37,13 @@ def planned_case(
         run = replace(run, document_length=document_length)
     shared = device.shared_by(case.ranks.processes, threads=threads)
     return planned(run, choice, refined_for(shared, run, choice))
+
+
+def planned_from_store(case: Case, device: DeviceProfile, *, ids: int, threads: int) -> Planned:
+    """Predict a case whose teacher is a store of so many ids, with one divergence and its tail."""
+    run = replace(_run(case), teacher=None, terms=(LossTerm(),), store_ids=ids)
+    choice = replace(_choice(case), place="store", teacher_layout=None, teacher_layers=())
+    return planned(run, choice, device.shared_by(case.ranks.processes, threads=threads))
 
 
 def planned_peaks(case: Case, device: DeviceProfile) -> list[tuple[float, float]]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
 
+from benchmarks.harness.calibrated import PLANNED_COLUMNS, loaded, plan_cells
 from benchmarks.harness.environment import ROOT
+from benchmarks.stores.planned import planned_training
 
 __all__ = ["PARTS", "earlier_parts", "part_text", "write_store_report"]
 
@@ -73,7 +75,9 @@ records of a step take when nothing else runs, and its share of a step from memo
 can cost at most if nothing of it is hidden. `v32k` is a student of 4 layers, width 256 and 32,768
 tokens with one sample of 512 positions per step, `quickstart` that of
 `configs/quickstart_student.yaml` with eight samples of 128, the student for which a store is
-hardest to hide.
+hardest to hide. `planned` is the planner's time of a step from the store on this machine, which was
+calibrated before and after: the median of both plans, with the extremes in parentheses. `others`
+are the cores that other processes used meanwhile.
 """
 
 
@@ -96,18 +100,20 @@ def write_store_report(folder: Path, name: str, measured: Mapping[str, Any]) -> 
         if key not in _OWN and all(other.get(key) == value for other in environments)
     }
     described = "\n".join(f"- {key}: {value}" for key, value in shared.items())
-    texts = [part_text(part, ordered[part]) for part in ordered]
+    # A part on another machine names it.
+    differs = [key for key in environments[0] if key not in shared and key not in _OWN]
+    texts = [part_text(part, ordered[part], own=(*_OWN, *differs)) for part in ordered]
     (folder / f"{name}.md").write_text(
         "\n".join(["# The teacher store\n", f"{described}\n", *texts]), encoding="utf-8"
     )
 
 
-def part_text(part: str, measured: Mapping[str, Any]) -> str:
-    """One part as Markdown."""
+def part_text(part: str, measured: Mapping[str, Any], *, own: Sequence[str] = _OWN) -> str:
+    """One part as Markdown; `own`: facts of its environment that others do not share."""
     title, note, table = _TEXTS[part]
     environment = measured["environment"]
-    own = "\n".join(f"- {key}: {environment[key]}" for key in _OWN)
-    return "\n".join([f"## {title}\n", f"{own}\n", note, *table(measured["found"]), ""])
+    facts = "\n".join(f"- {key}: {environment.get(key, 'unknown')}" for key in own)
+    return "\n".join([f"## {title}\n", f"{facts}\n", note, *table(measured["found"]), ""])
 
 
 def _sizes_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -232,26 +238,41 @@ def _speed_verdicts(by_key: Mapping[tuple[str, int, str], Mapping[str, Any]]) ->
     return lines
 
 
-def _training_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "| student | tokens/step | memory, ms | store, ms | ratio | processor time | alone, ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+def _training_table(found: Any) -> list[str]:
+    # Records from before the calibrations have the rows alone.
+    content = found if isinstance(found, Mapping) else {"rows": found, "devices": []}
+    rows, devices = content["rows"], loaded(content["devices"])
+    heads = ["memory, ms", "store, ms", "ratio", "processor time", "alone, ms"]
+    heads += [name.replace("(s)", "(ms)") for name in PLANNED_COLUMNS] + ["threads", "others"]
+    lines = [f"| student | tokens/step | {' | '.join(heads)} |"]
+    lines.append("|---|" + "---:|" * (len(heads) + 1))
     for row in rows:
         ms = {name: median(row["seconds"][name]) / row["steps"] * 1e3 for name in row["seconds"]}
         alone = median(row["cpu_seconds"]["reading alone"])
         share = alone / median(row["cpu_seconds"]["memory"])
-        lines.append(
-            f"| {row['workload']} | {row['tokens_per_step']:,} | {ms['memory']:.1f} | "
-            f"{ms['store']:.1f} | {_spread(row['seconds'])} | {_spread(row['cpu_seconds'])} | "
-            f"{alone / row['steps'] * 1e3:.2f} ({share:.1%}) |"
+        cells = [f"{ms['memory']:.1f}", f"{ms['store']:.1f}", _spread(row["seconds"])]
+        cells += [_spread(row["cpu_seconds"]), f"{alone / row['steps'] * 1e3:.2f} ({share:.1%})"]
+        plans = planned_training(
+            row["workload"], devices, ids=row["k"], threads=row.get("threads", 1)
         )
+        cells += plan_cells(plans, ms["store"] / 1e3, unit=1e-3)
+        cells += [str(row.get("threads", "")), _others(row)]
+        lines.append(f"| {row['workload']} | {row['tokens_per_step']:,} | {' | '.join(cells)} |")
     slowdowns = {row["workload"]: _slowdown(row["cpu_seconds"])[1] for row in rows}
     verdicts = ", ".join(
         f"{name} {'met' if slowdown <= _MAX_SLOWDOWN else 'MISSED'}"
         for name, slowdown in slowdowns.items()
     )
     return [*lines, f"\nAsked: a ratio of at most {_MAX_SLOWDOWN}. In processor time: {verdicts}."]
+
+
+def _others(row: Mapping[str, Any]) -> str:
+    """Cores that other processes used during the steps from the store."""
+    if "machine_seconds" not in row:
+        return ""
+    kinds = (row[kind]["store"] for kind in ("machine_seconds", "cpu_seconds", "seconds"))
+    cores = [max(0.0, busy - own) / seconds for busy, own, seconds in zip(*kinds, strict=True)]
+    return f"{median(cores):.2f}"
 
 
 def _slowdown(seconds: Mapping[str, Sequence[float]]) -> list[float]:

@@ -8,14 +8,17 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from benchmarks.steps.cases import LAYOUTS, WORKLOADS, Body, Case, Workload
+from benchmarks.harness.quiet import busy_seconds
+from benchmarks.steps.cases import Case
 from benchmarks.stores.data import MadeUpSample, made_up_sample, record_of
+from benchmarks.stores.planned import TRAINED
 from benchmarks.stores.sizes import write_store
 from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.launch import joined_world
@@ -30,16 +33,6 @@ if TYPE_CHECKING:
     from megatron_distill.train.step import Student
 
 _TIMEOUT_SECONDS: Final = 600
-_PRECISION: Final = "fp32"
-# The quickstart's student: with so little work per token a store is hardest to hide.
-_SMALL: Final = Workload(
-    "quickstart", Body(2, 96, 256, 4, 2), Body(4, 192, 512, 6, 2), 2048, 128, 4, 2
-)
-# One sequence per step, so that many steps can be taken.
-_WORKLOADS: Final = {
-    "quickstart": _SMALL,
-    "v32k": replace(WORKLOADS["v32k"], micro_batch_size=1),
-}
 
 
 @dataclass(frozen=True)
@@ -66,35 +59,44 @@ class Steps:
     optimizer: Any
     schedule: Any
     objective: TokenObjective
+    phases: list[dict[str, float]]
 
     def take(self, batches: StepBatches, signals: Signals) -> float:
-        """One optimizer step; its loss."""
+        """One optimizer step; its loss. The seconds of its phases are added to `phases`."""
         from benchmarks.steps.subject import OPTIMIZER
         from megatron_distill.train.step import train_step
 
+        timers = self.student.timers
+        timers.start_step()
         report = train_step(
             self.student,
             self.optimizer,
             self.schedule,
-            signals,
+            timers.of_teacher(signals),
             [self.objective] * len(signals),
             batches,
             clip_grad_norm=OPTIMIZER.clip_grad_norm,
         )
+        self.phases.append(timers.end_step())
         return report.values["kd"]
+
+    def median_phases(self, first: int) -> dict[str, float]:
+        """Median seconds of each phase, without the `first` steps, which warm up."""
+        counted = self.phases[first:]
+        return {name: median(one[name] for one in counted) for name in counted[0]}
 
 
 def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=_WORKLOADS, required=True)
+    parser.add_argument("--workload", choices=TRAINED, required=True)
     parser.add_argument("--k", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="in a row, of each subject")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
-    case = Case(_WORKLOADS[given.workload], LAYOUTS["TP1"], _PRECISION)
+    case = TRAINED[given.workload]
     with (
         joined_world(
             device="cpu",
@@ -157,9 +159,8 @@ def _measure(
     subjects = {"memory": from_memory, "store": from_store, "reading alone": reading_alone}
     timed = _in_turns(subjects, rounds=given.rounds)
     # Before it is used again, to check that both subjects learn from the same signals.
-    largest = _largest_difference(
-        in_memory, [teacher.signals(s.micro_batches) for s in loaded.steps]
-    )
+    again = [teacher.signals(step.micro_batches) for step in loaded.steps]
+    largest = _largest_difference(in_memory, again)
     teacher.close()
     return timed | {
         "workload": case.workload.name,
@@ -167,6 +168,7 @@ def _measure(
         "steps": given.steps,
         "tokens_per_step": case.tokens_per_step,
         "largest_difference": largest,
+        "phases": steps.median_phases(2 * given.steps),
     }
 
 
@@ -182,18 +184,29 @@ def _stored(
 
 
 def _in_turns(subjects: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Any]:
-    """Seconds of each subject's steps in each round; the order changes, the first warms up."""
+    """Seconds of each subject's steps in each round; the order changes, the first warms up.
+
+    `cpu_seconds` are those of this process, `machine_seconds` of all processes.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    machine_seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for number in range(rounds + 1):
         for name in list(subjects) if number % 2 else list(subjects)[::-1]:
             gc.collect()
+            busy = busy_seconds()
             started, cpu_started = time.perf_counter(), time.process_time()
             subjects[name]()
             if number:
                 seconds[name].append(time.perf_counter() - started)
                 cpu_seconds[name].append(time.process_time() - cpu_started)
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds}
+                machine_seconds[name].append(busy_seconds() - busy)
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "machine_seconds": machine_seconds,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps:
@@ -208,12 +221,14 @@ def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps
     from megatron_distill.ops import LogitRule
     from megatron_distill.train.objective import TokenObjective
     from megatron_distill.train.optimizer import connect_schedule, wrap_data_parallel
+    from megatron_distill.train.phase_timers import PhaseTimers
     from megatron_distill.train.step import Student
 
     shape, run = architecture(case.workload.student, case), execution(case, device)
     chunks = build_gpt(shape, groups=groups, execution=run, seed=STUDENT_SEED)
     wrapped = wrap_data_parallel(chunks, OPTIMIZER, groups=groups)
-    connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step)
+    timers = PhaseTimers(device)
+    connect_schedule(wrapped, OPTIMIZER, positions=case.tokens_per_step, timers=timers)
     training = training_state(wrapped, dtype=run.dtype)
     objective = TokenObjective(
         ce_weight=1.0,
@@ -224,8 +239,8 @@ def _steps(case: Case, term: Any, groups: Groups, device: torch.device) -> Steps
         logit_rule=LogitRule(None, 1.0),
         groups=groups,
     )
-    student = Student(chunks, wrapped, groups, case.workload.sequence_length)
-    return Steps(case, student, training.optimizer, training.schedule, objective)
+    student = Student(chunks, wrapped, groups, case.workload.sequence_length, timers)
+    return Steps(case, student, training.optimizer, training.schedule, objective, [])
 
 
 def _records(case: Case, k: int, steps: int) -> list[SampleRecord]:

@@ -274,12 +274,29 @@ class DeviceProfile(_ProfileTable):
         return "one rank" if self.ranks == 1 else "several ranks"
 
     def factor(self, phase: Phase, precision: Precision) -> float:
-        """Return the measured over the predicted time of a phase, 1 without a measurement."""
+        """Return the measured over the predicted time of a phase, 1 without a measurement.
+
+        Without what `layer_excess` has of it.
+        """
+        known = self._of_steps(phase, precision) - self.layer_excess(phase, precision)
+        return self.factors.get(phase, 1.0) * known
+
+    def layer_excess(self, phase: Phase, precision: Precision) -> float:
+        """Return the share by which a layer of `calibrate`'s one rank took longer than planned.
+
+        Threads of a rank begin each operation together, and wait for each other at its end. That
+        takes as long in layers of all sizes, so that it is added to each: of one rank with all
+        cores, if these are several. Else 0.
+        """
+        has_threads = self.sharing == "one rank" and self.threads > 1
+        of_layers = has_threads and phase in ("teacher", "forward", "backward")
+        return max(0.0, self._of_steps(phase, precision) - 1.0) if of_layers else 0.0
+
+    def _of_steps(self, phase: Phase, precision: Precision) -> float:
         known = self.step_factors.get(self.sharing)
         if known is None and self.idle_cores:  # of a file from before they were measured
             known = self.step_factors.get("one rank" if self.ranks == 1 else "several ranks")
-        of_steps = (known or {}).get(precision, {})
-        return self.factors.get(phase, 1.0) * of_steps.get(phase, 1.0)
+        return (known or {}).get(precision, {}).get(phase, 1.0)
 
     def logit_seconds(
         self, precision: Precision, columns: float, *, chosen: int = 0

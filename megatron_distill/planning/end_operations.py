@@ -5,6 +5,7 @@ One micro-batch, one rank; rates as of `operations`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +15,7 @@ from megatron_distill.planning.operations import Passes, Rank
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
     from megatron_distill.planning.device import DeviceProfile
-    from megatron_distill.planning.run import Choice, PlannedRun
+    from megatron_distill.planning.run import Choice, LossTerm, PlannedRun
 
 __all__ = [
     "embedding_passes",
@@ -33,6 +34,12 @@ _TEACHER_LOGIT_PASSES: Final = 2
 # them without the chosen ones, and reads that. A sort has 16 passes over 8 bytes of each number.
 _CHOICE_PASSES: Final = 5
 _SEGMENT, _SORT_BYTES = 32, 16 * 8
+# Bytes that the mathematics of a term on few ids moves for each of them, in fp64; and with all
+# further ids as one more, for which the student's logits are also read once more.
+_ID_BYTES, _TAIL_ID_BYTES = 600, 1200
+# Calls of torch in a chunk of the losses on a CPU, as additions of few numbers that take as long.
+# Those of the labels, of divergences between whole logits, of a choice of ids, of a term on ids:
+_CALLS_OF_LABELS, _CALLS_OF_LOGITS, _CALLS_OF_CHOICE, _CALLS_OF_IDS = 300, 370, 200, 350
 # Logits of a chunk, where the run does not say.
 _LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 
@@ -73,27 +80,101 @@ def head_passes(
     *,
     chunks: int,
     chosen: int = 0,
+    terms: Sequence[LossTerm] = (),
 ) -> Passes:
     """Return the time of the heads and the losses of a micro-batch on the last stage.
 
     teacher: its head runs here too; None: there is none, or its answers are ready. student None:
     the teacher's head alone. chunks: of the logits, each with one exchange of statistics. chosen:
-    so many most probable ids, for a store or a message; there is no loss then.
+    so many most probable ids, for a store or a message; there is no loss then. terms: of the loss;
+    empty: one between whole logits.
     """
-    forward = backward = 0.0
-    split = rank.layout.tensor
-    for shape, passes in ((student, _STUDENT_LOGIT_PASSES), (teacher, _TEACHER_LOGIT_PASSES)):
-        if shape is None:
-            continue
-        columns = shape.padded_vocab_size(split) / split
-        rows = rank.tokens / chunks
-        forward += rank.product(rows, shape.hidden_size, columns, count=chunks)
-        if shape is student:
-            backward += 2 * rank.product(rows, shape.hidden_size, columns, count=chunks)
-        forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=chosen)
+    forward, backward = rank.calls(chunks * _calls(terms, student, teacher, chosen=chosen)), 0.0
+    if student is not None:
+        forward += _id_seconds(student, rank, chunks=chunks, terms=terms)
+    split, rows = rank.layout.tensor, rank.tokens / chunks
+    if student is not None:
+        columns = student.padded_vocab_size(split) / split
+        product = rank.product(rows, student.hidden_size, columns, count=chunks)
+        forward, backward = forward + product, 2 * product
+        forward += _logit_seconds(rank, columns, passes=_STUDENT_LOGIT_PASSES, chunks=chunks)
+    if teacher is not None:
+        columns = teacher.padded_vocab_size(split) / split
+        forward += rank.product(rows, teacher.hidden_size, columns, count=chunks)
+        # Teachers whose logits are only chosen from have no other pass over these.
+        passes, most = _TEACHER_LOGIT_PASSES, chosen or _most_ids(terms)
+        if not chosen and _has_whole(terms):
+            forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks)
+        if most:
+            forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=most)
     whole = teacher if chosen else student
     statistics, edge, back = _head_messages(whole, rank, chunks=chunks, chosen=chosen)
+    if student is not None:
+        statistics += _id_messages(rank, chunks=chunks, terms=terms, is_live=teacher is not None)
     return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
+
+
+def _has_whole(terms: Sequence[LossTerm]) -> bool:
+    """Return whether a term is between whole logits of both models."""
+    return not terms or any(term.top_k is None for term in terms)
+
+
+def _most_ids(terms: Sequence[LossTerm]) -> int:
+    """Return the ids of the term that has most; 0: all terms are between whole logits."""
+    return max((term.top_k or 0 for term in terms), default=0)
+
+
+def _id_seconds(
+    student: Architecture, rank: Rank, *, chunks: int, terms: Sequence[LossTerm]
+) -> float:
+    """Return the time of the terms on few ids of a micro-batch, beside the labels' losses.
+
+    With a tail the student's logits are read once more.
+    """
+    split = rank.layout.tensor
+    columns = student.padded_vocab_size(split) / split
+    found = 0.0
+    for term in terms:
+        if term.top_k is None:
+            continue
+        ids = rank.tokens * term.top_k
+        found += rank.passes(float(ids * (_TAIL_ID_BYTES if term.has_tail else _ID_BYTES)))
+        if term.has_tail:
+            logits = _logit_seconds(rank, columns, passes=_STUDENT_LOGIT_PASSES, chunks=chunks)
+            found += logits / _STUDENT_LOGIT_PASSES
+    return found
+
+
+def _id_messages(rank: Rank, *, chunks: int, terms: Sequence[LossTerm], is_live: bool) -> float:
+    """Return the time in which tensor ranks gather the student's values of few ids.
+
+    is_live: the ids are chosen among the logits of all ranks, which gather them too.
+    """
+    split = rank.layout.tensor
+    link, rows = rank.device.link(split), rank.tokens / chunks
+    numbers = [4.0 * term.top_k + 8.0 for term in terms if term.top_k]
+    if numbers and is_live:
+        numbers.append(8.0 * _most_ids(terms) + 8.0)
+    return sum(chunks * link.gathered(each * rows * split, ranks=split) for each in numbers)
+
+
+def _calls(
+    terms: Sequence[LossTerm],
+    student: Architecture | None,
+    teacher: Architecture | None,
+    *,
+    chosen: int,
+) -> int:
+    """Return the calls of torch in a chunk of the losses, as of `head_passes`."""
+    if chosen:
+        return _CALLS_OF_CHOICE
+    found = 0 if student is None else _CALLS_OF_LABELS
+    if student is not None:
+        found += _CALLS_OF_IDS * sum(term.top_k is not None for term in terms)
+    if teacher is not None:
+        found += _CALLS_OF_LOGITS * _has_whole(terms)
+        found += _CALLS_OF_CHOICE * bool(_most_ids(terms))
+    return found
 
 
 def head_messages(student: Architecture, rank: Rank, *, chunks: int) -> Passes:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
+from megatron_distill.models.architecture import Architecture
 from megatron_distill.planning.device import (
     LONG_DOCUMENT,
     SCORED_DOCUMENT,
@@ -19,12 +20,12 @@ from megatron_distill.planning.device import (
     Precision,
     share,
 )
-
-if TYPE_CHECKING:
-    from megatron_distill.models.architecture import Architecture
-    from megatron_distill.runtime.layout import Layout
+from megatron_distill.runtime.layout import Layout
 
 __all__ = [
+    "CALIBRATED_STUDENT",
+    "CALIBRATED_TEACHER",
+    "CALIBRATED_TOKENS",
     "CALLS_OF_LAYER",
     "LayerTimes",
     "Passes",
@@ -43,8 +44,26 @@ _FUSED_BACKWARD: Final = 2.5
 _QUERY_BLOCKS: Final = ((768, 256), (192, 64), (0, 32))
 _KEY_BLOCK: Final = 512
 # Calls of torch in one pass of a layer on a CPU, views and new tensors included. They run one after
-# the other on one thread, however small the work is; on a GPU kernels hide them.
+# the other on one thread, however small the work is.
 CALLS_OF_LAYER: Final = 340
+# Layers of the run by whose steps `calibrate` refines a CPU, and its sequences of a micro-batch.
+CALIBRATED_STUDENT, CALIBRATED_TEACHER = (
+    Architecture(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=8,
+        num_kv_heads=4,
+        head_size=hidden // 8,
+        vocab_size=20_480,
+        max_position_embeddings=384,
+    )
+    for layers, hidden, ffn in ((3, 320, 864), (5, 448, 1216))
+)
+CALIBRATED_TOKENS: Final = 384, 2
+_ONE_RANK: Final = Layout()
+# Most of that time over a small layer's own: operations on few numbers run on one thread.
+_MOST_OF_THREADS: Final = 0.5
 # Time of the slowest expert rank over the mean of all.
 _IMBALANCE: Final = 1.2
 
@@ -82,11 +101,9 @@ class Rank:
         """
         return 4 if self.device.kind == "cpu" else self.width
 
-    @property
-    def calls(self) -> float:
-        """Time of the calls of one pass of a layer."""
-        on_cpu = self.device.kind == "cpu"
-        return CALLS_OF_LAYER * self.device.kernel_us * 1e-6 if on_cpu else 0.0
+    def calls(self, count: float) -> float:
+        """Return the time of so many calls of torch on a CPU; on a GPU kernels hide them."""
+        return count * self.device.kernel_us * 1e-6 if self.device.kind == "cpu" else 0.0
 
     def product(self, rows: float, inner: float, columns: float, *, count: float = 1.0) -> float:
         """Return the time of `count` products [rows, inner] times [inner, columns]."""
@@ -195,8 +212,9 @@ def attended_positions(length: int, window: int | None, document: int | None) ->
 class LayerTimes:
     """The times of a model's layers on one rank, each kind of layer computed once."""
 
-    def __init__(self, shape: Architecture, rank: Rank) -> None:
+    def __init__(self, shape: Architecture, rank: Rank, *, is_teacher: bool = False) -> None:
         self._shape, self._rank = shape, rank
+        self._more = _thread_seconds(rank, is_teacher=is_teacher)
         self._layers: dict[LayerTraits, _LayerTimes] = {}
         self._known: dict[object, Passes] = {}
 
@@ -226,7 +244,15 @@ class LayerTimes:
         if kind not in self._layers:
             has_experts, is_windowed = kind
             attended = self._rank.attended[is_windowed]
-            self._layers[kind] = _layer(self._shape, self._rank, attended, has_experts=has_experts)
+            found = _layer(self._shape, self._rank, attended, has_experts=has_experts)
+            one = _passes(found, "none", (), trains=True)
+            ahead, back = (
+                elements + min(more, _MOST_OF_THREADS * whole)
+                for elements, more, whole in zip(
+                    found.elements, self._more, (one.forward, one.backward), strict=True
+                )
+            )
+            self._layers[kind] = replace(found, elements=(ahead, back))
         return self._layers[kind]
 
 
@@ -262,6 +288,23 @@ class _LayerTimes:
     context: tuple[float, float]
     expert: float
     feed_forward: float  # forward, its element-wise work included
+
+
+def _thread_seconds(rank: Rank, *, is_teacher: bool) -> tuple[float, float]:
+    """Return the time that a layer takes longer on several threads, forward and backward.
+
+    As much as that of `calibrate`'s steps did: `DeviceProfile.layer_excess`.
+    """
+    device, shape = rank.device, CALIBRATED_TEACHER if is_teacher else CALIBRATED_STUDENT
+    ahead = device.layer_excess("teacher" if is_teacher else "forward", rank.precision)
+    back = 0.0 if is_teacher else device.layer_excess("backward", rank.precision)
+    if not (ahead or back):
+        return 0.0, 0.0
+    length, sequences = CALIBRATED_TOKENS
+    attended = (length + 1) / 2, (length + 1) / 2
+    own = Rank(device, rank.precision, _ONE_RANK, length * sequences, attended)
+    one = _passes(_layer(shape, own, attended[0], has_experts=False), "none", (), trains=True)
+    return ahead * one.forward, back * one.backward
 
 
 def _passes(
@@ -314,6 +357,7 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
         elements += rank.passes(2 * whole * hidden * (1 + of_element), kernels=2)
     feed_forward, inner_elements, expert = _feed_forward(shape, rank, has_experts=has_experts)
     elements += inner_elements
+    calls = rank.calls(CALLS_OF_LAYER)
     message = tokens * hidden * width
     link, shown = rank.device.link(split), 1 - rank.overlapped
     if layout.sequence:
@@ -332,7 +376,7 @@ def _layer(shape: Architecture, rank: Rank, attended: float, *, has_experts: boo
     return _LayerTimes(
         products + feed_forward,
         attention,
-        (elements + rank.calls, 2 * elements + rank.calls),
+        (elements + calls, 2 * elements + calls),
         tensor,
         (keys_once, keys_back),
         expert,

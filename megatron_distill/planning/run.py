@@ -19,6 +19,7 @@ __all__ = [
     "Choice",
     "ChunkLoss",
     "LayerPair",
+    "LossTerm",
     "Parts",
     "PlannedRun",
     "SharedTeacher",
@@ -85,6 +86,18 @@ class LayerPair:
         return self.loss == "attention"
 
 
+@dataclass(frozen=True)
+class LossTerm:
+    """A term of the objective within one tokenizer.
+
+    top_k: ids of each token that it is on; None: on all. has_tail: whether all further ids count as
+    one more.
+    """
+
+    top_k: int | None = None
+    has_tail: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """The parts of a configuration that decide memory and time, without a layout.
@@ -101,6 +114,7 @@ class PlannedRun:
             empty: there is none. shares_projector: whether all pairs have one together.
         teacher_length: of the teacher's sequences, where it has a tokenizer of its own.
         losses: terms of the objective in words, by which measured runs are told apart.
+        terms: those within one tokenizer as they are with a live teacher; empty: one on all ids.
         chunk_losses: between two tokenizers; empty: there is one.
         shards_teacher: whether the ranks with the same weights of the teacher divide them.
         keeps_signals: whether the student runs twice in a step, with signals that are kept for it.
@@ -130,6 +144,7 @@ class PlannedRun:
     shares_projector: bool = False
     teacher_length: int | None = None
     losses: tuple[str, ...] = ()
+    terms: tuple[LossTerm, ...] = ()
     chunk_losses: tuple[ChunkLoss, ...] = ()
     document_length: int | None = None
     global_batch_size: int
@@ -263,6 +278,16 @@ class Choice:
         """Whether the losses on the student's last stage run a live teacher's head."""
         is_live = self.place in ("shared", "own ranks") and run.teacher is not None
         return is_live and not self.sends_ids(run)
+
+    def terms(self, run: PlannedRun) -> tuple[LossTerm, ...]:
+        """Return the terms of the losses as they are with this place of the teacher.
+
+        Where ids are sent or stored, each term is on them, or on the first ones of them.
+        """
+        known = run.sent_ids if self.sends_ids(run) else None
+        if self.place == "store":
+            known = run.store_ids
+        return tuple(replace(term, top_k=term.top_k or known) for term in run.terms)
 
     def head_in_stages(self, run: PlannedRun) -> Architecture | None:
         """Return the teacher whose head the balance of the student's stages counts.

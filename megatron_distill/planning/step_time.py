@@ -190,10 +190,11 @@ def _heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
         tokens = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
         work = aligned_passes(run, rank, teacher_tokens=tokens)
         return work + head_messages(run.student, rank, chunks=chunks)
-    heads = head_passes(run.student, choice.head_in_stages(run), rank, chunks=chunks)
+    one, terms = choice.head_in_stages(run), choice.terms(run)
+    heads = head_passes(run.student, one, rank, chunks=chunks, terms=terms)
     several = run.several and choice.keeps_head(run)
-    for one, _, share in teachers_apart(run, choice) if several else ():
-        heads += head_passes(None, one.teacher, rank, chunks=chunks).times(share)
+    for each, _, share in teachers_apart(run, choice) if several else ():
+        heads += head_passes(None, each.teacher, rank, chunks=chunks, terms=terms).times(share)
     return heads
 
 
@@ -292,7 +293,7 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         heads = head_passes(None, teacher, rank, chunks=chunks, chosen=run.sent_ids or 0)
     ranks = choice.teacher_ranks or choice.ranks
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
-    times = LayerTimes(teacher, rank)
+    times = LayerTimes(teacher, rank, is_teacher=True)
     factor = device.factor("teacher", run.precision)
     stages = []
     for stage in range(last + 1):
@@ -440,8 +441,7 @@ def _weights_received(run: PlannedRun, choice: Choice, device: DeviceProfile) ->
     layout, teacher = choice.teacher_layout, run.teacher
     assert layout is not None
     assert teacher is not None
-    ranks = choice.teacher_ranks or choice.ranks
-    share = ranks // (layout.tensor * layout.pipeline)
+    share = (choice.teacher_ranks or choice.ranks) // (layout.tensor * layout.pipeline)
     numbers = stage_numbers(teacher, layout, choice.teacher_layers)
     count = max(each.total for each in numbers) * run.width
     return device.link(share * layout.tensor).gathered(count, ranks=share)

@@ -38,6 +38,7 @@ from megatron_distill.planning.run import (
     Choice,
     ChunkLoss,
     LayerPair,
+    LossTerm,
     PlannedRun,
     SharedTeacher,
     TeacherPlace,
@@ -236,6 +237,11 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         sequence_length=config.data.sequence_length,
         teacher_length=None if section is None else section.sequence_length,
         losses=tuple(sorted(map(_in_words, config.objective.terms))),
+        terms=tuple(
+            LossTerm(term.top_k, has_tail=term.support != "renormalized")
+            for term in config.objective.terms
+            if term.alignment is None
+        ),
         chunk_losses=tuple(
             ChunkLoss(term.alignment, term.top_k, term.uncommon_top_k)
             for term in config.objective.terms

@@ -6,8 +6,11 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import yaml
 
+from megatron_distill.commands import calibration_steps
 from megatron_distill.errors import ConfigError
+from megatron_distill.models.architecture import Architecture
 from megatron_distill.planning.device import (
     DeviceProfile,
     Link,
@@ -16,11 +19,16 @@ from megatron_distill.planning.device import (
     share,
     write_device,
 )
+from megatron_distill.planning.operations import (
+    CALIBRATED_STUDENT,
+    CALIBRATED_TEACHER,
+    CALIBRATED_TOKENS,
+)
 from megatron_distill.planning.run import Choice
-from megatron_distill.planning.step_time import student_stages
+from megatron_distill.planning.step_time import student_stages, teacher_stages
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.throughput import peak_flops_per_second
-from tests.unit.planning.shapes import run_of
+from tests.unit.planning.shapes import choice_of, llama, run_of
 
 NAMES = {
     "a100-80gb": "NVIDIA A100-SXM4-80GB",
@@ -159,6 +167,51 @@ def test_factors_of_steps_are_those_of_who_has_the_cores_and_of_the_precision() 
     assert machine.shared_by(1).factor("teacher", "fp32") == 1.0
     assert machine.shared_by(2).score_ns == (2.0, 4.0)  # two threads at half their speed
     assert machine.shared_by(1).score_ns == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("factor", [1.2, 0.9])
+def test_threads_of_one_rank_add_the_same_time_to_layers_of_every_size(factor: float) -> None:
+    """As much as to those of the steps of `calibrate`; factors below one are of all ranks."""
+    phases = dict.fromkeys(("teacher", "forward", "backward"), factor)
+    steps = {who: {"fp32": phases} for who in ("one rank", "several ranks")}
+    fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 0.0}
+    plain = DeviceProfile.model_validate(fields)
+    machine = DeviceProfile.model_validate(fields | {"step_factors": steps})
+
+    def seconds(shape: Architecture, device: DeviceProfile, ranks: int) -> tuple[float, float]:
+        run = run_of(shape, teacher=shape, sequence_length=384, precision="fp32")
+        choice = choice_of((4,), (4,), ranks=ranks, micro_batch_size=2)
+        shared = device.shared_by(ranks)
+        (taught,), (own,) = (of(run, choice, shared) for of in (teacher_stages, student_stages))
+        return taught.layers.forward, own.layers.forward
+
+    # Layers as of the steps of `calibrate`, and larger ones; without an embedding to speak of.
+    teacher, student, large = (
+        llama(4, hidden, ffn, 8, 4, vocab_size=128)
+        for hidden, ffn in ((448, 1216), (320, 864), (640, 1728))
+    )
+    for ranks in (1, 2):
+        of_teacher = seconds(teacher, plain, ranks)[0]
+        of_student = seconds(student, plain, ranks)[1]
+        before, after = seconds(large, plain, ranks), seconds(large, machine, ranks)
+        sizes = (of_teacher, of_student) if ranks == 1 and factor > 1 else before
+        for now, then, size in zip(after, before, sizes, strict=True):
+            assert now - then == pytest.approx((factor - 1) * size, rel=1e-6)
+    small = llama(4, 32, 64, 8, 4, vocab_size=128)
+    before, after = seconds(small, plain, 1), seconds(small, machine, 1)
+    for now, then in zip(after, before, strict=True):
+        assert now == pytest.approx((1.5 if factor > 1 else factor) * then, rel=1e-6)
+
+
+def test_the_layers_of_calibrate_are_those_of_its_run() -> None:
+    text = calibration_steps._RUN.format(vocabulary=20_480, folder="here", steps=1)
+    run = yaml.safe_load(text)
+    planned_layers = {"student": CALIBRATED_STUDENT, "teacher": CALIBRATED_TEACHER}
+    for role, shape in planned_layers.items():
+        known = run[role]["architecture"]
+        assert {key: getattr(shape, key) for key in known} == known
+    tokens = run["data"]["sequence_length"], run["train"]["micro_batch_size"]
+    assert tokens == CALIBRATED_TOKENS
 
 
 def test_stages_of_a_cpu_that_wait_lend_their_cores() -> None:

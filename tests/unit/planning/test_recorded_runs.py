@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from statistics import median
 from typing import Any, Final
 
 import pytest
 
-from benchmarks.recipes import RECIPES
+from benchmarks.harness.calibrated import loaded, planned_seconds
+from benchmarks.recipes import RECIPES, speed_config, speed_run
+from benchmarks.stores.planned import planned_training
 from megatron_distill.config import load_config
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.search import planned
@@ -76,3 +79,45 @@ def planned_rate(run_name: str, calibration: str) -> float:
 def test_a_recorded_run_takes_about_the_planned_time(of: tuple[str, str]) -> None:
     run, calibration, bound = HELD[of]
     assert measured_rate(*of) / planned_rate(run, calibration) - 1 == pytest.approx(0, abs=bound)
+
+
+def in_tolerance(rows: dict[str, tuple[float, float]]) -> None:
+    """Of measured and planned seconds: within 15 %, and distinct ones in the right order."""
+    errors = {name: there / here - 1 for name, (here, there) in rows.items()}
+    assert max(map(abs, errors.values())) <= 0.15, errors
+    for (fast, sooner), (slow, later) in combinations(sorted(rows.values()), 2):
+        assert slow <= 1.10 * fast or sooner < later, rows
+
+
+SPEED, STORED = RESULTS / "recipes_speed.json", record("store")["training"]["found"]
+
+
+@pytest.mark.skipif(not SPEED.exists(), reason="benchmarks/recipes.py --speed has not run")
+def test_steps_of_the_recipes_are_those_of_plans_of_the_same_hour() -> None:
+    recorded = record("recipes_speed")
+    devices = loaded(recorded["devices"])
+    in_tolerance(
+        {
+            name: (
+                median(second for steps in rounds for second in steps),
+                median(planned_seconds(speed_config(name), devices, ranks=speed_run(name)[2])),
+            )
+            for name, rounds in recorded["seconds"].items()
+        }
+    )
+
+
+@pytest.mark.skipif(isinstance(STORED, list), reason="the record of steps has no calibration")
+def test_steps_from_a_store_are_those_of_plans_of_the_same_hour() -> None:
+    devices = loaded(STORED["devices"])
+    in_tolerance(
+        {
+            row["workload"]: (
+                median(row["seconds"]["store"]) / row["steps"],
+                median(
+                    planned_training(row["workload"], devices, ids=row["k"], threads=row["threads"])
+                ),
+            )
+            for row in STORED["rows"]
+        }
+    )

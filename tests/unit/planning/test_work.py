@@ -15,7 +15,7 @@ from megatron_distill.models.flops import forward_flops_per_token, head_flops_pe
 from megatron_distill.planning.device import DeviceProfile, Link, load_device, reading_seconds
 from megatron_distill.planning.losses.layer_passes import pair_work
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.run import Choice, LayerPair, PlannedRun
+from megatron_distill.planning.run import Choice, LayerPair, LossTerm, PlannedRun
 from megatron_distill.planning.search import Search
 from megatron_distill.planning.step_time import (
     StepTime,
@@ -263,6 +263,72 @@ def test_a_step_from_a_store_takes_its_reading_where_that_is_longer(ids: int) ->
     found = step_time(run, choice, fast, numbers)
     assert found.total == pytest.approx(run.tokens / (recorded * 1e6), rel=0.05)
     assert work(RUN, place="store", teacher_layout=None).waiting == 0.0
+
+
+IDS, RECORDED = 16, 64
+# Of the losses alone: 1 ns per logit, 5 in a choice; bytes and calls take nothing.
+LOGITS = DEVICE.model_copy(
+    update={"kind": "cpu", "logit_ns": {"bf16": 1.0}, "choice_ns": {"bf16": 5.0}}
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "terms", "student", "whole", "chosen"),
+    [
+        ("shared", (LossTerm(),), 1, 1, 0),
+        ("shared", (LossTerm(IDS, has_tail=False),), 1, 0, 1),
+        ("shared", (LossTerm(IDS), LossTerm(2 * IDS)), 1 + 2 / 3, 0, 1),
+        ("shared", (LossTerm(IDS, has_tail=False), LossTerm()), 1, 1, 1),
+        ("store", (LossTerm(),), 1 + 1 / 3, 0, 0),
+        ("store", (LossTerm(IDS, has_tail=False),), 1, 0, 0),
+        ("own ranks", (LossTerm(),), 1 + 1 / 3, 0, 0),
+    ],
+)
+def test_terms_on_few_ids_read_the_logits_that_they_need(
+    place: str, terms: tuple[LossTerm, ...], student: float, whole: int, chosen: int
+) -> None:
+    """A tail reads the student's a third more; ids are chosen among a live teacher's alone."""
+    sent = RECORDED if place == "own ranks" else None
+    run = replace(RUN, terms=terms, sent_ids=sent, store_ids=RECORDED)
+    choice = replace(SHARED, place=place, teacher_ranks=int(place == "own ranks"))  # type: ignore[arg-type]
+    found, plain = (step_time(run, choice, one, NUMBERS).heads for one in (LOGITS, DEVICE))
+    logits = BATCH * LENGTH * STUDENT.vocab_size
+    assert found - plain == pytest.approx(logits * (student + whole + 5 * chosen) * 1e-9, rel=1e-4)
+
+
+@pytest.mark.parametrize(("term", "ns"), [(LossTerm(IDS, has_tail=False), 27), (LossTerm(), 55)])
+def test_terms_on_few_ids_take_time_per_id_per_chunk_and_per_message(
+    term: LossTerm, ns: float
+) -> None:
+    """As measured on one core, which moves 22 GB/s; the logits take nothing."""
+    core = LOGITS.model_copy(update={"memory_gb_per_s": 22.0, "logit_ns": {"bf16": 1e-9}})
+    stored = replace(RUN, terms=(term,), store_ids=RECORDED, chunk_tokens=LENGTH // 4)
+
+    def more(device: DeviceProfile, layout: Layout, ranks: int) -> float:
+        choice = replace(SHARED, place="store", layout=layout, ranks=ranks)
+        numbers = stage_numbers(STUDENT, layout, SHARED.layers)
+        found, labels = (
+            step_time(replace(stored, terms=terms), choice, device, numbers)
+            for terms in ((term,), ())
+        )
+        return found.heads + found.tensor - labels.heads - labels.tensor
+
+    ids = BATCH * LENGTH * (term.top_k or RECORDED)
+    assert more(core, Layout(), 1) == pytest.approx(ids * ns * 1e-9, rel=0.05)
+    calling = core.model_copy(update={"memory_gb_per_s": 1e15, "kernel_us": 1.0})
+    assert more(calling, Layout(), 1) == pytest.approx(4 * BATCH * 350e-6, rel=1e-3)
+    slow = Link(devices=64, gb_per_s=1e15, efficiency=1.0, latency_us=1e6)
+    linked = core.model_copy(update={"memory_gb_per_s": 1e15, "node": slow})
+    assert more(linked, Layout(tensor=2), 2) == pytest.approx(4 * BATCH, rel=1e-3)
+
+
+def test_a_cpu_divides_its_gradients_by_the_tokens() -> None:
+    """A part of the time that the optimizer takes for a parameter, on one rank too."""
+    cpu = DEVICE.model_copy(update={"kind": "cpu", "update_ns": 6.0})
+    found, plain = (step_time(RUN, SHARED, one, NUMBERS) for one in (cpu, DEVICE))
+    (parameters,) = (one.total for one in NUMBERS)
+    assert found.data_parallel - plain.data_parallel == pytest.approx(0.8e-9 * parameters)
+    assert found.optimizer == pytest.approx(6e-9 * parameters)
 
 
 def test_a_step_shorter_than_its_reading_takes_as_long_as_it() -> None:
