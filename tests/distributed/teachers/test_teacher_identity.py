@@ -107,6 +107,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "layers of other tensors, EP2xPP2": ("glm4_moe", 4, {"expert": 2, "pipeline": 2}),
     "more ranks than key heads, TP4": ("qwen3", 4, {"tensor": 4}),
     "CP2": ("gemma3", 2, {"context": 2}),
+    "PP2, virtual stages": ("llama3.1", 2, {"pipeline": 2, "virtual_pipeline": 2}),
     "dense and shared layers, TP2": ("glm4_moe", 2, {"tensor": 2, "sequence": True}),
 }
 
@@ -117,7 +118,8 @@ def test_weights_that_ranks_hold_have_the_digest_of_their_file(
 ) -> None:
     """Hashed and read in blocks of a few rows, as large tensors are."""
     family, world, layout = LAYOUTS[case]
-    folder = save_model(tmp_path, family)
+    layers = {"num_hidden_layers": 4} if "virtual_pipeline" in layout else {}
+    folder = save_model(tmp_path, family, **layers)
     (expected,) = set(pool.run(1, in_small_blocks, digest, folder, {}))
     assert set(pool.run(world, in_small_blocks, live, folder, layout, False)) == {expected}
 
