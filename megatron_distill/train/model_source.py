@@ -1,6 +1,7 @@
 """A model's architecture and the source of its weights: a seed, a folder or a checkpoint.
 
-Two sources of the same weights have the same digest.
+Two sources of the same weights have the same digest. It is made of one whole number per tensor, the
+sum of a hash of each number and its place, so that ranks add up those of their parts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_distill.log import get_logger
@@ -26,6 +26,7 @@ from megatron_distill.models.hugging_face.family import family_named
 from megatron_distill.models.hugging_face.model import describe_checked
 from megatron_distill.models.parameters import LayerIndex, placed
 from megatron_distill.models.sharded_weights import build_sharded, shard_ranks
+from megatron_distill.models.weight_sums import window_sum
 from megatron_distill.models.weights import (
     WeightSource,
     WindowReader,
@@ -118,7 +119,7 @@ def describe_on_first_rank(folder: Path) -> ModelDescription:
     return ModelDescription(family, Architecture.from_dict(fields))
 
 
-_BLOCK_NUMBERS = 2**24  # a part of the digest, so it must not change
+_BLOCK_NUMBERS = 2**24  # of a tensor, read from a file at once
 # Fields that are in the digest only where they are not at these values, so that digests of models
 # without them stay as they were.
 _LATER_FIELDS: dict[str, object] = {
@@ -140,20 +141,20 @@ def teacher_digest(source: ModelSource, *, seed: int, group: dist.ProcessGroup) 
     weights are digested as `seed` and their architecture. Reads all weights
     once, each rank of `group` its share. Raises CheckpointError on all ranks.
 
-    Collective: `group`, two all-gathers of short objects (32 bytes per 2^24 numbers).
+    Collective: `group`, one all-gather of a short object, one all-reduce of 8 bytes per tensor (of
+    each layer and expert).
     """
     architecture = source.architecture
-    fields = _fields(architecture)
     if source.open_weights is None:
         drawn = {"seed": seed, "init_std": architecture.init_std}
         if architecture.positions == "learned":
             drawn["positions"] = architecture.max_position_embeddings
-        return _digest({"architecture": fields, "random": drawn})
-    own: dict[str, str] = {}
+        return _digest({"architecture": _fields(architecture), "random": drawn})
+    sums = torch.zeros(len(_numbers(architecture)), dtype=torch.int64)
     with together(group=group):
         share = blocks_by_rank(list(_blocks(architecture)), group.size())[group.rank()]
-        own = _digests(source, share)
-    return _digest_of_all(fields, own, group)
+        _add_blocks(sums, source, share)
+    return _digest_of_sums(architecture, sums, group)
 
 
 @torch.no_grad()
@@ -162,45 +163,39 @@ def live_digest(
 ) -> str:
     """Return the digest of weights as the ranks hold them: that of `teacher_digest` once saved.
 
-    The same in every layout, for models whose chunks are whole (without `shard_weights`). One block
-    of 2^24 numbers at a time is laid together, and digested by one rank.
+    The same in every layout, for models whose chunks are whole (without `shard_weights`). No weight
+    is moved, and the host waits for the device once.
 
-    Collective: world, per block a reduction to one rank (4 bytes per number), one all-gather of
-    short objects.
+    Collective: world, one all-reduce of 8 bytes per tensor (of each layer and expert).
     """
-    world = groups.world
-    parts: dict[tuple[str, LayerIndex], list[ShardedTensor]] = {}
-    for key, place, part in own_parts(chunks, groups):
-        parts.setdefault((key, place), []).append(part)
-    blocks = list(_blocks(architecture))
-    by_rank = blocks_by_rank(blocks, world.size())
-    owners = [rank for rank, share in enumerate(by_rank) for _ in share]
+    numbers = _numbers(architecture)
+    shapes = [parameter.shape for parameter, _ in placed(architecture)]
     device = next(chunks[0].parameters()).device
-    own: dict[str, str] = {}
-    for block, owner in zip(blocks, owners, strict=True):
-        # As whole numbers, whose sum with zeros keeps every bit.
-        bits = torch.zeros(block.shape, dtype=torch.int32, device=device)
-        for part in parts.get((block.parameter.key, block.place), ()):
-            _lay(part, block, bits)
-        if world.size() > 1:
-            dist.reduce(bits, group=world, group_dst=owner)
-        if world.rank() == owner:
-            own[_name(block)] = _sha256(bits)
-    return _digest_of_all(_fields(architecture), own, world)
+    sums = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    for key, place, part in own_parts(chunks, groups):
+        assert part.data is not None
+        assert part.flattened_range is None
+        number, start = numbers[key, place], part.global_offset[part.prepend_axis_num :]
+        sums[number] += window_sum(part.data, start=start, shape=shapes[number])
+    return _digest_of_sums(architecture, sums, groups.world)
 
 
-def _lay(part: ShardedTensor, block: TensorRows, bits: Tensor) -> None:
-    """Copy the numbers of a part that are in a block to their places, as bits of fp32."""
-    assert part.data is not None
-    assert part.flattened_range is None
-    row, *columns = part.global_offset[part.prepend_axis_num :]
-    first, last = max(row, block.start), min(row + part.data.shape[0], block.start + block.rows)
-    if first >= last:
-        return
-    wide = zip(columns, part.data.shape[1:], strict=True)
-    window = (slice(first - block.start, last - block.start), *(slice(a, a + n) for a, n in wide))
-    values = part.data[first - row : last - row].float().contiguous()
-    bits[window].copy_(values.view(torch.int32))
+def _digest_of_sums(architecture: Architecture, sums: Tensor, group: dist.ProcessGroup) -> str:
+    """Return the digest of a model from each rank's part of the sums of its tensors."""
+    if group.size() > 1:
+        device = "cpu" if dist.get_backend(group) == "gloo" else torch.device("cuda")
+        sums = sums.to(device)
+        dist.all_reduce(sums, group=group)
+    named = {
+        f"{parameter.key} {list(place)} {list(parameter.shape)}": number
+        for (parameter, place), number in zip(placed(architecture), sums.tolist(), strict=True)
+    }
+    return _digest({"architecture": _fields(architecture), "sums": named})
+
+
+def _numbers(architecture: Architecture) -> dict[tuple[str, LayerIndex], int]:
+    """Return the number of each tensor of a model, in the order of `placed`, by name and place."""
+    return {(one.key, place): number for number, (one, place) in enumerate(placed(architecture))}
 
 
 def _fields(architecture: Architecture) -> dict[str, object]:
@@ -212,14 +207,6 @@ def _fields(architecture: Architecture) -> dict[str, object]:
     # A rotary model is the same for any length; learned positions are weights and have a shape.
     fields.pop("max_position_embeddings")
     return fields
-
-
-def _digest_of_all(fields: dict[str, object], own: dict[str, str], group: dist.ProcessGroup) -> str:
-    """Return the digest of a model from those of all ranks' blocks."""
-    parts: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(parts, own, group=group)
-    weights = {name: digest for part in parts for name, digest in part.items()}
-    return _digest({"architecture": fields, "weights": weights})
 
 
 def _digest(content: dict[str, object]) -> str:
@@ -236,10 +223,11 @@ def _blocks(architecture: Architecture) -> Iterator[TensorRows]:
             yield TensorRows(parameter, place, torch.float32, start, rows)
 
 
-def _digests(source: ModelSource, blocks: list[TensorRows]) -> dict[str, str]:
+def _add_blocks(sums: Tensor, source: ModelSource, blocks: list[TensorRows]) -> None:
+    """Read blocks of rows and add their hashes to the sums of their tensors, int64 [tensors]."""
     assert source.open_weights is not None
     windows = WindowReader(source.open_weights())
-    found = {}
+    numbers = _numbers(source.architecture)
     for block in blocks:
         key, place = block.parameter.key, block.place
         source_place = place
@@ -247,14 +235,4 @@ def _digests(source: ModelSource, blocks: list[TensorRows]) -> dict[str, str]:
             source_place = (source.keep_layers[place[0]], *place[1:])
         start = (block.start, *(0 for _ in block.shape[1:]))
         window = windows.read(key, source_place, start, block.shape, block.dtype)
-        found[_name(block)] = _sha256(window)
-    return found
-
-
-def _name(block: TensorRows) -> str:
-    return f"{block.parameter.key} {list(block.place)} {block.start} {list(block.shape)}"
-
-
-def _sha256(values: Tensor) -> str:
-    content = values.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(content.data).hexdigest()
+        sums[numbers[key, place]] += window_sum(window, start=start, shape=block.parameter.shape)

@@ -18,14 +18,9 @@ from torch import Tensor
 
 from megatron_distill.models.generation.request import Sampling
 from megatron_distill.ops import VocabShard
+from megatron_distill.ops.split_mix import INCREMENT, mix_, mixed_integer, shifted, signed
 
 __all__ = ["Drawn", "draw", "draw_keys", "gumbel_noise", "row_key"]
-
-_MASK = 2**64 - 1
-# SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): its increment and its mixing function.
-_INCREMENT = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
 
 
 class Drawn(NamedTuple):
@@ -37,45 +32,21 @@ class Drawn(NamedTuple):
 
 def row_key(seed: int, sample: int) -> int:
     """Return the part of the key of draws that a row has at every position, as a signed 64 bits."""
-    key = _mixed_integer(_mixed_integer(seed + _INCREMENT) ^ (sample * _INCREMENT & _MASK))
-    return _signed(key)
+    return signed(mixed_integer(mixed_integer(seed + INCREMENT) ^ (sample * INCREMENT % 2**64)))
 
 
 def draw_keys(row_keys_b: Tensor, positions_b: Tensor) -> Tensor:
     """Return the keys of draws, int64 [b], from `row_key` and the position of the drawn token."""
-    return _mix_(row_keys_b + positions_b * _signed(_INCREMENT))
+    return mix_(row_keys_b + positions_b * signed(INCREMENT))
 
 
 def gumbel_noise(keys_b: Tensor, *, start: int, count: int) -> Tensor:
     """Return standard Gumbel noise of tokens [start, start + count), fp64 [b, count]."""
     ids_V = torch.arange(start + 1, start + count + 1, device=keys_b.device)
-    bits_bV = _mix_(keys_b[:, None] + ids_V * _signed(_INCREMENT))
+    bits_bV = mix_(keys_b[:, None] + ids_V * signed(INCREMENT))
     # 53 bits, in the middle of their intervals: never 0 or 1.
-    uniform_bV = _shifted(bits_bV, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    uniform_bV = shifted(bits_bV, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
     return uniform_bV.log_().neg_().log_().neg_()
-
-
-def _mixed_integer(value: int) -> int:
-    value &= _MASK
-    for factor, shift in zip(_FACTORS, _SHIFTS[:2], strict=True):
-        value = (value ^ (value >> shift)) * factor & _MASK
-    return value ^ (value >> _SHIFTS[2])
-
-
-def _mix_(values: Tensor) -> Tensor:
-    """Apply the mixing function to int64 numbers, whose products wrap around, in place."""
-    for factor, shift in zip(_FACTORS, _SHIFTS[:2], strict=True):
-        values.bitwise_xor_(_shifted(values, shift)).mul_(_signed(factor))
-    return values.bitwise_xor_(_shifted(values, _SHIFTS[2]))
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Return a logical shift to the right; torch's is arithmetic."""
-    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def draw(

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.generation.test_generation_collectives import Collectives
 from tests.distributed.hugging_face_models import save_model
 from tests.distributed.megatron_world import megatron_groups, small_architecture
 from tests.distributed.pool import Pool
 from tests.e2e.runs import quick_and_slow
+from tests.reference.tracing import HostWaits
 
 if TYPE_CHECKING:
     from megatron_distill.train.model_source import ModelSource
@@ -56,16 +58,25 @@ def source_of(folder: Path, changes: dict[str, Any]) -> ModelSource:
 
 
 def live(rank: int, world: int, folder: Path, layout: dict[str, Any], narrow: bool) -> str:
-    """The digest of the model in a folder as the ranks of a layout hold it."""
+    """The digest of the model in a folder as the ranks of a layout hold it.
+
+    The ranks exchange one number per tensor, and the host waits for none of them before.
+    """
     with megatron_groups(**layout) as groups:
         from megatron_distill.models.execution import Execution
+        from megatron_distill.models.parameters import placed
         from megatron_distill.train.model_source import live_digest
 
         source = source_of(folder, {})
         dtype = torch.bfloat16 if narrow else torch.float32
         execution = Execution(dtype, torch.device("cpu"))
         chunks = source.build(execution, groups=groups, seed=1)
-        return live_digest(chunks, source.architecture, groups=groups)
+        with Collectives() as moved, HostWaits() as waits:
+            found = live_digest(chunks, source.architecture, groups=groups)
+        tensors = len(list(placed(source.architecture)))
+        assert moved.moved == [("allreduce_", 8 * tensors, False)]
+        assert waits.count == 0, "the sums alone are read, at the end"
+        return found
 
 
 def one_digest(pool: Pool, folder: Path, world: int = 1, **changes: Any) -> str:
@@ -94,6 +105,10 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "learned positions, DP2": ("gpt2", 2, {}),
     "TP2xEP2": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}),
     "layers of other tensors, EP2xPP2": ("glm4_moe", 4, {"expert": 2, "pipeline": 2}),
+    "more ranks than key heads, TP4": ("qwen3", 4, {"tensor": 4}),
+    "CP2": ("gemma3", 2, {"context": 2}),
+    "PP2, virtual stages": ("llama3.1", 2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "dense and shared layers, TP2": ("glm4_moe", 2, {"tensor": 2, "sequence": True}),
 }
 
 
@@ -101,18 +116,23 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def test_weights_that_ranks_hold_have_the_digest_of_their_file(
     pool: Pool, tmp_path: Path, case: str
 ) -> None:
-    """Cut into blocks of a few rows, as large tensors are."""
+    """Hashed and read in blocks of a few rows, as large tensors are."""
     family, world, layout = LAYOUTS[case]
-    folder = save_model(tmp_path, family)
+    layers = {"num_hidden_layers": 4} if "virtual_pipeline" in layout else {}
+    folder = save_model(tmp_path, family, **layers)
     (expected,) = set(pool.run(1, in_small_blocks, digest, folder, {}))
     assert set(pool.run(world, in_small_blocks, live, folder, layout, False)) == {expected}
 
 
 def in_small_blocks(rank: int, world: int, function: Callable[..., str], *given: Any) -> str:
     small_architecture()
+    from megatron_distill.models import weight_sums
     from megatron_distill.train import model_source
 
-    with patch.object(model_source, "_BLOCK_NUMBERS", 500):
+    with (
+        patch.object(model_source, "_BLOCK_NUMBERS", 500),
+        patch.object(weight_sums, "_AT_ONCE", 170),
+    ):
         return function(rank, world, *given)
 
 
