@@ -42,6 +42,7 @@ from megatron_distill.train.convert.stream import TensorRows, blocks_by_rank
 __all__ = [
     "ModelSource",
     "describe_on_first_rank",
+    "is_comparable",
     "live_digest",
     "teacher_digest",
 ]
@@ -211,7 +212,12 @@ def _fields(architecture: Architecture) -> dict[str, object]:
 
 def _digest(content: dict[str, object]) -> str:
     text = json.dumps(content, sort_keys=True, allow_nan=False)
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return f"v2:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def is_comparable(digest: str) -> bool:
+    """Whether a stored digest of a teacher is of this form; the first one began with sha256."""
+    return not digest.startswith("sha256:")
 
 
 def _blocks(architecture: Architecture) -> Iterator[TensorRows]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from tests.distributed.pool import Pool
 from tests.e2e.captures import run_in, write_capture
-from tests.e2e.runs import TENSOR, Inputs, failure, run, step_records
+from tests.e2e.runs import SECONDS, TENSOR, Inputs, failure, logged, run, step_records
 
 STEPS, ROWS, K = 8, 8, 12
 SHORT = (f"train.steps={STEPS}", "schedule.warmup_steps=2")
@@ -34,7 +35,7 @@ def copy(store: Path, tmp_path: Path) -> Path:
 WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "another teacher": (
         ("teacher.architecture.init_std=0.1",),
-        ("teacher.store was captured from a teacher with weights sha256:", "set the same teacher"),
+        ("teacher.store was captured from a teacher with weights v2:", "set the same teacher"),
     ),
     "another order": (
         ("teacher.architecture=null", "data.shuffle_samples=41"),
@@ -86,6 +87,27 @@ def test_mismatched_parts_are_named(
     )  # fmt: skip
     for part in parts:
         assert part in text
+
+
+def log_with_an_earlier_digest(
+    rank: int, world: int, config: Path, overrides: Sequence[str]
+) -> str:
+    """The log of a run whose store has a digest of the first form."""
+    from megatron_distill.train.assemble.stores import teacher
+    from megatron_distill.train.model_source import is_comparable
+
+    with patch.object(teacher, "is_comparable", lambda found: is_comparable(f"sha256:{found}")):
+        return logged(rank, world, config, overrides)
+
+
+def test_a_digest_of_an_earlier_form_is_a_warning(
+    pool: Pool, dense: Path, store: Path, tmp_path: Path
+) -> None:
+    overrides = [f"output={tmp_path / 'run'}", *SHORT, ONE_TERM, f"teacher.store={store}"]
+    overrides += WRONG["another teacher"][0]
+    (log,) = pool.run(1, log_with_an_earlier_digest, dense, overrides, timeout=SECONDS)
+    assert "teacher.store has a digest of an earlier version" in log
+    assert len(step_records(tmp_path / "run")) == STEPS
 
 
 def _unfinished(store: Path) -> None:

@@ -52,7 +52,7 @@ from megatron_distill.train.assemble.stores.source import (
 from megatron_distill.train.assemble.stores.terms import check_terms
 from megatron_distill.train.assemble.stores.tokens import TokensOfRun
 from megatron_distill.train.capture.folder import configured
-from megatron_distill.train.model_source import teacher_digest
+from megatron_distill.train.model_source import is_comparable, teacher_digest
 from megatron_distill.train.teachers.stored import StoredTeacher, stored_metrics
 
 _LOGGER = get_logger(__name__)
@@ -379,6 +379,13 @@ def _check_teacher(
     """
     key, number = ("teacher", 0) if among is None else (among.key, among.number)
     section = config.models[key]
+    if not is_comparable(digest):
+        _LOGGER.warning(
+            "%s.store has a digest of an earlier version for its teacher's weights: whether they "
+            "are those of this teacher is not known",
+            key,
+        )
+        return
     source = resolve_model(config, key, vocabulary)
     assert dist.group.WORLD is not None
     found = teacher_digest(source, seed=teacher_seed(config.seed) + number, group=dist.group.WORLD)
