@@ -154,11 +154,12 @@ def scaled_weights(weights: LossWeights, *, alpha: float, scales: BalanceScales)
 
     A weight of zero is a number of the host, which lets a loss be left out.
     """
-    kd = 0.0 if alpha == 0.0 else alpha * scales.kd
+    kd = _product(scales.kd, alpha)
+    features = _product(kd, scales.feature)
     return LossWeights(
         weights.ce,
         tuple(_product(kd, weight) for weight in weights.terms),
-        tuple(_product(kd * scales.feature, weight) for weight in weights.features),
+        tuple(_product(features, weight) for weight in weights.features),
     )
 
 

@@ -135,7 +135,8 @@ def signal_of_columns(
 ) -> Recorded:
     """Return the signal of a unit's answer for each term, on the device; the host waits for none.
 
-    It has the bits of a store's records, in this rank's positions, which are those of the answer.
+    On a CPU it has the bits of a store's records, on a GPU it has them but for rounding of tails and
+    temperatures. It is of this rank's positions, which are those of the answer.
     From a teacher with a tokenizer of its own it is of its tokens of all context ranks, in the
     order of `ChunkRows`.
     """
@@ -211,7 +212,9 @@ class _SentRows:
         if place > 0:
             # In fp64, because both terms are far larger than their difference.
             logits = log_probs.double() + self.log_sum_exps[0].unsqueeze(1)
-            log_probs = (logits / temperature - self.log_sum_exps[place].unsqueeze(1)).float()
+            # By a tensor: a GPU multiplies by the reciprocal of a number of the host.
+            logits = logits / torch.full_like(logits[:1, :1], temperature)
+            log_probs = (logits - self.log_sum_exps[place].unsqueeze(1)).float()
         whole = TopK(self.ids, log_probs, self.log_tails[place], temperature)
         if k is None or k >= self.ids.shape[1]:
             return whole

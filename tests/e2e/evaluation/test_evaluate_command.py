@@ -120,7 +120,7 @@ def test_commands_refuse_before_any_model_is_built_and_take_weights_without_a_ru
         _digest_of_same(run_from_imports(*two, *words, seconds=600).stdout, last["student"])
     )
     assert len(set(digests)) == 1, "the weights of one model, live and in two formats"
-    assert re.fullmatch("sha256:[0-9a-f]{64}", digests[0])
+    assert re.fullmatch("v2:[0-9a-f]{64}", digests[0])
 
     named, other = [str(output), "--tasks", str(quiz_file)], str(tmp_path / "other.yaml")
     Path(other).write_text(f"base: quiz.yaml\nname: quiz\nfolder: {tmp_path}\n")

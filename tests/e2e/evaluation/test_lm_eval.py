@@ -237,7 +237,7 @@ def _same_form(pool: Pool, output: Path, folder: Path, theirs: dict[str, Any]) -
             assert sorted(found[name]) == keys, name
     assert {task: sorted(own) for task, own in found["results"].items()} == theirs["names"]
     assert set(found["config"]) <= set(theirs["form"]["config"])
-    assert found["config"]["model_sha"].startswith("sha256:")
+    assert found["config"]["model_sha"].startswith("v2:")
     assert {task: own["effective"] for task, own in found["n-samples"].items()} == dict.fromkeys(
         TASKS, 3
     )

@@ -165,7 +165,7 @@ def short(inputs: Inputs) -> Path:
         ("seed=8", "; seed is 7 in the store, not 8"),
         (
             "teacher.architecture.norm_epsilon=0.001",
-            "digest of the teacher's weights is 'sha256:",
+            "digest of the teacher's weights is 'v2:",
         ),
         ("capture.precision=bf16", "capture.precision is 'fp32' in the store, not 'bf16'"),
     ],

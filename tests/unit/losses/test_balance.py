@@ -19,7 +19,7 @@ from megatron_distill.losses import (
     RawLosses,
     scaled_weights,
 )
-from megatron_distill.ops.factors import Factor
+from megatron_distill.ops.factors import Factor, is_zero
 from tests.reference.balancing import balanced_total
 
 TERM_WEIGHTS = (0.3, 2.0)
@@ -210,6 +210,8 @@ def test_scalars_of_the_device_have_the_bits_of_the_host(clamp: float | None) ->
         assert numbers(weights.features) == numbers(wanted.features)
         assert weights.terms[1] == 0.0
         assert not isinstance(weights.terms[1], torch.Tensor)  # so that it is left out
+        without = scaled_weights(own, alpha=0.0, scales=found)
+        assert all(map(is_zero, (*without.terms, *without.features)))
         state = after
 
 
