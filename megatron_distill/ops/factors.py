@@ -13,7 +13,7 @@ Factor: TypeAlias = float | Tensor
 
 
 def scaled(values: Tensor, factor: Factor) -> Tensor:
-    """``factor * values`` in their dtype, fp32 or fp64, with the bits of a host number's product."""
+    """``factor * values`` in their dtype, fp32 or fp64, with the bits of a host's product."""
     if isinstance(factor, Tensor):
         # Of two scalars torch would take the wider dtype.
         return factor.to(values.dtype) * values

@@ -135,8 +135,8 @@ def signal_of_columns(
 ) -> Recorded:
     """Return the signal of a unit's answer for each term, on the device; the host waits for none.
 
-    On a CPU it has the bits of a store's records, on a GPU it has them but for rounding of tails and
-    temperatures. It is of this rank's positions, which are those of the answer.
+    On a CPU it has the bits of a store's records, on a GPU it differs from them by the rounding of
+    tails and temperatures. It is of this rank's positions, which are those of the answer.
     From a teacher with a tokenizer of its own it is of its tokens of all context ranks, in the
     order of `ChunkRows`.
     """

@@ -26,13 +26,7 @@ from tests.e2e.processes import HOLD, SIGNALLING_TORCHRUN, Started, torchrun
 from tests.e2e.runs import Inputs, checkpoints, course, run, step_records
 from tests.e2e.teachers.test_several_teacher_ranks import apart
 from tests.e2e.teachers.test_several_teachers import write_several
-from tests.e2e.teachers.test_teacher_ranks import (
-    FEATURES,
-    SENT,
-    TOP_K,
-    run_apart,
-    train_in_roles,
-)
+from tests.e2e.teachers.test_teacher_ranks import FEATURES, SENT, TOP_K, run_apart, train_in_roles
 
 APART = "teacher.ranks=1"
 # The law is a minute, by looks: tests/unit/runtime/test_lone_failure.py. The bound has another one
