@@ -189,7 +189,7 @@ def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
     file, given, ranks = speed_run(name)
     tokenizer = place / f"{_TEACHER_RUN} 0" / "tokenizer"
     if tokenizer.exists():
-        given.append("data.tokenizer={path: " + json.dumps(str(tokenizer)) + "}")
+        given += [f"data.tokenizer.path={tokenizer}", "data.tokenizer.train_vocab_size=null"]
     given += [
         f"train.steps={count}",
         "validation={interval: 0, samples: 0}",

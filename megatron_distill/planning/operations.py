@@ -62,8 +62,6 @@ CALIBRATED_STUDENT, CALIBRATED_TEACHER = (
 )
 CALIBRATED_TOKENS: Final = 384, 2
 _ONE_RANK: Final = Layout()
-# Most of that time over a small layer's own: operations on few numbers run on one thread.
-_MOST_OF_THREADS: Final = 0.5
 # Time of the slowest expert rank over the mean of all.
 _IMBALANCE: Final = 1.2
 
@@ -245,13 +243,8 @@ class LayerTimes:
             has_experts, is_windowed = kind
             attended = self._rank.attended[is_windowed]
             found = _layer(self._shape, self._rank, attended, has_experts=has_experts)
-            one = _passes(found, "none", (), trains=True)
-            ahead, back = (
-                elements + min(more, _MOST_OF_THREADS * whole)
-                for elements, more, whole in zip(
-                    found.elements, self._more, (one.forward, one.backward), strict=True
-                )
-            )
+            pairs = zip(found.elements, self._more, strict=True)
+            ahead, back = (elements + more for elements, more in pairs)
             self._layers[kind] = replace(found, elements=(ahead, back))
         return self._layers[kind]
 

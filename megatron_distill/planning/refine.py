@@ -15,7 +15,7 @@ from megatron_distill.planning.device import DeviceProfile, MeasuredRun, Phase
 from megatron_distill.planning.operations import attended_positions
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun
-from megatron_distill.planning.step_time import phase_seconds
+from megatron_distill.planning.step_time import phase_seconds, step_time
 from megatron_distill.runtime.layout import Layout
 
 __all__ = [
@@ -158,9 +158,16 @@ def _plain(device: DeviceProfile) -> DeviceProfile:
 def _ratios(
     device: DeviceProfile, run: PlannedRun, choice: Choice, measured: MeasuredSteps
 ) -> dict[Phase, float]:
-    """Return measured over predicted times of the phases that are long enough to tell a rate."""
+    """Return measured over predicted times of the phases that are long enough to tell a rate.
+
+    Where ranks share a core, that of the step for each phase.
+    """
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
     predicted = phase_seconds(run, choice, device, numbers)
+    if device.core_share < 1.0:
+        # A rank waits for a core in any phase: only the time of the whole step is known.
+        whole = measured.step / step_time(run, choice, device, numbers).total
+        return dict.fromkeys(get_args(Phase), round(whole, 4))
     found: dict[Phase, float] = {}
     for phase, seconds in measured.phases.items():
         enough = min(seconds, predicted[phase]) > _LEAST * measured.step

@@ -1,8 +1,9 @@
 """Products of rows with the weights of a model, which stay the same during a request.
 
 torch leaves products in fp32 to MKL. On other processors than Intel's it takes 2 to 3 times as long
-as oneDNN with a weight in the order of its kernels. So a CPU makes a copy in this order when a
-large weight has met so many rows that the copy would have paid.
+as oneDNN, whose calls cost some microseconds more. So a CPU gives oneDNN the large products. Those
+of few rows are faster still from a weight in the order of its kernels: a CPU makes such a copy when
+the weight has met so many of them that the copy would have paid.
 
 Shapes: N rows, I columns in, O columns out.
 """
@@ -18,7 +19,11 @@ from torch import Tensor
 __all__ = ["Linear", "WeightCopies"]
 
 COPIED_BYTES = 2**29  # at most, in a request
-_LEAST_ROWS, _LEAST_NUMBERS = 4, 2**16  # a call of oneDNN takes some microseconds more
+_LEAST_NUMBERS = 2**16  # of a weight that is copied
+_LEAST_ROWS = 4
+# Multiplications of a product for which oneDNN pays, from a copy and from the weight itself.
+_LEAST_COPIED, _LEAST_PLAIN = 700_000, 2**20
+_FEW_ROWS = 64  # with more a copy saves no more than a tenth
 _ROWS_MET = 128  # save about as much time as the copy takes
 
 
@@ -30,8 +35,7 @@ class WeightCopies:
 
     def of(self, weight_OI: Tensor) -> Tensor | None:
         """Return a weight in oneDNN's order; None where there is no such copy."""
-        is_plain = weight_OI.device.type == "cpu" and weight_OI.dtype is torch.float32
-        if not is_plain or not torch.backends.mkldnn.is_available():
+        if not _has_kernels(weight_OI):
             return None
         if weight_OI.numel() < _LEAST_NUMBERS or weight_OI.nbytes > self.left:
             return None
@@ -40,6 +44,12 @@ class WeightCopies:
         # are a hint.
         found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), 16)  # noqa: SLF001
         return found
+
+
+def _has_kernels(weight_OI: Tensor) -> bool:
+    """Whether oneDNN multiplies with a weight in fp32 on this CPU."""
+    is_plain = weight_OI.device.type == "cpu" and weight_OI.dtype is torch.float32
+    return is_plain and torch.backends.mkldnn.is_available()
 
 
 @dataclass
@@ -51,6 +61,12 @@ class Linear:
     copies: WeightCopies
     _rows_met: int = field(default=0, init=False)
     _copied: Tensor | None = field(default=None, init=False)
+    _weight: Tensor | None = field(init=False)  # of oneDNN's products
+
+    def __post_init__(self) -> None:
+        weight_OI = self.matrix.t()
+        is_taken = weight_OI.is_contiguous() and _has_kernels(weight_OI)
+        self._weight = weight_OI if is_taken else None
 
     @classmethod
     def of(cls, module: Any, copies: WeightCopies) -> Linear:
@@ -60,40 +76,45 @@ class Linear:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Return the product [N, O], with the bias."""
-        copied = self._copy_for(x_NI)
-        if copied is not None:
-            return _by_copy(x_NI, copied, self.bias)
+        weight = self._weight_for(x_NI)
+        if weight is not None:
+            return _by_kernels(x_NI, weight, self.bias)
         if self.bias is None:
             return torch.mm(x_NI, self.matrix)
         return torch.addmm(self.bias, x_NI, self.matrix)
 
     def product(self, x_NI: Tensor) -> Tensor:
         """Return the product [N, O], without the bias."""
-        copied = self._copy_for(x_NI)
-        if copied is not None:
-            return _by_copy(x_NI, copied, None)
+        weight = self._weight_for(x_NI)
+        if weight is not None:
+            return _by_kernels(x_NI, weight, None)
         return torch.mm(x_NI, self.matrix)
 
     def add_(self, sums_NO: Tensor, x_NI: Tensor) -> None:
         """Add the product, with the bias."""
-        copied = self._copy_for(x_NI)
-        if copied is not None:
-            sums_NO.add_(_by_copy(x_NI, copied, self.bias))
+        weight = self._weight_for(x_NI)
+        if weight is not None:
+            sums_NO.add_(_by_kernels(x_NI, weight, self.bias))
             return
         sums_NO.addmm_(x_NI, self.matrix)
         if self.bias is not None:
             sums_NO.add_(self.bias)
 
-    def _copy_for(self, x_NI: Tensor) -> Tensor | None:
-        if x_NI.shape[0] < _LEAST_ROWS:
+    def _weight_for(self, x_NI: Tensor) -> Tensor | None:
+        """Return the weight, copied or not, with which oneDNN multiplies these rows; None: MKL."""
+        rows = x_NI.shape[0]
+        count = rows * self.matrix.numel()
+        if self._weight is None or rows < _LEAST_ROWS or count < _LEAST_COPIED:
             return None
-        if self._rows_met < _ROWS_MET:
-            self._rows_met += x_NI.shape[0]
+        if rows < _FEW_ROWS and self._rows_met < _ROWS_MET:
+            self._rows_met += rows
             if self._rows_met >= _ROWS_MET:
-                self._copied = self.copies.of(self.matrix.t())
-        return self._copied
+                self._copied = self.copies.of(self._weight)
+        if self._copied is not None:
+            return self._copied
+        return self._weight if count >= _LEAST_PLAIN else None
 
 
-def _by_copy(x_NI: Tensor, copied: Tensor, bias: Tensor | None) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, copied, bias, "none", [], "")  # noqa: SLF001
+def _by_kernels(x_NI: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias, "none", [], "")  # noqa: SLF001
     return found

@@ -155,9 +155,10 @@ def looking(interval: int, delay: int) -> Iterator[None]:
     from megatron_distill.models.generation.pace import PACES, StopCheckPace
 
     least, short = (2**62, 0) if delay else (1, 2**62)
+    sizes = dict.fromkeys(("_LEAST_NUMBERS", "_LEAST_COPIED", "_LEAST_PLAIN"), least)
     with (
         patch.dict(PACES, {"cpu": StopCheckPace(interval, delay)}),
-        patch.multiple(linear, _LEAST_NUMBERS=least, _LEAST_ROWS=1, _ROWS_MET=1),
+        patch.multiple(linear, **sizes, _LEAST_ROWS=1, _ROWS_MET=1),
         patch.object(attend, "_SHORT", short),
     ):
         yield
