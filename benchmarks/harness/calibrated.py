@@ -49,7 +49,8 @@ def planned_seconds(
 ) -> list[float]:
     """Return the planner's seconds of a step of a run, for each device that its ranks share.
 
-    ranks: of the student. Vocabularies have the rows that the configuration says.
+    ranks: of the launch, a teacher's own included. Vocabularies have the rows that the
+    configuration gives.
     """
     run = planned_run(config, open_shapes(config))
     own = sum(count for _, count in teacher_ranks(config, ranks_per_node=ranks))

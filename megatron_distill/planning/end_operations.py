@@ -109,8 +109,10 @@ def head_passes(
             forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=most)
     whole = teacher if chosen else student
     statistics, edge, back = _head_messages(whole, rank, chunks=chunks, chosen=chosen)
-    if student is not None:
-        statistics += _id_messages(rank, chunks=chunks, terms=terms, is_live=teacher is not None)
+    if not chosen:
+        statistics += _id_messages(
+            rank, chunks=chunks, terms=terms, has=(student is not None, teacher is not None)
+        )
     return Passes(forward, backward, statistics + edge, back, statistics + edge + back)
 
 
@@ -138,23 +140,28 @@ def _id_seconds(
         if term.top_k is None:
             continue
         ids = rank.tokens * term.top_k
-        found += rank.passes(float(ids * (_TAIL_ID_BYTES if term.has_tail else _ID_BYTES)))
+        # Of a core's plain rate, at which these bytes were measured.
+        byte_count = ids * (_TAIL_ID_BYTES if term.has_tail else _ID_BYTES)
+        found += byte_count / (rank.device.memory_gb_per_s * 1e9)
         if term.has_tail:
             logits = _logit_seconds(rank, columns, passes=_STUDENT_LOGIT_PASSES, chunks=chunks)
             found += logits / _STUDENT_LOGIT_PASSES
     return found
 
 
-def _id_messages(rank: Rank, *, chunks: int, terms: Sequence[LossTerm], is_live: bool) -> float:
+def _id_messages(
+    rank: Rank, *, chunks: int, terms: Sequence[LossTerm], has: tuple[bool, bool]
+) -> float:
     """Return the time in which tensor ranks gather the student's values of few ids.
 
-    is_live: the ids are chosen among the logits of all ranks, which gather them too.
+    has: the student, and a live teacher, whose ids are chosen among the logits of all ranks.
     """
-    split = rank.layout.tensor
+    split, most = rank.layout.tensor, _most_ids(terms)
     link, rows = rank.device.link(split), rank.tokens / chunks
-    numbers = [4.0 * term.top_k + 8.0 for term in terms if term.top_k]
-    if numbers and is_live:
-        numbers.append(8.0 * _most_ids(terms) + 8.0)
+    has_student, has_teacher = has
+    numbers = [4.0 * term.top_k + 8.0 for term in terms if term.top_k and has_student]
+    if most and has_teacher:
+        numbers.append(8.0 * most + 8.0)
     return sum(chunks * link.gathered(each * rows * split, ranks=split) for each in numbers)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def held_out_prompts(steps: Sequence[StepBatches], groups: Groups, *, most: int)
     for sample, tokens in (one for part in shared if part for one in part):
         found.setdefault(sample, {}).update(tokens)
     return [
-        tuple(tokens[place] for place in range(min(most, len(tokens))))
+        tuple(tokens[place] for place in takewhile(tokens.__contains__, range(most)))
         for _, tokens in sorted(found.items())
         if tokens
     ]
@@ -74,15 +75,18 @@ def _beginnings(batch: Batch) -> list[tuple[int, dict[int, int]]]:
     batch = batch.on_host
     places = batch.sequence_index_s.tolist()
     found = []
-    for sample, tokens, documents in zip(
+    for sample, tokens, weights, documents in zip(
         batch.sample_ids_b.tolist(),
         batch.tokens_bs.tolist(),
+        batch.kd_weights_bs.tolist(),
         batch.document_ids_bS.tolist(),
         strict=True,
     ):
         first = documents[0]
+        # Without isolated documents the padding that fills up a batch has a document's number.
+        is_padding = first < 0 or (len(set(tokens)) == 1 and not any(weights))
         ends = (place for place, document in enumerate(documents) if document != first)
-        end = 0 if first < 0 else next(ends, len(documents))
+        end = 0 if is_padding else next(ends, len(documents))
         inside = {place: token for place, token in zip(places, tokens, strict=True) if place < end}
         found.append((sample, inside))
     return found

@@ -54,7 +54,9 @@ def hash_of_held_out(steps: Sequence[StepBatches], groups: Groups) -> str:
             dist.all_gather_object(shared, parts, group=groups.context)
         # The ranks of a group have the same samples in the same order.
         for pieces in zip(*(one for one in shared if one is not None), strict=True):
-            own[pieces[0].sample] = _digest(pieces)
+            # A sample without weight may fill up a batch, and counts as no text.
+            if any(piece.weights.any() for piece in pieces):
+                own[pieces[0].sample] = _digest(pieces)
     everywhere: list[dict[int, bytes] | None] = [None] * groups.data_context.size()
     dist.all_gather_object(everywhere, own, group=groups.data_context)
     merged = {sample: found for part in everywhere if part for sample, found in part.items()}

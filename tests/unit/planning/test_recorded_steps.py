@@ -234,7 +234,7 @@ DISTINCT = 0.10  # equal steps differ by less between two hours of this machine
 
 @pytest.fixture(scope="module")
 def devices() -> list[DeviceProfile]:
-    """Of the hours and the CPU of step.json."""
+    """Of a CPU as that of step.json, a day later."""
     return [DeviceProfile.model_validate(one) for one in record("step_calibration")["devices"]]
 
 

@@ -380,11 +380,12 @@ def _check_teacher(
     key, number = ("teacher", 0) if among is None else (among.key, among.number)
     section = config.models[key]
     if not is_comparable(digest):
-        _LOGGER.warning(
-            "%s.store has a digest of an earlier version for its teacher's weights: whether they "
-            "are those of this teacher is not known",
-            key,
-        )
+        if dist.get_rank() == 0:
+            _LOGGER.warning(
+                "%s.store has a digest of an earlier version for its teacher's weights: whether "
+                "they are those of this teacher is not known",
+                key,
+            )
         return
     source = resolve_model(config, key, vocabulary)
     assert dist.group.WORLD is not None
