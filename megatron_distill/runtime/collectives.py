@@ -43,8 +43,9 @@ def agree(error: MegatronDistillError | None, *, group: dist.ProcessGroup | None
     Collective: `group` (the world), one all-gather of a short object per rank.
     """
     answer = None if error is None else (ERROR_TYPES.index(type(error)), str(error))
-    answers: list[tuple[int, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, answer, group=group)
+    answers = [answer] * dist.get_world_size(group)
+    if len(answers) > 1:
+        dist.all_gather_object(answers, answer, group=group)
     for answer in answers:
         if answer is not None:
             kind, message = answer

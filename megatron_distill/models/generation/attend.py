@@ -30,6 +30,8 @@ from megatron_distill.runtime.segments import Segments
 __all__ = ["Append", "Core", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
 
 _SHORT = 128  # positions of rows that a CPU pads to one length
+# Of so many scores products of all heads at once cost less than torch's fused attention.
+_FEW_SCORES = 2**20
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,7 @@ class FirstRows(_NewPositions):
                 bounds.append(bounds[-1] + count)
         self.segments = Segments((tuple(bounds),)).to(cache.starts_b.device)
         self._stored: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._causal: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def attend(self, layer: int, core: Core, query: Tensor, pair: Tensor) -> Tensor:
         """See `Step`."""
@@ -286,16 +289,31 @@ class FirstRows(_NewPositions):
         """Attend with each row at the first of S places, which no earlier one sees."""
         groups, repeats, size = query.shape[1:]
         places_N = self.columns_N - self.shifts_b[self.rows_N]
-        padded = query.new_zeros(self.cache.rows, groups, self.most, repeats + 2, size)
-        padded[self.rows_N, :, places_N] = torch.cat([query[self.new], pair[self.new]], 2)
-        heads, key, value = padded.flatten(0, 1).transpose(1, 2).split([repeats, 1, 1], 1)
-        found = F.scaled_dot_product_attention(
-            heads, key.expand_as(heads), value.expand_as(heads), is_causal=True, scale=scale
-        )
-        by_place = found.transpose(1, 2).unflatten(0, (-1, groups))  # [b, g, S, r, d]
+        heads = query.new_zeros(self.cache.rows, groups, self.most, repeats, size)
+        pairs = query.new_zeros(self.cache.rows, groups, self.most, 2, size)
+        heads[self.rows_N, :, places_N] = query[self.new]
+        pairs[self.rows_N, :, places_N] = pair[self.new]
+        keys, values = pairs.flatten(0, 1).unbind(2)
+        found = self._attended(heads.flatten(0, 1), keys, values, scale)
         attended = torch.zeros_like(query)
-        attended[self.new] = by_place[self.rows_N, :, places_N]
+        attended[self.new] = found.unflatten(0, (-1, groups))[self.rows_N, :, places_N]
         return attended
+
+    def _attended(self, heads: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Return causal attention [b g, S, r, d] of such queries over keys [b g, S, d]."""
+        rows, length, repeats, _ = heads.shape
+        is_small = rows * repeats * length**2 <= _FEW_SCORES
+        if not is_small or not multiplies_all_heads(heads.dtype, heads.device):
+            by_head = heads.transpose(1, 2)
+            key, value = (one[:, None].expand_as(by_head) for one in (keys, values))
+            found = F.scaled_dot_product_attention(by_head, key, value, is_causal=True, scale=scale)
+            return found.transpose(1, 2)
+        kind = repeats, heads.dtype
+        if kind not in self._causal:
+            later = heads.new_full((length, length), -math.inf).triu(1)
+            self._causal[kind] = later.repeat_interleave(repeats, 0)[None]
+        scores = torch.baddbmm(self._causal[kind], heads.flatten(1, 2), keys.mT, alpha=scale)
+        return torch.bmm(scores.softmax(-1), values).view_as(heads)
 
     def _store(self, store: LayerCache, pair: Tensor) -> None:
         if store.slots not in self._stored:

@@ -11,6 +11,7 @@ Shapes: N rows, I columns in, O columns out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,5 +117,11 @@ class Linear:
 
 
 def _by_kernels(x_NI: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias, "none", [], "")  # noqa: SLF001
+    found: Tensor = _product_of_kernels()(x_NI, weight_OI, bias, "none", [], "")
     return found
+
+
+@cache
+def _product_of_kernels() -> Any:
+    """Return the operation itself: to look it up for each call takes a microsecond."""
+    return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001

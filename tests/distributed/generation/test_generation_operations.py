@@ -105,7 +105,7 @@ class Sizes(Watch):
         name = func._schema.name
         if name in ("aten::mm", "aten::linear") and result.shape[1] == self.columns:
             self.rows.append(result.shape[0])
-        elif name == "aten::baddbmm":
+        elif name == "aten::baddbmm" and args[0].shape[1] == 1:  # not the first rows' mask
             self.keys.append(result.shape[2])
         elif name == "aten::zeros" and result.dim() == 5:  # keys of a layer, then its values
             self.slots.append(result.shape[3])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_distill.models.attention_kernels.rule import AttentionRule
+from megatron_distill.models.generation import attend
 from megatron_distill.models.generation.attend import Core, FirstRows, attend_once
 from megatron_distill.models.generation.cache import Cache, KeyShape
 from megatron_distill.models.generation.layer import RootMeanSquare
@@ -44,8 +45,12 @@ def test_attention_of_one_position_has_every_key_that_is_its_own(is_masked: bool
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("few_scores", [0, 2**20])
 @pytest.mark.parametrize("padding", [0, 2])
-def test_short_first_rows_attend_to_their_own_earlier_positions(padding: int) -> None:
+def test_short_first_rows_attend_to_their_own_earlier_positions(
+    padding: int, few_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "_FEW_SCORES", few_scores)
     counts, (groups, repeats, size) = (5, 9, 7), (2, 3, 8)
     cache = Cache.empty(
         [KeyShape(groups, size, None)], 3, 16, dtype=torch.float32, device=torch.device("cpu")
