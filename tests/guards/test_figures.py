@@ -130,11 +130,11 @@ def test_the_losses_are_those_of_the_record(page: Path) -> None:
 
 
 def test_the_speed_of_text_is_that_of_the_record() -> None:
-    """Of widths and rows: the ratios to `transformers`, and that to recomputation."""
+    """Of widths and rows: the ratios to `transformers` and to recomputation, and both growths."""
     record = [row for row in rows(RESULTS / "generate.md") if row[0].isdigit() and len(row) > 9]
     found = [row for row in rows(ROOT / "docs" / "generation.md") if row[0].isdigit()]
     assert len(record) >= 4
-    assert found == [[*row[:2], f"{row[4]}, {row[9]}", row[6]] for row in record]
+    assert found == [[*row[:2], f"{row[4]}, {row[9]}", row[6], *row[12:14]] for row in record]
 
 
 def test_the_speed_of_alignment_is_that_of_the_record() -> None:
