@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
 import os
@@ -426,7 +427,7 @@ def test_prompts_in_a_chat_template_are_those_of_the_harness(
         ),
         tokenizer_name="chatml",
     )
-    tokens = chat_tokenizer("plain")
+    tokens = copy.copy(chat_tokenizer("plain"))  # which other tests have as it is
     tokens.chat_template = CHATML
     encoder = TextEncoder.of(tokens, chat=True, named=named)
     ours = [
