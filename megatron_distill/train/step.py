@@ -101,7 +101,7 @@ class LateNumbers(Protocol):
     def tensors(self, means: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Scalars in an order of its own, from the means of the step too, if it needs them.
 
-        Collective: as the implementation says.
+        Collective: that of the implementation.
         """
         ...
 
