@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -303,9 +304,10 @@ def test_memory_does_not_grow(pool: Pool, dense: Path, tmp_path: Path, case: str
     assert len(found) == 200
     peaks = [record["peak_memory_bytes"] for record in found]
     assert peaks[-1] - peaks[40] < 4e6, peaks[::20]
-    waited = found[-1]["timers_max"]["teacher"]  # of the last stage
-    total = 10.0 * sum(record["step_seconds"] for record in found[100:])
-    assert (waited > 0.1 * total) == (layers == 24), (waited, total)  # 0.18 and 0.02 of it
+    # A slow teacher computes for most of its time, a fast one waits for the student.
+    timers = [record["teacher_timers"]["teacher"] for record in found[100:]]
+    computed, waited = (median(one[phase] for one in timers) for phase in ("forward", "waiting"))
+    assert (computed > waited) == (layers == 24), (computed, waited)
 
 
 @pytest.mark.slow
