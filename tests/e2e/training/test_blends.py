@@ -325,7 +325,7 @@ def test_losses_of_chunks_are_means_over_a_sources_chunks() -> None:
 def test_a_source_without_a_chunk_of_one_token_has_the_other_terms_alone() -> None:
     from megatron_distill.losses import ChunkTerm, LossWeights
     from megatron_distill.ops import LogitRule, VocabShard
-    from megatron_distill.train.balancing import BalancedStep, _sources_with_own_weights
+    from megatron_distill.train.balancing import _sources_with_own_weights
     from megatron_distill.train.objective import TokenObjective
 
     nothing: Any = None
@@ -333,6 +333,7 @@ def test_a_source_without_a_chunk_of_one_token_has_the_other_terms_alone() -> No
         1.0, (ChunkTerm("likelihood", weight=6.0), ChunkTerm("common", weight=9.0)), (), None,
         VocabShard(8, 0, 8), LogitRule(), nothing,
     )  # fmt: skip
-    step = BalancedStep((objective,), LossWeights(1.0, (2.0, 3.0)), nothing, {})
+    own = LossWeights(1.0, (2.0, 3.0))
     rare = {"kd_tokens": 2.0, "kd_loss": 3.0, "likelihood_forward_kl": 0.5}
-    assert _sources_with_own_weights(step, {"rare": rare})["rare"] == {**rare, "kd_loss": 1.0}
+    found = _sources_with_own_weights(objective, own, {"rare": rare})
+    assert found["rare"] == {**rare, "kd_loss": 1.0}
