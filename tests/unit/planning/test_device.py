@@ -185,7 +185,7 @@ def test_threads_of_one_rank_add_the_same_time_to_layers_of_every_size(factor: f
         (taught,), (own,) = (of(run, choice, shared) for of in (teacher_stages, student_stages))
         return taught.layers.forward, own.layers.forward
 
-    # Layers as of the steps of `calibrate`, and larger ones; without an embedding to speak of.
+    # Layers as of the steps of `calibrate`, and larger ones; small vocabularies: short embeddings.
     teacher, student, large = (
         llama(4, hidden, ffn, 8, 4, vocab_size=128)
         for hidden, ffn in ((448, 1216), (320, 864), (640, 1728))
