@@ -82,8 +82,8 @@ def attend_once(
     """Return attention of one position, query [b, g, r, d], over keys and values [b g, K, d].
 
     Each head of each row is a row of its own. The result then has the order in which the next
-    product reads it, without a copy. added: to the scores, [b g, 1, 1, K], which are few:
-    where all heads are in one product, they are in memory.
+    product reads it, without a copy. added: to the scores, [b g, 1, 1, K]; [b g, 1, K] where all
+    heads are in one product. The scores are in memory there, and are few.
     """
     rows, groups, repeats, size = query.shape
     if not multiplies_all_heads(query.dtype, query.device):
@@ -92,7 +92,7 @@ def attend_once(
             query_R1rd, keys[:, None], values[:, None], attn_mask=added, scale=scale
         )
         return found.reshape(query.shape)
-    base = query.new_zeros(1, 1, 1) if added is None else added.squeeze(1)
+    base = query.new_zeros(1, 1, 1) if added is None else added
     query_Rrd = query.reshape(rows * groups, repeats, size)
     scores = torch.baddbmm(base, query_Rrd, keys.mT, alpha=scale)
     return torch.bmm(scores.softmax(-1), values).reshape(query.shape)
@@ -178,7 +178,10 @@ class Append:
         )
 
     def _visible(self, slots: int, copies: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of a store's slots as `Cache.mask`, of those in use; None: all."""
+        """Return the mask of a store's slots as `attend_once` takes it, of those in use; None: all.
+
+        copies: as in `Cache.mask`.
+        """
         length = self.cache.length
         if max(0, length + 1 - slots) >= self.first:
             return None
@@ -191,6 +194,8 @@ class Append:
                 held = length - (length - index) % slots  # the last slot that is stored there
                 starts = self.cache.starts_b.repeat_interleave(copies)[:, None]
                 self._masks[kind] = as_mask(held >= starts, dtype)
+            if multiplies_all_heads(dtype, self.positions_N.device):
+                self._masks[kind] = self._masks[kind].squeeze(1)
         return self._masks[kind]
 
     def _prefix(self, layer: int, window: int | None) -> list[Keys]:

@@ -75,9 +75,9 @@ def draw(
         if hidden_bV is not None:
             chosen_bV.masked_fill_(hidden_bV, -math.inf)
     if group.size() == 1:
-        ids_b = _largest(chosen_bV)[1]
-        own_b = logits_bV.log_softmax(dim=1).gather(1, ids_b[:, None])
-        return Drawn(ids_b, own_b[:, 0].to(torch.float64))
+        score_b, ids_b = _largest(chosen_bV)
+        largest_b = score_b if chosen_bV is logits_bV else None
+        return Drawn(ids_b, _log_probs(logits_bV, ids_b, largest_b=largest_b).to(torch.float64))
     if not logits_bV.shape[1]:  # a shard of padding
         columns_b = torch.zeros_like(keys_b)
         score_b = own_b = sum_b = logits_bV.new_full(keys_b.shape, -math.inf, dtype=torch.float64)
@@ -95,6 +95,22 @@ def draw(
     best_b = ranks_tb4[..., 0].argmax(dim=0)  # the first rank of equal ones: the lowest ids
     best_b4 = ranks_tb4.gather(0, best_b[None, :, None].expand(1, -1, 4))[0]
     return Drawn(best_b4[:, 1].to(torch.int64), best_b4[:, 2] - ranks_tb4[..., 3].logsumexp(dim=0))
+
+
+def _log_probs(logits_bV: Tensor, ids_b: Tensor, *, largest_b: Tensor | None) -> Tensor:
+    """Return log-probabilities [b] of ids; largest_b: each row's largest logit if it is the id's.
+
+    A CPU computes the sum alone. Exponentials below the least normal number cost it some ten times
+    as much as others: those that change no digit of the sum are taken as e^-80 of its largest one.
+    """
+    if logits_bV.device.type != "cpu":
+        return logits_bV.log_softmax(dim=1).gather(1, ids_b[:, None])[:, 0]
+    peak_b = logits_bV.amax(dim=1) if largest_b is None else largest_b
+    shares_bV = (logits_bV - peak_b[:, None]).clamp_(min=-80.0).exp_()
+    found_b = shares_bV.sum(dim=1).log_().neg_()
+    if largest_b is not None:
+        return found_b
+    return found_b.add_(logits_bV.gather(1, ids_b[:, None])[:, 0] - peak_b)
 
 
 # Columns of a block in `_largest`: of some thousand columns, about as many as there are blocks.

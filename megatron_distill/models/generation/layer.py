@@ -31,14 +31,13 @@ from megatron_distill.models.generation.attend import Core
 from megatron_distill.models.generation.cache import KeyShape
 from megatron_distill.models.generation.experts import ExpertLayer
 from megatron_distill.models.generation.linear import Linear, WeightCopies
+from megatron_distill.models.generation.rotation import RotaryPlanes, paired_rows, rotate_
 from megatron_distill.models.layer_kinds import LayerKinds
 from megatron_distill.runtime.groups import Groups
 
 __all__ = ["GenerationNorm", "Layer", "summed"]
 
 AttentionFunction = Callable[[Tensor, Tensor], Tensor]
-RotaryPlanes = Sequence[Tensor]
-"""Cosines and signed sines of the positions, each [N, 1, 1, d]; see `rotate_`."""
 
 
 def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -142,16 +141,21 @@ class HeadNorm:
 
     @classmethod
     def of(
-        cls, query: GenerationNorm | None, key: GenerationNorm | None, queries: int
+        cls,
+        query: GenerationNorm | None,
+        key: GenerationNorm | None,
+        queries: int,
+        order_d: Tensor | None,
     ) -> HeadNorm | None:
-        """Join the norms of `queries` heads and a key, if there are any."""
+        """Join the norms of `queries` heads and a key, if there are any; order_d: of `Layer.of`."""
         if query is None:
             return None
         assert key is not None
         assert (query.eps, query.rms is None) == (key.eps, key.rms is None)
 
         def rows(one: Tensor, other: Tensor) -> Tensor:
-            return torch.stack([one] * queries + [other])
+            stacked = torch.stack([one] * queries + [other])
+            return stacked if order_d is None else stacked[:, order_d]
 
         biases = None
         if query.bias is not None:
@@ -206,20 +210,13 @@ class FeedForward:
         return self.activation(gate).mul_(up)
 
 
-def rotate_(heads: Tensor, rotation: RotaryPlanes, width: int, *, out: Tensor) -> None:
-    """Rotate the first `width` numbers of each head [N, g, h, d], in halves; overwrites the heads.
-
-    Cosines are 1 and sines 0 for further numbers; the sines of the first half are negative. `out`:
-    may be the heads. Source: RoFormer, arXiv 2104.09864, equation 34.
-    """
-    cosines, sines = rotation
-    if width == heads.shape[-1]:
-        swapped = heads.roll(width // 2, -1)
-    else:
-        half = width // 2
-        parts = [heads[..., half:width], heads[..., :half], heads[..., width:]]
-        swapped = torch.cat(parts, -1)
-    torch.addcmul(heads.mul_(cosines), swapped, sines, out=out)
+def _mixed(module: Any, order_d: Tensor | None, groups: int, copies: WeightCopies) -> Linear:
+    """Return the product that makes queries, keys and values, in their order."""
+    linear = Linear.of(module, copies)
+    if order_d is None:
+        return linear
+    bias = None if linear.bias is None else paired_rows(linear.bias, order_d, groups=groups)
+    return Linear(paired_rows(module.weight, order_d, groups=groups).t(), bias, copies)
 
 
 @dataclass(frozen=True)
@@ -250,9 +247,13 @@ class Layer:
         kinds: LayerKinds,
         groups: Groups,
         rotary_width: int,
+        order_d: Tensor | None,
         copies: WeightCopies,
     ) -> Layer:
-        """Take the weights of a layer's modules."""
+        """Take the weights of a layer's modules.
+
+        order_d: of the numbers of queries and keys, `paired_order`; None: as they are stored.
+        """
         attention, mlp, config = module.self_attention, module.mlp, module.config
         rotation = kinds.layers[module.layer_number - 1].rotation
         if isinstance(mlp, MoELayer):
@@ -274,8 +275,10 @@ class Layer:
         return cls(
             core=Core.of(attention.core_attention),
             attention_norm=_norm_before(module.input_layernorm, attention.linear_qkv, config),
-            mixed=Linear.of(attention.linear_qkv, copies),
-            head_norm=HeadNorm.of(query_norm, _norm(attention.k_layernorm, config), queries),
+            mixed=_mixed(attention.linear_qkv, order_d, own_groups, copies),
+            head_norm=HeadNorm.of(
+                query_norm, _norm(attention.k_layernorm, config), queries, order_d
+            ),
             output=Linear.of(attention.linear_proj, copies),
             attention_post_norm=_norm(attention.post_norm, config),
             feed_forward_norm=first_norm,

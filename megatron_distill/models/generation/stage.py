@@ -21,6 +21,7 @@ from megatron_distill.models.generation.attend import Step
 from megatron_distill.models.generation.cache import KeyShape
 from megatron_distill.models.generation.layer import GenerationNorm, Layer, summed
 from megatron_distill.models.generation.linear import Linear, WeightCopies
+from megatron_distill.models.generation.rotation import paired_order, rotary_table
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.layer_kinds import LayerKinds, rotary_angles
 from megatron_distill.ops import LogitRule, VocabShard
@@ -28,6 +29,8 @@ from megatron_distill.runtime.groups import Groups
 from megatron_distill.signals import HiddenState
 
 __all__ = ["ModelChunk", "Stage"]
+
+_PAIRED_SHARE = 0.25  # of the bytes of copies: those for products save more time
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ class Stage:
     model: Sequence[HiddenStateGPT]
     final_norm: GenerationNorm | None  # on the last stage
     head: Tensor | None  # this rank's rows, on the last stage
-    # Cosines and signed sines by position, [positions, 2, 1, 1, d], of each distinct rotation.
-    tables: list[Tensor] = field(default_factory=list)
+    is_paired: bool  # the numbers of queries and keys, as `paired_order`
+    tables: list[Tensor] = field(default_factory=list)  # `rotary_table` of each distinct rotation
     copies: WeightCopies = field(default_factory=WeightCopies)
     _sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     _real_head: Linear | None = field(init=False, default=None)  # the rows of real columns
@@ -77,6 +80,7 @@ class Stage:
         """Take the weights of a rank's model chunks; `vocab_size` as in `vocab_shard`."""
         kinds = LayerKinds.of(architecture)
         chunks, first, copies = [], 0, WeightCopies()
+        order_d = _order(model, architecture, groups, copies)
         for chunk in model:
             layers = tuple(
                 Layer.of(
@@ -84,6 +88,7 @@ class Stage:
                     kinds=kinds,
                     groups=groups,
                     rotary_width=chunk.rotary_size,
+                    order_d=order_d,
                     copies=copies,
                 )
                 for module in chunk.decoder.layers
@@ -103,6 +108,7 @@ class Stage:
             if norm is None
             else GenerationNorm.of(norm.weight, getattr(norm, "bias", None), model[-1].config),
             model[-1].head_weight().detach() if groups.is_last_stage else None,
+            is_paired=order_d is not None,
             copies=copies,
         )
 
@@ -186,12 +192,9 @@ class Stage:
             angles_sr = rotary_angles(
                 index_1s, rotary_size=width, base=rotation.base, scaling=rotation.scaling
             )[:, 0, 0]
-            cosines, sines = angles_sr.cos(), angles_sr.sin()
-            sines = torch.cat([-sines[:, : width // 2], sines[:, width // 2 :]], -1)
-            cosines = F.pad(cosines, (0, head - width), value=1.0)
-            sines = F.pad(sines, (0, head - width))
-            table = torch.stack([cosines, sines], 1)[:, :, None, None]
-            self.tables.append(table.to(self.dtype))
+            self.tables.append(
+                rotary_table(angles_sr, head_size=head, dtype=self.dtype, paired=self.is_paired)
+            )
 
     def _received(self, rows: int) -> Tensor:
         hidden_NH = torch.empty(
@@ -229,3 +232,22 @@ class Stage:
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
+
+
+def _order(
+    model: Sequence[HiddenStateGPT],
+    architecture: Architecture,
+    groups: Groups,
+    copies: WeightCopies,
+) -> Tensor | None:
+    """Return `paired_order` where a CPU may copy the weights that make the heads; None elsewhere.
+
+    Ranks that share a group of heads have slices of its rows, and none of whole heads.
+    """
+    layers = [layer for chunk in model for layer in chunk.decoder.layers]
+    weights = [layer.self_attention.linear_qkv.weight for layer in layers]
+    if not model[0].rotations or groups.tensor.size() > architecture.num_kv_heads:
+        return None
+    if not copies.reserve(weights, share=_PAIRED_SHARE):
+        return None
+    return paired_order(architecture.head_size, model[0].rotary_size)

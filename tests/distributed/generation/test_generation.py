@@ -155,10 +155,15 @@ def looking(interval: int, delay: int) -> Iterator[None]:
     from megatron_distill.models.generation.pace import PACES, StopCheckPace
 
     least, short = (2**62, 0) if delay else (1, 2**62)
-    sizes = dict.fromkeys(("_LEAST_NUMBERS", "_LEAST_COPIED", "_LEAST_PLAIN"), least)
+    limits = linear.Limits(least, least, orders_columns=False)
+    copied = 0 if delay else linear.COPIED_BYTES
     with (
         patch.dict(PACES, {"cpu": StopCheckPace(interval, delay)}),
-        patch.multiple(linear, **sizes, _LEAST_ROWS=1, _ROWS_MET=1),
+        patch.multiple(linear, _LEAST_NUMBERS=1, _LEAST_ROWS=1, _ROWS_MET=1),
+        patch.object(linear, "limits", lambda: limits),
+        patch.object(
+            linear.WeightCopies, "__init__", lambda copies: vars(copies).update(left=copied)
+        ),
         patch.object(attend, "_SHORT", short),
     ):
         yield

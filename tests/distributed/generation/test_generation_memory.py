@@ -158,8 +158,9 @@ def _copies_after_a_request(rank: int, world: int) -> tuple[int, bool]:
             return found
 
         real = linear.WeightCopies.of
-        small = patch.multiple(linear, _LEAST_NUMBERS=1, _LEAST_COPIED=1, _ROWS_MET=1)
-        with small, patch.object(linear.WeightCopies, "of", of):
+        small = patch.multiple(linear, _LEAST_NUMBERS=1, _ROWS_MET=1)
+        limits = patch.object(linear, "limits", lambda: linear.Limits(1, 1, False))
+        with small, limits, patch.object(linear.WeightCopies, "of", of):
             rows = [WriteRow((7,) * 5, row, 4) for row in range(4)]
             model.write(rows, sampling=Sampling(), stops=Stops())
         return sum(sizes), any(one() is not None for one in copied)

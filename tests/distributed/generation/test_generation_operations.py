@@ -67,9 +67,9 @@ def _per_step(
         return found
 
 
-# Two norms, four products of which two add to the hidden state, a rotation of three, keys with
-# values into the cache, attention, and a gate of two.
-DENSE = 2 + 4 + 3 + 1 + 1 + 2
+# Two norms, four products of which two add to the hidden state, a rotation, keys with values into
+# the cache, attention, and a gate of two. A rotation of CUDA takes three.
+DENSE = 2 + 4 + 1 + 1 + 1 + 2
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({}, DENSE),
     "biases": ({"qkv_bias": True, "linear_bias": True}, DENSE + 2),
@@ -87,8 +87,8 @@ def test_a_layer_has_few_operations_in_each_step(pool: Pool, kind: str) -> None:
     assert (many - few) / 2 == most
     assert (many_views - few_views) / 2 <= 16
     # Embedding, positions, rotation, norm, head, and five for the likeliest ids: CUDA finds their
-    # places with one operation, a CPU with five.
-    assert few - (many - few) <= 10 + 4
+    # places with one operation, a CPU with five. Log-probabilities take three, and seven.
+    assert few - (many - few) <= 10 + 4 + 4
 
 
 class Sizes(Watch):

@@ -9,11 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from megatron_distill.models.attention_kernels.rule import AttentionRule
-from megatron_distill.models.generation import attend
+from megatron_distill.models.generation import attend, linear
 from megatron_distill.models.generation.attend import Core, FirstRows, attend_once
 from megatron_distill.models.generation.cache import Cache, KeyShape
 from megatron_distill.models.generation.layer import RootMeanSquare
-from megatron_distill.models.generation.linear import COPIED_BYTES, Linear, WeightCopies
+from megatron_distill.models.generation.linear import COPIED_BYTES, Limits, Linear, WeightCopies
+from megatron_distill.models.generation.rotation import (
+    paired_order,
+    paired_rows,
+    rotary_table,
+    rotate_,
+)
 
 
 @pytest.mark.parametrize("gains", [(6,), (3, 6)], ids=str)
@@ -39,6 +45,7 @@ def test_attention_of_one_position_has_every_key_that_is_its_own(is_masked: bool
             added[head, ..., :head] = -torch.inf
     wide = [one.double() for one in (query.view(6, 1, 2, 8), keys[:, None], values[:, None])]
     mask = None if added is None else added.double()
+    added = None if added is None else added.squeeze(1)
     expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.7).view_as(query)
     for stored in (keys, keys.mT.contiguous().mT):  # in both orders in memory
         found = attend_once(query, stored, values, added=added, scale=0.7)
@@ -79,6 +86,47 @@ def test_short_first_rows_attend_to_their_own_earlier_positions(
     assert not found[start:].any()
 
 
+@pytest.mark.parametrize("width", [8, 4])
+def test_a_rotation_of_pairs_is_that_of_halves(width: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    groups, repeats, size, hidden = 3, 2, 8, 10
+    rows = groups * (repeats + 2) * size
+    weight = torch.randn(rows, hidden, generator=generator, dtype=torch.float64)
+    x = torch.randn(5, hidden, generator=generator, dtype=torch.float64)
+    angles = torch.randn(5, width // 2, generator=generator, dtype=torch.float64).repeat(1, 2)
+    halves = (x @ weight.t()).view(5, groups, -1, size)
+    order = paired_order(size, width)
+    both = halves[:, :, :-1]
+    table = rotary_table(angles, head_size=size, dtype=torch.float64, paired=False)
+    rotate_(both, table.unbind(1), width, out=both)
+
+    copied = paired_rows(weight, order, groups=groups)
+    pairs = (x @ copied.t()).view(5, groups, -1, size).float()
+    found = pairs[:, :, :-1]
+    table = rotary_table(angles.float(), head_size=size, dtype=torch.float32, paired=True)
+    rotate_(found, table.unbind(1), width, out=found)
+    torch.testing.assert_close(found.double(), both[..., order], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pairs[:, :, -1].double(), halves[:, :, -1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_products_are_those_of_weights_in_the_order_of_any_processor(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, x = torch.randn(700, 96, generator=generator), torch.randn(rows, 96)
+    product = x.double() @ weight.double().t()
+    for orders_columns in (False, True):
+        monkeypatch.setattr(linear, "limits", lambda: Limits(2**62, 2**62, orders_columns))  # noqa: B023
+        copies = WeightCopies()
+        own = Linear(weight.t(), None, copies)
+        with torch.inference_mode():
+            for _ in range(130):
+                torch.testing.assert_close(own(x).double(), product, rtol=1e-5, atol=1e-5)
+        assert own.matrix.is_contiguous() == orders_columns
+        assert copies.left == COPIED_BYTES - orders_columns * weight.nbytes
+
+
 # Rows of a call: MKL's product, oneDNN's from the weight and from its copy, and of many rows.
 @pytest.mark.parametrize("rows", [1, 4, 16, 160])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -91,15 +139,15 @@ def test_a_large_product_is_that_of_its_weight(rows: int, has_bias: bool) -> Non
     )
     bias = torch.randn(700, generator=generator) if has_bias else None
     copies = WeightCopies()
-    linear = Linear(weight.t(), bias, copies)
+    own = Linear(weight.t(), bias, copies)
     product = x.double() @ weight.double().t()
     whole = product if bias is None else product + bias.double()
     with torch.inference_mode():
         for _ in range(3):
-            torch.testing.assert_close(linear.product(x).double(), product, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(linear(x).double(), whole, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(own.product(x).double(), product, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(own(x).double(), whole, rtol=1e-5, atol=1e-5)
             total = sums.clone()
-            linear.add_(total, x)
+            own.add_(total, x)
             torch.testing.assert_close(total.double(), sums.double() + whole, rtol=1e-5, atol=1e-5)
     # One copy, where calls of few rows were many.
     assert copies.left == COPIED_BYTES - (weight.nbytes if rows == 16 else 0)
@@ -107,11 +155,11 @@ def test_a_large_product_is_that_of_its_weight(rows: int, has_bias: bool) -> Non
 
 def test_a_copy_is_made_once_it_pays() -> None:
     copies, weight = WeightCopies(), torch.randn(700, 96)
-    linear = Linear(weight.t(), None, copies)
+    own = Linear(weight.t(), None, copies)
     calls = 0
     with torch.inference_mode():
         while copies.left == COPIED_BYTES:
-            linear(torch.randn(16, 96))
+            own(torch.randn(16, 96))
             calls += 1
     assert calls * 16 == 128
 
