@@ -1,7 +1,9 @@
-"""The settings of a command and its layout, before any rank: megatron_distill.commands.preflight.
+"""Settings, layout and memory of a command, before any rank: megatron_distill.commands.preflight.
 
-It runs on the first node of a job, without torch and Megatron-Core. For `train` and `capture`
-it writes the same as their --print-config; commands that read a model show nothing.
+It runs on the first node of a job. For `train` and `capture` it writes the same as their
+--print-config, and compares the memory that they need with that of the node; this imports torch and
+Megatron-Core, and without GPUs and limits of memory they are not needed. Commands that read a model
+show nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from megatron_distill.commands import capture, evaluate, generate, rollout, trai
 from megatron_distill.commands.command import PROGRAM, Command
 from megatron_distill.commands.job import file_and_overrides
 from megatron_distill.errors import MegatronDistillError, TrainingError
-from megatron_distill.launching.node import ranks_here
+from megatron_distill.launching.node import gpus_listed, ranks_here
+from megatron_distill.launching.node_memory import host_memory
 
 if TYPE_CHECKING:
     from megatron_distill.config.schema import JobConfig
@@ -32,7 +35,7 @@ _READERS: Final[dict[str, tuple[Command, Callable[[argparse.Namespace, int], obj
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare settings and layout with the ranks; return 0, or 1 after an error of one message."""
+    """Compare settings with ranks and memory; return 0, or 1 after an error of one message."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, help="default: one per GPU, else 1")
@@ -61,7 +64,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 def _show_job(name: str, words: Sequence[str], *, nodes: int, ranks: int | None) -> None:
-    """Write the settings of a job whose layout fits; raises ConfigError."""
+    """Write the settings of a job whose layout and memory fit; raises ConfigError."""
     from megatron_distill.config import (
         check_layout,
         load_capture_config,
@@ -76,7 +79,18 @@ def _show_job(name: str, words: Sequence[str], *, nodes: int, ranks: int | None)
     if ranks is not None:
         teachers = teacher_ranks(config, ranks_per_node=ranks)
         check_layout(config, nodes * ranks, teachers=teachers)
+        if _limits_memory():
+            from megatron_distill.train.reports.start_memory import refuse_beyond_memory
+
+            refuse_beyond_memory(config, nodes=nodes, local=ranks)
     sys.stdout.write(to_yaml(config))
+
+
+def _limits_memory() -> bool:
+    """Return whether ranks here may end for want of memory: without, nothing is refused."""
+    with suppress(TrainingError):
+        return gpus_listed() > 0 or host_memory().is_limit
+    return False
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ from megatron_distill.train.assemble.shapes import layout_of, read_shape
 
 __all__ = [
     "all_unplanned",
+    "assumed_roles",
     "configured_choice",
     "open_shapes",
     "planned_run",
@@ -70,7 +71,7 @@ _ALIGNING: Final = 2  # processes of a run on a machine of several cores
 
 
 def open_shapes(
-    config: RunConfig, *, rows: Mapping[str, int] | None = None
+    config: JobConfig, *, rows: Mapping[str, int] | None = None
 ) -> dict[str, Architecture]:
     """Return the shapes of all models by role; of a Hugging Face folder only config.json is read.
 
@@ -93,7 +94,7 @@ def open_shapes(
         return found
 
     shapes = {role: shape(role) for role, model in models.items() if model.has_model}
-    assumed = [role for role in _assumed(models, tokenizer) if role not in rows]
+    assumed = [role for role in assumed_roles(models, tokenizer) if role not in rows]
     for role in assumed:
         # A model with the same tokenizer has about as many rows.
         known = [
@@ -172,7 +173,7 @@ def vocabulary_note(
 
     tokenizer: of the data.
     """
-    assumed = _assumed(models, tokenizer)
+    assumed = assumed_roles(models, tokenizer)
     if not assumed:
         return None
     (size,) = {shapes[role].vocab_size for role in assumed}
@@ -180,7 +181,7 @@ def vocabulary_note(
     return f"Assumed: a vocabulary of {size:,} rows, since no tokenizer is read here; set {keys}"
 
 
-def _assumed(models: Mapping[str, ModelConfig], tokenizer: TokenizerConfig) -> list[str]:
+def assumed_roles(models: Mapping[str, ModelConfig], tokenizer: TokenizerConfig) -> list[str]:
     """Return the roles whose vocabulary has the size of a tokenizer that is not known yet."""
     return [
         role

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-import psutil
 import torch
 
-from megatron_distill.config import CaptureConfig, RunConfig, teacher_ranks
-from megatron_distill.errors import ConfigError
+from megatron_distill.config import CaptureConfig, JobConfig, RunConfig, teacher_ranks
+from megatron_distill.errors import ConfigError, TrainingError
+from megatron_distill.launching.node_memory import NodeMemory, gpu_memory, host_memory
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.pipeline_stages import even_layers
@@ -29,8 +31,10 @@ from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.layout import Layout
+from megatron_distill.train.assemble.shapes import layout_of
 from megatron_distill.train.reports.planned_run import (
     all_unplanned,
+    assumed_roles,
     configured_choice,
     open_shapes,
     planned_run,
@@ -38,8 +42,10 @@ from megatron_distill.train.reports.planned_run import (
 )
 
 __all__ = [
+    "RankMemory",
     "capture_memory_warning",
     "memory_warning",
+    "refuse_beyond_memory",
     "warn_of_capture_memory",
     "warn_of_memory",
 ]
@@ -51,23 +57,60 @@ _RATES = "h100-80gb"
 _WAYS = 3
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of a rank's device, in a profile of `planning.device`.
+
+    is_limit: a rank beyond it ends, as on a GPU or under a limit of the job. local: ranks of its
+    node.
+    """
+
+    device: DeviceProfile
+    is_limit: bool
+    local: int = 1
+
+
+def refuse_beyond_memory(config: JobConfig, *, nodes: int, local: int) -> None:
+    """Raise ConfigError where the ranks of a job would, asked before they start.
+
+    local: ranks of each node. Reads descriptions of the models and the memory of this node, without
+    a GPU context. Where ranks would only log a warning, or nothing is known here, that is left to
+    them.
+    """
+    memory = _node_memory(config.runtime.device, local)
+    if memory is None or not memory.is_limit:
+        return
+    ranks = nodes * local
+    if isinstance(config, RunConfig):
+        teachers = sum(count for _, count in teacher_ranks(config, ranks_per_node=local))
+        memory_warning(config, memory, ranks=ranks - teachers)
+        return
+    # The ranks of a capture read the size of a vocabulary that is only assumed here.
+    assumed = assumed_roles(config.models, config.data.tokenizer)
+    if isinstance(config, CaptureConfig) and not assumed:
+        shape, layout = open_shapes(config)["teacher"], layout_of(config.parallel)
+        capture_memory_warning(config, shape, memory, layout=layout, ranks=ranks)
+
+
 def warn_of_memory(config: RunConfig, device: Device, *, ranks: int) -> None:
     """Log `memory_warning` on the first rank; raises as it does, on all ranks.
 
     Collective: world, one broadcast of a short object.
     """
-    warning = from_first_rank(lambda: memory_warning(config, device, ranks=ranks))
+    warning = from_first_rank(
+        lambda: memory_warning(config, _own_memory(device.torch_device), ranks=ranks)
+    )
     if warning is not None:
         _LOGGER.warning("%s", warning)
 
 
-def memory_warning(config: RunConfig, rank_device: Device, *, ranks: int) -> str | None:
+def memory_warning(config: RunConfig, memory: RankMemory, *, ranks: int) -> str | None:
     """Return a warning where the fullest rank needs more memory than there is, with ways out.
 
     ranks: of the student. Reads descriptions of the models only. Where one of several teachers has
     ranks, a layout or a tokenizer of its own, it says that nothing is predicted. Raises ConfigError
-    where the persistent states alone exceed a GPU's memory: these are exact, and nothing frees
-    them.
+    where what lives from step to step, both models' weights, the gradients and the optimizer state,
+    alone exceeds a GPU's memory or a limit: these are exact, and nothing frees them.
     """
     unknown = list(dict.fromkeys(one.key for one in all_unplanned(config, only_memory=True)))
     if unknown:
@@ -75,8 +118,7 @@ def memory_warning(config: RunConfig, rank_device: Device, *, ranks: int) -> str
             "memory: not predicted for several teachers in places of their own, "
             f"{', '.join(unknown)}; watch the memory of the first steps"
         )
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device = _machine(rank_device.torch_device, local)
+    device, local = memory.device, memory.local
     shapes = open_shapes(config)
     run = planned_run(config, shapes)
     teachers = sum(count for _, count in teacher_ranks(config, ranks_per_node=local))
@@ -88,10 +130,23 @@ def memory_warning(config: RunConfig, rank_device: Device, *, ranks: int) -> str
     search = Search(run, device, choice.devices, rule, (choice.place,))
     found = search.ranking(shown=_WAYS).fitting
     text = _in_words(wanted, nearest(found, choice, count=_WAYS), device)
-    certain = wanted.memory.weights + wanted.memory.gradients + wanted.memory.optimizer
-    if device.kind == "gpu" and certain > device.memory_bytes:
+    least = _least_lasting(config, wanted, memory, teachers)
+    if memory.is_limit and least > device.memory_bytes:
         raise ConfigError(text)
     return text
+
+
+def _least_lasting(config: RunConfig, wanted: Planned, memory: RankMemory, teachers: int) -> float:
+    """Return the bytes that live from step to step in any case.
+
+    A vocabulary whose size is assumed may be smaller: then without its rows but one.
+    """
+    assumed = assumed_roles(config.models, config.data.tokenizer)
+    if not assumed:
+        return wanted.memory.lasting
+    run = planned_run(config, open_shapes(config, rows=dict.fromkeys(assumed, 1)))
+    choice = configured_choice(config, run, ranks=wanted.choice.devices, teachers=teachers)
+    return planned(run, choice, memory.device).memory.lasting
 
 
 def warn_of_capture_memory(
@@ -102,22 +157,24 @@ def warn_of_capture_memory(
     Collective: world, one broadcast of a short object.
     """
     layout, ranks = groups.layout, groups.world.size()
-    warning = from_first_rank(
-        lambda: capture_memory_warning(config, shape, device, layout=layout, ranks=ranks)
-    )
+
+    def compared() -> str | None:
+        memory = _own_memory(device.torch_device)
+        return capture_memory_warning(config, shape, memory, layout=layout, ranks=ranks)
+
+    warning = from_first_rank(compared)
     if warning is not None:
         _LOGGER.warning("%s", warning)
 
 
 def capture_memory_warning(
-    config: CaptureConfig, shape: Architecture, rank_device: Device, *, layout: Layout, ranks: int
+    config: CaptureConfig, shape: Architecture, memory: RankMemory, *, layout: Layout, ranks: int
 ) -> str | None:
     """Return a warning where a rank of a capture needs more memory than there is, with ways out.
 
-    Raises ConfigError where the teacher's weights alone exceed a GPU's memory.
+    Raises ConfigError where the teacher's weights alone exceed a GPU's memory or a limit.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device, size = _machine(rank_device.torch_device, local), config.capture.micro_batch_size
+    device, size = memory.device, config.capture.micro_batch_size
     teacher = config.models["teacher"]
     run = PlannedRun(
         student=shape,
@@ -151,7 +208,7 @@ def capture_memory_warning(
             f"parallel.pipeline={one.pipeline} parallel.expert={one.expert}"
         )
     text = "\n".join(lines)
-    if device.kind == "gpu" and wanted.teacher > device.memory_bytes:
+    if memory.is_limit and wanted.teacher > device.memory_bytes:
         raise ConfigError(text)
     return text
 
@@ -169,17 +226,41 @@ def _capture_choice(layout: Layout, layers: tuple[int, ...], ranks: int, size: i
     )
 
 
-def _machine(device: torch.device, local: int) -> DeviceProfile:
-    """Return the device of this rank with its own memory."""
-    rates = load_device(_RATES)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        update = {"title": properties.name, "memory_gib": properties.total_memory / 2**30}
-        return rates.model_copy(update=update)
-    memory = psutil.virtual_memory().total / local / 2**30
-    title = f"the share of each of {local} ranks" if local > 1 else "this machine"
-    update = {"title": title, "memory_gib": memory, "kind": "cpu", "reserved_gib": 0.0}
-    return rates.model_copy(update=update)
+def _own_memory(device: torch.device) -> RankMemory:
+    """Return the memory of this rank's device, or its share of the host's."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda":
+        return _share_of_host(local)
+    properties = torch.cuda.get_device_properties(device)
+    found = NodeMemory(properties.name, properties.total_memory, is_limit=True)
+    return _rank_memory(found, local)
+
+
+def _node_memory(wanted: str, local: int) -> RankMemory | None:
+    """Return the memory of a rank on this node; None: its GPUs do not tell.
+
+    wanted: `runtime.device`. nvidia-smi counts what the driver keeps for itself as well, which is
+    less than a percent: a rank may refuse what fits here, but not the other way round.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return _share_of_host(local)
+    with suppress(TrainingError):  # the checks of the nodes find an nvidia-smi that hangs
+        if (found := gpu_memory()) is not None:
+            return _rank_memory(found, local)
+    return None
+
+
+def _share_of_host(local: int) -> RankMemory:
+    host = host_memory()
+    title = f"each of {local} ranks of {host.title}" if local > 1 else host.title
+    return _rank_memory(NodeMemory(title, host.count // local, host.is_limit), local, kind="cpu")
+
+
+def _rank_memory(found: NodeMemory, local: int, *, kind: str = "gpu") -> RankMemory:
+    update: dict[str, object] = {"title": found.title, "memory_gib": found.count / 2**30}
+    if kind == "cpu":
+        update |= {"kind": "cpu", "reserved_gib": 0.0}
+    return RankMemory(load_device(_RATES).model_copy(update=update), found.is_limit, local)
 
 
 def _in_words(wanted: Planned, ways: Sequence[Planned], device: DeviceProfile) -> str:

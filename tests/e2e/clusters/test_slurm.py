@@ -1,7 +1,8 @@
 """Jobs of a real Slurm that the tests start: two of four nodes, one rank on each.
 
 Regimes: to the end without a node that fails its check, near the time limit, a rank killed, a node
-lost, cancelled, an error in the configuration, two jobs side by side, a killed batch script.
+lost, cancelled, an error in the configuration, too little memory, two jobs side by side, a killed
+batch script.
 """
 
 from __future__ import annotations
@@ -156,6 +157,24 @@ def test_an_error_in_the_configuration_is_not_tried_again(
     assert "parallel.tensor" in layout.log
     assert "Traceback" not in before.log + layout.log
     assert not output.exists()
+
+
+def test_a_run_that_does_not_fit_the_memory_of_its_job_ends_before_its_ranks(
+    cluster: Cluster, dense: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    sizes = {"num_layers": 64, "hidden_size": 64, "ffn_hidden_size": 1024, "tied_embeddings": True}
+    large = [f"student.architecture.{key}={value}" for key, value in sizes.items()]
+    words = (str(dense), f"output={output}", *large, "train.steps=1", "--sbatch=--mem=110M")
+    (job,) = cluster.submit_by_command(words, logs=output / "launches", nodes=4)
+    assert job.wait_for_end() == "FAILED 78:0", job.log
+    assert job.fields["Restarts"] == "0", job.log
+    assert job.log.count("memory: the fullest rank of this run needs ") == 1, job.log
+    assert "this job (SLURM_MEM_PER_NODE=110) has 0.1 GiB" in job.log
+    assert job.log.count("; set ") == 3
+    # No check of a node and no rank has begun.
+    assert launches_of(output).all() == []
+    assert "checked in" not in job.log
 
 
 def test_jobs_share_nodes_but_not_a_folder_until_the_batch_script_of_its_job_is_killed(

@@ -41,12 +41,13 @@ def started(
         return build(*given, **named)
 
     update = {"memory_gib": gib, "kind": kind, "reserved_gib": 0.0, "title": "a small machine"}
-    machine = load_device("h100-80gb").model_copy(update=update)
+    small = load_device("h100-80gb").model_copy(update=update)
+    machine = start_memory.RankMemory(small, is_limit=kind == "gpu")
     logger, handler = logging.getLogger(start_memory.__name__), _Noted(happened)
     logger.addHandler(handler)
     try:
         with (
-            patch.object(start_memory, "_machine", lambda *_: machine),
+            patch.object(start_memory, "_own_memory", lambda *_: machine),
             patch.object(assembly, "open_run", noted),
         ):
             if kind == "gpu":

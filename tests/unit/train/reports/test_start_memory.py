@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import prod
 from pathlib import Path
 
@@ -14,20 +15,22 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import parameters, places
 from megatron_distill.planning.device import load_device
-from megatron_distill.runtime.launch import Device
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.reports import start_memory
 from megatron_distill.train.reports.planned_run import open_shapes
+from megatron_distill.train.reports.start_memory import (
+    RankMemory,
+    memory_warning,
+    refuse_beyond_memory,
+)
 from tests.unit.commands.test_plan import RUN, SEVERAL
-from tests.unit.train.reports.test_planned_run import run_config
-
-CPU = Device("cpu", "gloo", torch.device("cpu"))
+from tests.unit.train.reports.test_planned_run import UNREAD, run_config
 
 
-def use_machine(monkeypatch: pytest.MonkeyPatch, gib: float, kind: str = "gpu") -> None:
+def machine(gib: float, kind: str = "gpu", *, is_limit: bool | None = None) -> RankMemory:
     update = {"memory_gib": gib, "kind": kind, "reserved_gib": 0.0, "title": "a small machine"}
     found = load_device("h100-80gb").model_copy(update=update)
-    monkeypatch.setattr(start_memory, "_machine", lambda *_: found)
+    return RankMemory(found, kind == "gpu" if is_limit is None else is_limit)
 
 
 def test_a_vocabulary_of_unknown_size_is_that_of_the_tokenizer_to_be_trained(
@@ -39,15 +42,15 @@ def test_a_vocabulary_of_unknown_size_is_that_of_the_tokenizer_to_be_trained(
 
 def test_a_run_that_fits_this_machine_starts_without_a_word(tmp_path: Path) -> None:
     small = run_config(tmp_path, ["train.micro_batch_size=1"])
-    assert start_memory.memory_warning(small, CPU, ranks=1) is None
+    own = start_memory._own_memory(torch.device("cpu"))
+    assert memory_warning(small, own, ranks=1) is None
 
 
 def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    use_machine(monkeypatch, 3.0)
     wide = run_config(tmp_path, ["train.micro_batch_size=8"])
-    text = start_memory.memory_warning(wide, CPU, ranks=8)
+    text = memory_warning(wide, machine(3.0), ranks=8)
     first, *ways = text.splitlines()
     assert "the fullest rank of this run needs" in first
     assert "a small machine has 3.0 GiB" in first
@@ -55,15 +58,61 @@ def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(
     assert all("; set " in way and "GiB" in way for way in ways)
 
 
-def test_states_above_the_memory_of_a_gpu_are_an_error_and_on_a_cpu_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_states_above_the_memory_of_a_gpu_or_a_limit_are_an_error_and_on_a_cpu_a_warning(
+    tmp_path: Path,
 ) -> None:
     large = run_config(tmp_path)
-    use_machine(monkeypatch, 0.2)
-    with pytest.raises(ConfigError, match="use more devices"):
-        start_memory.memory_warning(large, CPU, ranks=1)
-    use_machine(monkeypatch, 0.2, "cpu")
-    assert start_memory.memory_warning(large, CPU, ranks=1) is not None
+    for limited in (machine(0.2), machine(0.2, "cpu", is_limit=True)):
+        with pytest.raises(ConfigError, match="use more devices"):
+            memory_warning(large, limited, ranks=1)
+    assert memory_warning(large, machine(0.2, "cpu"), ranks=1) is not None
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_is_refused_on_its_first_node_by_what_its_ranks_would_write(
+    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = run_config(tmp_path)
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "300")
+    with pytest.raises(ConfigError) as refused:
+        refuse_beyond_memory(large, nodes=nodes, local=2)
+    text = str(refused.value)
+    assert "each of 2 ranks of this job (SLURM_MEM_PER_NODE=300) has 0.1 GiB, of which" in text
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError) as in_ranks:
+        memory_warning(large, start_memory._own_memory(torch.device("cpu")), ranks=2 * nodes)
+    assert text == str(in_ranks.value)
+    # Above the usable share alone, and without a limit, ranks log a warning.
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1800")
+    refuse_beyond_memory(large, nodes=nodes, local=1)
+    assert memory_warning(large, start_memory._node_memory("cpu", 1), ranks=nodes) is not None
+
+
+def test_the_first_node_compares_a_gpu_that_nvidia_smi_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    large = run_config(tmp_path)
+    give_gpus(tmp_path, monkeypatch, "200, Small One", "300, Large One", "[N/A], Shared")
+    with pytest.raises(ConfigError, match=r"and Large One has 0\.3 GiB"):
+        refuse_beyond_memory(large, nodes=1, local=1)
+    give_gpus(tmp_path, monkeypatch, "81559, Large One")
+    refuse_beyond_memory(large, nodes=1, local=1)
+    give_gpus(tmp_path, monkeypatch, "[N/A], Shared")
+    refuse_beyond_memory(large, nodes=1, local=1)
+
+
+def give_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Let `nvidia-smi` list GPUs of these sizes in MiB and names."""
+    program = folder / "nvidia-smi"
+    listed = "\n".join(f"GPU {place}: {line}" for place, line in enumerate(lines))
+    table = "\n".join(lines)
+    program.write_text(
+        f"#!/bin/sh\ncase $1 in\n--list-gpus) printf '{listed}\\n' ;;\n"
+        f"*) printf '{table}\\n' ;;\nesac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
 def several(tmp_path: Path, *changes: str) -> RunConfig:
@@ -79,12 +128,36 @@ def size_of(shapes: dict[str, Architecture], *roles: str) -> int:
     )
 
 
-def test_several_teachers_need_the_memory_of_all_of_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_machine(monkeypatch, 0.8)
+STATES = 2 + 4 + 12  # bytes of a student's parameter in bf16: weight, gradient, fp32 state
+
+
+def least_bytes(shapes: dict[str, Architecture]) -> int:
+    """What lives from step to step on one rank, without gaps between tensors."""
+    return STATES * size_of(shapes, "student") + 2 * size_of(shapes, "teacher")
+
+
+def test_weights_of_a_teacher_beside_the_states_count_as_well(tmp_path: Path) -> None:
+    run = run_config(tmp_path)
+    least = least_bytes(open_shapes(run)) / 2**30
+    with pytest.raises(ConfigError, match="memory: the fullest rank of this run needs"):
+        memory_warning(run, machine(0.98 * least), ranks=1)
+    assert memory_warning(run, machine(1.02 * least), ranks=1) is not None
+
+
+def test_a_vocabulary_of_assumed_size_refuses_no_run(tmp_path: Path) -> None:
+    none = [f"{role}.architecture.vocab_size=null" for role in ("student", "teacher")]
+    assumed = run_config(tmp_path, [*none, *UNREAD])
+    least = least_bytes(open_shapes(assumed, rows={"student": 1, "teacher": 1})) / 2**30
+    assert least_bytes(open_shapes(assumed)) / 2**30 > 1.1 * least
+    assert memory_warning(assumed, machine(1.1 * least), ranks=1) is not None
+    with pytest.raises(ConfigError, match="memory: the fullest rank of this run needs"):
+        memory_warning(assumed, machine(0.98 * least), ranks=1)
+
+
+def test_several_teachers_need_the_memory_of_all_of_their_weights(tmp_path: Path) -> None:
+    small = machine(0.8)
     routed = several(tmp_path)
-    text = start_memory.memory_warning(routed, CPU, ranks=4)
+    text = memory_warning(routed, small, ranks=4)
     numbers = size_of(open_shapes(routed), "teachers.math", "teachers.code")
     assert f", teacher {numbers * 2 / 2**30:.2f}, " in text.splitlines()[0]
     assert "teacher." not in text
@@ -93,33 +166,33 @@ def test_several_teachers_need_the_memory_of_all_of_their_weights(
         tmp_path,
         "data.sources=[{format: jsonl, paths: a.jsonl, teacher_field: domain}]",
     )
-    assert start_memory.memory_warning(rows, CPU, ranks=4) == text
+    assert memory_warning(rows, small, ranks=4) == text
 
 
 def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    use_machine(monkeypatch, 1.0)
+    small = machine(1.0)
     stored = several(
         tmp_path, "teachers.math={store: [{path: stores/math}]}", "objective.terms.0.top_k=8"
     )
-    text = start_memory.memory_warning(stored, CPU, ranks=4)
+    text = memory_warning(stored, small, ranks=4)
     numbers = size_of(open_shapes(stored), "teachers.code")
     assert f", teacher {numbers * 2 / 2**30:.2f}, " in text
     apart = several(tmp_path, "teachers.math.parallel={tensor: 2}", "teachers.code.ranks=2")
-    assert start_memory.memory_warning(apart, CPU, ranks=4) == (
+    assert memory_warning(apart, small, ranks=4) == (
         "memory: not predicted for several teachers in places of their own, "
         "teachers.math.parallel, teachers.code.ranks; watch the memory of the first steps"
     )
 
 
 def test_a_teacher_that_rests_in_host_memory_is_not_counted_beside_the_student(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    use_machine(monkeypatch, 0.8)
+    small = machine(0.8)
     changes = "teachers.math.offload=true", "teachers.code.offload=true"
-    assert start_memory.memory_warning(several(tmp_path), CPU, ranks=4) is not None
-    assert start_memory.memory_warning(several(tmp_path, *changes), CPU, ranks=4) is None
+    assert memory_warning(several(tmp_path), small, ranks=4) is not None
+    assert memory_warning(several(tmp_path, *changes), small, ranks=4) is None
 
 
 def test_a_capture_that_does_not_fit_gets_layouts_that_do(
@@ -133,10 +206,11 @@ def test_a_capture_that_does_not_fit_gets_layouts_that_do(
     store = f"store={{path: {tmp_path / 'store'}, samples: 4}}"
     capture = load_capture_config(tmp_path / "capture.yaml", [store])
 
+    layout = Layout(1, 1, None, 1, 1, False)
+
     def warning(gib: float, kind: str = "gpu") -> str | None:
-        use_machine(monkeypatch, gib, kind)
-        layout = Layout(1, 1, None, 1, 1, False)
-        return start_memory.capture_memory_warning(capture, shape, CPU, layout=layout, ranks=4)
+        small = machine(gib, kind)
+        return start_memory.capture_memory_warning(capture, shape, small, layout=layout, ranks=4)
 
     assert warning(20 * weights) is None
     text = warning(1.5 * weights)
@@ -149,3 +223,6 @@ def test_a_capture_that_does_not_fit_gets_layouts_that_do(
     with pytest.raises(ConfigError, match="of this capture needs"):
         warning(0.5 * weights)
     assert warning(0.5 * weights, "cpu") is not None
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", str(int(512 * weights)))
+    with pytest.raises(ConfigError, match=r"of this capture needs .* \(SLURM_MEM_PER_NODE="):
+        refuse_beyond_memory(capture, nodes=4, local=1)
