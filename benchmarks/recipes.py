@@ -2,7 +2,7 @@
 
 python benchmarks/recipes.py                  # three seeds, some twenty minutes on two cores
 python benchmarks/recipes.py --seeds 1 --recipes logits "logits and features"
-python benchmarks/recipes.py --speed          # steps beside their plans: seven minutes
+python benchmarks/recipes.py --speed          # steps beside their plans: twelve minutes
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rich.console import Console
 
 from benchmarks.harness.calibrated import calibrated, dumped, loaded, plan_cells, planned_seconds
 from benchmarks.harness.environment import ROOT, describe
-from benchmarks.harness.launched import launched_steps
+from benchmarks.harness.launched import launched, launched_steps
+from megatron_distill.commands.quickstart.losses_compared import LOSSES
 from megatron_distill.config import RunConfig, load_config, to_yaml
 from megatron_distill.evaluation.child_runs import ChildRun, check_equal_start, make
 from megatron_distill.evaluation.runs import RunSummary, summarize
@@ -47,13 +48,20 @@ brackets. No recipe was tuned.
 _SPEED_NOTE = """\
 Steps of the quickstart's runs beside their plans: its teacher, and its student with each recipe, on
 as many ranks as there. `labels` is the student alone and `logits` the distilled one. Teachers have
-random weights. Each run takes {steps} steps, of which the first {warmup} are not counted; runs take
-turns, round by round. `step` is the median over all rounds, with the extremes of their medians in
-parentheses. `planned` is the planner's time of it on this machine, which was calibrated before each
-round and at the end: the median of these plans, with the extremes.
+random weights. `from a store` is the student of `logits` with a top-64 of that teacher, which was
+captured before. `two tokenizers` are students of configs/quickstart_tokenizers_student.yaml, each
+with one loss between its tokens and its teacher's. Each run takes {steps} steps, of which the first
+{warmup} are not counted; runs take turns, round by round. `step` is the median over all rounds,
+with the extremes of their medians in parentheses. `planned` is the planner's time of it on this
+machine, which was calibrated before each round and at the end: the median of these plans, with the
+extremes.
 """
 _TEACHER_RUN = "the teacher"
+_STORE_RUN = "from a store"
+# Each loss between two tokenizers, by the name of its run.
+_TOKENIZER_RUNS = {f"two tokenizers, {loss}": terms for loss, terms in LOSSES.items()}
 _ROWS = 2048  # of the quickstart's tokenizer
+_OWN_ROWS = 1200  # of its students' with a tokenizer of their own
 _WARMUP = 5
 
 
@@ -132,21 +140,38 @@ def _of_seed(seed: int, recipes: Sequence[str], place: Path, console: Console) -
     ]
 
 
+def speed_runs(recipes: Sequence[str]) -> list[str]:
+    """Return the names of the runs whose speed is measured, in the order of the first round."""
+    return [_TEACHER_RUN, *recipes, _STORE_RUN, *_TOKENIZER_RUNS]
+
+
 def speed_run(name: str) -> tuple[str, list[str], int]:
     """Return the file of a run whose speed is measured, its overrides, and its ranks.
 
-    name: of a recipe, or `the teacher`. A teacher has random weights.
+    name: one of `speed_runs`. A teacher has random weights.
     """
     if name == _TEACHER_RUN:
         return "quickstart_teacher.yaml", [f"student.architecture.vocab_size={_ROWS}"], 2
+    if name == _STORE_RUN:
+        stored = ["teacher.checkpoint=null", "teacher.store=stores/quickstart"]
+        return "quickstart_student.yaml", [f"student.architecture.vocab_size={_ROWS}", *stored], 4
+    if name in _TOKENIZER_RUNS:
+        given = [f"student.architecture.vocab_size={_OWN_ROWS}", *_random_teacher()]
+        given.append(f"objective.terms={_TOKENIZER_RUNS[name]}")
+        return "quickstart_tokenizers_student.yaml", [*given, "teacher.tokenizer.path=tokenizer"], 2
     given = [f"student.architecture.vocab_size={_ROWS}", *RECIPES[name]]
     if "teacher=null" not in given:
-        trained = load_config(ROOT / "configs" / "quickstart_teacher.yaml", [])
-        assert trained.student.architecture is not None
-        shape = trained.student.architecture.model_dump(mode="json", exclude_none=True)
-        words = json.dumps({**shape, "vocab_size": _ROWS})
-        given += ["teacher.checkpoint=null", f"teacher.architecture={words}"]
+        given += _random_teacher()
     return "quickstart_student.yaml", given, 4
+
+
+def _random_teacher() -> list[str]:
+    """Return the overrides that put the quickstart's teacher with random weights into a run."""
+    trained = load_config(ROOT / "configs" / "quickstart_teacher.yaml", [])
+    assert trained.student.architecture is not None
+    shape = trained.student.architecture.model_dump(mode="json", exclude_none=True)
+    words = json.dumps({**shape, "vocab_size": _ROWS})
+    return ["teacher.checkpoint=null", f"teacher.architecture={words}"]
 
 
 def speed_config(name: str) -> RunConfig:
@@ -158,14 +183,14 @@ def speed_config(name: str) -> RunConfig:
 def _measure_speed(arguments: argparse.Namespace, console: Console) -> int:
     """Measure steps between calibrations, and write them beside their plans."""
     environment = describe("benchmarks/recipes.py", sys.argv[1:])
-    names = [_TEACHER_RUN, *arguments.recipes]
+    names = speed_runs(arguments.recipes)
     seconds: dict[str, list[list[float]]] = {name: [] for name in names}
     devices = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for number in range(arguments.rounds):
             devices.append(calibrated())
-            # The first run trains the tokenizer of all others.
+            # The first runs train the tokenizers of all others.
             for name in names if number % 2 == 0 else names[::-1]:
                 steps = _steps_of(name, place, number, arguments.steps)
                 seconds[name].append(steps)
@@ -187,9 +212,15 @@ def _measure_speed(arguments: argparse.Namespace, console: Console) -> int:
 def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
     """Return the seconds of the steps of one run, without the first ones."""
     file, given, ranks = speed_run(name)
-    tokenizer = place / f"{_TEACHER_RUN} 0" / "tokenizer"
+    teachers = place / f"{_TEACHER_RUN} 0" / "tokenizer"
+    own = place / f"{next(iter(_TOKENIZER_RUNS))} 0" / "tokenizer"
+    if name in _TOKENIZER_RUNS:
+        given.append(f"teacher.tokenizer.path={teachers}")
+    tokenizer = own if name in _TOKENIZER_RUNS else teachers
     if tokenizer.exists():
         given += [f"data.tokenizer.path={tokenizer}", "data.tokenizer.train_vocab_size=null"]
+    if name == _STORE_RUN:
+        given.append(f"teacher.store={_captured(place, tokenizer, count)}")
     given += [
         f"train.steps={count}",
         "validation={interval: 0, samples: 0}",
@@ -198,6 +229,19 @@ def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
     folder = place / f"{name} {number}"
     steps = launched_steps(file, given, folder=folder, processes=ranks, name=name)
     return [step["step_seconds"] for step in steps[_WARMUP:]]
+
+
+def _captured(place: Path, tokenizer: Path, count: int) -> Path:
+    """Return the store of the first `count` steps of a student, captured unless it is there."""
+    store = place / "store"
+    if store.exists():
+        return store
+    student = load_config(ROOT / "configs" / "quickstart_student.yaml", [])
+    words = ["--config", str(ROOT / "configs" / "cache.yaml"), *_random_teacher()]
+    words += [f"store.path={store}", f"data.tokenizer.path={tokenizer}"]
+    words.append(f"store.samples={count * student.train.global_batch_size}")
+    launched("cache_teacher.py", words, folder=place, processes=1, name="the store")
+    return store
 
 
 def speed_table(record: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Steps of a run of launch/pretrain_distill.py, as its log has them."""
+"""Scripts of launch/ in processes of their own, and the steps of a run as its log has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from benchmarks.harness.environment import ROOT
 from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
 
-__all__ = ["launched_steps"]
+__all__ = ["launched", "launched_steps"]
 
 _SECONDS: Final = 300
 
@@ -30,13 +30,34 @@ def launched_steps(
 
     threads: of each process; None: its share of the cores. Raises SystemExit: the run failed.
     """
-    script = str(ROOT / "launch" / "pretrain_distill.py")
     words = ["--config", str(ROOT / "configs" / config), f"output={folder}", *overrides]
+    launched(
+        "pretrain_distill.py",
+        words,
+        folder=folder.parent,
+        processes=processes,
+        name=name,
+        threads=threads,
+    )
+    log = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [one for one in map(json.loads, log.splitlines()) if "step_seconds" in one]
+
+
+def launched(
+    script: str,
+    words: Sequence[str],
+    *,
+    folder: Path,
+    processes: int,
+    name: str,
+    threads: int | None = None,
+) -> None:
+    """Run a script of launch/ in a folder; arguments and errors as of `launched_steps`."""
     share = str(threads or threads_per_process(processes))
     child = subprocess.run(
-        torchrun_command(script, words, processes=processes),
+        torchrun_command(str(ROOT / "launch" / script), words, processes=processes),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": share},
-        cwd=folder.parent,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=_SECONDS,
@@ -44,5 +65,3 @@ def launched_steps(
     )
     if child.returncode:
         raise SystemExit(f"{name} failed:\n{child.stdout}\n{child.stderr[-4000:]}")
-    log = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    return [one for one in map(json.loads, log.splitlines()) if "step_seconds" in one]

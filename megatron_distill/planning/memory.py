@@ -12,6 +12,7 @@ from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.losses.aligned import aligned_bytes
 from megatron_distill.planning.losses.gathered_layers import gathered_layers
 from megatron_distill.planning.losses.layer_messages import layer_bytes, projector_numbers
+from megatron_distill.planning.losses.token_losses import RowBlocks, id_bytes
 from megatron_distill.planning.parameters import RankNumbers, fullest_shard, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
@@ -23,10 +24,8 @@ _FP32: Final = 4
 _FP8_COPIES: Final = 2
 # Of the allocator, for pieces between blocks: share of what comes and goes in a step.
 _SLACK: Final = 0.05
-# Row blocks of the losses: elements, and fp32 buffers of one temperature (docs/losses.md).
-_BLOCK: Final = {"cpu": 2**18, "gpu": 2**25}
+# Logits of a chunk (ops/workspace.py).
 _CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
-_BLOCK_BUFFERS: Final = 3
 # A bf16 product that a CPU adds to an fp32 sum.
 _WIDE_PRODUCT: Final = 2**21
 
@@ -214,15 +213,38 @@ def chunk_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float
     chosen = run.chunk_tokens or max(1, _CHUNK[device.kind] // columns)
     rows = ceil(tokens / ceil(tokens / chosen))  # chunks of equal size
     heads = 1 + _heads_of_teachers(run, choice)
-    per_block = max(1, round(_BLOCK[device.kind] / columns)) * device.threads
-    buffers = _BLOCK_BUFFERS + (heads if run.width < _FP32 else 0)
-    block = min(rows, per_block) * columns * _FP32 * buffers
-    if device.kind == "gpu" and not run.row_blocks:
-        block = 0
+    others = _token_loss_bytes(run, choice, device, rows=rows, columns=columns)
     product = 0.0
     if device.kind == "cpu" and run.width < _FP32:
         product = min(_WIDE_PRODUCT, columns * run.student.hidden_size) * run.width
-    return heads * rows * columns * run.width + block + gradient + product
+    return heads * rows * columns * run.width + others + gradient + product
+
+
+def _token_loss_bytes(
+    run: PlannedRun, choice: Choice, device: DeviceProfile, *, rows: int, columns: int
+) -> float:
+    """Return the bytes of the losses of a chunk besides its logits: row blocks, and ids."""
+    terms, models = choice.terms(run), 1 + _heads_of_teachers(run, choice)
+    blocks = RowBlocks(rows, columns, run.width, device)
+    whole = [term.divergence for term in terms if term.top_k is None]
+    found = 0.0
+    if device.kind == "cpu":
+        found = blocks.of(whole, models=models)
+    elif run.row_blocks:
+        # Those of adaptive KL on an H100, as benchmarks/results/gpu.json has them.
+        found = blocks.of((), models=models)
+    on_ids = [
+        id_bytes(
+            blocks,
+            term.top_k,
+            has_tail=term.has_tail,
+            split=choice.layout.tensor,
+            chooses=choice.keeps_head(run),
+        ).peak
+        for term in terms
+        if term.top_k is not None
+    ]
+    return found + max(on_ids, default=0.0)
 
 
 def _hidden_states(run: PlannedRun, choice: Choice, stage: int, *, in_step: bool) -> float:

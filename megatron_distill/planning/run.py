@@ -91,11 +91,12 @@ class LossTerm:
     """A term of the objective within one tokenizer.
 
     top_k: ids of each token that it is on; None: on all. has_tail: whether all further ids count as
-    one more.
+    one more. divergence: its name in the objective.
     """
 
     top_k: int | None = None
     has_tail: bool = True
+    divergence: str = "forward_kl"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         teacher_length=None if section is None else section.sequence_length,
         losses=tuple(sorted(map(_in_words, config.objective.terms))),
         terms=tuple(
-            LossTerm(term.top_k, has_tail=term.support != "renormalized")
+            LossTerm(term.top_k, term.support != "renormalized", term.divergence)
             for term in config.objective.terms
             if term.alignment is None
         ),
@@ -268,9 +268,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         sent_ids=transfer.k if transfer is not None and transfer.what == "top_k" else None,
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
         or _STORE_IDS,
-        # A store's ids are such a top-k, also where a term takes all of them.
-        row_blocks=(section is not None and section.store is not None)
-        or any(map(_takes_row_blocks, config.objective.terms)),
+        row_blocks=any(map(_takes_row_blocks, config.objective.terms)),
         reading_seconds=_reading_seconds(config),
     )
 
@@ -305,8 +303,8 @@ def _in_words(term: TermConfig) -> str:
 
 def _takes_row_blocks(term: TermConfig) -> bool:
     """Return whether no kernel computes all of a term: `PlannedRun.row_blocks`."""
-    parts = term.top_k, term.alignment, term.teachers
-    return term.divergence == "adaptive_kl" or any(part is not None for part in parts)
+    sorts = term.divergence == "adaptive_kl" and term.top_k is None
+    return sorts or term.alignment is not None or term.teachers is not None
 
 
 def _reading_seconds(config: RunConfig) -> float:
