@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -115,6 +116,11 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> StepPeak:
     return StepPeak(peak, torch.cuda.memory_allocated(device) - before, None)
 
 
+def _has_memory(thing: object) -> bool:
+    """Return whether a thing is a tensor with memory: those of shapes alone have none."""
+    return isinstance(thing, Tensor) and not isinstance(thing, FakeTensor)
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of storages that operators use while the mode is on and that are alive.
 
@@ -135,7 +141,7 @@ class LiveStorages(TorchDispatchMode):
         with warnings.catch_warnings():
             # Listing all objects includes deprecated ones of torch, which warn on access.
             warnings.simplefilter("ignore", FutureWarning)
-            tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+            tensors = [thing for thing in gc.get_objects() if _has_memory(thing)]
         self._before = [tensor.untyped_storage() for tensor in tensors]
         self._known = {storage.data_ptr() for storage in self._before}
 

@@ -109,16 +109,21 @@ ROUTES: dict[str, tuple[bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("route", quick_and_slow(ROUTES, ("store of the source",)))
-def test_a_routed_store_is_the_live_teacher_to_the_bit(
+def test_a_routed_store_is_the_live_teacher(
     train: Callable[..., Course], capture: Callable[..., str], route: str
 ) -> None:
     whole, overrides = ROUTES[route]
     live = train(1, *overrides)
     stored = train(1, *overrides, capture(whole=whole))
     for ours, other in zip(stored, live, strict=True):
+        # A store of a source's samples alone was captured in batches of other samples, for which
+        # some processors sum in another order.
+        expected = (lambda one: one) if whole else partial(pytest.approx, rel=1e-6)
         for name in NAMES:
-            assert ours[name] == other[name], (ours["step"], name)
-        assert ours["teachers"] == other["teachers"]
+            assert ours[name] == expected(other[name]), (ours["step"], name)
+        assert ours["teachers"].keys() == other["teachers"].keys()
+        for teacher, figures in other["teachers"].items():
+            assert ours["teachers"][teacher] == expected(figures), (ours["step"], teacher)
         for name in ("teacher_ce_loss", "teacher_entropy", "student_entropy"):
             assert ours[name] == pytest.approx(other[name], rel=1e-6)
 

@@ -124,7 +124,8 @@ def test_losses_measured_in_a_step_keep_the_signals_and_take_a_pass(
         ("[]", False),
         ("[{}, {divergence: js_divergence, temperature: 2}]", False),
         ("[{}, {divergence: adaptive_kl}]", True),
-        ("[{top_k: 8}]", True),
+        ("[{top_k: 8}]", False),  # segments of rows are read by a kernel
+        ("[{top_k: 8}, {divergence: adaptive_kl}]", True),
     ],
 )
 def test_blocks_of_rows_are_for_terms_without_a_kernel(

@@ -172,7 +172,7 @@ def test_several_teachers_need_the_memory_of_all_of_their_weights(tmp_path: Path
 def test_a_teacher_in_a_store_needs_none_and_one_with_a_layout_of_its_own_is_not_predicted(
     tmp_path: Path,
 ) -> None:
-    small = machine(1.0)
+    small = machine(0.7)
     stored = several(
         tmp_path, "teachers.math={store: [{path: stores/math}]}", "objective.terms.0.top_k=8"
     )
