@@ -190,7 +190,13 @@ def test_a_resumed_run_reads_the_records_that_follow(
     for name, before in (("stored", (store,)), ("live", ())):
         run(pool, 1, config, tmp_path / name, SAVE, *before, stop_after=3)
         run(pool, 1, config, tmp_path / name, SAVE, store)
-        assert course(step_records(tmp_path / name)) == expected
+        found = course(step_records(tmp_path / name))
+        if name == "stored":
+            assert found == expected
+        # A live teacher answers batches of other sizes than the store's capture did, whose
+        # products some processors sum in another order.
+        for ours, other in zip(found, expected, strict=True):
+            assert ours == pytest.approx(other, rel=1e-6)
 
 
 SCORED = (
