@@ -49,7 +49,7 @@ def planned_from_store(case: Case, device: DeviceProfile, *, ids: int, threads: 
 def planned_peaks(case: Case, device: DeviceProfile) -> list[tuple[float, float]]:
     """Return the bytes that last and those of a step's peak, for a rank of each stage."""
     run, choice = _run(case), _choice(case)
-    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    numbers = stage_numbers(run.student, choice.layout, choice.layers, width=run.width)
     shared = device.shared_by(case.ranks.processes)
     needs = [
         stage_need(run, choice, shared, numbers[stage], stage)

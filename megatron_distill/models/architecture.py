@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 # Activations with a gate; the rest are GELUs.
+# Rows of a grouped product begin at multiples of this.
+_ROW_BYTES: Final = 16
 _GATED: Final = ("swiglu", "geglu", "geglu_tanh")
 
 
@@ -111,6 +113,16 @@ class Architecture:
         if self.sliding_window is None:
             return 0
         return self.num_layers if self.sliding_layers is None else len(set(self.sliding_layers))
+
+    def groups_experts(self, width: int, *, tensor: int) -> bool:
+        """Return whether a grouped product computes the experts: no biases, aligned rows.
+
+        width: bytes of a weight. tensor: ranks that share one expert.
+        """
+        if self.moe is None or self.linear_bias:
+            return False
+        sizes = (self.hidden_size, self.moe.ffn_hidden_size // tensor)
+        return all(size * width % _ROW_BYTES == 0 for size in sizes)
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks: a multiple of the padding unit."""

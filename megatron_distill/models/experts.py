@@ -37,8 +37,6 @@ from torch import Tensor, nn
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.runtime.segments import copied
 
-# The kernel's rows must start at multiples of this.
-_ALIGNMENT_BYTES = 16
 # Major compute capabilities with a kernel; elsewhere torch multiplies expert by expert, with counts
 # that the host waits for.
 _CUDA_MAJORS = (9, 10)
@@ -51,16 +49,14 @@ def grouped_experts_run(
 
     tensor: ranks that share one expert.
     """
-    moe = architecture.moe
-    if moe is None or architecture.linear_bias or not hasattr(F, "grouped_mm"):
+    if not hasattr(F, "grouped_mm"):
         return False
     if device.type == "cuda":
         has_kernel = dtype is torch.bfloat16
         has_kernel &= torch.cuda.get_device_capability(device)[0] in _CUDA_MAJORS
     else:
         has_kernel = dtype in (torch.bfloat16, torch.float32)
-    widths = (architecture.hidden_size, moe.ffn_hidden_size // tensor)
-    return has_kernel and all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
+    return has_kernel and architecture.groups_experts(dtype.itemsize, tensor=tensor)
 
 
 class GroupedExperts(MegatronModule):

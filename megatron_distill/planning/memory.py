@@ -13,7 +13,7 @@ from megatron_distill.planning.losses.aligned import aligned_bytes
 from megatron_distill.planning.losses.gathered_layers import gathered_layers
 from megatron_distill.planning.losses.layer_messages import layer_bytes, projector_numbers
 from megatron_distill.planning.losses.token_losses import RowBlocks, id_bytes
-from megatron_distill.planning.parameters import RankNumbers, fullest_shard, stage_numbers
+from megatron_distill.planning.parameters import RankNumbers, fullest_state, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
 __all__ = ["MemoryNeed", "chunk_bytes", "memory_need", "student_states", "teacher_rank_need"]
@@ -64,14 +64,21 @@ class MemoryNeed(Parts):
 def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tuple[int, int, int]:
     """Return bytes of weights, fp32 gradients, and the optimizer's state on one rank.
 
-    Adam has two fp32 moments, and with bf16 an fp32 weight. The distributed optimizer shards them.
+    Adam has two fp32 moments, with bf16 an fp32 weight, and a count of each tensor's steps. The
+    distributed optimizer shards them.
     Its buffers have gaps without moments. Not counted are the ends of further buckets, of a chunk
     with more numbers than one bucket.
     """
     layout, width = choice.layout, run.width
-    state = _FP32 * (2 if width == _FP32 else 3)
+    state = fullest_state(
+        numbers,
+        layout,
+        ranks=choice.ranks,
+        state=_FP32 * (2 if width == _FP32 else 3),
+        is_distributed=run.is_distributed,
+    )
     if not run.is_distributed:
-        return numbers.total * width, numbers.total * _FP32, numbers.total * state
+        return numbers.total * width, numbers.total * _FP32, state
     replicas = choice.ranks // (layout.tensor * layout.pipeline)
     experts = choice.ranks // (layout.expert * layout.pipeline)
     held = sum(
@@ -79,8 +86,7 @@ def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tup
         for both in numbers.buckets
         for bucket, count in zip(both, (replicas, experts), strict=True)
     )
-    share = fullest_shard(numbers, layout, ranks=choice.ranks)
-    return held * width, held * _FP32, state * share
+    return held * width, held * _FP32, state
 
 
 def memory_need(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from math import lcm, prod
 from typing import Final
 
@@ -14,12 +15,14 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import EXPERT_BIAS, Parameter, parameters
 from megatron_distill.runtime.layout import Layout
 
-__all__ = ["Bucket", "RankNumbers", "fullest_shard", "stage_numbers"]
+__all__ = ["Bucket", "RankNumbers", "fullest_state", "stage_numbers"]
 
 # Numbers at whose multiples the distributed optimizer begins each tensor in its buffers.
 _TENSOR_START: Final = 64
 # Numbers, and ranks that share them, at whose multiples Megatron's buckets end.
 _BUCKET_END: Final = 128
+# Bytes in which Adam counts the steps of each tensor.
+_COUNTER: Final = 4
 # Tensors that the tensor-parallel ranks share; every other one is whole on each.
 _CUT: Final = (
     "linear_qkv.weight",
@@ -82,11 +85,6 @@ class Bucket:
         end = lcm(ranks, _BUCKET_END)
         return -(-self.spaced // end) * end
 
-    @property
-    def has_gaps(self) -> bool:
-        """Whether there are gaps between the tensors."""
-        return self.spaced != self.total
-
 
 @dataclass(frozen=True)
 class RankNumbers:
@@ -108,14 +106,15 @@ class RankNumbers:
 
 @lru_cache(maxsize=4096)
 def stage_numbers(
-    shape: Architecture, layout: Layout, layers: tuple[int, ...]
+    shape: Architecture, layout: Layout, layers: tuple[int, ...], *, width: int = 2
 ) -> tuple[RankNumbers, ...]:
     """Return the parameters of a rank of each pipeline stage.
 
-    layers: of each stage, virtual ones included, in the order of the forward pass.
+    layers: of each stage, virtual ones included, in the order of the forward pass. width: bytes of
+    a weight, which decide whether the experts of a layer lie in tensors of all.
     """
     everything = parameters(shape)
-    per_layer = _layers(shape, layout, everything)
+    per_layer = _layers(shape, layout, everything, width)
     first = _ends(shape, layout, everything, prefix="embedding.")
     last = _ends(shape, layout, everything, prefix="decoder.final_layernorm.")
     last += _ends(shape, layout, everything, prefix="output_layer.")
@@ -146,40 +145,51 @@ def stage_numbers(
     return tuple(found)
 
 
-def fullest_shard(numbers: RankNumbers, layout: Layout, *, ranks: int) -> int:
-    """Return the most parameters whose state the distributed optimizer keeps on one rank.
+def fullest_state(
+    numbers: RankNumbers, layout: Layout, *, ranks: int, state: int, is_distributed: bool
+) -> int:
+    """Return the most bytes that Adam keeps on one rank.
 
-    Each bucket is cut into equal parts, gaps included, for the ranks with the same weights. ranks:
-    of the student.
+    The distributed optimizer cuts each bucket into equal parts, gaps included, for the ranks with
+    the same weights. ranks: of the student. state: bytes of each parameter.
     """
+    parts = [bucket for both in numbers.buckets for bucket in both]
+    if not is_distributed:
+        return state * numbers.total + _COUNTER * sum(len(bucket.sizes) for bucket in parts)
     stage = ranks // layout.pipeline
     kinds = (stage // layout.tensor, layout.tensor), (stage // layout.expert, layout.expert)
-    parts = [
-        (bucket, count, width)
+    shards = [
+        (_shards(bucket, count, state), width)
         for both in numbers.buckets
         for bucket, (count, width) in zip(both, kinds, strict=True)
         if bucket.sizes
     ]
-    if not any(bucket.has_gaps for bucket, *_ in parts):
-        # The gap at the end is in the last shards.
-        return sum(min(one.total, one.held(count) // count) for one, count, _ in parts)
-    shards = [(_shards(bucket, count), width) for bucket, count, width in parts]
     return max(sum(one[rank // width] for one, width in shards) for rank in range(stage))
 
 
 @lru_cache(maxsize=256)
-def _shards(bucket: Bucket, count: int) -> tuple[int, ...]:
-    """Return the parameters in each of `count` equal parts of a bucket."""
-    size, at = bucket.held(count) // count, 0
-    found = [0] * count
-    for numbers in reversed(bucket.sizes):
-        at, left = _aligned(at), numbers
-        while left:
-            shard = at // size
-            part = min(left, (shard + 1) * size - at)
-            found[shard] += part
-            at, left = at + part, left - part
-    return tuple(found)
+def _shards(bucket: Bucket, count: int, state: int) -> tuple[int, ...]:
+    """Return Adam's bytes of each of `count` equal parts of a bucket."""
+    sizes = bucket.sizes[::-1]  # a buffer begins with the last tensor
+    ends = list(accumulate(map(_aligned, sizes)))
+    starts = [0, *ends[:-1]]
+    before = [0, *accumulate(sizes)]
+    share = bucket.held(count) // count
+
+    def numbers_before(cut: int) -> int:
+        last = bisect_left(starts, cut, lo=1) - 1
+        return before[last] + min(cut - starts[last], sizes[last])
+
+    def tensors(begin: int, end: int) -> int:
+        first = bisect_right(ends, begin)
+        past = first < len(sizes) and starts[first] + sizes[first] <= begin  # a gap's tensor
+        return bisect_left(starts, end) - first - past
+
+    cuts = [share * shard for shard in range(count + 1)]
+    return tuple(
+        state * (numbers_before(end) - numbers_before(begin)) + _COUNTER * tensors(begin, end)
+        for begin, end in pairwise(cuts)
+    )
 
 
 def _aligned(count: int) -> int:
@@ -187,9 +197,10 @@ def _aligned(count: int) -> int:
 
 
 def _layers(
-    shape: Architecture, layout: Layout, everything: Sequence[Parameter]
+    shape: Architecture, layout: Layout, everything: Sequence[Parameter], width: int
 ) -> list[tuple[Bucket, Bucket]]:
     """Return the tensors of every layer, dense ones and those of divided experts."""
+    is_grouped = shape.groups_experts(width, tensor=1 if layout.expert > 1 else layout.tensor)
     sizes: list[tuple[list[int], list[int]]] = [([], []) for _ in range(shape.num_layers)]
     made = [one for one in everything if one.per_layer and not one.key.endswith(EXPERT_BIAS)]
     for parameter in sorted(made, key=_place):
@@ -201,6 +212,8 @@ def _layers(
         if parameter.per_expert:
             assert shape.moe is not None
             tensors = shape.moe.num_experts // layout.expert
+            if is_grouped:
+                count, tensors = count * tensors, 1
         for layer in range(shape.num_layers):
             if parameter.is_in(layer):
                 sizes[layer][divided].extend([count] * tensors)

@@ -144,14 +144,18 @@ class Search:
                 self._note_memory(choice, need)
 
     def _need(self, choice: Choice) -> MemoryNeed:
-        numbers = stage_numbers(self.run.student, choice.layout, choice.layers)
+        numbers = stage_numbers(
+            self.run.student, choice.layout, choice.layers, width=self.run.width
+        )
         return memory_need(self.run, choice, self.device, numbers)
 
     def _fits(self, need: MemoryNeed) -> bool:
         return need.total <= USABLE * self.device.memory_bytes
 
     def _timed(self, choice: Choice, need: MemoryNeed) -> Planned:
-        numbers = stage_numbers(self.run.student, choice.layout, choice.layers)
+        numbers = stage_numbers(
+            self.run.student, choice.layout, choice.layers, width=self.run.width
+        )
         return Planned(choice, step_time(self.run, choice, self.device, numbers), need)
 
     def _note_memory(self, choice: Choice, need: MemoryNeed) -> None:
@@ -441,7 +445,7 @@ def _order(one: Planned) -> tuple[float, float]:
 
 def planned(run: PlannedRun, choice: Choice, device: DeviceProfile) -> Planned:
     """Predict the time and the memory of one choice."""
-    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    numbers = stage_numbers(run.student, choice.layout, choice.layers, width=run.width)
     return Planned(
         choice,
         step_time(run, choice, device, numbers),

@@ -43,7 +43,7 @@ def counted(
             shape = small_architecture(**fields)
             built = RankParameters.of(build(shape, groups, seed=None), [])
             layers = even_layers(shape.num_layers, groups.layout.stages)
-            numbers = stage_numbers(shape, groups.layout, layers)[groups.pipeline.rank()]
+            numbers = stage_numbers(shape, groups.layout, layers, width=4)[groups.pipeline.rank()]
             found[name] = (built.student, built.experts), (numbers.total, numbers.experts)
         return found
 
@@ -97,8 +97,8 @@ STATE_LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 STATES_OF_EXPERTS: dict[str, Any] = {"expert": 2, "pipeline": 2}
 Bytes = tuple[int, int, int]
-# Built and planned, tensors with a state, numbers of gaps in the buffers, and the stage.
-Counted = tuple[Bytes, Bytes, int, int, int]
+# Built and planned, numbers of gaps in the buffers, and the stage.
+Counted = tuple[Bytes, Bytes, int, int]
 
 
 def counted_states(
@@ -135,16 +135,10 @@ def counted_states(
             )  # fmt: skip
             layers = even_layers(shape.num_layers, groups.layout.stages)
             choice = Choice(layout=groups.layout, ranks=world, micro_batch_size=1, layers=layers)
-            numbers = stage_numbers(shape, groups.layout, layers)[groups.pipeline.rank()]
-            tensors = sum(
-                len(part.optimizer.state)
-                for part in optimizer.chained_optimizers
-                if part.optimizer is not None
-            )
+            numbers = stage_numbers(shape, groups.layout, layers, width=4)[groups.pipeline.rank()]
             found[name] = (
                 (built.weights, built.gradient_buffers, built.optimizer),
                 student_states(run, choice, numbers),
-                tensors,
                 built.gradient_buffers // 4 - numbers.total,
                 groups.pipeline.rank(),
             )
@@ -154,15 +148,15 @@ def counted_states(
 def check(ranks: list[dict[str, Counted]], *, distributed: bool) -> None:
     assert any(gaps for rank in ranks for *_, gaps, _ in rank.values()) == distributed
     for name in ranks[0]:
-        for built, planned, tensors, *_ in (rank[name] for rank in ranks):
+        for built, planned, *_ in (rank[name] for rank in ranks):
             assert built[:2] == planned[:2], name
-            # Adam counts the steps of each tensor in four bytes.
-            assert distributed or built[2] == planned[2] + 4 * tensors, name
-            assert built[2] <= planned[2] + 4 * tensors, name
+            assert built[2] <= planned[2], name
         # The plan is of the shard that has most, in each stage.
-        for stage in {rank[name][4] for rank in ranks}:
-            there = [rank[name] for rank in ranks if rank[name][4] == stage]
-            assert max(built[2] - 4 * tensors for built, _, tensors, *_ in there) == there[0][1][2]
+        for stage in {rank[name][3] for rank in ranks}:
+            there = [rank[name] for rank in ranks if rank[name][3] == stage]
+            states = {built[2] for built, *_ in there}
+            assert max(states) == there[0][1][2], name
+            assert distributed or len(states) == 1, name
 
 
 @pytest.mark.parametrize("distributed", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -10,7 +10,7 @@ import pytest
 from megatron_distill.planning.activations import activation_bytes, forward_bytes
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import MemoryNeed, memory_need
-from megatron_distill.planning.parameters import fullest_shard, stage_numbers
+from megatron_distill.planning.parameters import fullest_state, stage_numbers
 from megatron_distill.planning.run import Choice, LayerPair, PlannedRun, SharedTeacher
 from megatron_distill.planning.schedule import interleaved_order
 from megatron_distill.planning.step_time import step_time, teacher_seconds
@@ -227,21 +227,23 @@ def test_fp8_keeps_copies_of_the_layers_weights_also_of_those_at_rest() -> None:
 
 
 @pytest.mark.parametrize(("hidden", "layout"), [(64, Layout(2)), (72, Layout(2)), (72, TWO)])
-def test_the_fullest_shard_of_the_optimizer_has_the_most_of_equal_parts(
+def test_the_fullest_state_of_the_optimizer_has_the_most_of_equal_parts(
     hidden: int, layout: Layout
 ) -> None:
     """Against a list with an entry for each number of a buffer."""
     shape = llama(2, hidden, 3 * hidden, 4, 4, vocab_size=384)
     ranks = 6 * layout.model_ranks
     numbers = stage_numbers(shape, layout, (2 // layout.pipeline,) * layout.pipeline)[0]
-    buffer: list[int] = []
-    for size in reversed(numbers.buckets[0][0].sizes):
-        buffer += [0] * (-len(buffer) % 64) + [1] * size
+    buffer: list[int] = []  # the tensor of each number, or 0
+    for tensor, size in enumerate(reversed(numbers.buckets[0][0].sizes), start=1):
+        buffer += [0] * (-len(buffer) % 64) + [tensor] * size
     buffer += [0] * (-len(buffer) % 384)  # of 128 numbers and six ranks
     share = len(buffer) // 6
-    parts = [sum(buffer[begin : begin + share]) for begin in range(0, len(buffer), share)]
+    parts = [buffer[begin : begin + share] for begin in range(0, len(buffer), share)]
+    states = [8 * sum(map(bool, part)) + 4 * len(set(part) - {0}) for part in parts]
     assert numbers.buckets[0][0].held(6) == len(buffer)
-    assert fullest_shard(numbers, layout, ranks=ranks) == max(parts) > numbers.total // 6
+    found = fullest_state(numbers, layout, ranks=ranks, state=8, is_distributed=True)
+    assert found == max(states) > 8 * numbers.total // 6
 
 
 @pytest.mark.parametrize("virtual", [2, 3, 4])
