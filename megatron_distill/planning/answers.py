@@ -16,11 +16,26 @@ if TYPE_CHECKING:
     from megatron_distill.planning.run import Choice, PlannedRun
 
 __all__ = [
+    "answer_bytes",
     "answer_seconds",
     "answering_unit",
     "exchange_seconds",
     "waiting_without_a_step_ahead",
 ]
+
+
+def answer_bytes(run: PlannedRun, choice: Choice) -> float:
+    """Return the bytes of the answer to a micro-batch on a rank of the student's last stage.
+
+    Tensor ranks have parts of hidden states with `sequence`, and all of them without it; of ids
+    each has all.
+    """
+    layout = choice.layout
+    if not choice.sends_ids(run):
+        assert run.teacher is not None
+        states = choice.teacher_tokens(run) * run.teacher.hidden_size * run.width
+        return states / (layout.tensor if layout.sequence else 1)
+    return choice.teacher_tokens(run) * run.answer_bytes
 
 
 def answer_seconds(
@@ -35,8 +50,7 @@ def answer_seconds(
     stage = last if stage is None else stage
     received = layer_bytes(run, choice, stage)
     if stage == last:
-        tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
-        received += tokens * run.answer_bytes
+        received += answer_bytes(run, choice)
     return device.link(choice.devices).message(received)
 
 
@@ -53,11 +67,9 @@ def exchange_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
         most = count * max(moved_layers(run, choice))
         return device.link(choice.ranks).message(most) if most else 0.0
     last = choice.layout.pipeline - 1
-    # Every tensor rank has a part of the hidden states, but all of the ids.
-    split = 1 if choice.sends_ids(run) else choice.layout.tensor
-    answers = run.tokens / choice.data / choice.layout.context * run.answer_bytes / split
-    layers = [count * layer_bytes(run, choice, stage) for stage in range(last + 1)]
-    return device.link(choice.ranks).message(max(*layers, answers + layers[last]))
+    received = [count * layer_bytes(run, choice, stage) for stage in range(last + 1)]
+    received[last] += count * answer_bytes(run, choice)
+    return device.link(choice.ranks).message(max(received))
 
 
 def answering_unit(run: PlannedRun, choice: Choice, micro_batch: int) -> int:

@@ -8,6 +8,7 @@ from math import ceil
 from typing import Final
 
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
+from megatron_distill.planning.answers import answer_bytes
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.losses.aligned import aligned_bytes
 from megatron_distill.planning.losses.gathered_layers import gathered_layers
@@ -261,24 +262,19 @@ def _hidden_states(run: PlannedRun, choice: Choice, stage: int, *, in_step: bool
     if choice.place in ("none", "store") or run.teacher is None:
         return 0.0
     layout = choice.layout
-    length = run.teacher_length or run.sequence_length
-    tokens = choice.micro_batch_size * length / layout.context
-    per_token = run.teacher.hidden_size * run.width / (layout.tensor if layout.sequence else 1)
-    if choice.sends_ids(run):
-        per_token = run.answer_bytes
-    layers = layer_bytes(run, choice, stage)
+    layers, answer = layer_bytes(run, choice, stage), answer_bytes(run, choice)
     if in_step and choice.is_same_layout:
-        return tokens * run.teacher.hidden_size * run.width + layers
+        return answer + layers
     count = choice.micro_batches(run)
     if in_step:
         count = min(count, choice.wave)
     is_last = stage == layout.pipeline - 1
     if choice.place == "own ranks":
-        return (layers + tokens * per_token * is_last) * count * (run.steps_ahead + 1)
+        return (layers + answer * is_last) * count * (run.steps_ahead + 1)
     if run.offloads_hidden:  # the one in use and the next; of features in backward as well
         kept = count if choice.sends_ids(run) else min(2, count)
-        return layers * min(4, count) + tokens * per_token * is_last * kept
-    return (layers + tokens * per_token * is_last) * count
+        return layers * min(4, count) + answer * is_last * kept
+    return (layers + answer * is_last) * count
 
 
 def _teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from megatron_distill.planning.answers import answer_bytes
 from megatron_distill.planning.losses.layer_messages import (
     layer_bytes,
     moved_layers,
@@ -178,13 +179,10 @@ def _answers(run: PlannedRun, choice: Choice, stage: int) -> float:
     """Return the bytes of answers that a rank of one of the student's stages receives."""
     if not choice.sends_answers(run):
         return 0.0
-    layers = choice.micro_batches(run) * layer_bytes(run, choice, stage)
-    if stage != choice.layout.pipeline - 1:
-        return layers
-    length = run.teacher_length or run.sequence_length
-    tokens = run.global_batch_size / choice.data * length / choice.layout.context
-    split = choice.layout.tensor if choice.layout.sequence and run.sent_ids is None else 1
-    return tokens * run.answer_bytes / split + layers
+    per_unit = layer_bytes(run, choice, stage)
+    if stage == choice.layout.pipeline - 1:
+        per_unit += answer_bytes(run, choice)
+    return choice.micro_batches(run) * per_unit
 
 
 def _updates(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> float:

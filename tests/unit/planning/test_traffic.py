@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.models.architecture import MixtureOfExperts
+from megatron_distill.planning.answers import answer_seconds, exchange_seconds
+from megatron_distill.planning.device import Link, load_device
 from megatron_distill.planning.losses.layer_messages import moved_layers
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, LayerPair
@@ -21,6 +23,8 @@ from megatron_distill.train.reports.planned_run import configured_choice, open_s
 from tests.support.sample_configs import TAUGHT, load_tree
 from tests.unit.planning.shapes import llama, run_of
 
+LINK = Link(devices=64, gb_per_s=1.0, efficiency=1.0, latency_us=0.0)
+BYTES_PER_NS = load_device("h100-80gb").model_copy(update={"node": LINK, "network": LINK})
 SENT = ("teacher.transfer={what: top_k, k: 8}", "objective.terms=[{top_k: 4}]")
 
 
@@ -41,6 +45,7 @@ FEATURES = (
     [
         (1, 1, ()),
         (2, 3, ()),
+        (2, 1, ("parallel.tensor=2", "teacher.parallel={tensor: 1}")),
         (2, 1, ("parallel.tensor=2", "parallel.sequence=true", "teacher.parallel={tensor: 1}")),
         (4, 2, ("parallel.pipeline=2", "parallel.context=2", "teacher.parallel={tensor: 2}")),
         # On the student's ranks, in a layout of its own; rows that stay count as well.
@@ -67,12 +72,21 @@ def test_answers_have_the_bytes_of_the_routes(
         sent_records(config, "teacher"),
     )  # fmt: skip
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    most = 0
     for stage in range(choice.layout.pipeline):
         rank = plan.student.rank(stage=stage)
         received = sum(count for (_, to), count in plan.step_bytes().items() if to == rank)
         assert stage_bytes(run, choice, numbers[stage], stage).answers == received
         has_loss = stage == choice.layout.pipeline - 1 or what[-1:] == FEATURES
         assert (received > 0) == has_loss
+        # Messages of both places take the time of these bytes.
+        micro_batches = choice.micro_batches(run)
+        if teachers:
+            message = answer_seconds(run, choice, BYTES_PER_NS, stage)
+            assert message * micro_batches * 1e9 == pytest.approx(received)
+        most = max(most, received)
+    if not teachers:
+        assert exchange_seconds(run, choice, BYTES_PER_NS) * 1e9 == pytest.approx(most)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2, sequence=True), Layout(2, 4, context=2)], ids=str)
