@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from math import lcm, prod
 from typing import Final
 
@@ -145,6 +144,7 @@ def stage_numbers(
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
 def fullest_state(
     numbers: RankNumbers, layout: Layout, *, ranks: int, state: int, is_distributed: bool
 ) -> int:
@@ -164,32 +164,45 @@ def fullest_state(
         for bucket, (count, width) in zip(both, kinds, strict=True)
         if bucket.sizes
     ]
-    return max(sum(one[rank // width] for one, width in shards) for rank in range(stage))
+    # Where a sum of them may differ from that of the rank before.
+    changes = {
+        rank
+        for one, width in shards
+        for shard in one.others
+        for rank in (shard * width, (shard + 1) * width)
+        if rank < stage
+    }
+    return max(sum(one.at(rank // width) for one, width in shards) for rank in changes)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Adam's bytes of equal parts of a bucket.
+
+    others: of those that are not within one tensor. used: parts before those that are empty.
+    """
+
+    within: int
+    others: Mapping[int, int]
+    used: int
+
+    def at(self, shard: int) -> int:
+        return self.others.get(shard, self.within if shard < self.used else 0)
 
 
 @lru_cache(maxsize=256)
-def _shards(bucket: Bucket, count: int, state: int) -> tuple[int, ...]:
+def _shards(bucket: Bucket, count: int, state: int) -> _Shards:
     """Return Adam's bytes of each of `count` equal parts of a bucket."""
-    sizes = bucket.sizes[::-1]  # a buffer begins with the last tensor
-    ends = list(accumulate(map(_aligned, sizes)))
-    starts = [0, *ends[:-1]]
-    before = [0, *accumulate(sizes)]
-    share = bucket.held(count) // count
-
-    def numbers_before(cut: int) -> int:
-        last = bisect_left(starts, cut, lo=1) - 1
-        return before[last] + min(cut - starts[last], sizes[last])
-
-    def tensors(begin: int, end: int) -> int:
-        first = bisect_right(ends, begin)
-        past = first < len(sizes) and starts[first] + sizes[first] <= begin  # a gap's tensor
-        return bisect_left(starts, end) - first - past
-
-    cuts = [share * shard for shard in range(count + 1)]
-    return tuple(
-        state * (numbers_before(end) - numbers_before(begin)) + _COUNTER * tensors(begin, end)
-        for begin, end in pairwise(cuts)
-    )
+    size, begin, end = bucket.held(count) // count, 0, 0
+    found: Counter[int] = Counter()
+    for numbers in reversed(bucket.sizes):  # a buffer begins with the last tensor
+        begin = _aligned(end)
+        end = begin + numbers
+        first, last = begin // size, (end - 1) // size
+        for shard in {first, last}:
+            part = min(end, (shard + 1) * size) - max(begin, shard * size)
+            found[shard] += state * part + _COUNTER
+    return _Shards(state * size + _COUNTER, found, -(-end // size))
 
 
 def _aligned(count: int) -> int:
