@@ -3,7 +3,8 @@
 The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
 one rank with all cores, one of a rank per core, and one of a rank with one thread beside idle cores
 are measured in both precisions. Their phases over the predicted ones are the device's
-`step_factors`.
+`step_factors`. Where bf16 is slower than fp32, as on a CPU without instructions for it, its steps
+would take longer than all else: they are measured with a rank per core alone.
 """
 
 from __future__ import annotations
@@ -98,8 +99,11 @@ def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Pat
     """Return a CPU with the factors of a small run's steps."""
     cores = device.cores or 1
     most = min(cores, _MOST_RANKS)
-    for ranks, threads in sorted({(1, 1), (1, cores), (most, cores // most)}):
-        for precision in _PRECISIONS:
+    sharings = sorted({(1, 1), (1, cores), (most, cores // most)})
+    emulates_bf16 = device.peak_tflops["bf16"] < device.peak_tflops["fp32"]
+    for ranks, threads in sharings:
+        is_last = (ranks, threads) == sharings[-1]
+        for precision in _PRECISIONS if is_last or not emulates_bf16 else _PRECISIONS[:1]:
             words = [
                 f"output={folder}/{ranks}-{threads}-{precision}",
                 f"train.precision={precision}",

@@ -293,10 +293,14 @@ class DeviceProfile(_ProfileTable):
         return max(0.0, self._of_steps(phase, precision) - 1.0) if of_layers else 0.0
 
     def _of_steps(self, phase: Phase, precision: Precision) -> float:
-        known = self.step_factors.get(self.sharing)
-        if known is None and self.idle_cores:  # of a file from before they were measured
-            known = self.step_factors.get("one rank" if self.ranks == 1 else "several ranks")
-        return (known or {}).get(precision, {}).get(phase, 1.0)
+        known = self.step_factors
+        found = known.get(self.sharing)
+        if found is None and self.idle_cores:  # of a file from before they were measured
+            found = known.get("one rank" if self.ranks == 1 else "several ranks")
+        # One precision may have been measured with one sharing alone.
+        others = (one[precision] for one in known.values() if precision in one)
+        factors = (found or {}).get(precision) or next(others, {})
+        return factors.get(phase, 1.0)
 
     def logit_seconds(
         self, precision: Precision, columns: float, *, chosen: int = 0

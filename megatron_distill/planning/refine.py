@@ -145,10 +145,13 @@ def refined_by_steps(
     shared = device.shared_by(shared_by, threads=threads)
     before = device.step_factors.get(shared.sharing, {})
     factors = dict(before.get(run.precision, {}))
-    for phase, ratio in _ratios(_plain(shared), run, choice, measured).items():
+    # Those of other sharings would stand in for those that are to be found.
+    own = {shared.sharing: {run.precision: dict(factors)}} if factors else {}
+    plain = _plain(shared).model_copy(update={"step_factors": own})
+    for phase, ratio in _ratios(plain, run, choice, measured).items():
         factors[phase] = round(factors.get(phase, 1.0) * ratio, 4)
-    own = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
-    return device.model_copy(update={"step_factors": own})
+    found = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
+    return device.model_copy(update={"step_factors": found})
 
 
 def _plain(device: DeviceProfile) -> DeviceProfile:

@@ -165,6 +165,11 @@ def test_factors_of_steps_are_those_of_who_has_the_cores_and_of_the_precision() 
     assert machine.shared_by(2).factor("loss", "fp32") == 2.4
     assert machine.shared_by(1).factor("loss", "bf16") == 2.0
     assert machine.shared_by(1).factor("teacher", "fp32") == 1.0
+    # One precision was measured with a rank per core alone.
+    steps["several ranks"]["bf16"] = {"loss": 0.5}
+    emulated = DeviceProfile.model_validate(cpu | {"step_factors": steps})
+    for ranks, threads in ((1, None), (1, 1), (4, None)):
+        assert emulated.shared_by(ranks, threads=threads).factor("loss", "bf16") == 0.5
     assert machine.shared_by(2).score_ns == (2.0, 4.0)  # two threads at half their speed
     assert machine.shared_by(1).score_ns == (1.0, 2.0)
 

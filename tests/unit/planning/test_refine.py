@@ -12,7 +12,13 @@ import pytest
 from megatron_distill.errors import DataError
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.refine import MeasuredSteps, read_steps, refined, refined_for
+from megatron_distill.planning.refine import (
+    MeasuredSteps,
+    read_steps,
+    refined,
+    refined_by_steps,
+    refined_for,
+)
 from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun
 from megatron_distill.planning.step_time import phase_seconds, step_time
 from megatron_distill.runtime.groups import Layout
@@ -90,6 +96,29 @@ def test_a_run_of_a_cpu_refines_runs_like_it_and_a_second_run_further_ones() -> 
             assert now["backward"] == pytest.approx(wanted["backward"], rel=1e-3)
     assert len(again.runs) == 2
     assert again.step_factors == calibrated
+
+
+def test_steps_of_one_sharing_leave_the_factors_of_another_as_they_are() -> None:
+    """In either order, and again: a factor is a ratio of times of its own sharing."""
+    cpu = DeviceProfile.model_validate(DEVICE.model_dump() | {"kind": "cpu", "cores": 2})
+    run = run_of(llama(4, 256, 704, 8, 4, vocab_size=32_768), precision="bf16")
+    numbers = stage_numbers(run.student, Layout(), (4,))
+    found = []
+    for order in ((1, 2), (2, 1), (1, 2, 1, 2)):
+        device = cpu
+        for ranks in order:
+            choice = Choice(
+                layout=Layout(), ranks=ranks, micro_batch_size=1, layers=(4,), place="none"
+            )
+            phases = phase_seconds(run, choice, cpu.shared_by(ranks), numbers)
+            speed = 0.5 + ranks / 8
+            own = {phase: speed * seconds for phase, seconds in phases.items()}
+            measured = MeasuredSteps(own, sum(own.values()), 1, 1.0, 1.0)
+            device = refined_by_steps(device, run, choice, measured, shared_by=ranks)
+        found.append(device.step_factors)
+    assert found[0] == found[1] == found[2]
+    assert found[0]["one rank"]["bf16"]["loss"] == pytest.approx(0.625, rel=1e-3)
+    assert found[0]["several ranks"]["bf16"]["loss"] == pytest.approx(0.75, rel=1e-3)
 
 
 NEAR = {"sequence_length": 2400, "num_layers": 38, "vocab_size": 150_000}
