@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_distill.losses import AlignedSide, cross_tokenizer_divergence
+from megatron_distill.losses import (
+    AlignedSide,
+    ChunkTerm,
+    SharedVocabularies,
+    cross_tokenizer_divergence,
+)
+from megatron_distill.losses.cross_tokenizer import _projected
 from megatron_distill.ops import VocabShard
-from megatron_distill.ops.aligned.executor import AlignedRows
+from megatron_distill.ops.aligned.columns import CommonColumns
+from megatron_distill.ops.aligned.executor import (
+    AlignedLinear,
+    AlignedRows,
+    LabelLoss,
+    WeightedTerm,
+    aligned_linear,
+)
+from megatron_distill.ops.aligned.gold import GoldColumns
 from megatron_distill.ops.aligned.plan import TilePlan
 from megatron_distill.signals import DenseLogits, HiddenState
 from tests.reference import cross_tokenizer as oracles
@@ -163,3 +178,36 @@ def aligned_rows(
         teacher_shard,
         None,
     )
+
+
+def aligned_step(
+    sizes: tuple[int, int], term: ChunkTerm, *, chunks: int, tile_tokens: int
+) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+    """Both passes of a loss and of cross-entropy from hidden states, and the tensors before them.
+
+    sizes: of both vocabularies, two thirds of the smaller one in common. Two heads and the sum of
+    gradients are there before.
+    """
+    problem = AlignedProblem.random(chunks, sizes=sizes, common_tokens=min(sizes) * 2 // 3)
+    shard, teacher_shard = (VocabShard(size, 0, size) for size in sizes)
+    columns = CommonColumns.of(*problem.ids, [shard], [teacher_shard], 0)
+    shared = SharedVocabularies(
+        shard,
+        teacher_shard,
+        columns,
+        None,
+        None,
+        projected=_projected(map_rows(sizes), shard, teacher_shard),
+        gold={"strict": GoldColumns.of(columns, (shard, teacher_shard))},
+    )
+    label_weights = torch.full((len(problem.hidden),), 0.01)
+    rows = aligned_rows(problem, label_weights, tile_tokens=tile_tokens)
+    weight = problem.weight.requires_grad_()
+    student = HiddenState(problem.hidden.requires_grad_(), weight)
+    weighted = WeightedTerm(term.on(shared, rows), 1.0, torch.ones(problem.at.count))
+    total = torch.zeros(weight.shape)
+    work = AlignedLinear(
+        rows, (weighted,), LabelLoss(label_weights, 0.5), weight_gradient_sum=total
+    )
+    before = (problem.hidden, problem.teacher_hidden, weight, problem.teacher_weight, total)
+    return lambda: aligned_linear(student, work)[0].backward(), before

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "aligned_bytes",
+    "aligned_calls",
     "aligned_passes",
     "band_count",
     "measuring_aligned_passes",
@@ -42,6 +43,16 @@ _PROJECTED_PASSES: Final = 2
 # back to the rows. Those of `gold` are among its own.
 _MEAN_PASSES: Final = 3
 _GOLD_PASSES: Final = 12
+# Calls of torch on a CPU beyond those of blocks of rows, which are in the time of a logit: of the
+# objective, and in a tile by alignment.
+_CALLS: Final = 600
+_CALLS_OF_TILE: Final = {
+    "likelihood": 550,
+    "common": 1220,
+    "projection": 1080,
+    "gold": 1290,
+    "uld": 980,
+}
 # Without a measured logit: bytes of a pass over the width of a number.
 _TRAFFIC: Final = 1.5
 # A plan reads no tokenizers: common tokens over those of the smaller vocabulary, as in
@@ -119,9 +130,19 @@ def aligned_passes(run: PlannedRun, rank: Rank, *, teacher_tokens: float) -> Pas
     for term in run.chunk_losses:
         passes = [a + b for a, b in zip(passes, _ROW_PASSES[term.alignment], strict=True)]
         forward += _on_means(term, rank, columns)
+    tile = tile_rows(
+        run, rank.device, tokens=rank.tokens, teacher_tokens=teacher_tokens, split=split
+    )
+    tiles = ceil(max(rank.tokens, teacher_tokens) / tile)
+    forward += rank.calls(aligned_calls(run, tiles=tiles))
     forward += _pass_seconds(rank, passes[0] * rank.tokens * columns.student, columns.student)
     forward += _pass_seconds(rank, passes[1] * teacher_tokens * columns.teacher, columns.teacher)
     return Passes(forward, 2 * once)
+
+
+def aligned_calls(run: PlannedRun, *, tiles: int) -> int:
+    """Return the calls of torch in the losses of a micro-batch, without those of row blocks."""
+    return _CALLS + tiles * sum(_CALLS_OF_TILE[term.alignment] for term in run.chunk_losses)
 
 
 def measuring_aligned_passes(run: PlannedRun, rank: Rank, *, teacher_tokens: float) -> Passes:

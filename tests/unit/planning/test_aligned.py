@@ -9,11 +9,13 @@ from statistics import median
 from typing import Any
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cross_tokenizers.planned import LOSSES, planned_row
+from megatron_distill.losses import ChunkTerm
 from megatron_distill.models.flops import head_flops_per_token
 from megatron_distill.planning.device import DeviceProfile, load_device
-from megatron_distill.planning.losses.aligned import aligned_bytes
+from megatron_distill.planning.losses.aligned import aligned_bytes, aligned_calls
 from megatron_distill.planning.memory import memory_need
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import ChunkLoss, LayerPair, PlannedRun
@@ -21,6 +23,7 @@ from megatron_distill.planning.step_time import step_time
 from megatron_distill.planning.traffic import step_bytes
 from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
+from tests.support.aligned_losses import aligned_step
 from tests.unit.planning.shapes import choice_of, llama, run_of
 from tests.unit.planning.test_work import DEVICE, PEAK
 
@@ -107,6 +110,27 @@ def test_a_loss_takes_its_passes_over_the_logits(alignment: Any) -> None:
     own, theirs = PASSES[alignment]
     logits = own * LENGTH * 1024 + theirs * LONGER * 4096
     assert heads_of(device, ChunkLoss(alignment)) == pytest.approx(BATCH * logits * 1e-6, rel=1e-4)
+
+
+@pytest.mark.parametrize("alignment", PASSES)
+def test_the_calls_of_a_loss_are_those_of_torch_beyond_its_row_blocks(alignment: Any) -> None:
+    """As of the objective and of one to four tiles; more blocks of rows show what each takes."""
+
+    def calls(chunks: int, tile_tokens: int) -> int:
+        work, _ = aligned_step(
+            (1200, 2048), ChunkTerm(alignment), chunks=chunks, tile_tokens=tile_tokens
+        )
+        with profile(activities=[ProfilerActivity.CPU]) as record:
+            work()
+        return sum(one.count for one in record.key_averages() if one.key.startswith("aten::"))
+
+    few, many = calls(144, 4096), calls(576, 4096)
+    # Blocks of 218 and 128 rows of the two vocabularies: 259 and 240 rows, then 979 and 961.
+    per_block = (many - few) / ((5 + 8) - (2 + 2))
+    # 496 and 486 rows.
+    for tile_tokens, tiles, blocks in ((4096, 1, 3 + 4), (256, 2, 4 + 4), (128, 4, 4 + 4)):
+        planned = aligned_calls(aligned(ChunkLoss(alignment)), tiles=tiles)
+        assert planned == pytest.approx(calls(288, tile_tokens) - blocks * per_block, rel=0.1)
 
 
 def test_choices_take_the_rate_of_their_rows() -> None:

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from megatron_distill.losses import ChunkTerm, SharedVocabularies
-from megatron_distill.losses.cross_tokenizer import _projected
-from megatron_distill.ops.aligned.columns import CommonColumns
-from megatron_distill.ops.aligned.executor import (
-    AlignedLinear,
-    LabelLoss,
-    WeightedTerm,
-    aligned_linear,
-)
-from megatron_distill.ops.aligned.gold import GoldColumns
-from megatron_distill.ops.vocab import VocabShard
-from megatron_distill.signals import HiddenState
-from tests.reference.cross_tokenizer import AlignedProblem
+from megatron_distill.losses import ChunkTerm
 from tests.reference.tracing import traced
-from tests.support.aligned_losses import aligned_rows, map_rows
+from tests.support.aligned_losses import aligned_step
 
 TERMS = (
     ChunkTerm("likelihood"),
@@ -36,30 +23,8 @@ TILE = 2**15  # numbers of the larger vocabulary in a tile, as `tile_tokens_for`
 
 def peak_of(sizes: tuple[int, int], term: ChunkTerm, *, chunks: int, tile_tokens: int) -> int:
     """Most bytes alive at once in the forward and backward pass, above those before it."""
-    problem = AlignedProblem.random(chunks, sizes=sizes, common_tokens=min(sizes) * 2 // 3)
-    shard, teacher_shard = (VocabShard(size, 0, size) for size in sizes)
-    columns = CommonColumns.of(*problem.ids, [shard], [teacher_shard], 0)
-    shared = SharedVocabularies(
-        shard,
-        teacher_shard,
-        columns,
-        None,
-        None,
-        projected=_projected(map_rows(sizes), shard, teacher_shard),
-        gold={"strict": GoldColumns.of(columns, (shard, teacher_shard))},
-    )
-    label_weights = torch.full((len(problem.hidden),), 0.01)
-    rows = aligned_rows(problem, label_weights, tile_tokens=tile_tokens)
-    weight = problem.weight.requires_grad_()
-    student = HiddenState(problem.hidden.requires_grad_(), weight)
-    weighted = WeightedTerm(term.on(shared, rows), 1.0, torch.ones(problem.at.count))
-    total = torch.zeros(weight.shape)
-    work = AlignedLinear(
-        rows, (weighted,), LabelLoss(label_weights, 0.5), weight_gradient_sum=total
-    )
-    # Both heads and the sum of gradients are there before.
-    before = (problem.hidden, problem.teacher_hidden, weight, problem.teacher_weight, total)
-    return traced(lambda: aligned_linear(student, work)[0].backward(), *before).peak_bytes
+    work, before = aligned_step(sizes, term, chunks=chunks, tile_tokens=tile_tokens)
+    return traced(work, *before).peak_bytes
 
 
 # Gold has the parts of projection, common tokens and sorted ranks together.
