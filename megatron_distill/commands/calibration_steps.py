@@ -3,7 +3,8 @@
 The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
 one rank with all cores, one of a rank per core, and one of a rank with one thread beside idle cores
 are measured in both precisions. Their phases over the predicted ones are the device's
-`step_factors`. Where bf16 is slower than fp32, as on a CPU without instructions for it, its steps
+`step_factors`. A second run of a quarter of the work tells apart what a layer of any size takes:
+`layer_us`. Where bf16 is slower than fp32, as on a CPU without instructions for it, its steps
 would take longer than all else: they are measured with a rank per core alone.
 """
 
@@ -22,14 +23,26 @@ from megatron_distill.commands.train import COMMAND
 from megatron_distill.errors import TrainingError, counted
 
 if TYPE_CHECKING:
-    from megatron_distill.planning.device import DeviceProfile
+    from collections.abc import Sequence
+
+    from megatron_distill.planning.device import DeviceProfile, Precision
     from megatron_distill.planning.forked_ranks import ForkedRanks
+    from megatron_distill.planning.refine import Sample
 
 __all__ = ["measured_machine"]
 
 _VOCABULARY: Final = 20_480
+# Of the second run: models of half the width, and half the tokens.
+_SMALL: Final = (
+    "student.architecture.hidden_size=160",
+    "student.architecture.ffn_hidden_size=432",
+    "teacher.architecture.hidden_size=224",
+    "teacher.architecture.ffn_hidden_size=608",
+    "data.sequence_length=192",
+    "train.steps=12",
+)
 _MOST_RANKS: Final = 8
-_PRECISIONS: Final = ("fp32", "bf16")
+_PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "bf16")
 _STEPS: Final = 6  # of which the first three are not counted
 _WORDS: Final = 400_000  # several times those that the steps read
 _SECONDS: Final = 600.0  # of one run; only a hang takes that long
@@ -97,6 +110,8 @@ def import_training() -> None:
 
 def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Path) -> DeviceProfile:
     """Return a CPU with the factors of a small run's steps."""
+    from megatron_distill.planning.refine import refined_by_sizes, refined_by_steps
+
     cores = device.cores or 1
     most = min(cores, _MOST_RANKS)
     sharings = sorted({(1, 1), (1, cores), (most, cores // most)})
@@ -104,14 +119,21 @@ def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Pat
     for ranks, threads in sharings:
         is_last = (ranks, threads) == sharings[-1]
         for precision in _PRECISIONS if is_last or not emulates_bf16 else _PRECISIONS[:1]:
-            words = [
-                f"output={folder}/{ranks}-{threads}-{precision}",
-                f"train.precision={precision}",
-                f"train.global_batch_size={2 * ranks}",
-                f"runtime.threads={threads}",
-            ]
-            _train(forked, folder, words, ranks=ranks, threads=threads)
-            device = _refined_by_run(device, folder, words, ranks=ranks)
+            taken = partial(_sample, forked, folder, ranks, threads, precision)
+            large = taken()
+            if precision == _PRECISIONS[0]:
+                device = refined_by_sizes(
+                    device, large, taken(_SMALL), shared_by=ranks, threads=threads
+                )
+            else:
+                device = refined_by_steps(
+                    device,
+                    large.run,
+                    large.choice,
+                    large.measured,
+                    shared_by=ranks,
+                    threads=threads,
+                )
     return device
 
 
@@ -160,20 +182,32 @@ def _run_training(words: list[str]) -> int:
     return COMMAND.script(None)(words)
 
 
-def _refined_by_run(
-    device: DeviceProfile, folder: Path, words: list[str], *, ranks: int
-) -> DeviceProfile:
+def _sample(
+    forked: ForkedRanks,
+    folder: Path,
+    ranks: int,
+    threads: int,
+    precision: Precision,
+    changes: Sequence[str] = (),
+) -> Sample:
+    """Train in so many ranks, and return the run with its measured steps."""
     from megatron_distill.config import load_config
-    from megatron_distill.planning.refine import read_steps, refined_by_steps
+    from megatron_distill.planning.refine import Sample, read_steps
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
         planned_run,
     )
 
+    words = [
+        f"output={folder}/{ranks}-{threads}-{precision}{'-small' if changes else ''}",
+        f"train.precision={precision}",
+        f"train.global_batch_size={2 * ranks}",
+        f"runtime.threads={threads}",
+        *changes,
+    ]
+    _train(forked, folder, words, ranks=ranks, threads=threads)
     config = load_config(folder / "run.yaml", words)
     run = planned_run(config, open_shapes(config))
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
-    measured = read_steps(Path(config.output) / "metrics.jsonl")
-    threads = config.runtime.threads
-    return refined_by_steps(device, run, choice, measured, shared_by=ranks, threads=threads)
+    return Sample(run, choice, read_steps(Path(config.output) / "metrics.jsonl"))

@@ -167,6 +167,8 @@ class DeviceProfile(_ProfileTable):
         step_factors: the same of a CPU, by who has its cores and by precision: of the steps that
             `calibrate` takes. Layers have more than the sum of their calls, and threads and ranks
             share caches and memory.
+        layer_us: what a pass of a layer of any size takes besides its share of the work, where
+            `calibrate` told it from that by steps of two sizes; by who has the cores.
         spread: of each measured rate that differed between the rounds of `calibrate`, by its key:
             the range over the median.
         measured_in: seconds that `calibrate` took; 0: it did not say.
@@ -203,6 +205,7 @@ class DeviceProfile(_ProfileTable):
     step_factors: dict[Sharing, dict[Precision, dict[Phase, Positive]]] = Field(
         default_factory=dict
     )
+    layer_us: dict[Sharing, dict[Phase, float]] = Field(default_factory=dict)
     node: Link
     network: Link
     spread: dict[str, float] = Field(default_factory=dict)
@@ -286,11 +289,17 @@ class DeviceProfile(_ProfileTable):
 
         Threads of a rank begin each operation together, and wait for each other at its end. That
         takes as long in layers of all sizes, so that it is added to each: of one rank with all
-        cores, if these are several. Else 0.
+        cores, if these are several. Else 0, and where `layer_us` was measured.
         """
         has_threads = self.sharing == "one rank" and self.threads > 1
+        has_threads &= self.sharing not in self.layer_us
         of_layers = has_threads and phase in ("teacher", "forward", "backward")
         return max(0.0, self._of_steps(phase, precision) - 1.0) if of_layers else 0.0
+
+    def layer_seconds(self, phase: Phase) -> float:
+        """Return the time of `layer_us` of a rank, 0 where it was not measured."""
+        known = self.layer_us.get(self.sharing, {}).get(phase, 0.0)
+        return known * 1e-6 / self.core_share
 
     def _of_steps(self, phase: Phase, precision: Precision) -> float:
         known = self.step_factors

@@ -17,6 +17,7 @@ from megatron_distill.planning.device import (
     LONG_DOCUMENT,
     SCORED_DOCUMENT,
     DeviceProfile,
+    Phase,
     Precision,
     share,
 )
@@ -212,7 +213,7 @@ class LayerTimes:
 
     def __init__(self, shape: Architecture, rank: Rank, *, is_teacher: bool = False) -> None:
         self._shape, self._rank = shape, rank
-        self._more = _thread_seconds(rank, is_teacher=is_teacher)
+        self._more = _layer_seconds(rank, is_teacher=is_teacher)
         self._layers: dict[LayerTraits, _LayerTimes] = {}
         self._known: dict[object, Passes] = {}
 
@@ -283,13 +284,18 @@ class _LayerTimes:
     feed_forward: float  # forward, its element-wise work included
 
 
-def _thread_seconds(rank: Rank, *, is_teacher: bool) -> tuple[float, float]:
-    """Return the time that a layer takes longer on several threads, forward and backward.
+def _layer_seconds(rank: Rank, *, is_teacher: bool) -> tuple[float, float]:
+    """Return the time of a layer of any size beyond its work, forward and backward.
 
-    As much as that of `calibrate`'s steps did: `DeviceProfile.layer_excess`.
+    As measured: `layer_us`. Else what a layer of `calibrate`'s steps took longer on several
+    threads: `DeviceProfile.layer_excess`.
     """
     device, shape = rank.device, CALIBRATED_TEACHER if is_teacher else CALIBRATED_STUDENT
-    ahead = device.layer_excess("teacher" if is_teacher else "forward", rank.precision)
+    phase: Phase = "teacher" if is_teacher else "forward"
+    measured = device.layer_seconds(phase), device.layer_seconds("backward")
+    if any(measured):
+        return measured
+    ahead = device.layer_excess(phase, rank.precision)
     back = 0.0 if is_teacher else device.layer_excess("backward", rank.precision)
     if not (ahead or back):
         return 0.0, 0.0

@@ -20,13 +20,18 @@ from megatron_distill.runtime.layout import Layout
 
 __all__ = [
     "MeasuredSteps",
+    "Sample",
     "measured_like",
     "read_steps",
     "refined",
+    "refined_by_sizes",
     "refined_by_steps",
     "refined_for",
 ]
 
+_OF_LAYERS: Final[tuple[Phase, ...]] = ("teacher", "forward", "backward")
+# Of a small layer's time, the most that a layer of any size takes besides its work.
+_MOST_ADDED: Final = 0.5
 # The first steps compile, allocate and fill caches.
 _WARM: Final = 3
 # A phase shorter than this share of the step is too short to measure its rate.
@@ -129,6 +134,60 @@ def measured_like(
     return _described(device, run, choice).nearest(device.runs)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A run in one layout, and its measured steps."""
+
+    run: PlannedRun
+    choice: Choice
+    measured: MeasuredSteps
+
+    def layers(self, phase: Phase) -> int:
+        """Return the passes of layers in a phase of a step on one stage."""
+        run, choice = self.run, self.choice
+        if phase == "teacher":
+            if run.teacher is None:
+                return 0
+            return run.teacher.num_layers * choice.teacher_micro_batches(run)
+        return run.student.num_layers * choice.micro_batches(run)
+
+
+def refined_by_sizes(
+    device: DeviceProfile, large: Sample, small: Sample, *, shared_by: int, threads: int
+) -> DeviceProfile:
+    """Return a CPU with `step_factors` and `layer_us` by which both samples take their time.
+
+    Of each phase with layers: factor * work + passes of layers * seconds. On a CPU whose caches
+    hold little, each operation of a layer finds its code evicted by the data of those before it,
+    which takes as long in layers of any size. Both samples are of one stage and one precision.
+    """
+    plain = device.model_copy(update={"step_factors": {}, "layer_us": {}})
+    shared = _plain(plain.shared_by(shared_by, threads=threads))
+    of_large, of_small = (_seconds(shared, sample) for sample in (large, small))
+    more: dict[Phase, float] = {}
+    for phase in _OF_LAYERS:
+        (work, whole), (less, part) = of_large[phase], of_small[phase]
+        layers, fewer = large.layers(phase), small.layers(phase)
+        spread = work * fewer - less * layers
+        if not (layers and fewer and spread > 0):
+            continue
+        # A step that something disturbed would seem to be all of it.
+        added = min((work * part - less * whole) / spread, _MOST_ADDED * part / fewer)
+        factor = (whole - layers * added) / work
+        if added > 0 and factor > 0:
+            # The factor is of all of a layer's time.
+            more[phase] = round(1e6 * added / factor, 1)
+    others = {**device.layer_us, shared.sharing: more}
+    return refined_by_steps(
+        device.model_copy(update={"layer_us": others}),
+        large.run,
+        large.choice,
+        large.measured,
+        shared_by=shared_by,
+        threads=threads,
+    )
+
+
 def refined_by_steps(
     device: DeviceProfile,
     run: PlannedRun,
@@ -152,6 +211,14 @@ def refined_by_steps(
         factors[phase] = round(factors.get(phase, 1.0) * ratio, 4)
     found = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
     return device.model_copy(update={"step_factors": found})
+
+
+def _seconds(device: DeviceProfile, sample: Sample) -> dict[Phase, tuple[float, float]]:
+    """Return the predicted and the measured seconds of each phase."""
+    run, choice = sample.run, sample.choice
+    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    predicted = phase_seconds(run, choice, device, numbers)
+    return {phase: (predicted[phase], sample.measured.phases[phase]) for phase in predicted}
 
 
 def _plain(device: DeviceProfile) -> DeviceProfile:

@@ -53,6 +53,8 @@ _CALLS_OF_TILE: Final = {
     "gold": 1290,
     "uld": 980,
 }
+# Numbers among which one is chosen in the time in which one of the chosen is sorted.
+_SORTED: Final = 5
 # Without a measured logit: bytes of a pass over the width of a number.
 _TRAFFIC: Final = 1.5
 # A plan reads no tokenizers: common tokens over those of the smaller vocabulary, as in
@@ -196,10 +198,10 @@ def _pass_seconds(rank: Rank, numbers: float, columns: float) -> float:
 
 
 def _choice_seconds(rank: Rank, rows: float, columns: float, k: int) -> float:
-    """Return the time of a choice of the k largest of each row."""
+    """Return the time of a choice of the k largest of each row, in their order."""
     measured = rank.device.logit_seconds(rank.precision, columns, chosen=k)
     if measured is not None and rank.precision in rank.device.choice_ns:
-        return rows * columns * measured
+        return rows * (columns + _SORTED * k) * measured
     return rank.passes(rows * columns * _FP32 * 2)
 
 

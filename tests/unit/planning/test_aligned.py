@@ -138,13 +138,14 @@ def test_choices_take_the_rate_of_their_rows() -> None:
     device = DEVICE.model_copy(update={"logit_ns": {"bf16": 1e-9}, **rates})
     rows, common = BATCH * LENGTH, 768
     plain = heads_of(device, ChunkLoss("common"))
+    # Each chosen number is sorted, in the time of five others.
     for loss, chosen in {
         ChunkLoss("common"): 0,
-        ChunkLoss("common", 64): 3 * common,  # few columns per id
-        ChunkLoss("common", 4): common,
-        ChunkLoss("uld", None, 8): 3 * 1024 + 4096,
-        ChunkLoss("gold", None, 8): 3 * (1024 - common) + (4096 - common),
-        ChunkLoss("projection", 16): 4096,
+        ChunkLoss("common", 64): 3 * (common + 5 * 64),  # few columns per id
+        ChunkLoss("common", 4): common + 5 * 4,
+        ChunkLoss("uld", None, 8): 3 * (1024 + 40) + 4096 + 40,
+        ChunkLoss("gold", None, 8): 3 * (1024 - common + 40) + (4096 - common + 40),
+        ChunkLoss("projection", 16): 4096 + 5 * 16,
     }.items():
         expected = rows * chosen * 1e-6
         assert heads_of(device, loss) - plain == pytest.approx(expected, abs=1e-4), loss

@@ -40,6 +40,7 @@ def test_the_measured_machine_plans_a_run(
     assert set(device.narrow_choice_ns) == {"fp32", "bf16"}
     assert {"kernel_us", "logit_ns.fp32", "node.latency_us"} <= set(device.spread)
     assert len(device.step_factors) == (1 if available_cores() == 1 else 3)
+    assert device.layer_us.keys() == device.step_factors.keys()
     for factors in device.step_factors.values():
         assert {"teacher", "forward", "loss", "backward"} <= set(factors["fp32"])
     config.write_text(RUN)

@@ -14,8 +14,10 @@ from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import (
     MeasuredSteps,
+    Sample,
     read_steps,
     refined,
+    refined_by_sizes,
     refined_by_steps,
     refined_for,
 )
@@ -119,6 +121,52 @@ def test_steps_of_one_sharing_leave_the_factors_of_another_as_they_are() -> None
     assert found[0] == found[1] == found[2]
     assert found[0]["one rank"]["bf16"]["loss"] == pytest.approx(0.625, rel=1e-3)
     assert found[0]["several ranks"]["bf16"]["loss"] == pytest.approx(0.75, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "sharing"),
+    [(1, 2, "one rank"), (2, 1, "several ranks"), (1, 1, "idle cores")],
+)
+@pytest.mark.parametrize("added", [0.0, 300.0], ids=["work alone", "each layer"])
+def test_steps_of_two_sizes_tell_a_layer_s_own_time_from_its_work(
+    added: float, ranks: int, threads: int, sharing: Any
+) -> None:
+    """The rates of a machine of known factors, found again, plan a run of another size."""
+    fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 2.0}
+    cpu = DeviceProfile.model_validate(fields)
+    factors = {"teacher": 1.25, "forward": 1.5, "backward": 0.75, "loss": 1.1}
+    more = {"teacher": added, "forward": 2 * added, "backward": added / 2}
+    truth = DeviceProfile.model_validate(
+        fields | {"step_factors": {sharing: {"fp32": factors}}, "layer_us": {sharing: more}}
+    )
+    layout = Layout()
+
+    def seconds(device: DeviceProfile, hidden: int) -> tuple[PlannedRun, Choice, dict[Any, float]]:
+        shape = llama(4, hidden, 3 * hidden, 8, 4, vocab_size=4096)
+        run = run_of(shape, teacher=shape, sequence_length=256, precision="fp32",
+                     global_batch_size=ranks)  # fmt: skip
+        choice = Choice(
+            layout=layout, ranks=ranks, micro_batch_size=1, layers=(4,), place="shared",
+            teacher_layout=layout, teacher_layers=(4,),
+        )  # fmt: skip
+        shared = device.shared_by(ranks, threads=threads)
+        numbers = stage_numbers(shape, layout, (4,))
+        return run, choice, phase_seconds(run, choice, shared, numbers)
+
+    large, small = (
+        Sample(run, choice, MeasuredSteps(phases, sum(phases.values()), 1, 1.0, 1.0))
+        for run, choice, phases in (seconds(truth, hidden) for hidden in (512, 256))
+    )
+    found = refined_by_sizes(cpu, large, small, shared_by=ranks, threads=threads)
+    for phase, us in more.items():
+        assert found.layer_us[sharing].get(phase, 0.0) == pytest.approx(us, rel=1e-2, abs=1), phase  # type: ignore[call-overload]
+    *_, expected = seconds(truth, 128)
+    *_, planned = seconds(found, 128)
+    for phase in ("teacher", "forward", "backward", "loss"):
+        assert planned[phase] == pytest.approx(expected[phase], rel=1e-2), phase
+    # Measured again, nothing of the first time is left in it.
+    again = refined_by_sizes(found, large, small, shared_by=ranks, threads=threads)
+    assert (again.layer_us, again.step_factors) == (found.layer_us, found.step_factors)
 
 
 NEAR = {"sequence_length": 2400, "num_layers": 38, "vocab_size": 150_000}
