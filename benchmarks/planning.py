@@ -49,7 +49,7 @@ factors that make the phases of the first row the measured ones, for the rows li
 precision, and layers and heads whose FLOPs per token differ by a quarter at most. `peak` is
 the most bytes of tensors alive at once during a step above those that last from step to step, of
 the rank that has most; `lasting` those: weights of both models, gradients and the optimizer's
-state. Their prediction leaves out Adam's step counters, 4 bytes per tensor or part of one.
+state, with Adam's count of steps for each tensor or part of one.
 """
 
 
