@@ -3,9 +3,9 @@
 The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
 one rank with all cores, one of a rank per core, and one of a rank with one thread beside idle cores
 are measured in both precisions. Their phases over the predicted ones are the device's
-`step_factors`. A second run of a quarter of the work tells apart what a layer of any size takes:
-`layer_us`. Where bf16 is slower than fp32, as on a CPU without instructions for it, its steps
-would take longer than all else: they are measured with a rank per core alone.
+`step_factors`. A second run of an eighth of the products tells apart what a layer of any size
+takes: `layer_us`. Where bf16 is slower than fp32, as on a CPU without instructions for it, its
+steps would take longer than all else: they are measured with a rank per core alone.
 """
 
 from __future__ import annotations
@@ -126,14 +126,7 @@ def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Pat
                     device, large, taken(_SMALL), shared_by=ranks, threads=threads
                 )
             else:
-                device = refined_by_steps(
-                    device,
-                    large.run,
-                    large.choice,
-                    large.measured,
-                    shared_by=ranks,
-                    threads=threads,
-                )
+                device = refined_by_steps(device, large, shared_by=ranks, threads=threads)
     return device
 
 

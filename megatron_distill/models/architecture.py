@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-# Activations with a gate; the rest are GELUs.
 # Rows of a grouped product begin at multiples of this.
 _ROW_BYTES: Final = 16
+# Activations with a gate; the rest are GELUs.
 _GATED: Final = ("swiglu", "geglu", "geglu_tanh")
 
 

@@ -205,7 +205,7 @@ class DeviceProfile(_ProfileTable):
     step_factors: dict[Sharing, dict[Precision, dict[Phase, Positive]]] = Field(
         default_factory=dict
     )
-    layer_us: dict[Sharing, dict[Phase, float]] = Field(default_factory=dict)
+    layer_us: dict[Sharing, dict[Phase, Positive]] = Field(default_factory=dict)
     node: Link
     network: Link
     spread: dict[str, float] = Field(default_factory=dict)

@@ -174,40 +174,29 @@ def refined_by_sizes(
         # A step that something disturbed would seem to be all of it.
         added = min((work * part - less * whole) / spread, _MOST_ADDED * part / fewer)
         factor = (whole - layers * added) / work
-        if added > 0 and factor > 0:
-            # The factor is of all of a layer's time.
-            more[phase] = round(1e6 * added / factor, 1)
+        # The factor is of all of a layer's time.
+        if factor > 0 and (own := round(1e6 * added / factor, 1)) > 0:
+            more[phase] = own
     others = {**device.layer_us, shared.sharing: more}
-    return refined_by_steps(
-        device.model_copy(update={"layer_us": others}),
-        large.run,
-        large.choice,
-        large.measured,
-        shared_by=shared_by,
-        threads=threads,
-    )
+    changed = device.model_copy(update={"layer_us": others})
+    return refined_by_steps(changed, large, shared_by=shared_by, threads=threads)
 
 
 def refined_by_steps(
-    device: DeviceProfile,
-    run: PlannedRun,
-    choice: Choice,
-    measured: MeasuredSteps,
-    *,
-    shared_by: int,
-    threads: int | None = None,
+    device: DeviceProfile, sample: Sample, *, shared_by: int, threads: int | None = None
 ) -> DeviceProfile:
     """Return a CPU with `step_factors` of its calibration's run, which hold for every run.
 
     They are those of its precision and sharing of the cores; arguments as of `refined`.
     """
+    run = sample.run
     shared = device.shared_by(shared_by, threads=threads)
     before = device.step_factors.get(shared.sharing, {})
     factors = dict(before.get(run.precision, {}))
     # Those of other sharings would stand in for those that are to be found.
     own = {shared.sharing: {run.precision: dict(factors)}} if factors else {}
     plain = _plain(shared).model_copy(update={"step_factors": own})
-    for phase, ratio in _ratios(plain, run, choice, measured).items():
+    for phase, ratio in _ratios(plain, run, sample.choice, sample.measured).items():
         factors[phase] = round(factors.get(phase, 1.0) * ratio, 4)
     found = {**device.step_factors, shared.sharing: {**before, run.precision: factors}}
     return device.model_copy(update={"step_factors": found})

@@ -13,7 +13,7 @@ from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.memory import MemoryNeed, memory_need, teacher_rank_need
 from megatron_distill.planning.operations import Recomputed
-from megatron_distill.planning.parameters import stage_numbers
+from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
 from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
 from megatron_distill.runtime.layout import Layout
@@ -144,18 +144,13 @@ class Search:
                 self._note_memory(choice, need)
 
     def _need(self, choice: Choice) -> MemoryNeed:
-        numbers = stage_numbers(
-            self.run.student, choice.layout, choice.layers, width=self.run.width
-        )
-        return memory_need(self.run, choice, self.device, numbers)
+        return memory_need(self.run, choice, self.device, _student_numbers(self.run, choice))
 
     def _fits(self, need: MemoryNeed) -> bool:
         return need.total <= USABLE * self.device.memory_bytes
 
     def _timed(self, choice: Choice, need: MemoryNeed) -> Planned:
-        numbers = stage_numbers(
-            self.run.student, choice.layout, choice.layers, width=self.run.width
-        )
+        numbers = _student_numbers(self.run, choice)
         return Planned(choice, step_time(self.run, choice, self.device, numbers), need)
 
     def _note_memory(self, choice: Choice, need: MemoryNeed) -> None:
@@ -443,9 +438,13 @@ def _order(one: Planned) -> tuple[float, float]:
     return round(one.time.total, 9), one.time.total - one.time.data
 
 
+def _student_numbers(run: PlannedRun, choice: Choice) -> tuple[RankNumbers, ...]:
+    return stage_numbers(run.student, choice.layout, choice.layers, width=run.width)
+
+
 def planned(run: PlannedRun, choice: Choice, device: DeviceProfile) -> Planned:
     """Predict the time and the memory of one choice."""
-    numbers = stage_numbers(run.student, choice.layout, choice.layers, width=run.width)
+    numbers = _student_numbers(run, choice)
     return Planned(
         choice,
         step_time(run, choice, device, numbers),

@@ -116,7 +116,7 @@ def test_steps_of_one_sharing_leave_the_factors_of_another_as_they_are() -> None
             speed = 0.5 + ranks / 8
             own = {phase: speed * seconds for phase, seconds in phases.items()}
             measured = MeasuredSteps(own, sum(own.values()), 1, 1.0, 1.0)
-            device = refined_by_steps(device, run, choice, measured, shared_by=ranks)
+            device = refined_by_steps(device, Sample(run, choice, measured), shared_by=ranks)
         found.append(device.step_factors)
     assert found[0] == found[1] == found[2]
     assert found[0]["one rank"]["bf16"]["loss"] == pytest.approx(0.625, rel=1e-3)
@@ -136,9 +136,10 @@ def test_steps_of_two_sizes_tell_a_layer_s_own_time_from_its_work(
     cpu = DeviceProfile.model_validate(fields)
     factors = {"teacher": 1.25, "forward": 1.5, "backward": 0.75, "loss": 1.1}
     more = {"teacher": added, "forward": 2 * added, "backward": added / 2}
-    truth = DeviceProfile.model_validate(
-        fields | {"step_factors": {sharing: {"fp32": factors}}, "layer_us": {sharing: more}}
-    )
+    own = {"step_factors": {sharing: {"fp32": factors}}, "layer_us": {sharing: more}}
+    if not added:
+        own["layer_us"] = {sharing: {}}
+    truth = DeviceProfile.model_validate(fields | own)
     layout = Layout()
 
     def seconds(device: DeviceProfile, hidden: int) -> tuple[PlannedRun, Choice, dict[Any, float]]:
