@@ -197,14 +197,18 @@ def measuring_passes(
     *,
     chunks: int,
     of_gradients: bool,
+    terms: Sequence[LossTerm] = (),
 ) -> Passes:
     """Return the time of the heads in a pass that measures losses, or norms of their gradients.
 
     Arguments as of `head_passes`. Losses take each head's product and one reading of its logits.
     Gradients on the hidden states take the student's head once for the labels and once for the
-    divergences, and as many products back. The head's own gradient is not formed.
+    divergences, and as many products back. The head's own gradient is not formed. Terms on few ids
+    and calls of torch are those of the losses: without a gradient there are about as many.
     """
-    forward = 0.0
+    forward = rank.calls(chunks * _calls(terms, student, teacher, chosen=0))
+    if student is not None:
+        forward += _id_seconds(student, rank, chunks=chunks, terms=terms)
     split = rank.layout.tensor
     times = 2 if of_gradients else 1
     shapes = (
@@ -217,10 +221,16 @@ def measuring_passes(
         columns = shape.padded_vocab_size(split) / split
         rows = rank.tokens / chunks
         forward += rank.product(rows, shape.hidden_size, columns, count=products * chunks)
-        logits = _logit_seconds(rank, columns, passes=passes, chunks=chunks)
-        forward += count * logits / (1 if of_gradients else passes)
+        if shape is student or _has_whole(terms):
+            logits = _logit_seconds(rank, columns, passes=passes, chunks=chunks)
+            forward += count * logits / (1 if of_gradients else passes)
+        if shape is teacher and (most := _most_ids(terms)):
+            forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=most)
     messages = measuring_messages(student, rank, chunks=chunks, of_gradients=of_gradients)
-    return Passes(forward) + messages
+    of_ids = _id_messages(
+        rank, chunks=chunks, terms=terms, has=(student is not None, teacher is not None)
+    )
+    return Passes(forward, forward_messages=of_ids, tensor=of_ids) + messages
 
 
 def measuring_messages(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import mean
 from typing import TYPE_CHECKING, Final
 
@@ -229,14 +229,17 @@ def _measuring_heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
         tokens = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
         work = measuring_aligned_passes(run, rank, teacher_tokens=tokens)
         return work + measuring_messages(run.student, rank, chunks=chunks, of_gradients=norms)
-    heads = measuring_passes(
-        run.student, choice.head_in_stages(run), rank, chunks=chunks, of_gradients=norms
+    measured = partial(
+        measuring_passes,
+        rank=rank,
+        chunks=chunks,
+        of_gradients=norms,
+        terms=choice.terms(run),
     )
+    heads = measured(run.student, choice.head_in_stages(run))
     several = run.several and choice.keeps_head(run)
     for one, _, share in teachers_apart(run, choice) if several else ():
-        heads += measuring_passes(None, one.teacher, rank, chunks=chunks, of_gradients=norms).times(
-            share
-        )
+        heads += measured(None, one.teacher).times(share)
     return heads
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -294,6 +295,36 @@ def test_terms_on_few_ids_read_the_logits_that_they_need(
     found, plain = (step_time(run, choice, one, NUMBERS).heads for one in (LOGITS, DEVICE))
     logits = BATCH * LENGTH * STUDENT.vocab_size
     assert found - plain == pytest.approx(logits * (student + whole + 5 * chosen) * 1e-9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("measures", "place", "term", "student", "whole", "chosen"),
+    [
+        ("losses", "shared", LossTerm(), 1 / 3, 1 / 2, 0),
+        ("losses", "shared", LossTerm(IDS, has_tail=False), 1 / 3, 0, 1),
+        ("losses", "store", LossTerm(), 2 / 3, 0, 0),
+        ("gradients", "shared", LossTerm(IDS, has_tail=False), 2, 0, 1),
+        ("gradients", "store", LossTerm(), 2 + 1 / 3, 0, 0),
+    ],
+)
+def test_the_balance_measures_terms_on_few_ids_as_the_losses_take_them(
+    measures: Any, place: Any, term: LossTerm, student: float, whole: float, chosen: int
+) -> None:
+    """Values read each logit once, gradients the student's twice; chosen ids are counted once."""
+    run = replace(RUN, terms=(term,), store_ids=RECORDED, keeps_signals=True, measures=measures)
+    choice = replace(SHARED, place=place)
+    free = LOGITS.model_copy(update={"logit_ns": {"bf16": 1e-9}, "choice_ns": {"bf16": 1e-9}})
+    found, rest = (step_time(run, choice, one, NUMBERS).balance for one in (LOGITS, free))
+    logits = BATCH * LENGTH * STUDENT.vocab_size
+    assert found - rest == pytest.approx(logits * (student + whole + 5 * chosen) * 1e-9, rel=1e-4)
+    calling = free.model_copy(update={"kernel_us": 1.0})
+    one, four = (
+        step_time(replace(run, chunk_tokens=LENGTH // chunks), choice, calling, NUMBERS).balance
+        for chunks in (1, 4)
+    )
+    calls = 300 + (350 if place == "store" else 200 + 350 if chosen else 370)
+    # A few more calls are those of the products.
+    assert four - one == pytest.approx(3 * BATCH * calls * 1e-6, rel=0.02)
 
 
 @pytest.mark.parametrize(("term", "ns"), [(LossTerm(IDS, has_tail=False), 27), (LossTerm(), 55)])
