@@ -17,7 +17,17 @@ from megatron_distill.planning.losses.token_losses import RowBlocks, id_bytes
 from megatron_distill.planning.parameters import RankNumbers, fullest_state, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 
-__all__ = ["MemoryNeed", "chunk_bytes", "memory_need", "student_states", "teacher_rank_need"]
+__all__ = [
+    "USABLE",
+    "MemoryNeed",
+    "chunk_bytes",
+    "memory_need",
+    "student_states",
+    "teacher_rank_need",
+]
+
+# Share of a device's memory that a plan may use.
+USABLE: Final = 0.92
 
 _FP32: Final = 4
 # Bytes that Transformer Engine keeps of each weight of a student's layer in FP8: a copy for the

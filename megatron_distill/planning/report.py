@@ -12,10 +12,10 @@ from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import StepFlops, step_flops_per_token
 from megatron_distill.planning.device import DeviceProfile
-from megatron_distill.planning.memory import MemoryNeed
+from megatron_distill.planning.memory import USABLE, MemoryNeed
 from megatron_distill.planning.refine import measured_like
 from megatron_distill.planning.run import Choice, PlannedRun
-from megatron_distill.planning.search import USABLE, Capture, Planned, Ranking, layout_name
+from megatron_distill.planning.search import Capture, Planned, Ranking, layout_name
 from megatron_distill.planning.traffic import step_bytes
 
 __all__ = ["changed_settings", "choice_name", "need_in_words", "plan_report", "settings", "table"]

@@ -7,11 +7,16 @@ from dataclasses import dataclass, field, replace
 from math import log2
 from typing import Final
 
-from megatron_distill.errors import counted
 from megatron_distill.models.flops import balanced_stages, step_flops_per_token
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import DeviceProfile
-from megatron_distill.planning.memory import MemoryNeed, memory_need, teacher_rank_need
+from megatron_distill.planning.memory import (
+    USABLE,
+    MemoryNeed,
+    memory_need,
+    teacher_rank_need,
+)
+from megatron_distill.planning.missing import LONG, Missing, Reasons, sizes_of
 from megatron_distill.planning.operations import Recomputed
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
@@ -20,16 +25,14 @@ from megatron_distill.runtime.layout import Layout
 
 __all__ = ["Capture", "Planned", "Ranking", "Search", "layout_name", "nearest", "planned"]
 
-# Share of a device's memory that a plan may use.
-USABLE: Final = 0.92
 _VIRTUAL: Final = (None, 2, 4)
 _CONTEXT: Final = (1, 2, 4, 8)
 _MICRO_BATCHES: Final = (1, 2, 4, 8)
+# Of the fastest layouts larger ones are tried, twice as large each time.
+_MOST_AT_ONCE: Final = 128
 # Stages, up to so many devices and beyond.
 _MOST_STAGES: Final = (16, 32)
 _MANY_DEVICES: Final = 1024
-# Context ranks leave the node only for sequences of more positions than this.
-_LONG: Final = 32_768
 _RECOMPUTED: Final[tuple[tuple[Recomputed, tuple[str, ...]], ...]] = (
     ("none", ()),
     ("selective", ("mlp",)),
@@ -37,18 +40,6 @@ _RECOMPUTED: Final[tuple[tuple[Recomputed, tuple[str, ...]], ...]] = (
 )
 # Student layouts beside which a teacher's own layouts and ranks are tried, by their own time.
 _PARTNERS: Final = 12
-# Tensor, pipeline, context and expert ranks of a student.
-_Sizes = tuple[int, int, int, int]
-# Layouts that people try first, and those of experts besides.
-_POPULAR: Final[tuple[_Sizes, ...]] = (
-    (1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1),
-    (4, 2, 1, 1), (8, 2, 1, 1), (4, 4, 1, 1), (8, 4, 1, 1), (8, 8, 1, 1), (1, 1, 2, 1),
-    (8, 1, 2, 1),
-)  # fmt: skip
-_POPULAR_OF_EXPERTS: Final[tuple[_Sizes, ...]] = (
-    (1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (2, 1, 1, 8), (1, 4, 1, 8),
-)  # fmt: skip
-
 # The reason why the rules of the configuration refuse a layout of a role, or None.
 ShapeRule = Callable[[str, Layout], str | None]
 
@@ -64,14 +55,6 @@ class Planned:
     def fits(self, device: DeviceProfile) -> bool:
         """Whether the fullest rank stays within the usable share of the device's memory."""
         return self.memory.total <= USABLE * device.memory_bytes
-
-
-@dataclass(frozen=True)
-class Missing:
-    """A popular layout that is not among the shown ones, and the reason."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -99,7 +82,8 @@ class Ranking:
 class Search:
     """The search of one run on `devices` such devices.
 
-    shape_rule: of the configuration, for the student's and the teacher's layout.
+    shape_rule: of the configuration, for the student's and the teacher's layout. configured: the
+    configuration's own choice, which is ranked with the others; None: it does not run.
     """
 
     run: PlannedRun
@@ -107,23 +91,28 @@ class Search:
     devices: int
     shape_rule: ShapeRule
     places: Sequence[TeacherPlace]
+    configured: Choice | None = None
     _tried: int = 0
-    _least: dict[_Sizes, MemoryNeed] = field(default_factory=dict)
     _layers: dict[tuple[int, bool, bool], tuple[int, ...]] = field(default_factory=dict)
-    _refused: dict[_Sizes, str] = field(default_factory=dict)
+    _reasons: Reasons = field(default_factory=Reasons)
 
     def ranking(self, *, shown: int) -> Ranking:
         """Return all that fit, and reasons for popular layouts that are not among the first."""
         found: list[Planned] = []
         for place in self.places:
             if place == "own ranks":
-                found += self._own_ranks()
+                of_place = self._own_ranks()
             else:
-                found += self._fitting(self._choices(self.devices, place))
+                of_place = [*self._fitting(self._choices(self.devices, place))]
                 if place == "shared" and not self.run.several:
-                    found += self._own_layouts()
+                    of_place += self._own_layouts()
+            found += self._with_larger(of_place)
+        if self.configured is not None:
+            found += self._all_fitting(iter([self.configured]))
         found = _best_of_each(found)
-        return Ranking(tuple(found), tuple(self._missing(found, shown)), self._tried)
+        times = [(one.choice.layout, one.time.total) for one in found]
+        missing = self._reasons.missing(self.run, self.device, self.devices, times, shown=shown)
+        return Ranking(tuple(found), tuple(missing), self._tried)
 
     def _fitting(self, choices: Iterator[Choice], *, is_partner: bool = False) -> Iterator[Planned]:
         """Evaluate choices; recomputation is tried only where memory asks for it.
@@ -141,7 +130,27 @@ class Search:
                 done.add(key)
                 yield self._timed(choice, need)
             elif not is_partner:
-                self._note_memory(choice, need)
+                self._reasons.note_memory(choice.layout, need)
+
+    def _with_larger(self, found: Sequence[Planned]) -> list[Planned]:
+        """Return the fastest choice of each layout, of the first ones also with more at once."""
+        best = _best_of_each(found)
+        return [*best, *(one for first in best[:_PARTNERS] for one in self._larger(first))]
+
+    def _larger(self, one: Planned) -> Iterator[Planned]:
+        """Yield a choice with larger micro-batches, while they fit and take less time."""
+        size, layout = one.choice.micro_batch_size, one.choice.layout
+        if size < _MICRO_BATCHES[-1]:
+            return  # a smaller one than those that were tried is the fastest
+        while (size := 2 * size) <= _MOST_AT_ONCE:
+            choice = replace(one.choice, micro_batch_size=size)
+            micro_batches, rest = divmod(self.run.global_batch_size, choice.data * size)
+            if rest or (layout.virtual_pipeline and micro_batches % layout.pipeline):
+                return
+            (larger,) = self._all_fitting(iter([choice])) or (one,)
+            if larger.time.total >= one.time.total:
+                return
+            yield (one := larger)
 
     def _need(self, choice: Choice) -> MemoryNeed:
         return memory_need(self.run, choice, self.device, _student_numbers(self.run, choice))
@@ -153,18 +162,12 @@ class Search:
         numbers = _student_numbers(self.run, choice)
         return Planned(choice, step_time(self.run, choice, self.device, numbers), need)
 
-    def _note_memory(self, choice: Choice, need: MemoryNeed) -> None:
-        key = _sizes(choice.layout)
-        least = self._least.get(key)
-        if least is None or need.total < least.total:
-            self._least[key] = need
-
     def _choices(self, ranks: int, place: TeacherPlace) -> Iterator[Choice]:
         """Yield the student's choices with the least recomputation first."""
         for layout in self._layouts(ranks):
             problem = self._problem(layout, place)
             if problem is not None:
-                self._refused.setdefault(_sizes(layout), problem)
+                self._reasons.note_rule(layout, problem)
                 continue
             replicas = ranks // layout.model_ranks
             for size in _MICRO_BATCHES:
@@ -232,7 +235,7 @@ class Search:
             for context in _CONTEXT:
                 if ranks % (tensor * context) or (context > 1 and length % (2 * context)):
                     continue
-                if context > 1 and tensor * context > most and length <= _LONG:
+                if context > 1 and tensor * context > most and length <= LONG:
                     continue
                 sequence = tensor > 1 and not length % (tensor * context)
                 for pipeline in range(1, self._most_stages + 1):
@@ -312,9 +315,8 @@ class Search:
             teacher_length=run.teacher_length,
         )
         wanted = flops.teacher_share * self.devices
-        sizes = sorted(range(unit, self.devices, unit), key=lambda size: abs(size - wanted))[:3]
         choices: list[Choice] = []
-        for size in sizes:
+        for size in _near(wanted, self.devices, unit):
             choices_alone = self._choices(self.devices - size, "none")
             alone = _best_of_each(self._fitting(choices_alone, is_partner=True))
             choices += [
@@ -335,7 +337,7 @@ class Search:
     def with_store(self) -> Planned | None:
         """Return the fastest choice that reads a store instead of running the teacher."""
         found = self._fitting(self._choices(self.devices, "store"), is_partner=True)
-        return min(found, key=lambda one: one.time.total, default=None)
+        return min(self._with_larger([*found]), key=lambda one: one.time.total, default=None)
 
     def capture(self) -> Capture | None:
         """Return the fastest capture of the teacher on all devices, None if it does not fit."""
@@ -343,8 +345,9 @@ class Search:
             return None
         run = replace(self.run, sent_ids=self.run.store_ids)
         best: Capture | None = None
+        most = int(log2(_MOST_AT_ONCE))
         for layout in self.teacher_layouts(self.devices):
-            for size in _MICRO_BATCHES:
+            for size in (2**power for power in range(most + 1)):
                 choice = self._with_teacher(
                     Choice(
                         layout=layout,
@@ -367,60 +370,19 @@ class Search:
                     best = Capture(seconds, name)
         return best
 
-    def _missing(self, found: Sequence[Planned], shown: int) -> Iterator[Missing]:
-        """Give the reason for each popular layout that is not among the first `shown`."""
-        there = {_sizes(one.choice.layout) for one in found[:shown]}
-        popular = _POPULAR + (_POPULAR_OF_EXPERTS if self.run.student.moe is not None else ())
-        for sizes in popular:
-            if sizes not in there:
-                yield Missing(_sizes_name(sizes), self._reason(sizes, found))
 
-    def _reason(self, sizes: _Sizes, found: Sequence[Planned]) -> str:
-        tensor, pipeline, context, expert = sizes
-        moe, node = self.run.student.moe, self.device.node.devices
-        same = next((one for one in found if _sizes(one.choice.layout) == sizes), None)
-        if any(self.devices % (tensor * pipeline * size) for size in (context, expert)):
-            return f"does not divide {counted(self.devices, 'device')}"
-        if same is not None:
-            return f"slower: {same.time.total / found[0].time.total - 1:.0%} above the best"
-        if sizes in self._least:
-            return _too_large(self._least[sizes], self.device)
-        if sizes in self._refused:
-            return self._refused[sizes]
-        if tensor > node:
-            return f"tensor-parallel ranks on several nodes of {node}"
-        if pipeline > self.run.student.num_layers:
-            return f"more stages than the student's {self.run.student.num_layers} layers"
-        if moe is not None and moe.num_experts % expert:
-            return f"does not divide the student's {counted(moe.num_experts, 'expert')}"
-        if context > 1 and self.run.sequence_length % (2 * context):
-            return f"sequences of {self.run.sequence_length} do not divide by {2 * context}"
-        if context > 1 and tensor * context > node:
-            return f"context ranks leave a node only for more than {_LONG:,} positions"
-        size = self.run.global_batch_size
-        return f"its replicas do not divide the global batch of {size} sequences"
+def _near(wanted: float, devices: int, unit: int) -> list[int]:
+    """Return numbers of a teacher's ranks near the wanted one, multiples of `unit`.
 
+    The nearest, and the two nearest quarters of the devices: these have more divisors, so that
+    replicas share a batch evenly.
+    """
 
-def _too_large(need: MemoryNeed, device: DeviceProfile) -> str:
-    parts = sorted(need.parts.items(), key=lambda item: -item[1])[:2]
-    named = ", ".join(f"{name.replace('_', ' ')} {count / 2**30:.1f}" for name, count in parts)
-    return (
-        f"needs {need.total / 2**30:.1f} GiB of {USABLE * device.memory_gib:.1f} usable, "
-        f"even with full recomputation and the smallest micro-batch ({named})"
-    )
+    def nearest_of(step: int) -> list[int]:
+        return sorted(range(step, devices, step), key=lambda size: abs(size - wanted))
 
-
-def _sizes(layout: Layout) -> _Sizes:
-    return layout.tensor, layout.pipeline, layout.context, layout.expert
-
-
-def _sizes_name(sizes: _Sizes) -> str:
-    """Return sizes in the usual abbreviations, without the context and expert ranks of one."""
-    tensor, pipeline, context, expert = sizes
-    parts = [f"TP{tensor}", f"PP{pipeline}"]
-    parts += [f"CP{context}"] if context > 1 else []
-    parts += [f"EP{expert}"] if expert > 1 else []
-    return " ".join(parts)
+    quarter = max(1, devices // 4 // unit) * unit
+    return sorted({*nearest_of(unit)[:1], *nearest_of(quarter)[:2]})
 
 
 def _best_of_each(found: Iterator[Planned] | Sequence[Planned]) -> list[Planned]:
@@ -467,8 +429,8 @@ def nearest(found: Sequence[Planned], wanted: Choice, *, count: int) -> list[Pla
     def distance(one: Planned) -> tuple[float, float]:
         here, there = one.choice, wanted
         sizes = zip(
-            (*_sizes(here.layout), here.layout.virtual_pipeline or 1),
-            (*_sizes(there.layout), there.layout.virtual_pipeline or 1),
+            (*sizes_of(here.layout), here.layout.virtual_pipeline or 1),
+            (*sizes_of(there.layout), there.layout.virtual_pipeline or 1),
             strict=True,
         )
         far = sum(abs(log2(a / b)) for a, b in sizes)

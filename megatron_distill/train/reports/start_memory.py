@@ -16,17 +16,10 @@ from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import DeviceProfile, load_device
-from megatron_distill.planning.memory import MemoryNeed, teacher_rank_need
+from megatron_distill.planning.memory import USABLE, MemoryNeed, teacher_rank_need
 from megatron_distill.planning.report import changed_settings, choice_name, need_in_words
 from megatron_distill.planning.run import Choice, PlannedRun
-from megatron_distill.planning.search import (
-    USABLE,
-    Planned,
-    Search,
-    layout_name,
-    nearest,
-    planned,
-)
+from megatron_distill.planning.search import Planned, Search, layout_name, nearest, planned
 from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device

@@ -14,17 +14,17 @@ from megatron_distill.config import load_config
 from megatron_distill.config.rules.teacher_parallel import teacher_parallel
 from megatron_distill.models.architecture import MixtureOfExperts
 from megatron_distill.planning.device import load_device
-from megatron_distill.planning.memory import memory_need
+from megatron_distill.planning.memory import USABLE, memory_need
+from megatron_distill.planning.missing import POPULAR, sizes_of
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.report import changed_settings, plan_report, settings
 from megatron_distill.planning.run import TeacherPlace
 from megatron_distill.planning.search import (
-    _POPULAR,
-    USABLE,
     Ranking,
     Search,
-    _sizes,
+    _near,
     nearest,
+    planned,
 )
 from megatron_distill.runtime.groups import Layout
 from megatron_distill.train.assemble.shapes import layout_of
@@ -95,10 +95,10 @@ def test_every_popular_layout_that_is_not_shown_has_a_reason(ranking: Ranking) -
     assert reasons["TP1 PP1"].startswith("needs ")
     assert "teacher" in reasons["TP1 PP1"]
     assert reasons["TP4 PP1"] == "student: four is refused"
-    shown = {_sizes(one.choice.layout) for one in ranking.fitting[:3]}
-    slower = {_sizes(one.choice.layout) for one in ranking.fitting[3:]} - shown
+    shown = {sizes_of(one.choice.layout) for one in ranking.fitting[:3]}
+    slower = {sizes_of(one.choice.layout) for one in ranking.fitting[3:]} - shown
     expected = {}
-    for sizes in _POPULAR:
+    for sizes in POPULAR:
         tensor, pipeline, context, expert = sizes
         assert expert == 1
         name = f"TP{tensor} PP{pipeline}" + (f" CP{context}" if context > 1 else "")
@@ -124,8 +124,46 @@ def test_a_student_with_experts_has_reasons_for_popular_expert_ranks() -> None:
     assert reasons["TP1 PP4 EP8"] == "does not divide 16 devices"
     best = found.fitting[0].choice.layout
     for experts, name in ((1, "TP1 PP1"), (2, "TP1 PP1 EP2")):
-        is_best = _sizes(best) == (1, 1, 1, experts)
+        is_best = sizes_of(best) == (1, 1, 1, experts)
         assert is_best or reasons[name].startswith(("slower: ", "needs ")), name
+
+
+def test_the_fastest_layouts_are_tried_with_larger_micro_batches() -> None:
+    """Short samples of small models; 8 of them are the most that every layout is tried with."""
+    small, large = llama(16, 2048, 5632, 16, 8), llama(24, 4096, 11_008, 32, 8)
+    run = run_of(small, teacher=large, sequence_length=512, global_batch_size=2048)
+    one = Search(run, DEVICE, 64, heads_divide, ("shared", "own ranks"))
+    found = one.ranking(shown=3)
+    for place in ("shared", "own ranks"):
+        best = found.best(place)  # type: ignore[arg-type]
+        assert best is not None
+        size = best.choice.micro_batch_size
+        assert size > 8, place
+        halved = replace(best.choice, micro_batch_size=size // 2)
+        assert planned(run, halved, DEVICE).time.total > best.time.total
+
+
+def test_the_configured_layout_is_ranked_where_it_fits() -> None:
+    """With a micro-batch and numbers of ranks that the search does not try."""
+    one = search(64, "own ranks", sequence_length=512, global_batch_size=960)
+    (pattern, *_) = one.ranking(shown=1).fitting
+    choice = replace(
+        pattern.choice, layout=Layout(8, sequence=True), ranks=24, layers=(32,),
+        teacher_ranks=40, teacher_layout=Layout(8, sequence=True), teacher_layers=(80,),
+        micro_batch_size=5,
+    )  # fmt: skip
+    alone = replace(one, places=(), configured=choice)
+    (found,) = alone.ranking(shown=1).fitting
+    assert found == planned(one.run, choice, DEVICE)
+    tight = DEVICE.model_copy(update={"memory_gib": found.memory.total / 2**30})
+    assert not replace(alone, device=tight).ranking(shown=1).fitting
+
+
+def test_ranks_of_a_teacher_are_tried_near_the_balance_and_at_quarters() -> None:
+    assert _near(164, 256, 8) == [128, 160, 192]
+    assert _near(2621, 4096, 8) == [2048, 2624, 3072]
+    assert _near(1.2, 2, 1) == [1]
+    assert _near(5.1, 8, 1) == [4, 5, 6]
 
 
 def test_a_smaller_device_asks_for_more_ranks_per_model_or_recomputation() -> None:
@@ -209,7 +247,7 @@ def test_the_keys_of_a_layout_take_back_another_recomputation(ranking: Ranking) 
     assert changed_settings(none, full) == ["train.recompute=none", "train.recompute_layers=null"]
 
 
-def test_printed_keys_run_where_the_configuration_names_stages_and_a_teacher_s_sizes(
+def test_printed_keys_run_where_the_configuration_names_stages_and_a_teacher_ssizes_of(
     tmp_path: Path, ranking: Ranking
 ) -> None:
     path = tmp_path / "run.yaml"

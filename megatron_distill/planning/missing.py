@@ -1,0 +1,126 @@
+"""Popular layouts that a ranking does not show, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from megatron_distill.errors import counted
+from megatron_distill.planning.device import DeviceProfile
+from megatron_distill.planning.memory import USABLE, MemoryNeed
+from megatron_distill.planning.run import PlannedRun
+from megatron_distill.runtime.layout import Layout
+
+__all__ = ["LONG", "POPULAR", "Missing", "Reasons", "Sizes", "sizes_of"]
+
+# Context ranks leave the node only for sequences of more positions than this.
+LONG: Final = 32_768
+# Tensor, pipeline, context and expert ranks of a student.
+Sizes = tuple[int, int, int, int]
+# Layouts that people try first, and those of experts besides.
+POPULAR: Final[tuple[Sizes, ...]] = (
+    (1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1),
+    (4, 2, 1, 1), (8, 2, 1, 1), (4, 4, 1, 1), (8, 4, 1, 1), (8, 8, 1, 1), (1, 1, 2, 1),
+    (8, 1, 2, 1),
+)  # fmt: skip
+_POPULAR_OF_EXPERTS: Final[tuple[Sizes, ...]] = (
+    (1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (2, 1, 1, 8), (1, 4, 1, 8),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A popular layout that is not among the shown ones, and the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """What a search met of layouts: the least memory that was too much, and rules against them."""
+
+    _least: dict[Sizes, MemoryNeed] = field(default_factory=dict)
+    _refused: dict[Sizes, str] = field(default_factory=dict)
+
+    def note_memory(self, layout: Layout, need: MemoryNeed) -> None:
+        """Keep the least need of memory of those with these sizes, which was too much."""
+        key = sizes_of(layout)
+        least = self._least.get(key)
+        if least is None or need.total < least.total:
+            self._least[key] = need
+
+    def note_rule(self, layout: Layout, problem: str) -> None:
+        """Keep the first reason why the rules of the configuration refuse these sizes."""
+        self._refused.setdefault(sizes_of(layout), problem)
+
+    def missing(
+        self,
+        run: PlannedRun,
+        device: DeviceProfile,
+        devices: int,
+        found: Sequence[tuple[Layout, float]],
+        *,
+        shown: int,
+    ) -> Iterator[Missing]:
+        """Give the reason for each popular layout that is not among the first `shown`.
+
+        found: layouts that fit, with the seconds of their steps, fastest first.
+        """
+        there = {sizes_of(layout) for layout, _ in found[:shown]}
+        popular = POPULAR + (_POPULAR_OF_EXPERTS if run.student.moe is not None else ())
+        for sizes in popular:
+            if sizes in there:
+                continue
+            same = [seconds for layout, seconds in found if sizes_of(layout) == sizes]
+            if any(devices % (sizes[0] * sizes[1] * size) for size in sizes[2:]):
+                reason = f"does not divide {counted(devices, 'device')}"
+            elif same:
+                reason = f"slower: {same[0] / found[0][1] - 1:.0%} above the best"
+            elif sizes in self._least:
+                reason = _too_large(self._least[sizes], device)
+            else:
+                reason = self._refused.get(sizes) or _outside(sizes, run, device)
+            yield Missing(_name(sizes), reason)
+
+
+def _outside(sizes: Sizes, run: PlannedRun, device: DeviceProfile) -> str:
+    """Return why a search does not try these sizes."""
+    tensor, pipeline, context, expert = sizes
+    moe, node = run.student.moe, device.node.devices
+    if tensor > node:
+        return f"tensor-parallel ranks on several nodes of {node}"
+    if pipeline > run.student.num_layers:
+        return f"more stages than the student's {run.student.num_layers} layers"
+    if moe is not None and moe.num_experts % expert:
+        return f"does not divide the student's {counted(moe.num_experts, 'expert')}"
+    if context > 1 and run.sequence_length % (2 * context):
+        return f"sequences of {run.sequence_length} do not divide by {2 * context}"
+    if context > 1 and tensor * context > node:
+        return f"context ranks leave a node only for more than {LONG:,} positions"
+    size = run.global_batch_size
+    return f"its replicas do not divide the global batch of {size} sequences"
+
+
+def _too_large(need: MemoryNeed, device: DeviceProfile) -> str:
+    parts = sorted(need.parts.items(), key=lambda item: -item[1])[:2]
+    named = ", ".join(f"{name.replace('_', ' ')} {count / 2**30:.1f}" for name, count in parts)
+    return (
+        f"needs {need.total / 2**30:.1f} GiB of {USABLE * device.memory_gib:.1f} usable, "
+        f"even with full recomputation and the smallest micro-batch ({named})"
+    )
+
+
+def sizes_of(layout: Layout) -> Sizes:
+    """Return the tensor, pipeline, context and expert ranks of a layout."""
+    return layout.tensor, layout.pipeline, layout.context, layout.expert
+
+
+def _name(sizes: Sizes) -> str:
+    """Return sizes in the usual abbreviations, without the context and expert ranks of one."""
+    tensor, pipeline, context, expert = sizes
+    parts = [f"TP{tensor}", f"PP{pipeline}"]
+    parts += [f"CP{context}"] if context > 1 else []
+    parts += [f"EP{expert}"] if expert > 1 else []
+    return " ".join(parts)
