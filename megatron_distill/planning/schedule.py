@@ -44,6 +44,8 @@ OperationKind = Literal["data", "teacher", "measure", "forward", "backward", "up
 # Steps that are walked where work for later ones goes on beside them, besides those that a teacher
 # is ahead. The one before the last counts: in the last that work has ended.
 _STEPS: Final = 5
+# Relative difference up to which two steps are equal.
+_SAME: Final = 1e-6
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,10 @@ class FinishedTask:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The operations of all lanes that touch one step.
+    """The operations of all lanes that touch one step, or a few of unequal length.
 
     names: of the lanes. ranks: of the launch that a lane stands for; 0: reading beside their work.
-    start, end: of the step.
+    start, end: of the steps. steps: how many they are.
     """
 
     names: tuple[str, ...]
@@ -88,11 +90,12 @@ class Timeline:
     done: tuple[FinishedTask, ...]
     start: float
     end: float
+    steps: int = 1
 
     @property
     def seconds(self) -> float:
-        """Time of the step."""
-        return self.end - self.start
+        """Time of a step, a mean."""
+        return (self.end - self.start) / self.steps
 
     def lane_ranks(self, lane: int) -> str:
         """Return the ranks of a lane in words."""
@@ -105,7 +108,7 @@ class Timeline:
             for one in self.done
             if one.lane == lane and one.end > self.start and one.start < self.end
         )
-        return 1 - busy / self.seconds
+        return 1 - busy / (self.end - self.start)
 
 
 def walk(lanes: Sequence[Sequence[TimedTask]]) -> list[FinishedTask]:
@@ -194,7 +197,7 @@ def simulate(run: PlannedRun, choice: Choice, device: DeviceProfile, time: StepT
     teacher = teacher_stages(run, choice, device) if choice.teacher_layout is not None else []
     steps = 1
     if choice.place == "own ranks":
-        steps = _STEPS + run.steps_ahead
+        steps = _STEPS + 3 * run.steps_ahead
     elif time.data:
         steps = _STEPS
     update = time.data_parallel + time.optimizer
@@ -224,9 +227,19 @@ def simulate(run: PlannedRun, choice: Choice, device: DeviceProfile, time: StepT
     done = walk(lanes)
     last = [one for one in done if one.operation.kind == "update"]
     ends = [max(one.end for one in last if one.operation.step == step) for step in range(steps)]
-    begin, end = (ends[-3], ends[-2]) if steps > 1 else (0.0, ends[-1])
+    count = _unequal_steps(ends, run.steps_ahead + 1) if choice.place == "own ranks" else 1
+    begin, end = (ends[-2 - count], ends[-2]) if steps > 1 else (0.0, ends[-1])
     shown = tuple(one for one in done if one.end > begin and one.start < end)
-    return Timeline(tuple(names), tuple(ranks), shown, begin, end)
+    return Timeline(tuple(names), tuple(ranks), shown, begin, end, count)
+
+
+def _unequal_steps(ends: Sequence[float], most: int) -> int:
+    """Return how many steps are shown: one, or where steps differ as many as then repeat.
+
+    A teacher that waits for the student answers that many steps at once.
+    """
+    last, before = ends[-2] - ends[-3], ends[-3] - ends[-4]
+    return 1 if abs(last - before) <= _SAME * last else most
 
 
 def _student_lane(
@@ -316,14 +329,16 @@ def _teacher_pass(
     """Return the teacher's pass over a step's micro-batches on a rank of the student's pipeline.
 
     In a layout of its own it has other replicas and stages. Each lane then counts as busy for the
-    whole pass of the slowest stage.
+    whole pass of the slowest stage, and in the first micro-batch for those of all stages.
     """
     stage = rank if choice.is_same_layout else 0
     times = teacher[stage]
     if not choice.is_same_layout:
-        seconds = max(one.forward + one.message for one in teacher)
+        passes = [one.forward + one.message for one in teacher]
         return [
-            TimedTask(Operation("teacher", step, number, rank), seconds)
+            TimedTask(
+                Operation("teacher", step, number, rank), max(passes) if number else sum(passes)
+            )
             for number in range(micro_batches)
         ]
     tasks = []

@@ -374,7 +374,7 @@ class Search:
 def _near(wanted: float, devices: int, unit: int) -> list[int]:
     """Return numbers of a teacher's ranks near the wanted one, multiples of `unit`.
 
-    The nearest, and the two nearest quarters of the devices: these have more divisors, so that
+    The two nearest, and the two nearest quarters of the devices: these have more divisors, so that
     replicas share a batch evenly.
     """
 
@@ -382,7 +382,7 @@ def _near(wanted: float, devices: int, unit: int) -> list[int]:
         return sorted(range(step, devices, step), key=lambda size: abs(size - wanted))
 
     quarter = max(1, devices // 4 // unit) * unit
-    return sorted({*nearest_of(unit)[:1], *nearest_of(quarter)[:2]})
+    return sorted({*nearest_of(unit)[:2], *nearest_of(quarter)[:2]})
 
 
 def _best_of_each(found: Iterator[Planned] | Sequence[Planned]) -> list[Planned]:

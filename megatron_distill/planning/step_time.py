@@ -1,7 +1,7 @@
 """The time of a training step by its parts, from the times of the stages and their messages.
 
-A pipeline of stages with times T_i and m micro-batches takes (m - 1) max T_i + sum T_i (1F1B). With
-v chunks per rank the fill and the drain are v times shorter. That is exact for equal stages.
+A pipeline of equal stages with times T and m micro-batches takes (m - 1) T + sum T. With v chunks
+per rank the fill and the drain are v times shorter. Stages that differ: `alternating_seconds`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "StageTimes",
     "StepTime",
+    "alternating_seconds",
     "measuring_stages",
     "phase_seconds",
     "pipeline_seconds",
@@ -320,9 +321,57 @@ def stage_message(shape: Architecture, rank: Rank, *, ranks: int) -> float:
 
 
 def pipeline_seconds(times: Sequence[float], micro_batches: int, *, chunks: int = 1) -> float:
-    """Return the time of a pipeline whose stages take `times` per micro-batch."""
+    """Return the time of a pipeline whose stages take `times` per micro-batch.
+
+    Exact for passes in one direction, and for passes in both through equal stages.
+    """
     slowest = max(times)
     return micro_batches * slowest + (sum(times) - slowest) / chunks
+
+
+def alternating_seconds(
+    forward: Sequence[float], backward: Sequence[float], micro_batches: int
+) -> float:
+    """Return the time of both passes of m micro-batches through stages in the order of 1F1B.
+
+    A stage i has q = min(P - i, m) forward passes before its first backward pass. It ends the last
+    forward pass when it has done the others with m - q backward passes, from its start or from the
+    first backward pass on. The longest of the stages' paths through all others counts. It is the
+    time of a walk exactly where the last stage is the slowest, else a lower bound close to it.
+    """
+    stages, longest = len(forward), 0.0
+    for stage, (ahead, back) in enumerate(zip(forward, backward, strict=True)):
+        before = sum(forward[:stage]) + sum(backward[:stage])
+        behind = sum(forward[stage + 1 :]) + sum(backward[stage + 1 :])
+        warm = min(stages - stage, micro_batches)
+        rest, both = micro_batches - warm, ahead + back
+        last_forward = micro_batches * ahead + rest * back
+        if rest:
+            last_forward = max(last_forward, ahead + behind + rest * both)
+        paths = (
+            micro_batches * both,
+            last_forward + behind + back,
+            ahead + behind + micro_batches * back + rest * ahead,
+        )
+        longest = max(longest, before + max(paths))
+    return longest
+
+
+def _schedule_seconds(
+    stages: Sequence[StageTimes], choice: Choice, *, micro_batches: int, exchange: float
+) -> float:
+    """Return the time of the student's passes of a step; `exchange`: of messages per micro-batch.
+
+    Half of them are sent in each direction.
+    """
+    chunks, half = choice.layout.virtual_pipeline or 1, exchange / 2
+    if chunks == 1:
+        forward = [stage.forward + half for stage in stages]
+        return alternating_seconds(
+            forward, [stage.backward + half for stage in stages], micro_batches
+        )
+    times = [stage.total + exchange for stage in stages]
+    return pipeline_seconds(times, micro_batches, chunks=chunks)
 
 
 def step_time(
@@ -336,11 +385,7 @@ def step_time(
     split = layout.pipeline > 1
     # Without overlap, half of a micro-batch's two messages each way is waited for.
     exchange = slow.message if split else 0.0
-    schedule = pipeline_seconds(
-        [stage.total + exchange for stage in stages],
-        micro_batches,
-        chunks=layout.virtual_pipeline or 1,
-    )
+    schedule = _schedule_seconds(stages, choice, micro_batches=micro_batches, exchange=exchange)
     messages = slow.layers + slow.heads
     teacher, teacher_bubble = teacher_seconds(run, choice, device)
     updates = step_updates(run, choice, device, numbers[busiest], (slow.forward, slow.backward))
@@ -348,18 +393,18 @@ def step_time(
     own = balance + schedule + sum(vars(updates).values())
     waiting = 0.0
     if choice.place == "own ranks":
-        waiting = max(0.0, teacher + teacher_bubble - own)
-        if not run.steps_ahead:
-            # Answers are kept where the student runs twice: then only its first pass waits.
-            first = measuring_stages(run, choice, device)
-            waiting = waiting_without_a_step_ahead(
-                run,
-                choice,
-                device,
-                teacher=(teacher, teacher_bubble),
-                stages=_in_order(first or stages),
-                period=max(one.total for one in first or stages),
-            )
+        # Answers are kept where the student runs twice: then only its first pass waits.
+        first = measuring_stages(run, choice, device)
+        together = waiting_without_a_step_ahead(
+            run,
+            choice,
+            device,
+            teacher=(teacher, teacher_bubble),
+            stages=_in_order(first or stages),
+            period=max(one.total for one in first or stages),
+        )
+        # A teacher that is ahead begins a step when the student has ended one so many before it.
+        waiting = max(0.0, teacher - own, (own + together) / (run.steps_ahead + 1) - own)
         teacher = teacher_bubble = 0.0
     elif choice.place == "store":
         waiting = max(0.0, _store_seconds(run, choice) - own)

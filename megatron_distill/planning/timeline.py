@@ -78,7 +78,7 @@ def draw_timeline(timeline: Timeline, path: Path, *, title: str) -> Path:
 
 def _number(axes: Axes, timeline: Timeline, scale: float) -> None:
     """Write the number of the micro-batch on every pass that is wide enough."""
-    narrow = timeline.seconds * scale / 90
+    narrow = (timeline.end - timeline.start) * scale / 90
     for one in timeline.done:
         width = (one.end - one.start) * scale
         if width < narrow or one.operation.kind in ("update", "data"):
@@ -96,7 +96,7 @@ def _number(axes: Axes, timeline: Timeline, scale: float) -> None:
 
 def _label(axes: Axes, timeline: Timeline, scale: float, unit: str) -> None:
     rows = len(timeline.names)
-    axes.set_xlim(0, timeline.seconds * scale)
+    axes.set_xlim(0, (timeline.end - timeline.start) * scale)
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_yticks(
         range(rows),
