@@ -37,12 +37,12 @@ from megatron_distill.planning.calibration_neighbours import (
     own_seconds,
 )
 from megatron_distill.planning.calibration_rounds import reduced
+from megatron_distill.planning.curves import Curve
 from megatron_distill.planning.device import (
     ALIASED_COLUMNS,
     CALIBRATED,
     LONG_DOCUMENT,
     SCORED_DOCUMENT,
-    Curve,
     DeviceProfile,
     Precision,
 )

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from math import inf, log
+from math import inf
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import ErrorDetails
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.planning.curves import Curve, share
 from megatron_distill.runtime.atomic_files import replace_file
 
 __all__ = [
     "ALIASED_COLUMNS",
     "CALIBRATED",
-    "Curve",
     "DeviceProfile",
     "Link",
     "MeasuredRun",
@@ -50,14 +57,15 @@ SEGMENTED_COLUMNS: Final = 192
 SCORED_DOCUMENT: Final = 512
 LONG_DOCUMENT: Final = 2048
 _FOLDER: Final = Path(__file__).parent / "devices"
-Curve = Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
 # Sizes that differ by no more than this factor have phases at about the same rates.
 _NEAR: Final = 1.25
+# Characters of a wrong value in a message.
+_SHOWN: Final = 40
 
 
 class _ProfileTable(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Link(_ProfileTable):
@@ -214,10 +222,45 @@ class DeviceProfile(_ProfileTable):
     efficiency_source: str
     date: str
 
+    @field_validator("peak_tflops")
+    @classmethod
+    def _trains(cls, peaks: dict[Precision, float]) -> dict[Precision, float]:
+        if not {"bf16", "fp32"} & peaks.keys():
+            raise ValueError(
+                "needs bf16 or fp32, the TFLOP/s of dense products: attention has no other"
+            )
+        return peaks
+
+    @field_validator("reserved_gib")
+    @classmethod
+    def _leaves_memory(cls, reserved: float, info: ValidationInfo) -> float:
+        memory = info.data.get("memory_gib", inf)
+        if reserved >= memory:
+            raise ValueError(f"must be less than memory_gib, {memory:g}, of which it is a part")
+        return reserved
+
     @property
     def memory_bytes(self) -> float:
         """Bytes that a process can allocate."""
         return self.memory_gib * 2**30
+
+    def peak_flops(self, precision: Precision, *, instead: Precision | None = None) -> float:
+        """Return the highest FLOP/s of products in a precision.
+
+        instead: whose rate counts where that of `precision` is unknown. Raises ConfigError: the
+        file of the device has no such rate.
+        """
+        found = self.peak_tflops.get(precision)
+        if found is None and instead is not None:
+            precision, found = instead, self.peak_tflops.get(instead)
+        if found is None:
+            known = ", ".join(self.peak_tflops) or "nothing"
+            raise ConfigError(
+                f"device {self.name}: `peak_tflops` has {known}, and this run computes in "
+                f"{precision}; add `{precision}`, the TFLOP/s of dense products, to `peak_tflops` "
+                "in the file that --device names"
+            )
+        return found * 1e12
 
     def shared_by(self, ranks: int, *, threads: int | None = None) -> DeviceProfile:
         """Return the device of one rank where `ranks` of a machine share the cores of a CPU.
@@ -346,16 +389,6 @@ class DeviceProfile(_ProfileTable):
         return self.node if span <= self.node.devices else self.network
 
 
-def share(curve: Curve, size: float) -> float:
-    """Return the value of a curve, linear in the logarithm of `size` between its points."""
-    if size <= curve[0][0]:
-        return curve[0][1]
-    for (left, low), (right, high) in pairwise(curve):
-        if size <= right:
-            return low + (high - low) * log(size / left) / log(right / left)
-    return curve[-1][1]
-
-
 def device_names() -> tuple[str, ...]:
     """Return the names of the shipped devices."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
@@ -383,15 +416,27 @@ def read_device(path: Path) -> DeviceProfile:
     """Read a device's file. Raises ConfigError: it is not valid YAML, or a key is wrong."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            problem = "is empty" if tree is None else f"has no keys, but {str(tree)[:_SHOWN]!r}"
+            raise ConfigError(
+                f"{path}: {problem}; a device has the keys of those in {_FOLDER}: copy one of "
+                "them, or write the file with `megatron-distill calibrate`"
+            )
         return DeviceProfile.model_validate(tree)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no device, because it is not valid YAML: {error}") from error
     except ValidationError as error:
-        found = "; ".join(
-            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
-        )
+        found = "; ".join(map(_in_words, error.errors()))
         remedy = "correct these keys, or write the file again with `megatron-distill calibrate`"
         raise ConfigError(f"{path}: {found}; {remedy}") from error
+
+
+def _in_words(problem: ErrorDetails) -> str:
+    """Return a wrong key, what is wrong, and its value where that is short."""
+    text = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".replace("Value error, ", "")
+    value = problem["input"]
+    is_short = isinstance(value, str | int | float) and len(str(value)) <= _SHOWN
+    return f"{text}, but is {value}" if is_short else text
 
 
 def write_device(device: DeviceProfile, path: Path) -> None:

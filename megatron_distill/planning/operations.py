@@ -13,13 +13,13 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.planning.curves import share
 from megatron_distill.planning.device import (
     LONG_DOCUMENT,
     SCORED_DOCUMENT,
     DeviceProfile,
     Phase,
     Precision,
-    share,
 )
 from megatron_distill.runtime.layout import Layout
 
@@ -111,9 +111,10 @@ class Rank:
             return 0.0
         device = self.device
         # An A100 has no FP8, a CPU neither: there the products are those of the next precision.
-        peak = device.peak_tflops.get(self.precision) or device.peak_tflops["bf16"]
+        instead: Precision | None = "bf16" if self.precision == "fp8" else None
+        peak = device.peak_flops(self.precision, instead=instead)
         reached = share(device.product_efficiency, flops / 1e9)
-        work = max(flops / (peak * 1e12 * reached), self._traffic(rows, inner, columns))
+        work = max(flops / (peak * reached), self._traffic(rows, inner, columns))
         return count * (work + device.kernel_us * 1e-6)
 
     def _traffic(self, rows: float, inner: float, columns: float) -> float:
@@ -123,6 +124,15 @@ class Rank:
     def passes(self, byte_count: float, *, kernels: int = 1) -> float:
         """Return the time of element-wise work that reads and writes `byte_count` in all."""
         return element_seconds(self.device, byte_count, kernels=kernels)
+
+    @property
+    def attention_peak(self) -> float:
+        """The highest FLOP/s of attention's products.
+
+        A CPU's attention computes in fp32 whatever it is given.
+        """
+        in_fp32 = self.precision == "fp32" or self.device.kind == "cpu"
+        return self.device.peak_flops("fp32" if in_fp32 else "bf16")
 
     def fused_attention(
         self, flops: float, scores: float, *, backward: bool, is_long: bool = False
@@ -135,11 +145,8 @@ class Rank:
         efficiency, score_ns = device.attention_efficiency, device.score_ns
         if is_long and device.long_attention_efficiency and device.long_score_ns:
             efficiency, score_ns = device.long_attention_efficiency, device.long_score_ns
-        # A CPU's attention computes in fp32 whatever it is given.
-        in_fp32 = self.precision == "fp32" or device.kind == "cpu"
-        peak = device.peak_tflops["fp32" if in_fp32 else "bf16"] * 1e12
         softmax = scores * score_ns[backward] * 1e-9
-        products = flops / (peak * efficiency[backward])
+        products = flops / (self.attention_peak * efficiency[backward])
         return products + softmax + device.kernel_us * 1e-6
 
 
@@ -405,7 +412,7 @@ def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float,
     # All heads of all sequences are one batched product.
     flops = 4.0 * batched * length * length * shape.head_size
     reached = share(rank.device.product_efficiency, flops / 2e9)
-    once = flops / (rank.device.peak_tflops["bf16"] * 1e12 * reached)
+    once = flops / (rank.attention_peak * reached)
     scores = batched * length * length
     # Softmax reads and writes, dropout too with a byte of mask; the products read and write once.
     softmax = rank.passes(scores * (6 * rank.width + 1), kernels=3)

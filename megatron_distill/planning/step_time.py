@@ -295,6 +295,10 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     if choice.sends_ids(run):
         chunks = loss_chunks(run, choice, device)
         heads = head_passes(None, teacher, rank, chunks=chunks, chosen=run.sent_ids or 0)
+        # In a live run the choice is part of the phase `teacher`, as its log has it. A capture has
+        # no student and no such log: its head works as those that the phase `loss` measures.
+        phase: Phase = "teacher" if choice.layers else "loss"
+        heads = heads.scaled(device.factor(phase, run.precision), 1.0)
     ranks = choice.teacher_ranks or choice.ranks
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
     times = LayerTimes(teacher, rank, is_teacher=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_distill.config import CaptureConfig, JobConfig, RunConfig, teacher_ranks
-from megatron_distill.errors import ConfigError, TrainingError
+from megatron_distill.errors import ConfigError, TrainingError, counted
 from megatron_distill.launching.node_memory import NodeMemory, gpu_memory, host_memory
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
@@ -48,6 +48,7 @@ _LOGGER = get_logger(__name__)
 # Rates only order the ways out, which the warning names without their times.
 _RATES = "h100-80gb"
 _WAYS = 3
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 @dataclass(frozen=True)
@@ -190,14 +191,13 @@ def capture_memory_warning(
     others = Search(run, device, ranks, rule, ()).teacher_layouts(ranks)
     needs = {one: need_in(one) for one in others}
     fitting = [one for one in needs if needs[one].total <= USABLE * device.memory_bytes]
-    ways = ". Layouts that fit:" if fitting else f"; no layout of {ranks} fits: use more devices"
+    ways = ". Layouts that fit:" if fitting else _no_layout(ranks)
     lines = [_too_much("capture", wanted, device) + ways]
     # The fewest ranks of a replica first.
     for one in sorted(fitting, key=lambda one: one.model_ranks)[:_WAYS]:
         name = layout_name(one, ranks // one.model_ranks)
-        gib = needs[one].total / 2**30
         lines.append(
-            f"  {name}: {gib:.1f} GiB; set parallel.tensor={one.tensor} "
+            f"  {name}: {_size(needs[one].total)}; set parallel.tensor={one.tensor} "
             f"parallel.pipeline={one.pipeline} parallel.expert={one.expert}"
         )
     text = "\n".join(lines)
@@ -259,17 +259,44 @@ def _rank_memory(found: NodeMemory, local: int, *, kind: str = "gpu") -> RankMem
 def _in_words(wanted: Planned, ways: Sequence[Planned], device: DeviceProfile) -> str:
     text = _too_much("run", wanted.memory, device)
     if not ways:
-        return f"{text}; no layout of {wanted.choice.devices} devices fits: use more devices"
+        return text + _no_layout(wanted.choice.devices)
     lines = [f"{text}. The nearest layouts that fit:"]
     for way in ways:
         changes = " ".join(changed_settings(way.choice, wanted.choice))
-        gib = way.memory.total / 2**30
-        lines.append(f"  {choice_name(way.choice)}: {gib:.1f} GiB; set {changes}")
+        lines.append(f"  {choice_name(way.choice)}: {_size(way.memory.total)}; set {changes}")
     return "\n".join(lines)
+
+
+def _no_layout(devices: int) -> str:
+    known = counted(devices, "device")
+    return f"; no layout of {known} fits: use more devices, or give each more memory"
 
 
 def _too_much(job: str, need: MemoryNeed, device: DeviceProfile) -> str:
     return (
-        f"memory: the fullest rank of this {job} needs {need_in_words(need)}, and "
-        f"{device.title} has {device.memory_gib:.1f} GiB, of which {USABLE:.0%} are usable"
+        f"memory: the fullest rank of this {job} needs {_need_in_words(need)}, and "
+        f"{device.title} has {_size(device.memory_bytes)}, of which {USABLE:.0%} are usable"
     )
+
+
+def _need_in_words(need: MemoryNeed) -> str:
+    """Return the sum and the parts of a need, below a GiB in a unit that shows them."""
+    _, size = _unit(need.total)
+    if size == 2**30:
+        return need_in_words(need)
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {count / size:.1f}"
+        for name, count in need.parts.items()
+        if count >= 0.05 * size
+    )
+    return f"{_size(need.total)} ({parts})"
+
+
+def _size(count: float) -> str:
+    unit, size = _unit(count)
+    return f"{count / size:.1f} {unit}"
+
+
+def _unit(count: float) -> tuple[str, int]:
+    """Return the largest unit of which so many bytes are one or more, and its bytes."""
+    return next((unit for unit in _UNITS if count >= unit[1]), _UNITS[-1])

@@ -170,7 +170,7 @@ def test_a_run_that_does_not_fit_the_memory_of_its_job_ends_before_its_ranks(
     assert job.wait_for_end() == "FAILED 78:0", job.log
     assert job.fields["Restarts"] == "0", job.log
     assert job.log.count("memory: the fullest rank of this run needs ") == 1, job.log
-    assert "this job (SLURM_MEM_PER_NODE=110) has 0.1 GiB" in job.log
+    assert "this job (SLURM_MEM_PER_NODE=110) has 110.0 MiB" in job.log
     assert job.log.count("; set ") == 3
     # No check of a node and no rank has begun.
     assert launches_of(output).all() == []

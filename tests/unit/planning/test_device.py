@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import yaml
@@ -11,12 +12,13 @@ import yaml
 from megatron_distill.commands import calibration_steps
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.planning.curves import share
 from megatron_distill.planning.device import (
     DeviceProfile,
     Link,
+    Precision,
     device_names,
     load_device,
-    share,
     write_device,
 )
 from megatron_distill.planning.operations import (
@@ -85,6 +87,20 @@ def test_a_device_survives_its_file(tmp_path: Path) -> None:
         ("memory_gib: -1", "memory_gib: Input should be greater than 0"),
         ("memory: 80", "memory: Extra inputs are not permitted"),
         ("[", "not valid YAML"),
+        ("memory_gib: -1", "memory_gib: Input should be greater than 0, but is -1"),
+        ("memory_gib: .inf", "memory_gib: Input should be a finite number, but is inf"),
+        ("memory_gib: .nan", "memory_gib: Input should be a finite number, but is nan"),
+        ("reserved_gib: 200", "reserved_gib: must be less than memory_gib, 139.8"),
+        ("peak_tflops: {fp8: 10}", "peak_tflops: needs bf16 or fp32"),
+        (
+            "product_efficiency: [[3, 0.35], [0.3, 0.1]]",
+            "product_efficiency: the sizes, first of each pair, must ascend, but 0.3 follows 3",
+        ),
+        ("product_efficiency: [[48, 0.5], [48, 0.6]]", "but 48 follows 48"),
+        ("product_efficiency: [[0, 0.1], [3, 0.35]]", "[0, 0.1] must be a size above 0"),
+        ("memory_efficiency: [[1, 0.5], [9, 6.5]]", "[9, 6.5] must be a size above 0 and a share"),
+        ("memory_efficiency: [[1, 0.0]]", "[1, 0] must be a size above 0 and a share"),
+        ("thread_efficiency: [[1, .nan]]", "Input should be a finite number"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_names_file_and_key(
@@ -96,6 +112,42 @@ def test_a_wrong_file_is_an_error_that_names_file_and_key(
     with pytest.raises(ConfigError, match="mine.yaml") as error:
         load_device(str(path))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("[1, 2]", "has no keys")])
+def test_a_file_without_keys_is_an_error_that_says_where_they_are(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"mine.yaml: {problem}.*copy one of them") as error:
+        load_device(str(path))
+    assert "DeviceProfile" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("known", "run", "wanted"),
+    [
+        ("fp32", {}, "bf16"),
+        ("bf16", {"precision": "fp32"}, "fp32"),
+        ("fp32", {"student_fp8": True}, "bf16"),
+    ],
+)
+def test_a_device_without_the_rates_of_a_precision_says_what_to_add(
+    known: Precision, run: dict[str, Any], wanted: str
+) -> None:
+    device = load_device("h200").model_copy(update={"peak_tflops": {known: 100.0}})
+    with pytest.raises(ConfigError, match=f"device h200: .* has {known}, .*; add `{wanted}`"):
+        student_stages(run_of(**run), choice_of((32,), (32,)), device)
+
+
+def test_products_in_fp8_are_those_of_bf16_where_their_rate_is_unknown() -> None:
+    device = load_device("h200").model_copy(update={"peak_tflops": {"bf16": 100.0}})
+    in_fp8, in_bf16 = (
+        student_stages(run_of(student_fp8=has_fp8), choice_of((32,), (32,)), device)
+        for has_fp8 in (True, False)
+    )
+    assert in_fp8 == in_bf16
 
 
 def test_an_unknown_device_is_an_error_with_the_known_ones() -> None:

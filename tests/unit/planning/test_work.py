@@ -23,6 +23,7 @@ from megatron_distill.planning.step_time import (
     phase_seconds,
     step_time,
     teacher_seconds,
+    teacher_stages,
 )
 from megatron_distill.runtime.layout import Layout
 from tests.guards.source_tree import ROOT
@@ -390,3 +391,30 @@ def test_a_capture_takes_the_flops_of_the_teacher_and_its_head() -> None:
     found = search.capture()
     whole = forward_flops_per_token(TEACHER, sequence_length=LENGTH)
     assert found.seconds_per_step * PEAK == pytest.approx(BATCH * LENGTH * whole, rel=1e-6)
+
+
+def test_the_head_of_a_capture_has_the_factor_of_the_losses() -> None:
+    """A live run has the same products and choices in its phase `loss`."""
+
+    def seconds(**factors: float) -> float:
+        device = DEVICE.model_copy(update={"factors": factors})
+        search = Search(RUN, device, 1, lambda role, layout: None, ("shared",))
+        return search.capture().seconds_per_step
+
+    heads = seconds(loss=2.0) - seconds()
+    layers = seconds(teacher=2.0) - seconds()
+    product = BATCH * LENGTH * head_flops_per_token(TEACHER) / PEAK
+    assert heads == pytest.approx(product, rel=1e-6)
+    assert layers + heads == pytest.approx(seconds(), rel=1e-6)
+
+
+def test_the_head_of_a_teacher_that_sends_ids_has_the_factor_of_its_phase() -> None:
+    """The run's log has the choice of ids in the phase `teacher`, and refines it as a whole."""
+    run = replace(RUN, sent_ids=64)
+
+    def seconds(**factors: float) -> float:
+        device = DEVICE.model_copy(update={"factors": factors})
+        return teacher_stages(run, APART, device)[0].forward
+
+    assert seconds(teacher=2.0) == pytest.approx(2 * seconds())
+    assert seconds(loss=2.0) == seconds()
