@@ -69,7 +69,8 @@ def plan_report(
         lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
         lines += [*_messages(run, best)]
         lines += ["", *_wrapped(_cost(run, best[0]))]
-    lines += ["", *_configured(run, device, devices, configured, best)]
+    first = _recommended_row(ranking, best)
+    lines += ["", *_configured(run, device, devices, configured, best, first=first)]
     if run.several:
         lines += ["", *_wrapped(_several(run))]
     elif run.teacher is not None and best:
@@ -331,7 +332,10 @@ def _configured(
     devices: int,
     one: Planned | str,
     best: Sequence[Planned],
+    *,
+    first: int,
 ) -> Iterator[str]:
+    """Compare the configured layout with the first row; `first`: the one whose keys are given."""
     if isinstance(one, str):
         yield from _wrapped(f"Configured: does not run on {counted(devices, 'device')}: {one}")
     else:
@@ -345,13 +349,29 @@ def _configured(
             text += f", {one.time.total / best[0].time.total:.2f} times the first row's"
         yield from _wrapped(text)
     if best:
-        first = best[0].choice
-        words = settings(first) if isinstance(one, str) else changed_settings(first, one.choice)
+        there = best[first].choice
+        words = settings(there) if isinstance(one, str) else changed_settings(there, one.choice)
         if run.several:  # they have the student's layout
             words = [word for word in words if not word.startswith("teacher.")]
-        yield "The first row's keys:" if words else "The first row is the configured layout."
+        row = f"Row {first + 1}, which is recommended," if first else "The first row"
+        keys = f"The keys of row {first + 1}, which is recommended:"
+        keys = keys if first else "The first row's keys:"
+        yield keys if words else f"{row} is the configured layout."
         if words:
             yield "  " + " ".join(_quoted(word) for word in words)
+
+
+def _recommended_row(ranking: Ranking, best: Sequence[Planned]) -> int:
+    """Return the index of the recommended row: not of own ranks where shared ones are alike."""
+    shared = ranking.best("shared")
+    if not best or best[0].choice.place != "own ranks" or shared not in best:
+        return 0
+    assert shared is not None
+    return best.index(shared) if _are_alike(best[0], shared) else 0
+
+
+def _are_alike(fast: Planned, slow: Planned) -> bool:
+    return 1 - fast.time.total / slow.time.total < _ALIKE
 
 
 def _quoted(word: str) -> str:
@@ -363,10 +383,11 @@ def _teacher(
 ) -> Iterator[str]:
     """Compare the places of the teacher and recommend one, with the reason."""
     rows = [("teacher", "best layout", "step (s)", "device-hours per 1,000 steps")]
+    serves = not run.paired_layers
     found = {
         "shared": ranking.best("shared"),
         "own ranks": ranking.best("own ranks"),
-        "store": store or ranking.best("store"),
+        "store": store or ranking.best("store") if serves else None,
     }
     by_place = {place: one for place, one in found.items() if one is not None}
     for place, one in by_place.items():
@@ -393,15 +414,17 @@ def _teacher(
         if other is not None:
             gain = 1 - live.time.total / other.time.total
             reason = f"its step is {gain:.0%} shorter than with {_PLACES[other.choice.place]}"
-            if gain < _ALIKE:
+            if _are_alike(live, other):
                 place = "shared"
                 reason = "with ranks of its own a step takes as long"
         yield f"Recommended live: {_PLACES[place]}, because {reason}."
     if "store" in by_place and capture is not None:
-        yield from _wrapped(_break_even(run, capture, live, by_place["store"]))
+        yield from _wrapped(_break_even(capture, live, by_place["store"]))
+    if store is not None and not serves:
+        yield "A store serves no losses between layers, which this objective has."
 
 
-def _break_even(run: PlannedRun, capture: Capture, live: Planned | None, store: Planned) -> str:
+def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
     """Return the number of runs over the same tokens from which a store costs less."""
     text = f"A store: its capture takes {_seconds(capture.seconds_per_step)} s per step's tokens "
     text += f"({capture.name})"
@@ -411,11 +434,10 @@ def _break_even(run: PlannedRun, capture: Capture, live: Planned | None, store: 
     if saved <= 0:
         return f"{text}, and a run with it is no faster: keep the teacher live."
     runs = max(1, ceil(capture.seconds_per_step / saved))
-    layers = " nor losses between layers" if run.paired_layers else ""
     return (
         f"{text}, and each run with it saves {_seconds(saved)} s per step: it pays from "
         f"{counted(runs, 'run')} on, or as many epochs over the same tokens. It serves terms on "
-        f"top-k or sampled ids, not those on the whole vocabulary{layers}."
+        f"top-k or sampled ids, not those on the whole vocabulary."
     )
 
 

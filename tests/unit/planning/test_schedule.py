@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from matplotlib.image import imread
@@ -20,7 +21,7 @@ from megatron_distill.planning.schedule import (
     walk,
 )
 from megatron_distill.planning.search import Planned, planned
-from megatron_distill.planning.step_time import student_stages
+from megatron_distill.planning.step_time import alternating_seconds, student_stages
 from megatron_distill.planning.timeline import draw_timeline
 from megatron_distill.runtime.groups import Layout
 from tests.unit.planning.shapes import STUDENT, TEACHER, run_of
@@ -65,6 +66,40 @@ def test_equal_stages_take_the_time_of_the_formula(layout: Layout, ranks: int) -
     assert sum(timeline.ranks) == ranks
     per_stage = ranks // layout.pipeline
     assert timeline.lane_ranks(0) == ("1 rank" if per_stage == 1 else f"{per_stage:,} ranks")
+
+
+def walked(forward: list[float], backward: list[float], micro_batches: int) -> float:
+    """The end of 1F1B over stages with these times, without messages."""
+    stages = len(forward)
+    lanes = []
+    for stage in range(stages):
+        lane = []
+        for kind, number, _ in one_forward_one_backward(stage, stages, micro_batches):
+            seconds = (forward if kind == "forward" else backward)[stage]
+            neighbour = stage - 1 if kind == "forward" else stage + 1
+            needed = Operation(kind, 0, number, neighbour)
+            needs = ((needed, 0.0),) if 0 <= neighbour < stages else ()
+            lane.append(TimedTask(Operation(kind, 0, number, stage), seconds, needs))
+        lanes.append(lane)
+    return max(one.end for one in walk(lanes))
+
+
+@pytest.mark.parametrize(("slow", "mean", "most"), [(-1, 1e-9, 1e-9), (0, 2e-3, 0.04)])
+def test_unequal_stages_take_the_longest_of_their_paths(
+    slow: int, mean: float, most: float
+) -> None:
+    """Stages differ by a fifth, and one is half as slow again: the last, or the first."""
+    random, errors = Random(0), []
+    for _ in range(300):
+        stages, micro_batches = random.choice([2, 3, 4, 8]), random.choice([1, 2, 3, 4, 8, 16])
+        forward = [random.uniform(0.8, 1.2) for _ in range(stages)]
+        backward = [2 * one * random.uniform(0.9, 1.1) for one in forward]
+        forward[slow], backward[slow] = 1.8, 3.6
+        found = alternating_seconds(forward, backward, micro_batches)
+        errors.append(found / walked(forward, backward, micro_batches) - 1)
+    assert max(errors) < 1e-9  # never above
+    assert -min(errors) < most
+    assert -sum(errors) / len(errors) < mean
 
 
 @pytest.mark.parametrize("layout", [Layout(8), Layout(8, 4), Layout(8, 4, 2, sequence=True)])
@@ -130,6 +165,31 @@ def test_a_teacher_ahead_on_its_own_ranks_hides_the_shorter_side(ahead: int, own
     one = planned(run, base.choice, EVEN)
     timeline = simulate(run, one.choice, EVEN, one.time)
     assert timeline.seconds == pytest.approx(one.time.total, rel=0.05)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_a_deep_teacher_with_few_answers_is_waited_for_once_in_so_many_steps(ahead: int) -> None:
+    """Eight stages with one micro-batch: it answers `ahead` + 1 steps, then waits for the student.
+
+    So steps are of unequal length, and their mean is the one that is planned.
+    """
+    run = run_of(teacher=TEACHER, steps_ahead=ahead, global_batch_size=8)
+    base = with_teacher(
+        Layout(8), 64, place="own ranks", teacher_layout=Layout(1, 8), teacher_ranks=64
+    )
+    one = planned(run, base.choice, EVEN)
+    timeline = simulate(run, one.choice, EVEN, one.time)
+    assert timeline.steps == ahead + 1
+    assert timeline.seconds == pytest.approx(one.time.total, rel=0.02)
+    pace = max(end.end - end.start for end in timeline.done if end.operation.kind == "teacher")
+    assert one.time.total > 1.5 * pace
+
+
+@pytest.mark.parametrize("own", [Layout(8), Layout(8, 4)], ids=str)
+def test_a_teacher_in_its_own_layout_has_its_bubble(own: Layout) -> None:
+    one = with_teacher(Layout(8, 2), 64, teacher_layout=own)
+    timeline = simulate(run_of(teacher=TEACHER), one.choice, EVEN, one.time)
+    assert timeline.seconds == pytest.approx(one.time.total, rel=1e-3)
 
 
 # Every layer has a loss, so that all stages are equal; the first with the teacher's last ones.

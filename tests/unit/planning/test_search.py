@@ -18,7 +18,7 @@ from megatron_distill.planning.memory import USABLE, memory_need
 from megatron_distill.planning.missing import POPULAR, sizes_of
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.report import changed_settings, plan_report, settings
-from megatron_distill.planning.run import TeacherPlace
+from megatron_distill.planning.run import LayerPair, TeacherPlace
 from megatron_distill.planning.search import (
     Ranking,
     Search,
@@ -347,6 +347,31 @@ def test_times_below_a_second_have_three_digits_and_a_tie_is_named() -> None:
         "Recommended live: shared ranks, because with ranks of its own a step takes as long."
         in (text)
     )
+
+
+def test_keys_are_those_of_the_recommended_row() -> None:
+    """Of two that take as long, shared ranks are recommended, and not the first row's."""
+    one = search(64, "shared", "own ranks")
+    found = one.ranking(shown=3)
+    own, shared = found.best("own ranks"), found.best("shared")
+    assert own is not None
+    assert shared is not None
+    for factor, row in ((0.999, "The keys of row 2, which is recommended:"),
+                        (0.9, "The first row's keys:")):  # fmt: skip
+        parts = {name: factor * value for name, value in shared.time.parts.items()}
+        first = replace(own, time=replace(shared.time, **parts))
+        text = report_of(one, replace(found, fitting=(first, shared)))
+        assert row in text
+        keys = text.split(f"{row}\n")[1].splitlines()[0]
+        assert ("teacher.ranks=null" in keys) == (factor > 0.99)
+
+
+def test_a_store_is_no_way_for_losses_between_layers(shared: Search, ranking: Ranking) -> None:
+    layered = replace(shared, run=replace(shared.run, paired_layers=(LayerPair(1, 2),)))
+    text = report_of(layered, ranking, store=shared.with_store(), capture=shared.capture())
+    assert "A store serves no losses between layers, which this objective has.\n" in text
+    assert "it pays from" not in text
+    assert not re.search(r"^  store ", text, re.MULTILINE)
 
 
 def test_recomputation_and_smaller_micro_batches_need_less() -> None:
