@@ -94,7 +94,8 @@ def _validation_seconds(results: Path) -> float:
 
 def newest_records(results: Path) -> list[dict[str, Any]]:
     """Return the newest records of a run's `metrics.jsonl`; none without the file."""
-    with suppress(FileNotFoundError), (results / "metrics.jsonl").open("rb") as stream:
+    lacks = (FileNotFoundError, NotADirectoryError)
+    with suppress(*lacks), (results / "metrics.jsonl").open("rb") as stream:
         stream.seek(0, 2)
         stream.seek(max(0, stream.tell() - _TAIL_BYTES))
         found = []

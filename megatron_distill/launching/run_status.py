@@ -134,18 +134,23 @@ def read_status(run: Path) -> RunStatus:
         ) from error
 
 
+def _nothing_here(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{folder}: no run has started here (no config.yaml, no launch, no job that Slurm has "
+        "accepted); name the folder `output` of a run, `store.path` of a capture, or --output of "
+        "rollouts"
+    )
+
+
 def _run_status(run: Path) -> RunStatus:
     launches = Launches(run / LAUNCHES, run, f"output={run}")
     begun = launches.all()
     settings = _settings(run / "config.yaml")
     readers = _readers(run)
-    if settings is None and not begun and not launches.script_file.exists():
+    if settings is None and not begun and launches.submission() is None:
         if readers:
             return _of_readers(run, readers)
-        raise ConfigError(
-            f"{run}: no run has started here (no config.yaml, no {LAUNCHES}); name the folder "
-            "`output` of a run, `store.path` of a capture, or --output of rollouts"
-        )
+        raise _nothing_here(run)
     records = newest_records(run)
     steps = [one for one in records if is_step(one)]
     recent = steps[-_RECENT_STEPS:]
@@ -200,7 +205,7 @@ def _readers(folder: Path) -> list[_Reader]:
         command = path.name.removeprefix(f"{LAUNCHES}_")
         launches = Launches(path, folder, f"{command} {folder}")
         begun = launches.all()
-        if not begun and not launches.script_file.exists():
+        if not begun and launches.submission() is None:
             continue
         newest = launches.of(begun[-1]) if begun else path
         state, detail = _state(
@@ -212,7 +217,7 @@ def _readers(folder: Path) -> list[_Reader]:
             steps=None,
             step_seconds=None,
         )
-        last = max([_changed(launches.script_file), *(one.started for one in begun)])
+        last = max([_submitted_at(launches), *(one.started for one in begun)])
         found.append(_Reader(command, begun, state, detail, last))
     return found
 
@@ -251,7 +256,7 @@ def _jobs_of(store: Path) -> list[Launches]:
 
     def newest(group: Sequence[Launches]) -> float:
         starts = [launch.started for one in group for launch in one.all()]
-        return max([*starts, *(_changed(one.script_file) for one in group)])
+        return max([*starts, *map(_submitted_at, group)])
 
     return max(groups.values(), key=newest)
 
@@ -259,6 +264,8 @@ def _jobs_of(store: Path) -> list[Launches]:
 def _capture_status(store: Path) -> RunStatus:
     jobs, wanted = _jobs_of(store), None
     begun = sorted((one for job in jobs for one in job.all()), key=lambda one: one.started)
+    if not begun and not store.exists() and not any(map(_submitted_at, jobs)):
+        raise _nothing_here(store)
     with suppress(OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         plan = json.loads((store / "plan.json").read_text(encoding="utf-8"))
         wanted = -(-int(plan["samples"]) // int(plan["samples_per_shard"]))
@@ -410,12 +417,18 @@ def _state(
 
 def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
     """Return the state of a submission to Slurm since `after` that has begun no launch, or None."""
-    submitted = _changed(launches.script_file)
-    if submitted <= after:
+    found = launches.submission()
+    if found is None or found.submitted <= after:
         return None
+    submitted = found.submitted
     logs = [file for file in launches.folder.glob("log-*.txt") if _changed(file) > submitted]
     if not logs:
-        return "waiting", f"submitted {duration(time.time() - submitted)} ago, no launch since then"
+        # A job that was cancelled in the queue leaves no file.
+        age = duration(time.time() - submitted)
+        return "waiting", (
+            f"job {', '.join(found.jobs)} submitted {age} ago, no launch since then; "
+            f"`squeue --jobs={','.join(found.jobs)}` tells whether it is still in the queue"
+        )
     newest = max(logs, key=_changed)
     lines = newest.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.partition(_ERROR)[2] for line in lines if _ERROR in line]
@@ -424,6 +437,11 @@ def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
     if time.time() - _changed(newest) < _LEAST_SILENCE:
         return "starting", str(newest)
     return None
+
+
+def _submitted_at(launches: Launches) -> float:
+    found = launches.submission()
+    return 0.0 if found is None else found.submitted
 
 
 def _of_outcome(outcome: Outcome) -> tuple[str, str]:

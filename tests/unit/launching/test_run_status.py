@@ -14,7 +14,14 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.records import Launches, LaunchRecord, Outcome, Status, write_record
+from megatron_distill.launching.records import (
+    Launches,
+    LaunchRecord,
+    Outcome,
+    Status,
+    Submission,
+    write_record,
+)
 from megatron_distill.launching.run_status import read_status
 from megatron_distill.runtime.folder_lock import take_lock
 
@@ -45,6 +52,12 @@ def launch(run: Path, outcome: Outcome | None, *, started: float = LONG_AGO) -> 
     )
     if outcome is not None:
         write_record(folder / "outcome.json", outcome)
+
+
+def submit(folder: Path, submitted: float) -> None:
+    """A job that Slurm has accepted."""
+    launches = Launches(folder, folder.parent, "")
+    write_record(launches.submission_file, Submission(["12"], submitted))
 
 
 def ended(status: Status, text: str) -> Callable[[Path], None]:
@@ -140,14 +153,16 @@ def test_a_submission_in_the_queue_waits_and_one_that_could_not_begin_has_failed
     """Slurm has no launch to show before the job runs."""
     run = tmp_path / "run"
     (run / "launches").mkdir(parents=True)
-    (run / "launches" / "job.sbatch").touch()
     now = float(int(time.time()))  # in whole seconds, as the text
-    os.utime(run / "launches" / "job.sbatch", (now - 3700, now - 3700))
+    submit(run / "launches", now - 3700)
     with monkeypatch.context() as frozen:
         frozen.setattr(time, "time", lambda: now)
         status = read_status(run)
     assert (status.state, status.step, status.steps) == ("waiting", 0, None)
-    assert status.detail == "submitted 1:01:40 ago, no launch since then"
+    assert status.detail == (
+        "job 12 submitted 1:01:40 ago, no launch since then; `squeue --jobs=12` tells whether it "
+        "is still in the queue"
+    )
     log = run / "launches" / "log-12.txt"
     log.write_text("[job] reading the settings\n")
     assert read_status(run).state == "starting"
@@ -160,13 +175,14 @@ def test_a_run_that_is_submitted_again_waits_until_its_launch_begins(tmp_path: P
     run = begin(tmp_path / "run", steps_done=25)
     launch(run, Outcome(Status.FAILED, "why", 20, LONG_AGO, "no further launch"))
     assert read_status(run).state == "failed"
-    script = run / "launches" / "job.sbatch"
-    script.touch()
+    (run / "launches" / "job.sbatch").touch()  # Slurm may have refused it
+    assert read_status(run).state == "failed"
+    submit(run / "launches", time.time())
     assert read_status(run).state == "waiting"
     log = run / "launches" / "log-12.txt"
     log.write_text("[job] nothing to do: launches/done is of an earlier launch\n")
-    for file, age in ((script, 1000), (log, 900)):
-        os.utime(file, (time.time() - age,) * 2)
+    submit(run / "launches", time.time() - 1000)
+    os.utime(log, (time.time() - 900,) * 2)
     assert read_status(run).detail == "why: no further launch"
 
 
@@ -284,6 +300,16 @@ def test_a_capture_has_its_shards_speed_and_state(tmp_path: Path) -> None:
     assert read_status(store).state == "done"
 
 
+def test_a_capture_waits_once_slurm_has_accepted_it(tmp_path: Path) -> None:
+    store, beside = tmp_path / "store", tmp_path / "store.launches"
+    beside.mkdir()
+    (beside / "job.sbatch").touch()
+    with pytest.raises(ConfigError, match="store: no run has started here"):
+        read_status(store)
+    submit(beside, time.time())
+    assert read_status(store).state == "waiting"
+
+
 def test_rollouts_have_their_parts_speed_and_state(tmp_path: Path) -> None:
     folder, now = tmp_path / "rollouts", time.time()
     folder.mkdir()
@@ -373,8 +399,7 @@ def test_jobs_that_read_a_run_or_a_model_have_their_state(tmp_path: Path) -> Non
     assert read_status(run).jobs == {}
     of(run, "evaluate", None)
     of(run, "generate", Outcome(Status.UNFINISHED, "why", 0, now, "goes on from step 0"))
-    (run / "launches_generate" / "job.sbatch").touch()
-    os.utime(run / "launches_generate" / "job.sbatch", (LONG_AGO, LONG_AGO))
+    submit(run / "launches_generate", LONG_AGO)
     with (run / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         status = read_status(run)
