@@ -6,7 +6,6 @@ Any machine that sees the folder may read it.
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,16 +28,20 @@ from megatron_distill.launching.records import (
     job_folders,
     progress_of,
 )
+from megatron_distill.launching.step_figures import slowest_of_teachers, slowest_ranks, speed
 from megatron_distill.runtime.folder_lock import is_locked, is_released_here
 from megatron_distill.runtime.progress import duration
 
 __all__ = ["RunStatus", "read_status"]
 
-_RECENT_STEPS: Final = 50
+_RECENT_FILES: Final = 50
 _LEAST_SILENCE: Final = 120.0  # seconds without a sign, from which on a run counts as ended
 _SILENT_STEPS: Final = 10.0
 # States of jobs side by side: the first that one of them has is that of all.
 _BY_LIFE: Final = ("running", "starting", "waiting", "failed", "stopped")
+_FOLDERS: Final = (
+    "name the folder `output` of a run, `store.path` of a capture, or --output of rollouts"
+)
 _ERROR: Final = "error: "  # in the log of a job that does not begin
 
 
@@ -51,7 +54,7 @@ class RunStatus:
         detail: about the state, in words.
         step, steps: done, and of the whole run; of a capture its shards, of rollouts their parts.
         step_seconds: median of the newest steps, or mean of the newest shards or parts.
-            tokens_per_second: mean of the steps.
+            tokens_per_second: a step's tokens over that time.
         seconds_left: until the last step.
         checkpoint: the newest one's name; its age, and the time that its save took.
         launches: number; restarts: of the newest job.
@@ -122,23 +125,27 @@ def read_status(run: Path) -> RunStatus:
     Raises ConfigError: the folder is none of these, or this user may not read it.
     """
     try:
+        for folder in (run, *run.parents):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(f"{folder}: it is a file; {_FOLDERS}")
         if (run / ROLLOUTS).is_file():
             return _rollout_status(run)
         if (run / "shards").is_dir() or _beside(run).is_dir():
             return _capture_status(run)
         return _run_status(run)
     except OSError as error:
+        remedy = "look at the disk, or name another copy of the folder"
+        if isinstance(error, PermissionError):
+            remedy = "ask the owner of the run for the permission to read its folder"
         raise ConfigError(
-            f"{run}: cannot read {error.filename or 'its files'} ({error.strerror}); ask the owner "
-            "of the run for the permission to read its folder"
+            f"{run}: cannot read {error.filename or 'its files'} ({error.strerror}); {remedy}"
         ) from error
 
 
 def _nothing_here(folder: Path) -> ConfigError:
     return ConfigError(
         f"{folder}: no run has started here (no config.yaml, no launch, no job that Slurm has "
-        "accepted); name the folder `output` of a run, `store.path` of a capture, or --output of "
-        "rollouts"
+        f"accepted); {_FOLDERS}"
     )
 
 
@@ -153,12 +160,11 @@ def _run_status(run: Path) -> RunStatus:
         raise _nothing_here(run)
     records = newest_records(run)
     steps = [one for one in records if is_step(one)]
-    recent = steps[-_RECENT_STEPS:]
+    seconds, tokens_per_second = speed(records)
     step = max((int(one["step"]) for one in steps), default=progress_of(run))
     train = (settings or {}).get("train")
     wanted = train.get("steps") if isinstance(train, dict) else None
     wanted = wanted if isinstance(wanted, int) else None
-    seconds = statistics.median(float(one["step_seconds"]) for one in recent) if recent else None
     log = run / "metrics.jsonl"
     state, detail = _state(
         run, launches, begun, log=log, step=step, steps=wanted, step_seconds=seconds
@@ -172,17 +178,15 @@ def _run_status(run: Path) -> RunStatus:
         step=step,
         steps=wanted,
         step_seconds=seconds,
-        tokens_per_second=_mean(recent, "tokens_per_second"),
+        tokens_per_second=tokens_per_second,
         seconds_left=left,
         checkpoint=newest,
         checkpoint_age=age,
         save_seconds=save,
         launches=len(begun),
         restarts=begun[-1].restart if begun else 0,
-        slowest_ranks=next(
-            (one["slowest_ranks"] for one in reversed(records) if "slowest_ranks" in one), None
-        ),
-        slowest_teacher_ranks=_slowest_of_teachers(records),
+        slowest_ranks=slowest_ranks(records),
+        slowest_teacher_ranks=slowest_of_teachers(records),
         jobs={one.command: _text_of(one.state, one.detail) for one in readers},
     )
 
@@ -311,7 +315,7 @@ def _rollout_status(folder: Path) -> RunStatus:
 def _seconds_between(files: Sequence[Path], begun: Sequence[LaunchRecord]) -> float | None:
     """Return the mean time between the newest files of the newest launch; None: too few."""
     since = begun[-1].started if begun else 0.0
-    ends = sorted(time for time in map(_changed, files) if time > since)[-_RECENT_STEPS:]
+    ends = sorted(time for time in map(_changed, files) if time > since)[-_RECENT_FILES:]
     return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
 
 
@@ -481,16 +485,3 @@ def _checkpoint(run: Path) -> tuple[str | None, float | None, float | None]:
         return None, None, None
     age = time.time() - _changed(folder / "description.json")
     return folder.name, age, save_seconds(folder)
-
-
-def _slowest_of_teachers(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the newest text of each teacher; a record has those whose line was due."""
-    found: dict[str, str] = {}
-    for one in records:
-        found |= one.get("slowest_teacher_ranks", {})
-    return dict(sorted(found.items()))
-
-
-def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    found = [float(one[name]) for one in records if isinstance(one.get(name), (int, float))]
-    return statistics.fmean(found) if found else None

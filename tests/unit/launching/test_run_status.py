@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -74,6 +75,22 @@ def test_a_running_run_has_its_figures(tmp_path: Path) -> None:
     assert "step        25 of 40 (62.5 %)" in text
     assert "left        0:45" in text
     assert ", saved in 1.5 s" in text
+
+
+def test_the_speed_is_of_the_same_steps_in_seconds_and_tokens(tmp_path: Path) -> None:
+    """A quick step weighs no more in one figure than in the other: 1,024 tokens each."""
+    run = begin(tmp_path / "run", steps_done=25)
+    seconds = [0.1, 0.5, 0.9]
+    steps = [
+        {"step": step, "step_seconds": one, "tokens_per_second": 1024 / one}
+        for step, one in enumerate(seconds, start=1)
+    ]
+    steps.append({"step": 4, "step_seconds": 70.0})  # without tokens: in neither figure
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in steps))
+    status = read_status(run)
+    assert status.step_seconds == 0.5
+    assert status.tokens_per_second == pytest.approx(1024 / 0.5)
+    assert "speed       0.5 s per step, 2,048 tokens/s" in status.lines()
 
 
 def test_the_slowest_ranks_of_each_teacher_are_the_newest(tmp_path: Path) -> None:
@@ -207,7 +224,7 @@ def test_a_folder_of_another_user_is_named(
     with of_another_user(run):
         assert main(["status", str(run)]) == 1
     text = capsys.readouterr().err
-    assert text.startswith(f"error: {run}: cannot read {run}/")
+    assert text.startswith(f"error: {run}: cannot read {run}")
     assert "(Permission denied); ask the owner" in text
     with of_another_user(run / "checkpoints"):
         assert main(["status", str(run)]) == 1
@@ -221,6 +238,11 @@ def test_a_folder_of_another_user_is_named(
         ("config.yaml", "- 40\n"),
         ("metrics.jsonl", '{"step": null, "step_seconds": 3.0}\n[1]\n{"step": 3\n'),
         ("metrics.jsonl", '{"step": 3, "step_seconds": "3"}\n{"step": 4}\n\0\0\0'),
+        ("metrics.jsonl", '{"step": 3, "step_seconds": NaN}\n{"step": 4, "step_seconds": 1e999}'),
+        ("metrics.jsonl", '{"step": 3, "step_seconds": 0, "tokens_per_second": 7}'),
+        ("metrics.jsonl", '{"step": 3, "step_seconds": 3, "tokens_per_second": null}'),
+        ("metrics.jsonl", '{"slowest_teacher_ranks": null}\n{"slowest_teacher_ranks": ["a"]}'),
+        ("metrics.jsonl", '{"slowest_ranks": null, "slowest_teacher_ranks": {"law": null}}'),
         ("checkpoints/step_0000020/description.json", "[]"),
         ("checkpoints/step_0000020/description.json", '{"save_seconds": "long"}'),
         ("launches/7-2/launch.json", '{"job": "7"}'),
@@ -237,6 +259,29 @@ def test_a_damaged_file_leaves_the_rest_of_the_state(
     (run / file).write_text(text)
     assert main(["status", str(run)]) == 0
     assert "checkpoint  step_0000020" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("below", ["", "/x"])
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as found:
+        read_status(Path(f"{tmp_path}/file{below}"))
+    text = f"{tmp_path}/file: it is a file; name the folder `output` of a run, "
+    assert str(found.value).startswith(text)
+    assert "permission" not in str(found.value)
+
+
+def test_a_disk_that_cannot_be_read_is_no_matter_of_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+
+    def read_text(path: Path, **_: str) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(ConfigError, match=r"config\.yaml \(Input/output error\); look at the disk"):
+        read_status(run)
 
 
 def test_settings_that_are_no_text_are_named(tmp_path: Path) -> None:
