@@ -398,8 +398,8 @@ def _state(
         submitted = _submitted(launches, after=max(ended, _changed(log)))
         if submitted is not None:
             return submitted
-        if outcome is not None and not _is_later(log, outcome):
-            return _of_outcome(outcome)
+        if launch is not None and outcome is not None and not _is_later(log, outcome):
+            return _of_outcome(launch, outcome)
         place = ""
     else:
         place = f"launch {launch.name} on {', '.join(launch.nodes)}"
@@ -427,11 +427,10 @@ def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
     submitted = found.submitted
     logs = [file for file in launches.folder.glob("log-*.txt") if _changed(file) > submitted]
     if not logs:
-        # A job that was cancelled in the queue leaves no file.
         age = duration(time.time() - submitted)
         return "waiting", (
             f"job {', '.join(found.jobs)} submitted {age} ago, no launch since then; "
-            f"`squeue --jobs={','.join(found.jobs)}` tells whether it is still in the queue"
+            f"{_asked_of_slurm(found.jobs)}"
         )
     newest = max(logs, key=_changed)
     lines = newest.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -443,16 +442,23 @@ def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
     return None
 
 
+def _asked_of_slurm(jobs: Sequence[str]) -> str:
+    """Return how a user asks for jobs, since one that is cancelled in the queue leaves no file."""
+    return f"`squeue --jobs={','.join(jobs)}` tells whether it is still in the queue"
+
+
 def _submitted_at(launches: Launches) -> float:
     found = launches.submission()
     return 0.0 if found is None else found.submitted
 
 
-def _of_outcome(outcome: Outcome) -> tuple[str, str]:
+def _of_outcome(launch: LaunchRecord, outcome: Outcome) -> tuple[str, str]:
     if outcome.status == "done":
         return "done", ""
     if outcome.next.startswith("goes on"):
-        return "waiting", f"{outcome.reason}: {outcome.next}"
+        # Only Slurm's jobs have plain numbers.
+        asks = f"; {_asked_of_slurm([launch.job])}" if launch.job.isdecimal() else ""
+        return "waiting", f"{outcome.reason}: {outcome.next}{asks}"
     state = "stopped" if outcome.status == "unfinished" else "failed"
     return state, f"{outcome.reason}: {outcome.next}"
 

@@ -149,6 +149,15 @@ def test_the_state_follows_from_the_files(
     assert status.detail.startswith(detail)
 
 
+def test_a_job_without_a_number_of_slurm_is_not_asked_for_there(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    launches = Launches(run / "launches", run, "")
+    one = LaunchRecord("20260101-120000", 0, "s", ["train"], ["a"], ["a"], 20, LONG_AGO)
+    outcome = Outcome(Status.FAILED, "why", 20, time.time(), "goes on from step 20 in 15 s")
+    write_record(launches.begin(one) / "outcome.json", outcome)
+    assert read_status(run).detail == "why: goes on from step 20 in 15 s"
+
+
 def test_a_launch_that_checks_its_nodes_is_no_failure(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25)
     launch(run, None, started=time.time())
@@ -451,8 +460,9 @@ def test_jobs_that_read_a_run_or_a_model_have_their_state(tmp_path: Path) -> Non
         assert status.state == "running"
         text = "failed: launch 8-1 on n1 has given no sign for "
         assert status.jobs["evaluate"].startswith(text)
-        assert status.jobs["generate"] == "waiting: why: goes on from step 0"
-        assert "generate    waiting: why: goes on from step 0" in status.lines()
+        text = "waiting: why: goes on from step 0; `squeue --jobs=8` tells whether it is still in "
+        assert status.jobs["generate"] == f"{text}the queue"
+        assert f"generate    {text}the queue" in status.lines()
 
     folder = of(model, "evaluate", None)
     (folder / "rank_00000.err").touch()
