@@ -92,8 +92,9 @@ class PrintedPlan:
 
 
 def plan_of(config: RunConfig, devices: int, device_name: str) -> str:
-    """Return the plan of a run on so many devices. Raises ConfigError or CheckpointError."""
-    return make_plan(config, devices, device_name, shown=_SHOWN).text
+    """Return the plan of a run, as for `train --plan`. Raises ConfigError or CheckpointError."""
+    option = f"--plan {devices}x{device_name}"
+    return make_plan(config, devices, device_name, shown=_SHOWN, option=option).text
 
 
 def make_plan(
@@ -103,17 +104,19 @@ def make_plan(
     *,
     shown: int,
     document_length: int | None = None,
+    option: str | None = None,
 ) -> PrintedPlan:
     """Plan a run on so many devices. Raises ConfigError or CheckpointError.
 
     document_length: tokens of the document of a mean token; None: one document per sample.
+    option: that names the devices, for messages; None: those of `plan`.
     """
     from megatron_distill.planning.device import load_device
 
-    machine = load_device(device_name)
+    machine = load_device(device_name, option=option)
     if machine.cores is not None and devices > machine.node.devices:
         raise ConfigError(
-            f"--devices {devices}: {device_name} is one machine with room for "
+            f"{option or f'--devices {devices}'}: {device_name} is one machine with room for "
             f"{counted(machine.node.devices, 'rank')}; plan at most as many"
         )
     device = machine.shared_by(devices, threads=config.runtime.threads)

@@ -19,9 +19,19 @@ from megatron_distill.commands.submitted_layout import (
     missing_words,
 )
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.batch_script import Demand, batch_script, option_objection
+from megatron_distill.launching.batch_script import (
+    LONGEST_WARNING,
+    Demand,
+    batch_script,
+    option_objection,
+)
 from megatron_distill.launching.program import Program
-from megatron_distill.launching.records import Launches
+from megatron_distill.launching.records import (
+    Launches,
+    Submission,
+    disk_errors,
+    write_record,
+)
 from megatron_distill.launching.slurm_job import add_arguments as add_rules
 from megatron_distill.runtime.atomic_files import replace_file
 
@@ -92,6 +102,11 @@ def _objection(given: argparse.Namespace) -> str | None:
         if seconds is not None and not 0 < seconds < math.inf:
             option = f"--{name.replace('_', '-')} {seconds:g}"
             return f"{option}: must be a finite number of seconds above 0"
+    if given.grace_seconds is not None and given.grace_seconds > LONGEST_WARNING:
+        return (
+            f"--grace-seconds {given.grace_seconds:g}: Slurm signals a job at most "
+            f"{LONGEST_WARNING:,} seconds before its end; give at most as many"
+        )
     for name in ("job_name", "partition", "account", "qos"):
         text = getattr(given, name)
         if text is not None and (not text or any(map(str.isspace, text))):
@@ -126,9 +141,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.dry_run:
         sys.stdout.write(script)
         return 0
-    for _ in range(given.chain):
-        sys.stdout.write(f"{_submit(script, launches)}\n")
-    sys.stderr.write(f"script, records and logs: {launches.folder}\n")
+    _submit(script, launches, count=given.chain)
     return 0
 
 
@@ -179,11 +192,37 @@ def _rules(given: argparse.Namespace) -> Sequence[str]:
     )
 
 
-def _submit(script: str, launches: Launches) -> str:
-    """Write the batch script, submit it, and return the job's number; raises ConfigError."""
-    try:
+def _submit(script: str, launches: Launches, *, count: int) -> None:
+    """Write the batch script, submit it so often, and print the jobs' numbers.
+
+    Only an accepted job is recorded: `status` takes the record for a job in the queue. Raises
+    ConfigError.
+    """
+    with disk_errors(launches):
         launches.folder.mkdir(parents=True, exist_ok=True)
         replace_file(launches.script_file, script.encode())
+        # By the clock of the disk, as the times of the logs that `status` compares with it.
+        begun = launches.script_file.stat().st_mtime
+    jobs: list[str] = []
+    for _ in range(count):
+        done = _sbatch(launches)
+        number = done.stdout.strip().partition(";")[0]
+        if not number:
+            sys.stderr.write(
+                f"{done.stderr}nothing was submitted: sbatch gave no job number; script: "
+                f"{launches.script_file}\n"
+            )
+            return
+        jobs.append(number)
+        sys.stdout.write(f"{number}\n")
+        with disk_errors(launches):
+            write_record(launches.submission_file, Submission(jobs, begun))
+    sys.stderr.write(f"script, records and logs: {launches.folder}\n")
+
+
+def _sbatch(launches: Launches) -> subprocess.CompletedProcess[str]:
+    """Submit the batch script once; raises ConfigError where Slurm has not taken it."""
+    try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(launches.script_file)],
             capture_output=True, text=True, check=False,
@@ -195,11 +234,12 @@ def _submit(script: str, launches: Launches) -> str:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"{launches.named}: cannot write {launches.script_file} ({error.strerror})"
+            f"sbatch: cannot be started ({error.strerror}); submit on a machine of the cluster"
         ) from error
     if done.returncode != 0:
-        raise ConfigError(f"sbatch refuses {launches.script_file}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
+        said = done.stderr.strip() or f"status {done.returncode}"
+        raise ConfigError(f"sbatch refuses {launches.script_file}: {said}")
+    return done
 
 
 COMMAND = Command(

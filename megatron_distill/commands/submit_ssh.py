@@ -17,11 +17,13 @@ from megatron_distill.commands.submitted_layout import (
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import python_path
-from megatron_distill.launching.program import Program
+from megatron_distill.launching.program import NoAnswerError, Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts, ranks_on
 from megatron_distill.launching.supervisor import HEALTH_SECONDS, Policy, supervise
+from megatron_distill.log import get_logger
 
+_LOGGER = get_logger(__name__)
 _DESCRIPTION = """Run a job on machines without a scheduler, and start it again after a failure.
 
     megatron-distill submit ssh llama31_8b_to_1b.yaml output=runs/a --hosts a,b
@@ -140,13 +142,34 @@ def _hosts(given: argparse.Namespace) -> Hosts:
 
 
 def _check(hosts: Hosts, program: Program, given: argparse.Namespace) -> None:
-    """Compare the layout with the ranks, as the first host sees the models and has GPUs."""
-    first = [sys.executable]
-    ranks = given.ranks_per_node
-    if not given.dry_run:
-        first = [*hosts.on_nodes(hosts.nodes[:1]), sys.executable]
-        ranks = ranks or ranks_on(first)
-    check_submission(program, nodes=hosts.wanted, ranks=ranks, run=first)
+    """Compare the layout with the ranks, as the first host with an answer sees models and GPUs.
+
+    Silent hosts before it become the last ones: no launch begins there, and the checks of the nodes
+    ask them again. Raises ConfigError where more are silent than are spare.
+    """
+    if given.dry_run:
+        run = [sys.executable]
+        check_submission(program, nodes=hosts.wanted, ranks=given.ranks_per_node, run=run)
+        return
+    silent: dict[str, str] = {}
+    for host in hosts.names:
+        run = [*hosts.on_nodes([host]), sys.executable]
+        try:
+            ranks = ranks_on(run, given=given.ranks_per_node)
+            check_submission(program, nodes=hosts.wanted, ranks=ranks, run=run)
+            break
+        except NoAnswerError as error:
+            silent[host] = error.last_line
+        if len(hosts.names) - len(silent) < hosts.wanted:
+            answers = ", ".join(f"{name} ({answer})" for name, answer in silent.items())
+            raise ConfigError(
+                f"--hosts {given.hosts}: no answer from {answers}. A host needs a login without a "
+                "password, and this folder and this Python under the same paths. Repair it, leave "
+                "it out, or name another host and --spare-hosts"
+            )
+    for host, answer in silent.items():
+        _LOGGER.warning("host %s gives no answer (%s): a spare one takes its place", host, answer)
+    hosts.names = sorted(hosts.names, key=lambda name: name in silent)
 
 
 def _environment(given: Sequence[str]) -> dict[str, str]:

@@ -17,7 +17,16 @@ from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import Launches, bad_nodes
 
-__all__ = ["Demand", "batch_script", "limit_seconds", "option_objection", "python_path"]
+__all__ = [
+    "LONGEST_WARNING",
+    "Demand",
+    "batch_script",
+    "limit_seconds",
+    "option_objection",
+    "python_path",
+]
+
+LONGEST_WARNING: Final = 65_535  # seconds before the limit, of sbatch --signal
 
 # The forms of a time limit that sbatch takes, as `time` of its manual lists them.
 _LIMIT: Final = re.compile(
@@ -109,7 +118,8 @@ def batch_script(
             f"takes {math.ceil(warned):,} of them. Ask for more, as 24:00:00 for a day, or set "
             "--grace-seconds"
         )
-    lines.append(f"#SBATCH --signal=B:USR1@{math.ceil(warned)}")
+    # Where more was measured, the job stops by its own clock before the signal.
+    lines.append(f"#SBATCH --signal=B:USR1@{min(math.ceil(warned), LONGEST_WARNING)}")
     place = "%A_%a" if demand.array > 1 else "%j"
     folder = _writable(launches.folder.resolve()).replace("%", "%%")
     lines += [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from megatron_distill.runtime.atomic_files import replace_file
 
@@ -16,6 +17,7 @@ __all__ = [
     "USUAL_SECONDS",
     "LongestStep",
     "grace_seconds",
+    "is_number",
     "is_step",
     "newest_records",
     "save_seconds",
@@ -94,7 +96,8 @@ def _validation_seconds(results: Path) -> float:
 
 def newest_records(results: Path) -> list[dict[str, Any]]:
     """Return the newest records of a run's `metrics.jsonl`; none without the file."""
-    with suppress(FileNotFoundError), (results / "metrics.jsonl").open("rb") as stream:
+    lacks = (FileNotFoundError, NotADirectoryError)
+    with suppress(*lacks), (results / "metrics.jsonl").open("rb") as stream:
         stream.seek(0, 2)
         stream.seek(max(0, stream.tell() - _TAIL_BYTES))
         found = []
@@ -109,9 +112,12 @@ def newest_records(results: Path) -> list[dict[str, Any]]:
 
 def is_step(record: Mapping[str, Any]) -> bool:
     """Return whether a record is of a step, with its time."""
-    return isinstance(record.get("step"), int) and isinstance(
-        record.get("step_seconds"), (int, float)
-    )
+    return isinstance(record.get("step"), int) and is_number(record.get("step_seconds"))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of a record is a finite number; JSON in Python has others too."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def save_seconds(checkpoint: Path) -> float | None:

@@ -7,7 +7,9 @@ pods ends the job.
 from __future__ import annotations
 
 import math
+import posixpath
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +22,10 @@ __all__ = ["PodDemand", "job_set"]
 
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_LABEL: Final = 63
+# Of RFC 1123, for namespaces; claims have several with dots between them.
+_PART: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_NAME: Final = 253
+_SHARED_MEMORY: Final = "/dev/shm"
 _GROUP: Final = "nodes"  # of the pods in the JobSet
 _CONTAINER: Final = "ranks"
 _ATTEMPT: Final = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -60,7 +66,7 @@ class PodDemand:
 
 
 def job_set(demand: PodDemand, program: Program) -> dict[str, Any]:
-    """Return the manifest; raises ConfigError for a name that Kubernetes refuses."""
+    """Return the manifest; raises ConfigError for a value that Kubernetes refuses."""
     # Kubernetes adds five characters to a pod's name, and JobSet counts them.
     longest = f"{max((pod.partition('.')[0] for pod in demand.pods), key=len)}-abcde"
     if _LABEL.fullmatch(demand.name) is None or len(longest) > _LONGEST_LABEL:
@@ -68,6 +74,8 @@ def job_set(demand: PodDemand, program: Program) -> dict[str, Any]:
             f"--name {demand.name}: write small letters, digits and hyphens, a letter first, so "
             f"that the pods' names, as {longest}, have at most {_LONGEST_LABEL} characters"
         )
+    _check_names(demand)
+    _check_claims(demand.claims)
     metadata = {"name": demand.name}
     if demand.namespace is not None:
         metadata["namespace"] = demand.namespace
@@ -111,6 +119,39 @@ def job_set(demand: PodDemand, program: Program) -> dict[str, Any]:
     }
 
 
+def _check_names(demand: PodDemand) -> None:
+    """Raise ConfigError for a namespace, image or interpreter that Kubernetes refuses."""
+    space = demand.namespace
+    if space is not None and (_PART.fullmatch(space) is None or len(space) > _LONGEST_LABEL):
+        raise ConfigError(
+            f"--namespace {shlex.quote(space)}: write small letters, digits and hyphens, the first "
+            f"and the last no hyphen, at most {_LONGEST_LABEL} characters"
+        )
+    for option, text in (("--image", demand.image), ("--image-python", demand.python)):
+        if not text or any(map(str.isspace, text)):
+            raise ConfigError(f"{option} {shlex.quote(text)}: give a name without spaces")
+
+
+def _check_claims(claims: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError for a claim's name, or a folder to mount it on, that is refused."""
+    mounted: dict[str, str] = {}
+    for claim, folder in claims:
+        option = f"--claim {claim}:{folder}"
+        if len(claim) > _LONGEST_NAME or not all(map(_PART.fullmatch, claim.split("."))):
+            raise ConfigError(
+                f"{option}: a claim's name has small letters, digits, hyphens and dots, each part "
+                f"with a letter or digit at both ends, at most {_LONGEST_NAME} characters"
+            )
+        if not folder.startswith("/") or ":" in folder:
+            raise ConfigError(f"{option}: give a path from the root without a colon, as /data")
+        place = posixpath.normpath(f"/{folder.lstrip('/')}")
+        if place == _SHARED_MEMORY:
+            raise ConfigError(f"{option}: the pods' shared memory is there; give another folder")
+        if place in mounted:
+            raise ConfigError(f"{option}: {mounted[place]} is mounted there; give another folder")
+        mounted[place] = option
+
+
 def _pod(demand: PodDemand, program: Program) -> dict[str, Any]:
     resources = {
         "nvidia.com/gpu": demand.gpus_per_node,
@@ -128,7 +169,7 @@ def _pod(demand: PodDemand, program: Program) -> dict[str, Any]:
         {"name": f"claim-{place}", "mountPath": folder}
         for place, (_, folder) in enumerate(demand.claims)
     ]
-    mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    mounts.append({"name": "shared-memory", "mountPath": _SHARED_MEMORY})
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": math.ceil(demand.stop_seconds) + _END_SECONDS,

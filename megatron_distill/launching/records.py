@@ -1,6 +1,7 @@
 """The records of a job's launches: which ended how, and whether the next one is worth its nodes.
 
-<run>/launches/job.sbatch                the batch script of the newest submission
+<run>/launches/job.sbatch                the newest batch script, which Slurm may have refused
+<run>/launches/submission.json           numbers of the newest jobs that Slurm has accepted
 <run>/launches/bad_nodes                 nodes that failed a check: time, name, reason
 <run>/launches/done                      settings that reached their end: digest, and progress there
 <run>/launches/stop                      made by a user: no further launch
@@ -45,6 +46,7 @@ __all__ = [
     "NodeOutcome",
     "Outcome",
     "Status",
+    "Submission",
     "bad_nodes",
     "complete_parts",
     "complete_shards",
@@ -158,6 +160,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Submission:
+    """Jobs that Slurm has accepted: their numbers, and the time just before it was asked."""
+
+    jobs: list[str]
+    submitted: float
+
+
+@dataclass(frozen=True)
 class BadNode:
     """A node that failed a check; `when` is a local date and time.
 
@@ -267,8 +277,17 @@ class Launches:
 
     @property
     def script_file(self) -> Path:
-        """The batch script of the newest submission."""
+        """The newest batch script; Slurm may have refused it."""
         return self.folder / "job.sbatch"
+
+    @property
+    def submission_file(self) -> Path:
+        """The record of the newest jobs that Slurm has accepted."""
+        return self.folder / "submission.json"
+
+    def submission(self) -> Submission | None:
+        """Return the newest jobs that Slurm has accepted; None: there are none."""
+        return read_record(self.submission_file, Submission)
 
     @property
     def stop_file(self) -> Path:
@@ -326,7 +345,7 @@ def bad_nodes(folder: Path) -> list[BadNode]:
     """Return the recorded nodes of a folder of launches; a user removes lines of repaired ones."""
     try:
         lines = (folder / "bad_nodes").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     parts = [line.split("\t", 2) for line in lines if line.strip()]
     if any(len(one) != 3 for one in parts):

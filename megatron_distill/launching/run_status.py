@@ -6,7 +6,6 @@ Any machine that sees the folder may read it.
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,16 +28,20 @@ from megatron_distill.launching.records import (
     job_folders,
     progress_of,
 )
+from megatron_distill.launching.step_figures import slowest_of_teachers, slowest_ranks, speed
 from megatron_distill.runtime.folder_lock import is_locked, is_released_here
 from megatron_distill.runtime.progress import duration
 
 __all__ = ["RunStatus", "read_status"]
 
-_RECENT_STEPS: Final = 50
+_RECENT_FILES: Final = 50
 _LEAST_SILENCE: Final = 120.0  # seconds without a sign, from which on a run counts as ended
 _SILENT_STEPS: Final = 10.0
 # States of jobs side by side: the first that one of them has is that of all.
 _BY_LIFE: Final = ("running", "starting", "waiting", "failed", "stopped")
+_FOLDERS: Final = (
+    "name the folder `output` of a run, `store.path` of a capture, or --output of rollouts"
+)
 _ERROR: Final = "error: "  # in the log of a job that does not begin
 
 
@@ -51,7 +54,7 @@ class RunStatus:
         detail: about the state, in words.
         step, steps: done, and of the whole run; of a capture its shards, of rollouts their parts.
         step_seconds: median of the newest steps, or mean of the newest shards or parts.
-            tokens_per_second: mean of the steps.
+            tokens_per_second: a step's tokens over that time.
         seconds_left: until the last step.
         checkpoint: the newest one's name; its age, and the time that its save took.
         launches: number; restarts: of the newest job.
@@ -122,16 +125,28 @@ def read_status(run: Path) -> RunStatus:
     Raises ConfigError: the folder is none of these, or this user may not read it.
     """
     try:
+        for folder in (run, *run.parents):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(f"{folder}: it is a file; {_FOLDERS}")
         if (run / ROLLOUTS).is_file():
             return _rollout_status(run)
         if (run / "shards").is_dir() or _beside(run).is_dir():
             return _capture_status(run)
         return _run_status(run)
     except OSError as error:
+        remedy = "look at the disk, or name another copy of the folder"
+        if isinstance(error, PermissionError):
+            remedy = "ask the owner of the run for the permission to read its folder"
         raise ConfigError(
-            f"{run}: cannot read {error.filename or 'its files'} ({error.strerror}); ask the owner "
-            "of the run for the permission to read its folder"
+            f"{run}: cannot read {error.filename or 'its files'} ({error.strerror}); {remedy}"
         ) from error
+
+
+def _nothing_here(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{folder}: no run has started here (no config.yaml, no launch, no job that Slurm has "
+        f"accepted); {_FOLDERS}"
+    )
 
 
 def _run_status(run: Path) -> RunStatus:
@@ -139,21 +154,17 @@ def _run_status(run: Path) -> RunStatus:
     begun = launches.all()
     settings = _settings(run / "config.yaml")
     readers = _readers(run)
-    if settings is None and not begun and not launches.script_file.exists():
+    if settings is None and not begun and launches.submission() is None:
         if readers:
             return _of_readers(run, readers)
-        raise ConfigError(
-            f"{run}: no run has started here (no config.yaml, no {LAUNCHES}); name the folder "
-            "`output` of a run, `store.path` of a capture, or --output of rollouts"
-        )
+        raise _nothing_here(run)
     records = newest_records(run)
     steps = [one for one in records if is_step(one)]
-    recent = steps[-_RECENT_STEPS:]
+    seconds, tokens_per_second = speed(records)
     step = max((int(one["step"]) for one in steps), default=progress_of(run))
     train = (settings or {}).get("train")
     wanted = train.get("steps") if isinstance(train, dict) else None
     wanted = wanted if isinstance(wanted, int) else None
-    seconds = statistics.median(float(one["step_seconds"]) for one in recent) if recent else None
     log = run / "metrics.jsonl"
     state, detail = _state(
         run, launches, begun, log=log, step=step, steps=wanted, step_seconds=seconds
@@ -167,17 +178,15 @@ def _run_status(run: Path) -> RunStatus:
         step=step,
         steps=wanted,
         step_seconds=seconds,
-        tokens_per_second=_mean(recent, "tokens_per_second"),
+        tokens_per_second=tokens_per_second,
         seconds_left=left,
         checkpoint=newest,
         checkpoint_age=age,
         save_seconds=save,
         launches=len(begun),
         restarts=begun[-1].restart if begun else 0,
-        slowest_ranks=next(
-            (one["slowest_ranks"] for one in reversed(records) if "slowest_ranks" in one), None
-        ),
-        slowest_teacher_ranks=_slowest_of_teachers(records),
+        slowest_ranks=slowest_ranks(records),
+        slowest_teacher_ranks=slowest_of_teachers(records),
         jobs={one.command: _text_of(one.state, one.detail) for one in readers},
     )
 
@@ -200,7 +209,7 @@ def _readers(folder: Path) -> list[_Reader]:
         command = path.name.removeprefix(f"{LAUNCHES}_")
         launches = Launches(path, folder, f"{command} {folder}")
         begun = launches.all()
-        if not begun and not launches.script_file.exists():
+        if not begun and launches.submission() is None:
             continue
         newest = launches.of(begun[-1]) if begun else path
         state, detail = _state(
@@ -212,7 +221,7 @@ def _readers(folder: Path) -> list[_Reader]:
             steps=None,
             step_seconds=None,
         )
-        last = max([_changed(launches.script_file), *(one.started for one in begun)])
+        last = max([_submitted_at(launches), *(one.started for one in begun)])
         found.append(_Reader(command, begun, state, detail, last))
     return found
 
@@ -251,7 +260,7 @@ def _jobs_of(store: Path) -> list[Launches]:
 
     def newest(group: Sequence[Launches]) -> float:
         starts = [launch.started for one in group for launch in one.all()]
-        return max([*starts, *(_changed(one.script_file) for one in group)])
+        return max([*starts, *map(_submitted_at, group)])
 
     return max(groups.values(), key=newest)
 
@@ -259,6 +268,8 @@ def _jobs_of(store: Path) -> list[Launches]:
 def _capture_status(store: Path) -> RunStatus:
     jobs, wanted = _jobs_of(store), None
     begun = sorted((one for job in jobs for one in job.all()), key=lambda one: one.started)
+    if not begun and not store.exists() and not any(map(_submitted_at, jobs)):
+        raise _nothing_here(store)
     with suppress(OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         plan = json.loads((store / "plan.json").read_text(encoding="utf-8"))
         wanted = -(-int(plan["samples"]) // int(plan["samples_per_shard"]))
@@ -304,7 +315,7 @@ def _rollout_status(folder: Path) -> RunStatus:
 def _seconds_between(files: Sequence[Path], begun: Sequence[LaunchRecord]) -> float | None:
     """Return the mean time between the newest files of the newest launch; None: too few."""
     since = begun[-1].started if begun else 0.0
-    ends = sorted(time for time in map(_changed, files) if time > since)[-_RECENT_STEPS:]
+    ends = sorted(time for time in map(_changed, files) if time > since)[-_RECENT_FILES:]
     return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
 
 
@@ -387,8 +398,8 @@ def _state(
         submitted = _submitted(launches, after=max(ended, _changed(log)))
         if submitted is not None:
             return submitted
-        if outcome is not None and not _is_later(log, outcome):
-            return _of_outcome(outcome)
+        if launch is not None and outcome is not None and not _is_later(log, outcome):
+            return _of_outcome(launch, outcome)
         place = ""
     else:
         place = f"launch {launch.name} on {', '.join(launch.nodes)}"
@@ -410,12 +421,17 @@ def _state(
 
 def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
     """Return the state of a submission to Slurm since `after` that has begun no launch, or None."""
-    submitted = _changed(launches.script_file)
-    if submitted <= after:
+    found = launches.submission()
+    if found is None or found.submitted <= after:
         return None
+    submitted = found.submitted
     logs = [file for file in launches.folder.glob("log-*.txt") if _changed(file) > submitted]
     if not logs:
-        return "waiting", f"submitted {duration(time.time() - submitted)} ago, no launch since then"
+        age = duration(time.time() - submitted)
+        return "waiting", (
+            f"job {', '.join(found.jobs)} submitted {age} ago, no launch since then; "
+            f"{_asked_of_slurm(found.jobs)}"
+        )
     newest = max(logs, key=_changed)
     lines = newest.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.partition(_ERROR)[2] for line in lines if _ERROR in line]
@@ -426,11 +442,23 @@ def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
     return None
 
 
-def _of_outcome(outcome: Outcome) -> tuple[str, str]:
+def _asked_of_slurm(jobs: Sequence[str]) -> str:
+    """Return how a user asks for jobs, since one that is cancelled in the queue leaves no file."""
+    return f"`squeue --jobs={','.join(jobs)}` tells whether it is still in the queue"
+
+
+def _submitted_at(launches: Launches) -> float:
+    found = launches.submission()
+    return 0.0 if found is None else found.submitted
+
+
+def _of_outcome(launch: LaunchRecord, outcome: Outcome) -> tuple[str, str]:
     if outcome.status == "done":
         return "done", ""
     if outcome.next.startswith("goes on"):
-        return "waiting", f"{outcome.reason}: {outcome.next}"
+        # Only Slurm's jobs have plain numbers.
+        asks = f"; {_asked_of_slurm([launch.job])}" if launch.job.isdecimal() else ""
+        return "waiting", f"{outcome.reason}: {outcome.next}{asks}"
     state = "stopped" if outcome.status == "unfinished" else "failed"
     return state, f"{outcome.reason}: {outcome.next}"
 
@@ -463,16 +491,3 @@ def _checkpoint(run: Path) -> tuple[str | None, float | None, float | None]:
         return None, None, None
     age = time.time() - _changed(folder / "description.json")
     return folder.name, age, save_seconds(folder)
-
-
-def _slowest_of_teachers(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the newest text of each teacher; a record has those whose line was due."""
-    found: dict[str, str] = {}
-    for one in records:
-        found |= one.get("slowest_teacher_ranks", {})
-    return dict(sorted(found.items()))
-
-
-def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    found = [float(one[name]) for one in records if isinstance(one.get(name), (int, float))]
-    return statistics.fmean(found) if found else None

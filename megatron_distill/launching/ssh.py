@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.launching.program import NoAnswerError
 
 __all__ = ["FIRST_PAUSE", "SSH", "Hosts", "main", "ranks_on"]
 
@@ -27,6 +27,7 @@ _POLL_SECONDS: Final = 0.2
 _COUNT: Final = (
     "from megatron_distill.launching import node; print(node.ranks_here(announce=False))"
 )
+_ANSWER: Final = "import megatron_distill.launching.node; print({})"
 _ERROR_CLASS: Final = re.compile(r"^[\w.]+Error: ")  # before the text, at the end of a traceback
 _COUNT_SECONDS: Final = 120.0  # an import from a slow shared disk
 _LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux
@@ -110,26 +111,23 @@ class Hosts:
         return False
 
 
-def ranks_on(run: Sequence[str]) -> int:
-    """Return the default number of ranks of a host: one per GPU, else 1.
+def ranks_on(run: Sequence[str], *, given: int | None = None) -> int:
+    """Return the ranks of a host: those given, else one per GPU, else 1.
 
-    run: starts Python there. Raises ConfigError: it does not.
+    run: starts Python there, which is asked in any case. Raises NoAnswerError: it does not.
     """
-    command = [*run, "-c", _COUNT]
+    command = [*run, "-c", _COUNT if given is None else _ANSWER.format(given)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COUNT_SECONDS, check=True
         )
         return int(done.stdout.splitlines()[-1])  # a login shell may have written something
-    except (
-        subprocess.TimeoutExpired, subprocess.CalledProcessError, ValueError, IndexError,
-    ) as error:  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(command, f"has not ended within {_COUNT_SECONDS:.0f} s") from None
+    except (subprocess.CalledProcessError, ValueError, IndexError) as error:
         reason = str(getattr(error, "stderr", None) or "").strip() or str(error)
         reason = _ERROR_CLASS.sub("", reason.splitlines()[-1])
-        raise ConfigError(
-            f"{shlex.join(command)}: {reason}; the hosts need this folder and this Python, and a "
-            "login without a password, or give --ranks-per-node"
-        ) from None
+        raise NoAnswerError(command, reason) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

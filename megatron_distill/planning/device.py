@@ -394,10 +394,11 @@ def device_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
-def load_device(name: str) -> DeviceProfile:
+def load_device(name: str, *, option: str | None = None) -> DeviceProfile:
     """Return a device by the name of a shipped file, or by the path of a file.
 
-    Raises ConfigError: there is no such device, or a key of its file is wrong.
+    option: that names it, with its value, for messages; None: `--device`. Raises ConfigError: there
+    is no such device, or a key of its file is wrong.
     """
     shipped, own = _FOLDER / f"{name}.yaml", Path(name)
     path = shipped if shipped.is_file() else own
@@ -406,7 +407,7 @@ def load_device(name: str) -> DeviceProfile:
     if not path.is_file():
         hint = ", or run `megatron-distill calibrate`, which writes one"
         raise ConfigError(
-            f"--device {name}: there is no such device; the shipped ones are "
+            f"{option or f'--device {name}'}: there is no device {name}; the shipped ones are "
             f"{', '.join(device_names())}; give one of them, the path of a YAML file{hint}"
         )
     return read_device(path)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.config import load_config
-from megatron_distill.planning.device import load_device, write_device
+from megatron_distill.planning.device import DeviceProfile, load_device, write_device
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import MeasuredSteps, refined
 from megatron_distill.planning.step_time import phase_seconds
@@ -169,7 +169,7 @@ def test_wrong_words_are_named_before_any_work(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--devices", "8", "--device", "none"], "there is no such device"),
+        (["--devices", "8", "--device", "none"], "--device none: there is no device none"),
         (["--devices", "8", "--device", "l40s", "--simulate", "x", "--row", "99"], "--row 99"),
         (
             ["--devices", "6", "--device", "l40s", "--simulate", "x", "--row", "0",
@@ -190,6 +190,22 @@ def test_the_training_command_plans_too(config: str, capsys: pytest.CaptureFixtu
     assert "plan for 8 x NVIDIA L40S" in capsys.readouterr().out
     assert main(["train", config, "--plan", "l40s"]) == 1
     assert "as 64xh100-80gb" in capsys.readouterr().err
+    assert main(["train", config, "--plan", "64xnope"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: --plan 64xnope: there is no device nope; the shipped ones are ")
+    assert "--device " not in text
+
+
+def test_the_training_command_names_its_option_where_a_machine_has_too_few_places(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 2}
+    fields["node"]["devices"] = 2
+    file = tmp_path / "mine.yaml"
+    write_device(DeviceProfile.model_validate(fields), file)
+    assert main(["train", config, "--plan", f"3x{file}"]) == 1
+    text = f"error: --plan 3x{file}: {file} is one machine with room for 2 ranks; plan at most"
+    assert capsys.readouterr().err.startswith(text)
 
 
 def test_a_plan_of_short_documents_is_faster(

@@ -90,10 +90,10 @@ def test_a_layout_that_does_not_fit_the_hosts_starts_nothing(
 
 
 def test_a_host_that_does_not_count_its_gpus_is_named() -> None:
-    with pytest.raises(ConfigError, match="no route; the hosts need this folder"):
+    with pytest.raises(ConfigError, match=r"announce=False\)\): no route$"):
         ranks_on(["sh", "-c", "echo no route >&2; exit 255"])
     traceback = "Traceback:\n  line 1\nmegatron_distill.errors.TrainingError: it hangs"
-    with pytest.raises(ConfigError, match=r"announce=False\)\)': it hangs; the hosts need"):
+    with pytest.raises(ConfigError, match=r"announce=False\)\): it hangs$"):
         ranks_on(["sh", "-c", f"echo '{traceback}' >&2; exit 1"])
 
 

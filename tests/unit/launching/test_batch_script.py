@@ -92,6 +92,8 @@ def test_the_warning_comes_as_early_as_measured_steps_and_saves_need(tmp_path: P
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "step_seconds": 20.3}) + "\n")
     assert options(script(tmp_path))["signal"] == "B:USR1@101"
     assert options(script(tmp_path, grace=45.0))["signal"] == "B:USR1@45"
+    # As measured; sbatch takes no more.
+    assert options(script(tmp_path, grace=70_000.0))["signal"] == "B:USR1@65535"
 
 
 def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path: Path) -> None:

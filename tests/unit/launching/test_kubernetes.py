@@ -110,6 +110,41 @@ def test_a_name_that_kubernetes_refuses_is_named() -> None:
     assert job_set(demand(name="a" * 47), PROGRAM)
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"namespace": "Foo_"}, "--namespace Foo_: "),
+        ({"namespace": ""}, "--namespace '': "),
+        ({"namespace": "a" * 64}, "at most 63 characters"),
+        ({"namespace": "a.b"}, "--namespace a.b: "),
+        ({"image": ""}, "--image '': "),
+        ({"image": " i"}, "--image ' i': "),
+        ({"python": ""}, "--image-python '': "),
+        ({"claims": [("Data_1", "/data")]}, "--claim Data_1:/data: "),
+        ({"claims": [("-a", "/data")]}, "--claim -a:/data: "),
+        ({"claims": [("a..b", "/data")]}, "--claim a..b:/data: "),
+        ({"claims": [("a" * 254, "/data")]}, "at most 253 characters"),
+        ({"claims": [("a", "data")]}, "--claim a:data: "),
+        ({"claims": [("a", "/data:ro")]}, "--claim a:/data:ro: "),
+        ({"claims": [("a", "/data"), ("b", "/data")]}, "--claim b:/data: --claim a:/data "),
+        ({"claims": [("a", "/data"), ("b", "/data/x/..")]}, "--claim b:/data/x/..: --claim a:"),
+        ({"claims": [("a", "/data/"), ("b", "//data")]}, "--claim b://data: --claim a:/data/ "),
+        ({"claims": [("a", "/dev/shm")]}, "--claim a:/dev/shm: the pods' shared memory is "),
+    ],
+)
+def test_a_value_that_kubernetes_refuses_is_named_with_its_option(
+    changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as found:
+        job_set(demand(**changes), PROGRAM)
+    assert text in str(found.value)
+
+
+def test_names_and_folders_that_kubernetes_takes_are_no_error() -> None:
+    claims = [("0-data.team1", "/data"), ("a" * 253, "/data/models"), ("0-data.team1", "/scratch")]
+    assert job_set(demand(claims=claims, namespace="8-b", image="r:5000/d@sha256:0"), PROGRAM)
+
+
 def test_the_command_writes_the_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +157,7 @@ def test_the_command_writes_the_manifest(
         ([], "give --dry-run"),
         (["--claim", "data"], "NAME:FOLDER"),
         (["--claim", "data:data"], "data: a folder in the pods has a path from the root"),
+        (["--claim", "b:"], "--claim b:: write NAME:FOLDER"),
         (["--work-folder", "code"], "code: a folder in the pods has a path from the root"),
         (
             ["--memory-per-node", "512GB"],
@@ -134,6 +170,10 @@ def test_the_command_writes_the_manifest(
         with pytest.raises(SystemExit):
             main(wrong)
         assert text in capsys.readouterr().err
+    for more in (["--namespace", "Foo_"], ["--image", ""], ["--claim", f"a:{tmp_path}"]):
+        assert main([*words, *more, "--dry-run"]) == 1
+        found = capsys.readouterr()
+        assert (found.out, found.err.startswith(f"error: {more[0]} ")) == ("", True)
 
 
 @pytest.mark.parametrize(

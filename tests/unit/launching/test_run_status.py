@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +15,14 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.records import Launches, LaunchRecord, Outcome, Status, write_record
+from megatron_distill.launching.records import (
+    Launches,
+    LaunchRecord,
+    Outcome,
+    Status,
+    Submission,
+    write_record,
+)
 from megatron_distill.launching.run_status import read_status
 from megatron_distill.runtime.folder_lock import take_lock
 
@@ -47,6 +55,12 @@ def launch(run: Path, outcome: Outcome | None, *, started: float = LONG_AGO) -> 
         write_record(folder / "outcome.json", outcome)
 
 
+def submit(folder: Path, submitted: float) -> None:
+    """A job that Slurm has accepted."""
+    launches = Launches(folder, folder.parent, "")
+    write_record(launches.submission_file, Submission(["12"], submitted))
+
+
 def ended(status: Status, text: str) -> Callable[[Path], None]:
     return lambda run: launch(run, Outcome(status, "why", 20, time.time(), text))
 
@@ -61,6 +75,22 @@ def test_a_running_run_has_its_figures(tmp_path: Path) -> None:
     assert "step        25 of 40 (62.5 %)" in text
     assert "left        0:45" in text
     assert ", saved in 1.5 s" in text
+
+
+def test_the_speed_is_of_the_same_steps_in_seconds_and_tokens(tmp_path: Path) -> None:
+    """A quick step weighs no more in one figure than in the other: 1,024 tokens each."""
+    run = begin(tmp_path / "run", steps_done=25)
+    seconds = [0.1, 0.5, 0.9]
+    steps = [
+        {"step": step, "step_seconds": one, "tokens_per_second": 1024 / one}
+        for step, one in enumerate(seconds, start=1)
+    ]
+    steps.append({"step": 4, "step_seconds": 70.0})  # without tokens: in neither figure
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in steps))
+    status = read_status(run)
+    assert status.step_seconds == 0.5
+    assert status.tokens_per_second == pytest.approx(1024 / 0.5)
+    assert "speed       0.5 s per step, 2,048 tokens/s" in status.lines()
 
 
 def test_the_slowest_ranks_of_each_teacher_are_the_newest(tmp_path: Path) -> None:
@@ -119,6 +149,15 @@ def test_the_state_follows_from_the_files(
     assert status.detail.startswith(detail)
 
 
+def test_a_job_without_a_number_of_slurm_is_not_asked_for_there(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+    launches = Launches(run / "launches", run, "")
+    one = LaunchRecord("20260101-120000", 0, "s", ["train"], ["a"], ["a"], 20, LONG_AGO)
+    outcome = Outcome(Status.FAILED, "why", 20, time.time(), "goes on from step 20 in 15 s")
+    write_record(launches.begin(one) / "outcome.json", outcome)
+    assert read_status(run).detail == "why: goes on from step 20 in 15 s"
+
+
 def test_a_launch_that_checks_its_nodes_is_no_failure(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25)
     launch(run, None, started=time.time())
@@ -140,14 +179,16 @@ def test_a_submission_in_the_queue_waits_and_one_that_could_not_begin_has_failed
     """Slurm has no launch to show before the job runs."""
     run = tmp_path / "run"
     (run / "launches").mkdir(parents=True)
-    (run / "launches" / "job.sbatch").touch()
     now = float(int(time.time()))  # in whole seconds, as the text
-    os.utime(run / "launches" / "job.sbatch", (now - 3700, now - 3700))
+    submit(run / "launches", now - 3700)
     with monkeypatch.context() as frozen:
         frozen.setattr(time, "time", lambda: now)
         status = read_status(run)
     assert (status.state, status.step, status.steps) == ("waiting", 0, None)
-    assert status.detail == "submitted 1:01:40 ago, no launch since then"
+    assert status.detail == (
+        "job 12 submitted 1:01:40 ago, no launch since then; `squeue --jobs=12` tells whether it "
+        "is still in the queue"
+    )
     log = run / "launches" / "log-12.txt"
     log.write_text("[job] reading the settings\n")
     assert read_status(run).state == "starting"
@@ -160,13 +201,14 @@ def test_a_run_that_is_submitted_again_waits_until_its_launch_begins(tmp_path: P
     run = begin(tmp_path / "run", steps_done=25)
     launch(run, Outcome(Status.FAILED, "why", 20, LONG_AGO, "no further launch"))
     assert read_status(run).state == "failed"
-    script = run / "launches" / "job.sbatch"
-    script.touch()
+    (run / "launches" / "job.sbatch").touch()  # Slurm may have refused it
+    assert read_status(run).state == "failed"
+    submit(run / "launches", time.time())
     assert read_status(run).state == "waiting"
     log = run / "launches" / "log-12.txt"
     log.write_text("[job] nothing to do: launches/done is of an earlier launch\n")
-    for file, age in ((script, 1000), (log, 900)):
-        os.utime(file, (time.time() - age,) * 2)
+    submit(run / "launches", time.time() - 1000)
+    os.utime(log, (time.time() - 900,) * 2)
     assert read_status(run).detail == "why: no further launch"
 
 
@@ -191,7 +233,7 @@ def test_a_folder_of_another_user_is_named(
     with of_another_user(run):
         assert main(["status", str(run)]) == 1
     text = capsys.readouterr().err
-    assert text.startswith(f"error: {run}: cannot read {run}/")
+    assert text.startswith(f"error: {run}: cannot read {run}")
     assert "(Permission denied); ask the owner" in text
     with of_another_user(run / "checkpoints"):
         assert main(["status", str(run)]) == 1
@@ -205,6 +247,11 @@ def test_a_folder_of_another_user_is_named(
         ("config.yaml", "- 40\n"),
         ("metrics.jsonl", '{"step": null, "step_seconds": 3.0}\n[1]\n{"step": 3\n'),
         ("metrics.jsonl", '{"step": 3, "step_seconds": "3"}\n{"step": 4}\n\0\0\0'),
+        ("metrics.jsonl", '{"step": 3, "step_seconds": NaN}\n{"step": 4, "step_seconds": 1e999}'),
+        ("metrics.jsonl", '{"step": 3, "step_seconds": 0, "tokens_per_second": 7}'),
+        ("metrics.jsonl", '{"step": 3, "step_seconds": 3, "tokens_per_second": null}'),
+        ("metrics.jsonl", '{"slowest_teacher_ranks": null}\n{"slowest_teacher_ranks": ["a"]}'),
+        ("metrics.jsonl", '{"slowest_ranks": null, "slowest_teacher_ranks": {"law": null}}'),
         ("checkpoints/step_0000020/description.json", "[]"),
         ("checkpoints/step_0000020/description.json", '{"save_seconds": "long"}'),
         ("launches/7-2/launch.json", '{"job": "7"}'),
@@ -221,6 +268,29 @@ def test_a_damaged_file_leaves_the_rest_of_the_state(
     (run / file).write_text(text)
     assert main(["status", str(run)]) == 0
     assert "checkpoint  step_0000020" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("below", ["", "/x"])
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as found:
+        read_status(Path(f"{tmp_path}/file{below}"))
+    text = f"{tmp_path}/file: it is a file; name the folder `output` of a run, "
+    assert str(found.value).startswith(text)
+    assert "permission" not in str(found.value)
+
+
+def test_a_disk_that_cannot_be_read_is_no_matter_of_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(tmp_path / "run", steps_done=25)
+
+    def read_text(path: Path, **_: str) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(ConfigError, match=r"config\.yaml \(Input/output error\); look at the disk"):
+        read_status(run)
 
 
 def test_settings_that_are_no_text_are_named(tmp_path: Path) -> None:
@@ -282,6 +352,16 @@ def test_a_capture_has_its_shards_speed_and_state(tmp_path: Path) -> None:
         (store / "shards" / f"logits-{shard:06d}.array_record").touch()
     write_record(folder / "outcome.json", Outcome(Status.DONE, "done", 5, time.time() + 1, "done"))
     assert read_status(store).state == "done"
+
+
+def test_a_capture_waits_once_slurm_has_accepted_it(tmp_path: Path) -> None:
+    store, beside = tmp_path / "store", tmp_path / "store.launches"
+    beside.mkdir()
+    (beside / "job.sbatch").touch()
+    with pytest.raises(ConfigError, match="store: no run has started here"):
+        read_status(store)
+    submit(beside, time.time())
+    assert read_status(store).state == "waiting"
 
 
 def test_rollouts_have_their_parts_speed_and_state(tmp_path: Path) -> None:
@@ -373,16 +453,16 @@ def test_jobs_that_read_a_run_or_a_model_have_their_state(tmp_path: Path) -> Non
     assert read_status(run).jobs == {}
     of(run, "evaluate", None)
     of(run, "generate", Outcome(Status.UNFINISHED, "why", 0, now, "goes on from step 0"))
-    (run / "launches_generate" / "job.sbatch").touch()
-    os.utime(run / "launches_generate" / "job.sbatch", (LONG_AGO, LONG_AGO))
+    submit(run / "launches_generate", LONG_AGO)
     with (run / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         status = read_status(run)
         assert status.state == "running"
         text = "failed: launch 8-1 on n1 has given no sign for "
         assert status.jobs["evaluate"].startswith(text)
-        assert status.jobs["generate"] == "waiting: why: goes on from step 0"
-        assert "generate    waiting: why: goes on from step 0" in status.lines()
+        text = "waiting: why: goes on from step 0; `squeue --jobs=8` tells whether it is still in "
+        assert status.jobs["generate"] == f"{text}the queue"
+        assert f"generate    {text}the queue" in status.lines()
 
     folder = of(model, "evaluate", None)
     (folder / "rank_00000.err").touch()

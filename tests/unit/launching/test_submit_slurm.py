@@ -1,0 +1,153 @@
+"""What `submit slurm` leaves and says where sbatch takes a job, refuses it, or is not there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.cli import main
+from megatron_distill.launching.records import Launches, LaunchRecord, Outcome, Status, write_record
+from megatron_distill.launching.run_status import read_status
+
+ACCEPTS = 'echo "4711;cluster"'
+REFUSES = "echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1"
+TESTS = "echo 'sbatch: Job 7 to start at 2026-01-01T00:00:00 on nodes n1' >&2"
+ACCEPTS_ONCE = f"if [ -e {{mark}} ]; then {REFUSES}; fi; : > {{mark}}; echo 4711"
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A machine with a stand-in for sbatch, and a program whose results are in `run`."""
+
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    def sbatch(self, text: str) -> None:
+        program = self.folder / "bin" / "sbatch"
+        program.write_text(f"#!/bin/sh\n{text.format(mark=self.folder / 'mark')}\n")
+        program.chmod(0o755)
+
+    def submit(self, *words: str) -> int:
+        program = ["--command", str(self.folder / "program.py"), "--nodes", "1"]
+        return main(["submit", "slurm", *program, *words])
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    (tmp_path / "bin").mkdir()
+    found = Desk(tmp_path)
+    (tmp_path / "program.py").write_text(f"print({f'output: {found.run}'!r})\n")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return found
+
+
+def finished(run: Path) -> None:
+    """A run whose launch has reached the last step."""
+    run.mkdir()
+    (run / "config.yaml").write_text("train: {steps: 1}\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1.0}\n')
+    launches = Launches(run / "launches", run, "")
+    now = time.time()
+    one = LaunchRecord("7", 0, "7", ["train"], ["n1"], ["n1"], 0, now - 10)
+    write_record(launches.begin(one) / "outcome.json", Outcome(Status.DONE, "done", 1, now, "done"))
+
+
+def test_a_job_in_the_queue_is_named_with_the_way_to_ask_for_it(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.sbatch(ACCEPTS)
+    assert desk.submit("--chain", "2") == 0
+    assert capsys.readouterr().out == "4711\n4711\n"
+    status = read_status(desk.run)
+    assert status.state == "waiting"
+    assert status.detail.startswith("job 4711, 4711 submitted 0:00 ago, no launch since then; ")
+    assert "`squeue --jobs=4711,4711` tells whether" in status.detail
+
+
+@pytest.mark.parametrize(("sbatch", "status"), [(REFUSES, 1), (TESTS, 0)], ids=["no", "test only"])
+def test_a_submission_without_a_job_leaves_the_state_before_it(
+    desk: Desk, sbatch: str, status: int
+) -> None:
+    finished(desk.run)
+    desk.sbatch(sbatch)
+    assert desk.submit() == status
+    assert read_status(desk.run).state == "done"
+
+
+def test_a_first_submission_that_is_refused_is_no_run(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.sbatch(REFUSES)
+    assert desk.submit() == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: sbatch refuses {desk.run}/launches/job.sbatch: ")
+    assert "invalid partition specified: nope" in text
+    assert main(["status", str(desk.run)]) == 1
+    text = capsys.readouterr().err
+    assert f"error: {desk.run}: no run has started here" in text
+
+
+def test_the_first_job_of_a_chain_waits_where_the_second_is_refused(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.sbatch(ACCEPTS_ONCE)
+    assert desk.submit("--chain", "2") == 1
+    assert capsys.readouterr().out == "4711\n"
+    assert read_status(desk.run).detail.startswith("job 4711 submitted 0:00 ago")
+
+
+def test_a_test_of_sbatch_submits_nothing_and_shows_what_sbatch_said(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.sbatch(TESTS)
+    assert desk.submit("--sbatch=--test-only", "--chain", "2") == 0
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err == (
+        "sbatch: Job 7 to start at 2026-01-01T00:00:00 on nodes n1\n"
+        "nothing was submitted: sbatch gave no job number; "
+        f"script: {desk.run}/launches/job.sbatch\n"
+    )
+
+
+def test_a_machine_without_sbatch_is_told_from_a_folder_that_cannot_be_made(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert desk.submit() == 1
+    assert capsys.readouterr().err.startswith("error: sbatch: no such program here; submit on")
+    desk.sbatch(ACCEPTS)
+    (desk.folder / "bin" / "sbatch").chmod(0o600)
+    assert desk.submit() == 1
+    assert "sbatch: cannot be started (Permission denied)" in capsys.readouterr().err
+    (desk.folder / "program.py").write_text("print('output: /proc/x/y')\n")
+    assert desk.submit() == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: output=/proc/x/y: cannot write in /proc/x/y/launches (No such")
+    assert "or name another folder" in text
+
+
+def test_a_folder_below_a_file_is_named(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    desk.sbatch(ACCEPTS)
+    desk.run.touch()
+    (desk.folder / "program.py").write_text(f"print({f'output: {desk.run}/x'!r})\n")
+    assert desk.submit() == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: output={desk.run}/x: cannot write in {desk.run}/x/launches (")
+    assert "Not a directory" in text
+
+
+def test_a_save_that_slurm_cannot_announce_in_time_names_the_option(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        desk.submit("--grace-seconds", "65535.5")
+    text = capsys.readouterr().err
+    assert "--grace-seconds 65535.5: Slurm signals a job at most 65,535 seconds before" in text
+    assert desk.submit("--grace-seconds", "65535", "--dry-run") == 0
+    assert "--signal=B:USR1@65535\n" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""The hosts that `submit ssh` asks before a launch, and what it says about silent ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_distill.cli import main
+from megatron_distill.commands import submit_ssh
+from megatron_distill.launching.program import Program
+from megatron_distill.launching.ssh import Hosts
+from megatron_distill.launching.supervisor import Policy
+from tests.guards.source_tree import ROOT
+
+# A host whose name begins with `dead` has no connection, as ssh shows it.
+SHELL = """\
+host=$1; shift
+case $host in dead*) echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; esac
+exec "$@"
+"""
+NO_ROUTE = "ssh: connect to host {} port 22: No route to host"
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The hosts of each launch, none of which starts a rank."""
+    found: list[list[str]] = []
+
+    def supervise(job: Hosts, program: Program, policy: Policy) -> int:
+        del program, policy
+        found.append(list(job.nodes))
+        return 0
+
+    monkeypatch.setattr(submit_ssh, "supervise", supervise)
+    return found
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A submission of a script, whose layout nothing checks before its ranks."""
+    (tmp_path / "shell").write_text(SHELL)
+    (tmp_path / "program.py").write_text(f"print({f'output: {tmp_path}/run'!r})\n")
+    program = ["x", "--command", str(tmp_path / "program.py"), "--ranks-per-node", "1"]
+    return ["submit", "ssh", *program, "--shell", f"sh {tmp_path / 'shell'} {{host}}"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "spare", "order", "silent"),
+    [
+        ("dead,live", 1, ["live", "dead"], ["dead"]),
+        ("dead,a,b", 1, ["a", "b", "dead"], ["dead"]),
+        ("dead1,dead2,a", 2, ["a", "dead1", "dead2"], ["dead1", "dead2"]),
+        ("a,dead", 1, ["a", "dead"], []),  # the checks of the nodes find it
+    ],
+)
+def test_a_launch_begins_on_a_host_with_an_answer_where_there_are_spare_ones(
+    words: list[str], begun: list[list[str]], capsys: pytest.CaptureFixture[str],
+    hosts: str, spare: int, order: list[str], silent: list[str],
+) -> None:  # fmt: skip
+    assert main([*words, "--hosts", hosts, "--spare-hosts", str(spare)]) == 0
+    assert begun == [order]
+    text = capsys.readouterr().err
+    assert text.count("gives no answer") == len(silent)
+    for host in silent:
+        assert f"host {host} gives no answer ({NO_ROUTE.format(host)})" in text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "spare", "silent"),
+    [("dead,live", 0, ["dead"]), ("dead1,dead2,live", 1, ["dead1", "dead2"])],
+)
+def test_too_few_hosts_are_one_message_that_names_the_silent_ones(
+    words: list[str], begun: list[list[str]], capsys: pytest.CaptureFixture[str],
+    hosts: str, spare: int, silent: list[str],
+) -> None:  # fmt: skip
+    assert main([*words, "--hosts", hosts, "--spare-hosts", str(spare)]) == 78
+    assert begun == []
+    text = capsys.readouterr().err
+    answers = ", ".join(f"{host} ({NO_ROUTE.format(host)})" for host in silent)
+    assert text == (
+        f"error: --hosts {hosts}: no answer from {answers}. A host needs a login without a "
+        "password, and this folder and this Python under the same paths. Repair it, leave it out, "
+        "or name another host and --spare-hosts\n"
+    )
+
+
+def test_a_training_is_checked_on_the_first_host_with_an_answer(
+    words: list[str], begun: list[list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    train = [str(ROOT / "configs" / "tiny.yaml"), f"output={tmp_path}/run", "parallel.tensor=4"]
+    shell = words[words.index("--shell") :]
+    hosts = ["--hosts", "dead,a,b", "--spare-hosts", "1", "--ranks-per-node"]
+    assert main(["submit", "ssh", *train, *shell, *hosts, "1"]) == 78
+    assert "error: this configuration on 2 processes: 1 problem" in capsys.readouterr().err
+    assert main(["submit", "ssh", *train, *shell, *hosts, "2"]) == 0
+    assert begun == [["a", "b", "dead"]]
