@@ -287,6 +287,15 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"answer": 1}, ConfigError, "answer = 1 has the wrong type; give a text, in quotes"),
     ({"format": "text"}, ConfigError, "format = 'text'; give one of jsonl, json, parquet"),
     ({"layouts": [{"file": "a"}]}, ConfigError, "layouts: 'file' is not a key of a task"),
+    (
+        {"stops": ["\n", ""]},
+        ConfigError,
+        r"task mine \(\S+mine.yaml\): stops = .*not empty, or \[\]",
+    ),
+    ({"max_new_tokens": 0}, ConfigError, r"mine.yaml\): max_new_tokens = 0; give 1 or more"),
+    ({"max_new_tokens": -5}, ConfigError, "max_new_tokens = -5; give 1 or more"),
+    ({"base": "mmluu"}, ConfigError, "mine.yaml: base = mmluu: there is no such task; give"),
+    ({"base": ["mmlu"]}, ConfigError, r"mine.yaml: base = \['mmlu'\] has the wrong type; give the"),
     ({"group": "topic"}, DataError, "a.jsonl:1: group = 'topic' has no value"),
     ({"group": "q[:1].nothing.more"}, DataError, "a.jsonl:1: group: .*no attribute 'nothing'"),
 ]
@@ -309,6 +318,7 @@ WRONG += [
         [{"pattern": "a"}], "wrong type; give names of graders, or mappings of regex, name"
     ),
     wrong_graders([{"regex": 1}], "wrong type"),
+    wrong_graders(["exactt"], "'exactt'; give one of exact, letter, gsm8k_strict"),
 ]
 
 
