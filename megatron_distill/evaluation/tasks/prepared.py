@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class PreparedTask:
         truncated: items that lost tokens on the left.
         is_single: whether each choice is one token, so that probabilities of letters exist.
         stop_ids: that end a generated text.
+        is_limited: whether `limit` leaves rows out.
     """
 
     task: Task
@@ -67,6 +68,7 @@ class PreparedTask:
     truncated: int = 0
     is_single: bool = False
     stop_ids: tuple[int, ...] = ()
+    is_limited: bool = False
 
     @property
     def identity(self) -> str:
@@ -96,13 +98,11 @@ def prepare_task(
     """
     items = read_task(task) if items is None else items
     encoder = TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}", add_bos=add_bos)
-    if task.kind == "perplexity":
-        return _of_texts(task, items, encoder, positions)
-    if task.kind == "multiple_choice":
-        return _of_choices(task, items, encoder, positions)
     for grader in task.graders:
         opened_grader(grader)
-    return _of_prompts(task, items, encoder, positions)
+    prepare = {"perplexity": _of_texts, "multiple_choice": _of_choices}.get(task.kind, _of_prompts)
+    found = prepare(task, items, encoder, positions)
+    return replace(found, is_limited=any(item.of_rows > len(items) for item in items[:1]))
 
 
 def _of_prompts(
@@ -112,9 +112,10 @@ def _of_prompts(
     named, tokenizer = f"task {task.name}", encoder.tokenizer
     room = positions - task.max_new_tokens
     if room < 1:
+        place = f"in a YAML file of your own with `base: {task.name}`"
         raise ConfigError(
             f"{named}: max_new_tokens = {task.max_new_tokens}, and the model has {positions} "
-            "positions; lower it"
+            f"positions; lower it {place if task.is_shipped else f'in {task.place}'}"
         )
     prompts = [item.prompt for item in items]
     texts = [encoder.rendered(prompt, named=named) for prompt in prompts]
