@@ -150,7 +150,8 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel | M
         if reading is not None and role == aligned_role(config):
             tokenizer = reading.tokenizer
         positions = longest_input(teacher.shapes[role], section)
-        prepared = tasks.encoded(tokenizer, positions, device)
+        most = teacher.shapes[role].max_position_embeddings
+        prepared = tasks.encoded(tokenizer, positions, device, most=most)
         if role in teacher.remotes:
             is_sharded = _is_sharded(config, role, ranks=teacher.remotes[role].ranks)
         else:
@@ -290,7 +291,8 @@ class Resolved:
         """Find a model and encode the tasks for it; raises a MegatronDistillError on all ranks."""
         source = resolve_model(config, role.name, role.vocabulary)
         positions = longest_input(source.architecture, config.evaluation)
-        return cls(role, source, tasks.encoded(role.tokenizer, positions, role.execution.device))
+        device, most = role.execution.device, source.architecture.max_position_embeddings
+        return cls(role, source, tasks.encoded(role.tokenizer, positions, device, most=most))
 
     def digest(self, groups: Groups) -> str:
         """Return the digest of the model's weights, the same in every layout and format.
