@@ -112,10 +112,10 @@ def _of_prompts(
     named, tokenizer = f"task {task.name}", encoder.tokenizer
     room = positions - task.max_new_tokens
     if room < 1:
-        place = f"in a YAML file of your own with `base: {task.name}`"
+        own = f"in a YAML file of your own with `base: {task.name}`"
         raise ConfigError(
             f"{named}: max_new_tokens = {task.max_new_tokens}, and the model has {positions} "
-            f"positions; lower it {place if task.is_shipped else f'in {task.place}'}"
+            f"positions; lower it {own if task.is_shipped else f'in {task.place}'}"
         )
     prompts = [item.prompt for item in items]
     texts = [encoder.rendered(prompt, named=named) for prompt in prompts]
