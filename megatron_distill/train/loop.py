@@ -299,7 +299,7 @@ def _evaluated_measures(parts: LoopInputs, plan: LoopPlan, found: Evaluated) -> 
     names = [
         f"{task.task.name}.{one}"
         for task in parts.evaluation.student.tasks
-        for one in task.task.measures
+        for one in task.measures
     ]
     missing = plan.best.missing_measure(student, [one for one in names if one in measures])
     if missing:

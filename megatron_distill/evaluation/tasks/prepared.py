@@ -15,7 +15,7 @@ from megatron_distill.evaluation.requests import Request
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
 from megatron_distill.evaluation.tasks.graders import opened_grader
 from megatron_distill.evaluation.tasks.prompts import Item, Prompt, read_task
-from megatron_distill.evaluation.tasks.record import Task
+from megatron_distill.evaluation.tasks.record import OF_LETTERS, Task
 
 __all__ = ["ItemFacts", "PreparedTask", "prepare_task"]
 
@@ -69,6 +69,13 @@ class PreparedTask:
     is_single: bool = False
     stop_ids: tuple[int, ...] = ()
     is_limited: bool = False
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of its results, the usual one first; those of letters need single tokens."""
+        return tuple(
+            name for name in self.task.measures if self.is_single or name not in OF_LETTERS
+        )
 
     @property
     def identity(self) -> str:

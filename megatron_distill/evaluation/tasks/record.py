@@ -12,7 +12,7 @@ import yaml
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.graders import GRADERS, RegexGrader
 
-__all__ = ["MEASURES", "Task", "load_task", "shipped_tasks"]
+__all__ = ["MEASURES", "OF_LETTERS", "Task", "load_task", "shipped_tasks"]
 
 TaskKind = Literal["multiple_choice", "generation", "perplexity"]
 
@@ -24,6 +24,8 @@ MEASURES: Final[Mapping[str, tuple[str, ...]]] = {
     "generation": ("exact_match",),
     "perplexity": ("bits_per_byte", "byte_perplexity", "word_perplexity", "token_perplexity"),
 }
+# Those of a multiple choice whose choices are one token each.
+OF_LETTERS: Final = frozenset({"letter_mass", "acc_where_mass"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,9 @@ def _longer(task: Task, positions: int, most: int) -> str:
         found.append("lower its max_new_tokens")
     if positions < most:
         found.append(f"raise evaluation.max_length, to {most:,} at most")
-    return ", or ".join(found or ["shorten its texts, or take a model with more positions"])
+    else:
+        found.append("take a model with more positions")
+    return ", or ".join(found)
 
 
 NO_TASKS: Final = OpenTasks((), ())

@@ -40,7 +40,8 @@ def test_an_evaluation_that_fails_loses_no_step(
 ) -> None:
     """The step is saved, and a later start begins with its evaluation.
 
-    The metric of the best checkpoint is one that words of several tokens do not have.
+    The metric of the best checkpoint is one that words of several tokens do not have. A warning
+    tells so at the start and after the evaluation.
     """
     tasks, output, whole = quiz(tmp_path), tmp_path / "run", tmp_path / "whole"
     best = ("checkpoint.keep_best.metric=quiz.letter_mass", "evaluation.at_start=false")
@@ -51,8 +52,8 @@ def test_an_evaluation_that_fails_loses_no_step(
     assert evaluations(output) == []
     run(pool, world, dense, output, *given)
     endings = pool.run(world, _failing, dense, [f"output={whole}", *given], 9)
-    text = "checkpoint.keep_best.metric = 'quiz.letter_mass' is not in the results of this"
-    assert [(error, log.count(text)) for error, log in endings] == [("", 1), ("", 0)][:world]
+    text = "checkpoint.keep_best.metric = 'quiz.letter_mass' is not in the results of quiz, so"
+    assert [(error, log.count(text)) for error, log in endings] == [("", 2), ("", 0)][:world]
     assert "give one of quiz.acc, quiz.acc_norm, prose.bits_per_byte" in endings[0][1]
     assert evaluations(output) == evaluations(whole)
     assert saved(output, 2) == saved(whole, 2)

@@ -11,17 +11,17 @@ from megatron_distill.train.assemble.tasks import _longer
 
 CHOICE = {"kind": "multiple_choice", "choices": ("no", "yes")}
 TEXT = {"kind": "generation", "graders": ("exact",)}
-NEITHER = "shorten its texts, or take a model with more positions"
+MORE = "take a model with more positions"
 
 
 @pytest.mark.parametrize(
     ("task", "positions", "remedy"),
     [
-        (CHOICE, 128, NEITHER),
-        ({**CHOICE, "shots": 3}, 128, NEITHER),  # its examples are gone before a token is
-        ({**CHOICE, "shots": 3, "truncation": "tokens"}, 128, "lower its shots"),
+        (CHOICE, 128, MORE),
+        ({**CHOICE, "shots": 3}, 128, MORE),  # its examples are gone before a token is
+        ({**CHOICE, "shots": 3, "truncation": "tokens"}, 128, f"lower its shots, or {MORE}"),
         (CHOICE, 64, "raise evaluation.max_length, to 128 at most"),
-        (TEXT, 128, "lower its max_new_tokens"),
+        (TEXT, 128, f"lower its max_new_tokens, or {MORE}"),
         (TEXT, 64, "lower its max_new_tokens, or raise evaluation.max_length, to 128 at most"),
     ],
 )

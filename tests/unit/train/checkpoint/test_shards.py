@@ -301,5 +301,7 @@ def test_a_validation_figure_that_the_run_lacks_is_named(metric: str, is_missing
 def test_a_measure_that_an_evaluation_did_not_give_is_named(metric: str, is_missing: bool) -> None:
     """Such as the mass of letters where choices have several tokens."""
     text = BestRule(metric, "max").missing_measure(["quiz"], ["quiz.acc", "quiz.acc_norm"])
-    assert (f"checkpoint.keep_best.metric = '{metric}' is not in the results" in text) == is_missing
+    assert (
+        f"checkpoint.keep_best.metric = '{metric}' is not in the results of quiz" in text
+    ) == is_missing
     assert ("give one of quiz.acc, quiz.acc_norm" in text) == is_missing
