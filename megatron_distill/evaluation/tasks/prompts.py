@@ -237,8 +237,8 @@ class TaskTemplates:
             task = self._task
             listed = "[..., ...]" if not isinstance(task.choices, str) else f"({task.choices})"
             raise DataError(
-                f"task {task.name}: {row.place}: answer = {task.answer!r} gives {right!r}, which "
-                f"is the index of choice {choices[index]!r} and the text of choice {found}; write "
+                f"task {task.name}: {row.place}: answer = {task.answer!r} gives {right!r}: as an "
+                f"index the choice {choices[index]!r}, as a text the choice {right!r}; write "
                 f"`answer: ({task.answer}) | int` for the index, or "
                 f"`answer: {listed}.index({task.answer})` with the list of choices for the text"
             )

@@ -306,8 +306,8 @@ def test_an_answer_that_is_an_index_and_another_choice_is_refused(tmp_path: Path
     choices = ["{{ a }}", "{{ b }}", "{{ c }}", "{{ d }}"]
     task = own_task(tmp_path, files=["a.csv"], choices=choices)
     message = (
-        r"task mine: \S+a\.csv:3: answer = 'right' gives '1', which is the index of choice '2' and "
-        r"the text of choice 3; write `answer: \(right\) \| int` for the index, or "
+        r"task mine: \S+a\.csv:3: answer = 'right' gives '1': as an index the choice '2', "
+        r"as a text the choice '1'; write `answer: \(right\) \| int` for the index, or "
         r"`answer: \[\.\.\., \.\.\.\]\.index\(right\)`"
     )
     with pytest.raises(DataError, match=message):
