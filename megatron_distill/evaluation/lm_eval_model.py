@@ -212,6 +212,7 @@ class ScorerLM(TemplateLM):
 
     `writer` None: the model generates no text. `seed`: of sampled texts, which are the same in any
     layout and any order of the tasks' other requests. `weights`: their digest, for the results.
+    `most`: positions of the model, where the scorer may take fewer.
 
     Attributes:
         truncated: requests that lost tokens on the left, by task.
@@ -228,8 +229,10 @@ class ScorerLM(TemplateLM):
         *,
         seed: int = 0,
         weights: str = "",
+        most: int | None = None,
     ) -> None:
         super().__init__()
+        self._most = scorer.positions if most is None else most
         self._weights = weights
         self._scorer, self._encoder, self._writer = scorer, encoder, writer
         self._seed = seed
@@ -313,7 +316,13 @@ class ScorerLM(TemplateLM):
 
     @cached_property
     def _chat(self) -> TextEncoder:
-        return TextEncoder.of(self._encoder.tokenizer, chat=True, named="--apply-chat-template")
+        tokenizer = self._encoder.tokenizer
+        if tokenizer.chat_template is None:
+            raise DataError(
+                f"--apply-chat-template: {tokenizer.name} has no chat template; add a "
+                "chat_template.jinja to its folder, or leave the option out"
+            )
+        return TextEncoder.of(tokenizer, chat=True, named="--apply-chat-template")
 
     @cached_property
     def _stop_ids(self) -> tuple[int, ...]:
@@ -336,7 +345,7 @@ class ScorerLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return the log-probability of answers after contexts, and whether each is greedy."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        self._count(requests, self._cut)
+        self._count(requests, self._cut, "lower --num-fewshot if its prompts have examples")
         return found
 
     def _loglikelihood_tokens(
@@ -350,8 +359,11 @@ class ScorerLM(TemplateLM):
         ]
         return [(score.log_prob, score.is_greedy) for score in self._scorer.score(asked)]
 
-    def _count(self, requests: Sequence[Any], cut: Sequence[bool]) -> None:
+    def _count(self, requests: Sequence[Any], cut: Sequence[bool], remedy: str) -> None:
         """Count the requests that lose tokens, by task, with a warning."""
+        is_short = self._scorer.positions < self._most
+        longer = f"raise evaluation.max_length, to {self._most:,} at most"
+        remedy = f"{remedy}, or {longer if is_short else 'take a model with more positions'}"
         asked = Counter(str(request.task_name) for request in requests)
         found = Counter(
             str(request.task_name) for request, is_cut in zip(requests, cut, strict=True) if is_cut
@@ -359,8 +371,8 @@ class ScorerLM(TemplateLM):
         for task, count in found.items():
             _LOGGER.warning(
                 "--lm-eval %s: longer than the model's %d positions, and cut on the left: %d of %d "
-                "requests; lower --num-fewshot, or raise evaluation.max_length",
-                *(task, self._scorer.positions, count, asked[task]),
+                "requests; %s",
+                *(task, self._scorer.positions, count, asked[task], remedy),
             )
         self.truncated += found
 
@@ -422,7 +434,7 @@ class ScorerLM(TemplateLM):
                 for number, one in zip(numbers, texts, strict=True)
                 if one.is_cut
             )
-        self._count(requests, cut)
+        self._count(requests, cut, "lower max_gen_toks in gen_kwargs, or --num-fewshot")
         return [found[number] for number in range(len(requests))]
 
 

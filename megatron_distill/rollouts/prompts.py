@@ -21,7 +21,7 @@ from megatron_distill.data.chat.conversations import (
 )
 from megatron_distill.data.chat.encode import chat_prompt, response_prompts
 from megatron_distill.data.formats import FORMATS
-from megatron_distill.data.text.files import kind_of
+from megatron_distill.data.text.files import kind_of, table_columns
 from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.data.tokenizers.protocol import begin_token, encoded_or_refused
 from megatron_distill.errors import ConfigError, DataError
@@ -138,7 +138,9 @@ class PromptFile:
             return self._conversation(number, content)
         text = content.get(self.key)
         if text is None:
-            keys = ", ".join(sorted(content)[:10]) or "none of these"
+            is_table = _FORMATS[self.path.suffix] in ("parquet", "arrow")
+            known = table_columns(self.path) if is_table else content
+            keys = ", ".join(sorted(known)[:10]) or "nothing"
             raise self._bad(
                 number,
                 f"has no {_MESSAGES!r} and no {self.key!r} (it has: {keys}); name the column of "

@@ -328,7 +328,9 @@ def line_blocks(
             if not cut:
                 carried += data
                 if len(carried) > LINE_BYTES:
-                    raise DamagedFileError(f"the line is longer than {LINE_BYTES} bytes; split it")
+                    raise DamagedFileError(
+                        path, f"the line is longer than {LINE_BYTES} bytes; split it"
+                    )
                 continue
             lines, carried = carried + data[:cut], data[cut:]
             yield RowBlock(number, str(path), row, lines)
@@ -336,7 +338,7 @@ def line_blocks(
         if carried:
             yield RowBlock(number, str(path), row, carried)
     except DamagedFileError as error:
-        yield RowBlock(number, str(path), row, b"", problem=str(error))
+        yield RowBlock(number, str(path), row, b"", problem=error.reason)
     finally:
         if file is not None:
             file.close()
@@ -358,7 +360,7 @@ def table_blocks(
             yield RowBlock(number, str(path), row + 1, data, is_table=True)
             row += batch.num_rows
     except DamagedFileError as error:
-        yield RowBlock(number, str(path), row + 1, b"", problem=str(error))
+        yield RowBlock(number, str(path), row + 1, b"", problem=error.reason)
 
 
 def rows_of(block: RowBlock) -> Iterator[Row]:

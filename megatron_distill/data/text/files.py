@@ -27,7 +27,15 @@ _NOT_CORPUS: Final = frozenset(
 
 
 class DamagedFileError(Exception):
-    """The compressed content cannot be read any further; the message names file and reason."""
+    """A file's content cannot be read any further; the message names file and reason.
+
+    Attributes:
+        reason: without the file, for a message that names it.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.reason = reason
 
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
@@ -153,7 +161,7 @@ class InputFile:
             raise self._refusal(error) from error
         while self.offset < offset:
             if not self.read(min(_SKIP_BYTES, offset - self.offset)):
-                raise DamagedFileError(f"{path}: ends after {self.offset} bytes, not {offset}")
+                raise DamagedFileError(path, f"ends after {self.offset} bytes, not {offset}")
 
     def _pass_byte_order_mark(self) -> None:
         if self._stream.peek(3)[:3] == _BYTE_ORDER_MARK:  # type: ignore[attr-defined]
@@ -161,8 +169,8 @@ class InputFile:
 
     def _damage(self, error: BaseException) -> DamagedFileError:
         return DamagedFileError(
-            f"{self.path}: damaged or cut off after {self.offset} bytes of content ({error}); "
-            "replace the file"
+            self.path,
+            f"damaged or cut off after {self.offset} bytes of content ({error}); replace the file",
         )
 
     def _refusal(self, error: OSError) -> DataError:
@@ -266,8 +274,9 @@ def record_batches(
     except (pa.ArrowException, OSError) as error:  # OSError for a cut-off stream
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise DamagedFileError(
-            f"{path}: damaged or cut off ({reason}); replace it, or correct `format` of the data "
-            "source if it is not a Parquet or Arrow file"
+            path,
+            f"damaged or cut off ({reason}); replace it, or name its true format if it is not a "
+            "Parquet or Arrow file",
         ) from error
 
 
@@ -304,6 +313,23 @@ def _batches(
             chosen = batch.select(columns)
             for start in range(0, chosen.num_rows, _BATCH_ROWS):
                 yield chosen.slice(start, _BATCH_ROWS)
+
+
+def table_columns(path: Path) -> list[str]:
+    """The names of a Parquet or Arrow file's columns.
+
+    Raises OSError, and pyarrow's errors for a damaged file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with path.open("rb") as stream:
+        magic = stream.read(len(_FILE_MAGIC))
+    if magic[:4] == b"PAR1":
+        return list(pq.read_schema(path).names)
+    with pa.memory_map(str(path)) as source:
+        opened = pa.ipc.open_file if magic == _FILE_MAGIC else pa.ipc.open_stream
+        return list(opened(source).schema.names)
 
 
 def _columns(

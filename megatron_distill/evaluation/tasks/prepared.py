@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from megatron_distill.evaluation.requests import Request
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
 from megatron_distill.evaluation.tasks.graders import opened_grader
 from megatron_distill.evaluation.tasks.prompts import Item, Prompt, read_task
-from megatron_distill.evaluation.tasks.record import Task
+from megatron_distill.evaluation.tasks.record import OF_LETTERS, Task
 
 __all__ = ["ItemFacts", "PreparedTask", "prepare_task"]
 
@@ -56,6 +56,7 @@ class PreparedTask:
         truncated: items that lost tokens on the left.
         is_single: whether each choice is one token, so that probabilities of letters exist.
         stop_ids: that end a generated text.
+        is_limited: whether `limit` leaves rows out.
     """
 
     task: Task
@@ -67,6 +68,14 @@ class PreparedTask:
     truncated: int = 0
     is_single: bool = False
     stop_ids: tuple[int, ...] = ()
+    is_limited: bool = False
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of its results, the usual one first; those of letters need single tokens."""
+        return tuple(
+            name for name in self.task.measures if self.is_single or name not in OF_LETTERS
+        )
 
     @property
     def identity(self) -> str:
@@ -96,13 +105,11 @@ def prepare_task(
     """
     items = read_task(task) if items is None else items
     encoder = TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}", add_bos=add_bos)
-    if task.kind == "perplexity":
-        return _of_texts(task, items, encoder, positions)
-    if task.kind == "multiple_choice":
-        return _of_choices(task, items, encoder, positions)
     for grader in task.graders:
         opened_grader(grader)
-    return _of_prompts(task, items, encoder, positions)
+    prepare = {"perplexity": _of_texts, "multiple_choice": _of_choices}.get(task.kind, _of_prompts)
+    found = prepare(task, items, encoder, positions)
+    return replace(found, is_limited=any(item.of_rows > len(items) for item in items[:1]))
 
 
 def _of_prompts(
@@ -112,9 +119,10 @@ def _of_prompts(
     named, tokenizer = f"task {task.name}", encoder.tokenizer
     room = positions - task.max_new_tokens
     if room < 1:
+        own = f"in a YAML file of your own with `base: {task.name}`"
         raise ConfigError(
             f"{named}: max_new_tokens = {task.max_new_tokens}, and the model has {positions} "
-            "positions; lower it"
+            f"positions; lower it {own if task.is_shipped else f'in {task.place}'}"
         )
     prompts = [item.prompt for item in items]
     texts = [encoder.rendered(prompt, named=named) for prompt in prompts]

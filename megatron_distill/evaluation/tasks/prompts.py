@@ -9,13 +9,22 @@ from functools import cache, cached_property, partial
 from typing import Any, Final
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
-from jinja2.sandbox import SandboxedEnvironment
 
 from megatron_distill.errors import ConfigError, DataError, counted
+from megatron_distill.evaluation.tasks.environment import NullTextError, task_environment
 from megatron_distill.evaluation.tasks.record import Task
-from megatron_distill.evaluation.tasks.rows import TaskRow, in_its_layout, read_items, read_shots
+from megatron_distill.evaluation.tasks.rows import (
+    TaskRow,
+    columns_of,
+    in_its_layout,
+    read_items,
+    read_shots,
+)
+from megatron_distill.log import get_logger
 
 __all__ = ["Item", "Prompt", "TaskTemplates", "read_task"]
+
+_LOGGER = get_logger(__name__)
 
 # Errors of operations and filters in a template.
 _OF_TEMPLATES: Final = (
@@ -86,6 +95,7 @@ class Item:
         counted: the text whose bytes and words are counted, of a perplexity.
         group: value of the task's group column, empty without one.
         place: file and row.
+        of_rows: rows of the task's files, of which `limit` leaves some; 0: unknown.
     """
 
     prompt: Prompt
@@ -95,6 +105,7 @@ class Item:
     counted: str = ""
     group: str = ""
     place: str = ""
+    of_rows: int = 0
 
 
 class TaskTemplates:
@@ -102,10 +113,7 @@ class TaskTemplates:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._environment = SandboxedEnvironment(
-            undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
-        )
-        self._environment.filters["regex_replace"] = _regex_replace
+        self._environment = task_environment()
         # Compiled once: a task renders them for each item and each of its examples.
         self._template = cache(self._environment.from_string)
         self._compiled = cache(
@@ -197,20 +205,44 @@ class TaskTemplates:
                     f"task {task.name}: {row.place}: choices = {task.choices!r} gives {found!r}; "
                     "it must be a list of two or more texts"
                 )
+            if any(one is None for one in found):
+                raise DataError(
+                    f"task {task.name}: {row.place}: choices = {task.choices!r} gives a null "
+                    f"({found!r}); correct the row, or leave nulls out: "
+                    f"choices: ({task.choices}) | reject('none') | list"
+                )
             choices = tuple(str(one) for one in found)
         else:
             choices = tuple(self._text(one, row) for one in task.choices)
         right = self._answer(row, choices)
-        if isinstance(right, str) and right in choices:
-            right = choices.index(right)
-        elif isinstance(right, str) and right.strip().isdigit():
-            right = int(right)
+        if isinstance(right, str):
+            right = self._index_of(right, choices, row)
         if not isinstance(right, int) or not 0 <= right < len(choices):
             raise DataError(
                 f"task {task.name}: {row.place}: the answer is {right!r}, neither one of the "
                 f"choices nor an index from 0 to {len(choices) - 1}; correct `answer` or the row"
             )
         return choices, right
+
+    def _index_of(self, right: str, choices: Sequence[str], row: TaskRow) -> int | str:
+        """Return the index of an answer as text: a choice, or an index as CSV files have it.
+
+        Raises DataError where it is both, of different choices.
+        """
+        index = int(right) if right.strip().isdecimal() else None
+        if right not in choices:
+            return right if index is None else index
+        found = choices.index(right)
+        if index is not None and index < len(choices) and index != found:
+            task = self._task
+            listed = "[..., ...]" if not isinstance(task.choices, str) else f"({task.choices})"
+            raise DataError(
+                f"task {task.name}: {row.place}: answer = {task.answer!r} gives {right!r}: as an "
+                f"index the choice {choices[index]!r}, as a text the choice {right!r}; write "
+                f"`answer: ({task.answer}) | int` for the index, or "
+                f"`answer: {listed}.index({task.answer})` with the list of choices for the text"
+            )
+        return found
 
     def _answer(self, row: TaskRow, choices: Sequence[str] = ()) -> Any:
         """Return the right answer of a row; raises DataError for blanks that are no choice."""
@@ -237,6 +269,8 @@ class TaskTemplates:
             return template
         try:
             return self._template(template).render(self._values(row))
+        except NullTextError as error:
+            raise self._null(template, row) from error
         except _OF_TEMPLATES as error:
             raise self._missing(str(error), row) from error
 
@@ -244,14 +278,24 @@ class TaskTemplates:
         """Return the value of an expression over the columns."""
         try:
             found = self._compiled(source)(**self._values(row))
+        except NullTextError as error:
+            raise self._null(source, row) from error
         except _OF_TEMPLATES as error:
             raise self._missing(f"{key}: {error}", row) from error
         if isinstance(found, StrictUndefined) or found is None:
             raise self._missing(f"{key} = {source!r} has no value", row)
         return found
 
+    def _null(self, template: str, row: TaskRow) -> DataError:
+        names = ", ".join(name for name, value in row.values.items() if value is None)
+        columns = f"null columns: {names}" if names else "inside of a column"
+        return DataError(
+            f"task {self._task.name}: {row.place}: {template!r} writes a null ({columns}); correct "
+            "or remove the row, or give a text for a null: {{ x or '' }}, or {% if x %}"
+        )
+
     def _missing(self, reason: str, row: TaskRow) -> DataError:
-        names = ", ".join(row.values) or "none"
+        names = ", ".join(columns_of(row)) or "none"
         return DataError(
             f"task {self._task.name}: {row.place}: {reason} (its columns: {names}); name the "
             f"column under `columns`, or correct the template in {self._task.place}"
@@ -266,9 +310,15 @@ def read_task(task: Task) -> list[Item]:
     missing, or there are too few examples.
     """
     task = in_its_layout(task)
+    if task.system and not task.chat:
+        _LOGGER.warning(
+            "task %s (%s): system has no effect without chat: true; set it, or remove system",
+            *(task.name, task.place),
+        )
     templates = TaskTemplates(task)
     columns = templates.columns
-    rows, shots = read_items(task, columns), read_shots(task, columns)
+    rows, of_rows = read_items(task, columns)
+    shots = read_shots(task, columns)
     pools: dict[str, list[TaskRow]] = {}
     for shot in shots:
         pools.setdefault(templates.pool_of(shot), []).append(shot)
@@ -285,9 +335,5 @@ def read_task(task: Task) -> list[Item]:
                 f"{task.shots}; "
                 "lower shots, or add rows to shot_files"
             )
-        found.append(templates.item(row, chosen))
+        found.append(replace(templates.item(row, chosen), of_rows=of_rows))
     return found
-
-
-def _regex_replace(text: str, pattern: str, replacement: str) -> str:
-    return re.sub(pattern, replacement, text)

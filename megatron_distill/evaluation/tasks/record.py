@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 import yaml
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.evaluation.tasks.graders import RegexGrader
+from megatron_distill.evaluation.tasks.graders import GRADERS, RegexGrader
 
-__all__ = ["MEASURES", "Task", "load_task", "shipped_tasks"]
+__all__ = ["MEASURES", "OF_LETTERS", "Task", "load_task", "shipped_tasks"]
 
 TaskKind = Literal["multiple_choice", "generation", "perplexity"]
 
@@ -24,6 +24,8 @@ MEASURES: Final[Mapping[str, tuple[str, ...]]] = {
     "generation": ("exact_match",),
     "perplexity": ("bits_per_byte", "byte_perplexity", "word_perplexity", "token_perplexity"),
 }
+# Those of a multiple choice whose choices are one token each.
+OF_LETTERS: Final = frozenset({"letter_mass", "acc_where_mass"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,16 @@ class Task:
             raise self.problem("shots", self.shots, "0 or more")
         if self.limit is not None and self.limit < 1:
             raise self.problem("limit", self.limit, "1 or more, or null for all items")
+        if self.max_new_tokens < 1:
+            raise self.problem("max_new_tokens", self.max_new_tokens, "1 or more")
+        if "" in self.stops:
+            raise self.problem(
+                "stops", list(self.stops), "texts that are not empty, or [] for none"
+            )
         names = [_name_of(one) for one in self.graders]
+        for grader in self.graders:
+            if isinstance(grader, str) and grader not in GRADERS:
+                raise self.problem("graders", grader, f"one of {', '.join(GRADERS)}")
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise self.problem("graders", twice, "each grader a `name` of its own")
@@ -124,6 +135,11 @@ class Task:
     def problem(self, key: str, value: object, wanted: str) -> ConfigError:
         """Return the error of a key."""
         return ConfigError(f"task {self.name} ({self.place}): {key} = {value!r}; give {wanted}")
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether its record comes with the package, where a user changes nothing."""
+        return Path(self.place).parent == _SHIPPED
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -181,24 +197,32 @@ def _merged(below: Mapping[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **above}
 
 
-def _with_base(named: str, inside: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    content, place = _read(named)
+def _with_base(
+    named: str, inside: tuple[str, ...], asked_by: str = ""
+) -> tuple[dict[str, Any], str]:
+    content, place = _read(named, asked_by)
     base = content.pop("base", None)
     if base is None:
         return content, place
+    if not isinstance(base, str):
+        raise ConfigError(
+            f"{place}: base = {base!r} has the wrong type; give the name or the path of one task"
+        )
     if base in inside:
         raise ConfigError(f"{place}: base = {base!r} leads back to itself; remove one of them")
-    beside = Path(place).parent / str(base)
-    below, _ = _with_base(str(beside) if beside.is_file() else str(base), (*inside, str(base)))
+    beside = Path(place).parent / base
+    below, _ = _with_base(str(beside) if beside.is_file() else base, (*inside, base), place)
     return _merged(below, content), place
 
 
-def _read(named: str) -> tuple[dict[str, Any], str]:
+def _read(named: str, asked_by: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of a task's file; `asked_by`: the file with this `base`, or empty."""
     shipped = shipped_tasks()
     path = shipped.get(named, Path(named).expanduser())
     if not path.is_file():
+        key = f"{asked_by}: base = " if asked_by else ""
         raise ConfigError(
-            f"{named}: there is no such task; give the path of a YAML file, or one of "
+            f"{key}{named}: there is no such task; give the path of a YAML file, or one of "
             f"{', '.join(shipped)}"
         )
     try:

@@ -228,6 +228,6 @@ def _reservations(prepared: PreparedTask, found: dict[str, Any]) -> list[str]:
         reasons.append("shots_dropped")
     if prepared.truncated > _MOST_LOSING * count:
         reasons.append("truncated")
-    if prepared.task.limit is not None and prepared.task.limit <= len(prepared.items):
+    if prepared.is_limited:
         reasons.append("limit")
     return reasons

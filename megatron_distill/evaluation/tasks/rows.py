@@ -14,11 +14,16 @@ from typing import Any, Final, NamedTuple
 
 from megatron_distill.data.chat.conversations import rows_of
 from megatron_distill.data.formats import FORMATS
-from megatron_distill.data.text.files import DamagedFileError, InputFile, expand_saved
+from megatron_distill.data.text.files import (
+    DamagedFileError,
+    InputFile,
+    expand_saved,
+    table_columns,
+)
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.tasks.record import Task
 
-__all__ = ["TaskRow", "in_its_layout", "read_items", "read_shots"]
+__all__ = ["TaskRow", "columns_of", "in_its_layout", "read_items", "read_shots"]
 
 _SUFFIXES: Final = {
     ".jsonl": "jsonl",
@@ -29,6 +34,7 @@ _SUFFIXES: Final = {
     ".csv": "csv",
 }
 _FORMAT_NAMES: Final = ", ".join(dict.fromkeys(_SUFFIXES.values()))
+_TABLES: Final = ("parquet", "arrow")
 _COMPRESSED: Final = (".gz", ".zst", ".zstd")
 _LONGEST_CELL: Final = 1 << 24
 _LONGEST_JSON: Final = 1 << 30
@@ -36,11 +42,20 @@ _END: Final = "\ue000end\ue001"  # a line behind the last one, with private char
 
 
 class TaskRow(NamedTuple):
-    """A row: its columns by name, its place for messages, and its file's name without endings."""
+    """A row: its columns by name, its place for messages, and its file's name without endings.
+
+    `table`: the Parquet or Arrow file that it is of, whose other columns are not read.
+    """
 
     values: Mapping[str, Any]
     place: str
     file: str = ""
+    table: Path | None = None
+
+
+def columns_of(row: TaskRow) -> list[str]:
+    """Return the names of all columns of a row, for messages; reads its file where it must."""
+    return list(row.values) if row.table is None else table_columns(row.table)
 
 
 def in_its_layout(task: Task) -> Task:
@@ -55,8 +70,8 @@ def in_its_layout(task: Task) -> Task:
     return task
 
 
-def read_items(task: Task, columns: Sequence[str]) -> list[TaskRow]:
-    """Return the task's items: all rows, or `limit` of them at even distances.
+def read_items(task: Task, columns: Sequence[str]) -> tuple[list[TaskRow], int]:
+    """Return the task's items and the number of rows: all, or `limit` at even distances.
 
     `columns` are read of tables, where they have them.
 
@@ -66,8 +81,9 @@ def read_items(task: Task, columns: Sequence[str]) -> list[TaskRow]:
     if not found:
         raise DataError(f"task {task.name}: {', '.join(task.files)} has no rows")
     if task.limit is None or task.limit >= len(found):
-        return found
-    return [found[place * len(found) // task.limit] for place in range(task.limit)]
+        return found, len(found)
+    chosen = [found[place * len(found) // task.limit] for place in range(task.limit)]
+    return chosen, len(found)
 
 
 def read_shots(task: Task, columns: Sequence[str]) -> list[TaskRow]:
@@ -87,17 +103,18 @@ def _read(
 ) -> Iterator[TaskRow]:
     for path in _paths(task, patterns, key):
         file = path.name.partition(".")[0]
+        table = path if _format(task, path) in _TABLES else None
         for place, values in _rows(task, path, columns):
             if isinstance(values, str):
                 raise DataError(f"task {task.name}: {path}:{place}: {values}")
-            yield TaskRow(values, f"{path}:{place}", file)
+            yield TaskRow(values, f"{path}:{place}", file, table)
 
 
 def _rows(
     task: Task, path: Path, columns: Sequence[str]
 ) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
     """Yield the number of each row with its columns, or with the reason why it has none."""
-    name = task.format or _format_of(task, path)
+    name = _format(task, path)
     if name == "csv":
         yield from _csv_rows(task, path)
         return
@@ -130,7 +147,10 @@ def _paths(task: Task, patterns: Sequence[str], key: str) -> list[Path]:
     found: list[Path] = []
     for pattern in patterns:
         matches = _matches(task, pattern)
-        files = [Path(name) for one in matches for name in expand_saved([one])]
+        try:
+            files = [Path(name) for one in matches for name in expand_saved([one])]
+        except DataError as error:
+            raise DataError(f"task {task.name} ({task.place}): {key}: {error}") from error
         missing = next((path for path in files if not path.is_file()), None)
         if missing is not None or not files:
             whole = missing or Path(task.folder or "").expanduser() / pattern
@@ -149,7 +169,9 @@ def _others(task: Task, key: str) -> str:
     return f", nor {' nor '.join(named)}" if named and key == "files" else ""
 
 
-def _format_of(task: Task, path: Path) -> str:
+def _format(task: Task, path: Path) -> str:
+    if task.format:
+        return task.format
     name = path.name.lower()
     for ending in _COMPRESSED:
         name = name.removesuffix(ending)
@@ -178,7 +200,9 @@ def _whole_json(task: Task, path: Path) -> list[Mapping[str, Any] | str] | None:
             pass  # the value goes on in further lines, or is damaged
         content = first + b"".join(iter(lambda: file.read(1 << 20), b""))
         found = json.loads(content.decode("utf-8"))
-    except (DamagedFileError, UnicodeDecodeError, ValueError, RecursionError) as error:
+    except DamagedFileError as error:
+        raise DataError(f"task {task.name}: {error}") from error
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise DataError(
             f"task {task.name}: {path}: not JSON ({error}); correct or replace the file"
         ) from error
@@ -213,7 +237,9 @@ def _csv_rows(task: Task, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]
                     "columns of a file without a header line under `column_names`"
                 )
             yield lines.line_num, dict(zip(names, cells, strict=True))
-    except (DamagedFileError, UnicodeDecodeError, csv.Error) as error:
+    except DamagedFileError as error:
+        raise DataError(f"task {task.name}: {error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"task {task.name}: {path}: {error}; correct or replace the file"
         ) from error

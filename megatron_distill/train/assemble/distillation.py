@@ -195,7 +195,8 @@ def _of_student(
     if own is not None and section.teacher:
         tasks.check_template(own.tokenizer)
     positions = longest_input(student, section)
-    return tasks.encoded(tokenizer, positions, site.execution.device)
+    most = student.max_position_embeddings
+    return tasks.encoded(tokenizer, positions, site.execution.device, most=most)
 
 
 def open_held_out(train: TrainConfig, section: ObjectiveConfig, opened: OpenRun) -> HeldOut:

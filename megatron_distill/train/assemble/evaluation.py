@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_distill import __version__
 from megatron_distill.config import (
     EvaluationConfig,
@@ -105,6 +107,7 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         vocabulary=opened.vocabulary,
         in_use=partial(evaluating, student),
     )
+    _warn_of_missing(config.checkpoint.keep_best, opened.tasks_of_student)
     teachers = list(_teachers(config, opened)) if section.teacher else []
     digest = partial(live_digest, student.chunks, state.architecture, groups=groups)
     return RunEvaluation(
@@ -118,6 +121,15 @@ def open_evaluation(config: RunConfig, opened: OpenRun, state: RunState) -> RunE
         ),
         logged=from_first_rank(lambda: _logged(log)),
     )
+
+
+def _warn_of_missing(best: KeepBestConfig | None, tasks: Sequence[PreparedTask]) -> None:
+    """Warn of a metric of the best checkpoint that its task does not have in these tokens."""
+    given = [f"{task.task.name}.{one}" for task in tasks for one in task.measures]
+    names = [task.task.name for task in tasks]
+    missing = "" if best is None else best_rule(best).missing_measure(names, given)
+    if missing and dist.get_rank() == 0:
+        _LOGGER.warning("%s", missing)
 
 
 def _logged(path: Path) -> frozenset[tuple[str, int]]:
@@ -150,7 +162,8 @@ def _teachers(config: RunConfig, opened: OpenRun) -> Iterator[EvaluatedModel | M
         if reading is not None and role == aligned_role(config):
             tokenizer = reading.tokenizer
         positions = longest_input(teacher.shapes[role], section)
-        prepared = tasks.encoded(tokenizer, positions, device)
+        most = teacher.shapes[role].max_position_embeddings
+        prepared = tasks.encoded(tokenizer, positions, device, most=most)
         if role in teacher.remotes:
             is_sharded = _is_sharded(config, role, ranks=teacher.remotes[role].ranks)
         else:
@@ -290,7 +303,8 @@ class Resolved:
         """Find a model and encode the tasks for it; raises a MegatronDistillError on all ranks."""
         source = resolve_model(config, role.name, role.vocabulary)
         positions = longest_input(source.architecture, config.evaluation)
-        return cls(role, source, tasks.encoded(role.tokenizer, positions, role.execution.device))
+        device, most = role.execution.device, source.architecture.max_position_embeddings
+        return cls(role, source, tasks.encoded(role.tokenizer, positions, device, most=most))
 
     def digest(self, groups: Groups) -> str:
         """Return the digest of the model's weights, the same in every layout and format.

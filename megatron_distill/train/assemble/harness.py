@@ -70,7 +70,14 @@ def evaluate_by_harness(
         )
         tokenizer = shared_tokenizer(tokenizer)
         encoder = TextEncoder(tokenizer, add_bos=config.data.add_bos)
-        adapter = ScorerLM(model.scorer, encoder, model.writer, seed=config.seed, weights=weights)
+        adapter = ScorerLM(
+            model.scorer,
+            encoder,
+            model.writer,
+            seed=config.seed,
+            weights=weights,
+            most=resolved.source.architecture.max_position_embeddings,
+        )
         return run_harness(
             adapter,
             tasks,

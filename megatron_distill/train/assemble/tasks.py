@@ -63,11 +63,17 @@ class OpenTasks:
                     TextEncoder.of(tokenizer, chat=task.chat, named=f"task {task.name}")
 
     def encoded(
-        self, tokenizer: Tokenizer | None, positions: int, device: torch.device
+        self,
+        tokenizer: Tokenizer | None,
+        positions: int,
+        device: torch.device,
+        *,
+        most: int | None = None,
     ) -> tuple[PreparedTask, ...]:
         """Encode the tasks on the first rank, which has the tokenizer, and share them.
 
-        Raises ConfigError or DataError on all ranks. A warning tells of prompts that lose tokens.
+        most: positions of the model, where `evaluation.max_length` may take fewer. Raises
+        ConfigError or DataError on all ranks. A warning tells of prompts that lose tokens.
 
         Collective: world, those of `on_first_rank`, and a broadcast of the tasks' tokens.
         """
@@ -89,10 +95,25 @@ class OpenTasks:
             if task.truncated and dist.get_rank() == 0:
                 _LOGGER.warning(
                     "task %s: longer than the model's %d positions, and cut on the left: %d of "
-                    "%d prompts; lower its shots, or raise evaluation.max_length",
+                    "%d prompts; %s",
                     *(task.task.name, positions, task.truncated, len(task.items)),
+                    _longer(task.task, positions, most or positions),
                 )
         return found[0]
+
+
+def _longer(task: Task, positions: int, most: int) -> str:
+    """Return what leaves more room for the prompts of a task that lost tokens."""
+    found = []
+    if task.shots and task.truncation == "tokens":  # otherwise the examples went first
+        found.append("lower its shots")
+    if task.kind == "generation":
+        found.append("lower its max_new_tokens")
+    if positions < most:
+        found.append(f"raise evaluation.max_length, to {most:,} at most")
+    else:
+        found.append("take a model with more positions")
+    return ", or ".join(found)
 
 
 NO_TASKS: Final = OpenTasks((), ())

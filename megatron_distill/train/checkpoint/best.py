@@ -57,6 +57,20 @@ class BestRule:
                 return None
         return Best(step, self.metric, value)
 
+    def missing_measure(self, tasks: Collection[str], given: Collection[str]) -> str:
+        """Return a warning where the metric is of one of these tasks and was not given, else "".
+
+        given: measures that there are, as TASK.MEASURE.
+        """
+        name, _, _ = self.metric.partition(".")
+        if name not in tasks or self.metric in given:
+            return ""
+        remedy = f"; give one of {', '.join(given)}" if given else ""
+        return (
+            f"checkpoint.keep_best.metric = {self.metric!r} is not in the results of "
+            f"{name}, so that no checkpoint is kept as the best{remedy}"
+        )
+
     def missing_figure(self, validation: Collection[str]) -> str:
         """Return a warning where the metric is a validation figure that a run lacks, else ""."""
         if not self.metric.startswith("validation.") or self.metric in validation:

@@ -192,7 +192,7 @@ def test_prompts_that_lose_tokens_are_counted_and_told_of(
         assert bool(logged) == bool(truncated)
         for line in logged:
             assert f"task gsm8k: longer than the model's {given[2]} positions, and cut" in line
-            assert f"{count} of {count} prompts; lower its shots, or raise evaluation" in line
+            assert f"{count} of {count} prompts; lower its max_new_tokens" in line
 
 
 def _prompts_kept(rank: int, world: int, path: Path, tasks: list[Any]) -> None:

@@ -453,6 +453,7 @@ def test_a_wrong_task_is_named_before_any_model_is_built(
         "key": ("quiz", "answer: ''"),
         "examples": ("quiz", "shots: 9"),
         "grader": ("write", "graders: [unknown]"),
+        "stop": ("write", "stops: ['']"),
         "room": ("write", "max_new_tokens: 100"),
         "template": ("quiz", "chat: true"),
     }
@@ -472,7 +473,8 @@ def test_a_wrong_task_is_named_before_any_model_is_built(
         "row": "neither one of the choices nor an index from 0 to 3; correct `answer` or",
         "key": "answer = None; give the right answer of a row: without it nothing can be scored",
         "examples": "6 examples of part 0, and shots is 9; lower shots, or add rows",
-        "grader": "graders: 'unknown' is not one of exact, letter",
+        "grader": "grader.yaml): graders = 'unknown'; give one of exact, letter",
+        "stop": "stop.yaml): stops = ['']; give texts that are not empty, or [] for none",
         "room": "task room: max_new_tokens = 100, and the model has 32 positions; lower it",
         "template": "tokenizer has no chat template; add a chat_template.jinja to its folder",
     }

@@ -148,7 +148,7 @@ def test_a_refused_system_message_is_told_of_once(caplog: pytest.LogCaptureFixtu
     assert len([one for one in caplog.messages if "refuses a system message" in one]) == 1
     with pytest.raises(DataError, match="--apply-chat-template: the chat template refuses it"):
         found.apply_chat_template(turns("a", "b")[1:])
-    with pytest.raises(DataError, match="--apply-chat-template: chat is true, but plain has no"):
+    with pytest.raises(DataError, match="plain has no chat template; .*leave the option out$"):
         model("plain").apply_chat_template(turns("a"))
 
 
@@ -161,7 +161,13 @@ def test_requests_that_lose_tokens_are_counted_by_task(caplog: pytest.LogCapture
     assert dict(found.truncated) == {"long": 1}
     (logged,) = caplog.messages
     assert "--lm-eval long: longer than the model's 8 positions, and cut" in logged
-    assert "1 of 2 requests" in logged
+    assert "1 of 2 requests; lower --num-fewshot if" in logged
+    assert logged.endswith("or take a model with more positions"), "the scorer takes all it has"
+    caplog.clear()
+    shorter = ScorerLM(Positions(8), TextEncoder(chat_tokenizer("plain")), most=16)
+    with caplog.at_level("WARNING", logger="megatron_distill"):
+        shorter.loglikelihood([asked(*pairs[1])], disable_tqdm=True)
+    assert caplog.messages[0].endswith("or raise evaluation.max_length, to 16 at most")
 
 
 @pytest.mark.parametrize("style", ["plain", "llama3", "gemma"])

@@ -276,3 +276,17 @@ def test_a_second_process_is_refused_while_the_first_holds_the_folder(
         RolloutFolder(tmp_path, SETTINGS)
     first.close()
     RolloutFolder(tmp_path, SETTINGS).close()
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_table_names_all_columns_that_it_has_and_its_damage_once(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = written(tmp_path, [{"text": "a", "number": 3}], suffix)
+    with pytest.raises(DataError, match=r"and no 'prompt' \(it has: number, text\); name the"):
+        PromptFile(path).first()
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="damaged or cut off") as caught:
+        PromptFile(path).first()
+    assert str(caught.value).count(path.name) == 1
+    assert "data source" not in str(caught.value)

@@ -262,6 +262,97 @@ def test_a_row_without_an_answer_key_is_refused(
         items(tmp_path, named, [row], 0)
 
 
+CHOICE = {"kind": "multiple_choice", "question": "{{ q }}", "choices": "c", "answer": "right"}
+NULLS = [
+    ({"kind": "perplexity", "text": "{{ q }}"}, {"q": None}, "null columns: q"),
+    ({"kind": "perplexity", "text": "{{ q | trim }}"}, {"q": None}, "null columns: q"),
+    ({"kind": "perplexity", "text": "{{ q | join(' ') }}"}, {"q": ["a", None]}, "of a column"),
+    ({"kind": "perplexity", "text": "{{ 'a ' ~ q }}"}, {"q": None}, "null columns: q"),
+    ({"kind": "perplexity", "text": "{{ q.a }}"}, {"q": {"a": None}}, "inside of a column"),
+    (CHOICE, {"q": None, "c": ["a", "b"], "right": 0}, "writes a null .null columns: q.; correct"),
+    (CHOICE, {"q": "1?", "c": ["a", None], "right": 0}, r"choices = 'c' gives a null .*reject"),
+    (
+        {**CHOICE, "choices": ["{{ q }}", "{{ c }}"]},
+        {"q": "1?", "c": None, "right": 0},
+        "'{{ c }}' writes a null .null columns: c.; correct or remove the row",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "message"), NULLS, ids=lambda one: str(one)[:20])
+def test_a_null_is_never_written_as_text(
+    tmp_path: Path, task: dict[str, Any], row: dict[str, Any], message: str
+) -> None:
+    lines(tmp_path / "a.jsonl", [row])
+    (tmp_path / "mine.yaml").write_text(
+        json.dumps({**task, "files": ["a.jsonl"], "folder": str(tmp_path)})
+    )
+    with pytest.raises(DataError, match=rf"task mine: \S+a\.jsonl:1: .*{message}"):
+        read_task(load_task(str(tmp_path / "mine.yaml")))
+
+
+def test_a_null_that_a_template_tests_or_replaces_is_no_error(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", [{"q": "1?", "hint": None, "c": ["no", "yes", None], "right": 0}])
+    question = "{% if hint %}{{ hint }} {% endif %}{{ q }}{{ hint or '' }}"
+    choices = "c | reject('none') | list"
+    (found,) = read_task(own_task(tmp_path, question=question, choices=choices))
+    assert (found.prompt.text, found.choices) == ("1?", ("no", "yes"))
+
+
+def test_an_answer_that_is_an_index_and_another_choice_is_refused(tmp_path: Path) -> None:
+    """CSV files have no numbers: 1 is the index of "2" here, or the text of the last choice."""
+    table = "q,a,b,c,d,right\nOne?,x,y,2,1,2\nWhat is 1+1?,3,2,0,1,1\n"
+    (tmp_path / "a.csv").write_text(table, encoding="utf-8")
+    choices = ["{{ a }}", "{{ b }}", "{{ c }}", "{{ d }}"]
+    task = own_task(tmp_path, files=["a.csv"], choices=choices)
+    message = (
+        r"task mine: \S+a\.csv:3: answer = 'right' gives '1': as an index the choice '2', "
+        r"as a text the choice '1'; write `answer: \(right\) \| int` for the index, or "
+        r"`answer: \[\.\.\., \.\.\.\]\.index\(right\)`"
+    )
+    with pytest.raises(DataError, match=message):
+        read_task(task)
+    for answer, right in (("(right) | int", [2, 1]), ("[a, b, c, d].index(right)", [2, 3])):
+        found = read_task(own_task(tmp_path, files=["a.csv"], choices=choices, answer=answer))
+        assert [item.right for item in found] == right
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_a_missing_column_of_a_table_names_those_it_has(tmp_path: Path, format: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    whole = pa.Table.from_pylist([{"q": "1?", "right": "no"}])
+    pq.write_table(whole, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", whole.schema) as writer:
+        writer.write_table(whole)
+    task = own_task(tmp_path, files=[f"a.{format}"], question="{{ quest }}")
+    with pytest.raises(DataError, match=r"'quest' is undefined \(its columns: q, right\)"):
+        read_task(task)
+
+
+def test_a_damaged_table_and_a_folder_are_named_once(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="damaged or cut off") as caught:
+        read_task(own_task(tmp_path, files=["a.parquet"]))
+    assert str(caught.value).count("a.parquet") == 1
+    assert "data source" not in str(caught.value)
+    (tmp_path / "inside").mkdir()
+    with pytest.raises(DataError, match=r"mine\.yaml\): files: \S+inside: not a saved dataset"):
+        read_task(own_task(tmp_path, files=["inside"]))
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_system_message_without_a_chat_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_chat: bool
+) -> None:
+    lines(tmp_path / "a.jsonl", [{"q": "1?", "right": "no"}])
+    with caplog.at_level("WARNING"):
+        read_task(own_task(tmp_path, system="Be nice", chat=is_chat))
+    told = "mine.yaml): system has no effect without chat: true; set it, or remove system"
+    assert (told in caplog.text) != is_chat
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"files": ["no_such.jsonl"]}, ConfigError, "there is no file .*no_such.jsonl; correct files"),
     ({"files": ["a.txt"]}, ConfigError, "set `format` to one of jsonl, json, parquet, arrow, csv"),
@@ -287,6 +378,15 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"answer": 1}, ConfigError, "answer = 1 has the wrong type; give a text, in quotes"),
     ({"format": "text"}, ConfigError, "format = 'text'; give one of jsonl, json, parquet"),
     ({"layouts": [{"file": "a"}]}, ConfigError, "layouts: 'file' is not a key of a task"),
+    (
+        {"stops": ["\n", ""]},
+        ConfigError,
+        r"task mine \(\S+mine.yaml\): stops = .*not empty, or \[\]",
+    ),
+    ({"max_new_tokens": 0}, ConfigError, r"mine.yaml\): max_new_tokens = 0; give 1 or more"),
+    ({"max_new_tokens": -5}, ConfigError, "max_new_tokens = -5; give 1 or more"),
+    ({"base": "mmluu"}, ConfigError, "mine.yaml: base = mmluu: there is no such task; give"),
+    ({"base": ["mmlu"]}, ConfigError, r"mine.yaml: base = \['mmlu'\] has the wrong type; give the"),
     ({"group": "topic"}, DataError, "a.jsonl:1: group = 'topic' has no value"),
     ({"group": "q[:1].nothing.more"}, DataError, "a.jsonl:1: group: .*no attribute 'nothing'"),
 ]
@@ -309,6 +409,7 @@ WRONG += [
         [{"pattern": "a"}], "wrong type; give names of graders, or mappings of regex, name"
     ),
     wrong_graders([{"regex": 1}], "wrong type"),
+    wrong_graders(["exactt"], "'exactt'; give one of exact, letter, gsm8k_strict"),
 ]
 
 

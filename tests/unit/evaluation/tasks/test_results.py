@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
-from megatron_distill.errors import DataError
+from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Score, WrittenText
 from megatron_distill.evaluation.tasks.grading import Graded
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
@@ -130,6 +130,25 @@ def test_the_hash_is_that_of_the_prompts(tmp_path: Path) -> None:
     assert prepared(tmp_path, delimiter="").prompt_hash != first
     assert prepared(tmp_path, shots=1).prompt_hash != first
     assert prepared(tmp_path, limit=3).prompt_hash != first
+
+
+def test_a_limit_that_leaves_no_row_out_is_no_reservation(tmp_path: Path) -> None:
+    for limit, reasons in ((7, ["limit"]), (8, []), (9, [])):
+        task = prepared(tmp_path, limit=limit)
+        found = task_result(task, scores(task, right=-0.1))
+        assert found["n"] == min(limit, 8)
+        assert [one for one in found.get("not_comparable", []) if one == "limit"] == reasons
+
+
+def test_no_room_for_a_text_names_the_place_to_lower_its_tokens(tmp_path: Path) -> None:
+    files = lines(tmp_path / "gsm8k.jsonl", published.GSM8K)
+    task = load_task("gsm8k", {"files": [files], "shot_files": [files]})
+    own = tmp_path / "own.yaml"
+    own.write_text(f"base: gsm8k\nfiles: ['{files}']\nshots: 0\n")
+    with pytest.raises(ConfigError, match="lower it in a YAML file of your own with `base: gsm8k`"):
+        prepare_task(task, tokenizer(), positions=128)
+    with pytest.raises(ConfigError, match=rf"max_new_tokens = 256, .*; lower it in {own}"):
+        prepare_task(load_task(str(own)), tokenizer(), positions=128)
 
 
 def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:

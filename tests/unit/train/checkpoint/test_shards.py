@@ -292,3 +292,16 @@ def test_a_validation_figure_that_the_run_lacks_is_named(metric: str, is_missing
     text = BestRule(metric, "min").missing_figure(["validation.ce_loss", "validation.kd_loss"])
     assert (f"checkpoint.keep_best.metric = '{metric}' is not a figure" in text) == is_missing
     assert ("give one of validation.ce_loss, validation.kd_loss" in text) == is_missing
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_missing"),
+    [("quiz.letter_mass", True), ("quiz.acc", False), ("other.acc", False)],
+)
+def test_a_measure_that_an_evaluation_did_not_give_is_named(metric: str, is_missing: bool) -> None:
+    """Such as the mass of letters where choices have several tokens."""
+    text = BestRule(metric, "max").missing_measure(["quiz"], ["quiz.acc", "quiz.acc_norm"])
+    assert (
+        f"checkpoint.keep_best.metric = '{metric}' is not in the results of quiz" in text
+    ) == is_missing
+    assert ("give one of quiz.acc, quiz.acc_norm" in text) == is_missing

@@ -1,0 +1,59 @@
+"""An evaluation that fails during a run, and one without the measure of the best checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_distill.errors import DataError
+from tests.distributed.pool import Pool
+from tests.e2e.evaluation.test_evaluation import evaluations, quiz, saved, train_evaluating
+from tests.e2e.runs import checkpoints, log_of, run
+
+
+def _failing(
+    rank: int, world: int, config: Path, overrides: list[str], call: int
+) -> tuple[str, str]:
+    """The error of a run in which one evaluation fails on all ranks, and its log."""
+    calls = count()
+
+    def failing(evaluate: Callable[..., Any], model: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            raise DataError("no grader starts; install it")
+        return evaluate(model, **named)
+
+    with log_of(rank) as log:
+        try:
+            train_evaluating(rank, world, config, overrides, failing)
+        except DataError as error:
+            return str(error), log.getvalue()
+    return "", log.getvalue()
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_evaluation_that_fails_loses_no_step(
+    pool: Pool, dense: Path, tmp_path: Path, world: int
+) -> None:
+    """The step is saved, and a later start begins with its evaluation.
+
+    The metric of the best checkpoint is one that words of several tokens do not have. A warning
+    tells so at the start and after the evaluation.
+    """
+    tasks, output, whole = quiz(tmp_path), tmp_path / "run", tmp_path / "whole"
+    best = ("checkpoint.keep_best.metric=quiz.letter_mass", "evaluation.at_start=false")
+    given = ("train.steps=2", "checkpoint.save=true", *tasks, *best, "evaluation.teacher=false")
+    endings = pool.run(world, _failing, dense, [f"output={output}", *given], 0)
+    assert [error for error, _ in endings] == ["no grader starts; install it"] * world
+    assert checkpoints(output) == ["step_0000002"]
+    assert evaluations(output) == []
+    run(pool, world, dense, output, *given)
+    endings = pool.run(world, _failing, dense, [f"output={whole}", *given], 9)
+    text = "checkpoint.keep_best.metric = 'quiz.letter_mass' is not in the results of quiz, so"
+    assert [(error, log.count(text)) for error, log in endings] == [("", 2), ("", 0)][:world]
+    assert "give one of quiz.acc, quiz.acc_norm, prose.bits_per_byte" in endings[0][1]
+    assert evaluations(output) == evaluations(whole)
+    assert saved(output, 2) == saved(whole, 2)
