@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
-from jinja2 import StrictUndefined, TemplateRuntimeError, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2 import StrictUndefined, TemplateRuntimeError
 from jinja2.sandbox import SandboxedEnvironment
 
 __all__ = ["NullTextError", "task_environment"]
@@ -24,32 +23,12 @@ class NullTextError(TemplateRuntimeError):
     """A template writes a null."""
 
 
-class _Code(CodeGenerator):
-    """Code in which the operator `~` refuses a null."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.joined((")
-        for one in node.nodes:
-            self.visit(one, frame)
-            self.write(", ")
-        self.write("))")
-
-
-class _Environment(SandboxedEnvironment):
-    code_generator_class = _Code
-
-    @staticmethod
-    def joined(values: Sequence[Any]) -> str:
-        """Return the values of the operator `~` as one text."""
-        return "".join(str(_written(one)) for one in values)
-
-
 def task_environment() -> SandboxedEnvironment:
     """Return an environment that refuses missing columns and the text of nulls.
 
     A template may test a null, or replace it: `{{ x or "" }}`. Rendering raises NullTextError.
     """
-    found = _Environment(
+    found = SandboxedEnvironment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_written
     )
     for name in _OF_TEXTS:

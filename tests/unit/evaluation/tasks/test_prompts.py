@@ -267,7 +267,6 @@ NULLS = [
     ({"kind": "perplexity", "text": "{{ q }}"}, {"q": None}, "null columns: q"),
     ({"kind": "perplexity", "text": "{{ q | trim }}"}, {"q": None}, "null columns: q"),
     ({"kind": "perplexity", "text": "{{ q | join(' ') }}"}, {"q": ["a", None]}, "of a column"),
-    ({"kind": "perplexity", "text": "{{ 'a ' ~ q }}"}, {"q": None}, "null columns: q"),
     ({"kind": "perplexity", "text": "{{ q.a }}"}, {"q": {"a": None}}, "inside of a column"),
     (CHOICE, {"q": None, "c": ["a", "b"], "right": 0}, "writes a null .null columns: q.; correct"),
     (CHOICE, {"q": "1?", "c": ["a", None], "right": 0}, r"choices = 'c' gives a null .*reject"),
