@@ -8,6 +8,10 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 
 
+class Interrupted(Exception):  # noqa: N818 - no error: the request to stop that all ranks share
+    """Work ended early on all ranks together, because a signal to one of them asked for it."""
+
+
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that ask to stop: also that of a closed terminal, unless nohup is used."""
     usual = (signal.SIGTERM, signal.SIGINT)
