@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from megatron_distill import log
+from megatron_distill.commands.standard_output import status_with_output
 from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.runtime.termination import Interruption
 
@@ -88,9 +89,13 @@ class Command:
             parser = argparse.ArgumentParser(
                 description=description, formatter_class=argparse.RawDescriptionHelpFormatter
             )
-            given = self.parse(parser, arguments)
-            given.is_script = True
-            return self.execute(given)
+
+            def work() -> int:
+                given = self.parse(parser, arguments)
+                given.is_script = True
+                return self.execute(given)
+
+            return status_with_output(work)
 
         return main
 
