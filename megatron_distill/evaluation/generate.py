@@ -72,6 +72,7 @@ def write_text(
 
 def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:
     import transformers
+    from safetensors import SafetensorError
 
     transformers.utils.logging.disable_progress_bar()
     if not (folder / "config.json").is_file():
@@ -84,6 +85,6 @@ def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it ({error})") from error
     return tokenizer, model

@@ -245,6 +245,29 @@ def test_a_terminal_shows_each_character_when_it_is_whole(pool: Pool, writes_a_c
     assert b"".join(shown).decode() == "a\u00e9\n"
 
 
+@pytest.mark.parametrize("by", [[], ["--transformers"]], ids=["ours", "transformers"])
+def test_weights_that_are_cut_are_named(
+    pool: Pool, writes_a_cycle: Path, tmp_path: Path, by: list[str]
+) -> None:
+    damaged = shutil.copytree(writes_a_cycle, tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = call_alone(pool, GENERATE, "--hf", damaged, *by, "--tokens", "1")
+    assert done.status == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert str(damaged) in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_seeds_of_64_bits_are_taken(pool: Pool, writes_a_cycle: Path, seed: int) -> None:
+    words = ("--hf", writes_a_cycle, "--prompt", "a", "--tokens", "2", "--seed", seed)
+    for by in ([], ["--transformers"]):
+        done = call_alone(pool, GENERATE, *words, *by)
+        assert done.status == 0, done.stderr
+        assert f"seed {seed}, in " in done.stderr
+
+
 def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Path) -> None:
     bare = chatting / "bare"
     shutil.copytree(chatting / "tokenizer", bare)
