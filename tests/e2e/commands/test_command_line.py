@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -257,6 +257,28 @@ def test_weights_that_are_cut_are_named(
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert str(damaged) in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def _cut_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02" + bytes(100))
+
+
+def _wrong_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
+
+
+@pytest.mark.parametrize("damage", [_cut_pickle, _wrong_type])
+def test_a_folder_that_transformers_cannot_load_is_one_line(
+    pool: Pool, writes_a_cycle: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damaged = shutil.copytree(writes_a_cycle, tmp_path / "damaged")
+    damage(damaged)
+    done = call_alone(pool, GENERATE, "--hf", damaged, "--transformers", "--tokens", "1")
+    assert done.status == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {damaged}: transformers cannot load it (")
+    assert last.endswith("; download or export it again")
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
