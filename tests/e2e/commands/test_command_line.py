@@ -93,16 +93,37 @@ def ranks_below(pid: int) -> list[psutil.Process]:
     return found
 
 
+def catches_sigterm(process: psutil.Process) -> bool:
+    """Whether a rank has come to where it handles signals itself."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        (caught,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
+def long_task(folder: Path) -> Path:
+    """A task of many texts."""
+    (folder / "rows.jsonl").write_text('{"q": "def f", "a": "x"}\n' * 20_000)
+    task = folder / "long.yaml"
+    task.write_text(
+        "kind: generation\nquestion: '{{ q }}'\nanswer: a\ngraders: [exact]\nmax_new_tokens: 20\n"
+        f"stops: [zz]\nfolder: {folder}\nfiles: [rows.jsonl]\n"
+    )
+    return task
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "generate"])
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate"])
 def test_an_interruption_ends_every_rank(
     pool: Pool, dense: Path, tmp_path: Path, command: str
 ) -> None:
-    if command == "generate":
+    if command != "train":
         run(pool, 1, dense, tmp_path / "run", *SHORT, "checkpoint.save=true")
     words = {
         "train": (str(dense), "output=run2", "train.steps=100000", "checkpoint.save=true"),
         "generate": ("run", "--tokens", "1000000"),
+        "evaluate": ("run", "--tasks", str(long_task(tmp_path))),
     }[command]
     process = subprocess.Popen(
         [*PROGRAM, command, *words, "--processes", "2"],
@@ -118,6 +139,8 @@ def test_an_interruption_ends_every_rank(
             wait_until((tmp_path / METRICS).exists, process)
         wait_until(lambda: len(ranks_below(process.pid)) >= 2, process)
         ranks = ranks_below(process.pid)
+        if command == "evaluate":
+            wait_until(lambda: all(map(catches_sigterm, ranks)), process)
         process.send_signal(signal.SIGINT)
         _, reported = process.communicate(timeout=PATIENCE)
     finally:
@@ -132,6 +155,7 @@ def test_an_interruption_ends_every_rank(
     else:
         assert process.returncode == 128 + signal.SIGINT
         assert reported.endswith("stopped\n")
+        assert "Traceback" not in reported
 
 
 @pytest.fixture(scope="module")
