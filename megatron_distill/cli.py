@@ -13,6 +13,7 @@ from typing import Final
 
 from megatron_distill import __version__
 from megatron_distill.commands.command import PROGRAM, Command
+from megatron_distill.commands.standard_output import status_with_output
 
 __all__ = ["main"]
 
@@ -78,6 +79,10 @@ COMMANDS: Final[Mapping[str, Entry | Group]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first words name and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    return status_with_output(lambda: _main(words))
+
+
+def _main(words: Sequence[str]) -> int:
     program = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     program.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     program.parse_known_args(words[:1])

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from megatron_distill import log
+from megatron_distill.commands.standard_output import status_with_output
 from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.termination import Interruption
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PROGRAM",
     "Command",
+    "is_stream",
+    "keep_result",
     "model_world",
     "no_file",
     "note",
@@ -36,6 +40,8 @@ __all__ = [
 PROGRAM: Final = "megatron-distill"
 ERROR_STATUS: Final = 1
 INTERRUPTED_STATUS: Final = 130
+# Paths of descriptors of this process, also where one is redirected to a file.
+_DESCRIPTORS: Final = ("/dev/std", "/dev/fd/", "/proc/")
 
 # Command lines in a checkout of the repository, for commands that a message proposes.
 SCRIPTS: Final[Mapping[str, str]] = {
@@ -88,9 +94,13 @@ class Command:
             parser = argparse.ArgumentParser(
                 description=description, formatter_class=argparse.RawDescriptionHelpFormatter
             )
-            given = self.parse(parser, arguments)
-            given.is_script = True
-            return self.execute(given)
+
+            def work() -> int:
+                given = self.parse(parser, arguments)
+                given.is_script = True
+                return self.execute(given)
+
+            return status_with_output(work)
 
         return main
 
@@ -176,23 +186,57 @@ def model_world(
 
 def no_file(path: Path | None) -> str | None:
     """Return the error of a file to write, before the work whose result it gets; None: none."""
-    if path is None:
-        return None
+    try:
+        return None if path is None or is_stream(path) else _wrong_place(path)
+    except OSError as error:  # a folder on the way that this user may not enter
+        return f"{path}: cannot be written ({error.strerror}); name another file"
+
+
+def _wrong_place(path: Path) -> str | None:
     if path.is_dir():
         return f"{path} is a folder; name a file in it"
-    return (
-        None if path.parent.is_dir() else f"{path}: the folder {path.parent} is not there; make it"
-    )
+    folder = path.resolve().parent if path.is_symlink() else path.parent
+    if not folder.is_dir():
+        return f"{path}: the folder {folder} is not there; make it"
+    if path.exists():
+        is_allowed = os.access(path, os.W_OK)
+        return None if is_allowed else f"{path}: this file cannot be written; name another file"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{path}: no file can be made in {folder}; name one in another folder"
+    return None
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is a pipe, a device or a descriptor of this process, such as /dev/stdout."""
+    is_descriptor = str(path.absolute()).startswith(_DESCRIPTORS)
+    return is_descriptor or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def write_result(path: Path, text: str) -> None:
-    """Write a command's result to a file; raises ConfigError where the system refuses."""
+    """Write a command's result to a file, whole or not at all, so that an earlier one stays.
+
+    A stream, and a file in a folder that takes no other file, are written in place. Raises
+    ConfigError where the system refuses.
+    """
+    target = path.resolve()  # the file behind a link
     try:
-        path.write_text(text, encoding="utf-8")
+        if is_stream(path) or not os.access(target.parent, os.W_OK | os.X_OK):
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(target, text.encode())
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be written ({error.strerror}); name another file"
         ) from error
+
+
+def keep_result(path: Path, text: str) -> None:
+    """Write a result as `write_result`; where that fails, to standard output before it raises."""
+    try:
+        write_result(path, text)
+    except ConfigError as error:
+        sys.stdout.write(text.removesuffix("\n") + "\n")
+        raise ConfigError(f"{error}. Standard output has its content instead") from error
 
 
 def spelled(given: argparse.Namespace, command: str) -> str:

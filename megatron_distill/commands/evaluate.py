@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_distill.commands.command import (
     Command,
+    is_stream,
+    keep_result,
     model_world,
     no_file,
     note,
@@ -117,11 +119,12 @@ def _add_harness_arguments(parser: argparse.ArgumentParser) -> None:
 def _objection(arguments: argparse.Namespace) -> str | None:
     weights = [one for one in (arguments.hf, arguments.checkpoint) if one is not None]
     on_tasks = arguments.tasks or arguments.lm_eval
-    if weights and not (arguments.tasks or arguments.lm_eval):
+    words = [*([arguments.run] if arguments.run else []), *arguments.words]
+    if weights and not on_tasks:
         return "--hf and --checkpoint are evaluated on tasks; add --tasks"
     if arguments.tasks and arguments.lm_eval:
         return "give either --tasks or --lm-eval"
-    if len(weights) > 1 or (weights and arguments.run is not None):
+    if len(weights) > 1 or (weights and any("=" not in word for word in words)):
         return "give one of a run, --hf and --checkpoint"
     if arguments.teacher and (weights or not arguments.tasks):
         return "--teacher is the teacher of a run, on tasks; give the run and --tasks"
@@ -144,13 +147,37 @@ def _objection(arguments: argparse.Namespace) -> str | None:
         return f"--num-fewshot {arguments.num_fewshot}: give 0 examples or more"
     if arguments.limit is not None and arguments.limit < 1:
         return f"--limit {arguments.limit}: give 1 item or more, or leave it out for all"
-    if (wrong := no_file(arguments.json) or no_file(arguments.items)) is not None:
+    if arguments.limit is not None and not on_tasks:
+        return (
+            "--limit is the number of items of tasks; add --tasks or --lm-eval (held-out "
+            "sequences: validation.samples=N)"
+        )
+    if (wrong := _wrong_file(arguments)) is not None:
         return wrong
     if (arguments.teacher_text or arguments.speculative) and (weights or on_tasks):
         return "--teacher-text and --speculative compare a run's models; give the run alone"
     if any(length < 1 for length in arguments.speculative):
         return "--speculative takes lengths of drafts, 1 or more tokens"
     return NO_RUN if not weights and run_and_overrides(arguments)[0] is None else None
+
+
+def _wrong_file(arguments: argparse.Namespace) -> str | None:
+    """Return the error of the files to write; None: none."""
+    results, items = arguments.json, arguments.items
+    if (wrong := no_file(results) or no_file(items)) is not None:
+        return wrong
+    if results is not None and items is not None and _is_same_file(results, items):
+        return f"--json and --items are both {items}: one would replace the other; name two files"
+    return None
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """Whether two paths are one file; a stream takes one text after the other."""
+    if is_stream(one) or is_stream(other):
+        return False
+    return one.resolve() == other.resolve() or (
+        one.exists() and other.exists() and one.samefile(other)
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -261,27 +288,44 @@ def _read_items(path: Path) -> dict[str, TaskItems]:
 def _write_results(
     model: Mapping[str, str], found: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
-    """Write the items, measures by role and task or answers by task, and the results."""
+    """Write the results, then the items: measures by role and task, or answers by task.
+
+    A file that cannot be written costs no other one. Raises ConfigError after both.
+    """
     samples = found.pop("samples", {})
     items: Mapping[str, Mapping[str, TaskItems]] = found.pop("items", {})
-    if arguments.items is not None and arguments.lm_eval:
-        _write_out({**model, "samples": samples}, arguments.items)
-    elif arguments.items is not None:
-        measures = {
-            role: {task: one.as_dict() for task, one in own.items()} for role, own in items.items()
-        }
-        plain = _plain({**model, "items": measures})
-        write_result(arguments.items, json.dumps(plain, allow_nan=False) + "\n")
-    _write_out({**model, **found}, arguments.json)
+    failure: ConfigError | None = None
+    try:
+        _write_out({**model, **found}, arguments.json)
+    except ConfigError as error:
+        failure = error
+    try:
+        if arguments.items is not None and arguments.lm_eval:
+            write_result(arguments.items, _text_of({**model, "samples": samples}))
+        elif arguments.items is not None:
+            measures = {
+                role: {task: one.as_dict() for task, one in own.items()}
+                for role, own in items.items()
+            }
+            plain = _plain({**model, "items": measures})
+            write_result(arguments.items, json.dumps(plain, allow_nan=False) + "\n")
+    except ConfigError as error:
+        failure = error if failure is None else ConfigError(f"{failure}\n{error}")
+    if failure is not None:
+        raise failure
 
 
 def _write_out(figures: Mapping[str, object], path: Path | None) -> None:
     """Write figures as JSON to a file, or to standard output."""
-    text = json.dumps(_plain(figures), indent=1, default=str, allow_nan=False) + "\n"
+    text = _text_of(figures)
     if path is None:
         sys.stdout.write(text)
     else:
-        write_result(path, text)
+        keep_result(path, text)
+
+
+def _text_of(figures: Mapping[str, object]) -> str:
+    return json.dumps(_plain(figures), indent=1, default=str, allow_nan=False) + "\n"
 
 
 def _plain(value: object) -> object:

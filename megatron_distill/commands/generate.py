@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from megatron_distill.commands.command import (
     Command,
+    keep_result,
     model_world,
     no_file,
     note,
     spelled,
     with_launch,
-    write_result,
 )
 from megatron_distill.errors import FROM_THE_HUB, CheckpointError, ConfigError, counted
 from megatron_distill.train.assemble.trained_config import (
@@ -127,6 +127,7 @@ def _wrong_number(arguments: argparse.Namespace) -> str | None:
         "top-k": (top_k is None or top_k > 0, "1 or more, or leave it out for all tokens"),
         "top-p": (0 < arguments.top_p <= 1, "a number above 0, at most 1"),
         "min-p": (0 <= arguments.min_p <= 1, "a number from 0 to 1"),
+        "seed": (-(2**63) <= arguments.seed < 2**64, "a number of 64 bits"),
     }
     for option, (is_right, wanted) in ranges.items():
         if not is_right:
@@ -146,7 +147,7 @@ def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
         if arguments.text is None:
             sys.stdout.write(text + "\n")
         else:
-            write_result(arguments.text, text)
+            keep_result(arguments.text, text)
     source = arguments.hf or arguments.checkpoint or run_and_overrides(arguments)[0]
     choice = "greedy" if arguments.temperature == 0 else f"seed {arguments.seed}"
     place = "" if arguments.text is None else f"; the text is in {arguments.text}"

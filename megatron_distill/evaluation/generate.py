@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +82,35 @@ def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:
             f"--hf {folder}: no config.json is there; give a Hugging Face folder, such as "
             "`megatron-distill convert export` writes"
         )
+    with _load_errors(folder):
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     tokenizer = load_tokenizer(folder, named="--hf")
-    try:
+    with _load_errors(folder):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True
+            folder, config=config, dtype="auto", local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot load it ({error})") from error
     return tokenizer, model
+
+
+@contextmanager
+def _load_errors(folder: Path) -> Iterator[None]:
+    """Raise what `transformers` raises for a damaged or unknown folder as CheckpointError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
+        # The first sentence says what is wrong; further ones propose changes to a program.
+        reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
+        raise CheckpointError(
+            f"{folder}: transformers cannot load it ({reason}); download or export it again"
+        ) from error

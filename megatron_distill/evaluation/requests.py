@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_distill.models.generation import Sampling
+from megatron_distill.runtime.termination import Interrupted
 
 __all__ = [
     "GREEDY",
@@ -23,10 +24,6 @@ __all__ = [
 ]
 
 GREEDY: Final = Sampling()
-
-
-class Interrupted(Exception):  # noqa: N818 - no error: the request to stop that all ranks share
-    """An evaluation ended early on all ranks, because a signal asked for it."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import io
 import os
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,8 +177,15 @@ def replace_file(path: Path, content: bytes) -> None:
     `publish` is for files that several processes may write.
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
-    write_flushed(partial, content)
-    partial.replace(path)
+    try:
+        write_flushed(partial, content)
+        with suppress(OSError):  # there is no earlier file, or its disk has no modes
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        partial.replace(path)
+    finally:
+        # On a full disk the unfinished file would keep it full; after the rename there is none.
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     flush_folder(path.parent)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.run import parse_args, run
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from megatron_distill.runtime.lone_failure import LOST_PEER_STATUS
+from megatron_distill.runtime.termination import BROKEN_PIPE_STATUS
 
 __all__ = ["FirstFailure", "first_failure", "main"]
 
@@ -43,7 +44,8 @@ class FirstFailure:
         exit_code: negative for the signal that ended the process.
         seconds: since the epoch.
         order: kind of failure; of several machines' failures the lowest is the cause.
-        message: a line for the user, None where the rank was asked to end.
+        message: a line for the user, None where the rank was asked to end, or its standard output
+            has lost its reader.
         kind: class of an error that all ranks raised together, such as ConfigError; else None.
     """
 
@@ -79,7 +81,7 @@ def _message(rank: int, failures: Mapping[int, ProcessFailure]) -> str | None:
     message = _own_message(failure)
     if message is not None:
         return message
-    if _was_ended(failure):
+    if _was_ended(failure) or failure.exitcode == BROKEN_PIPE_STATUS:
         return None
     if failure.exitcode < 0:
         reason = f"error: rank {rank} died of {signal.Signals(-failure.exitcode).name}"

@@ -32,7 +32,7 @@ from megatron_distill.runtime.hang_watch import Hang, HangWatch, count_failure, 
 from megatron_distill.runtime.heartbeats import SignsOfOne, give_sign, living, take_leave
 from megatron_distill.runtime.main_thread import MainThread, Progress, place_of
 from megatron_distill.runtime.roles import Roles
-from megatron_distill.runtime.termination import was_interrupted
+from megatron_distill.runtime.termination import Interrupted, was_interrupted
 
 __all__ = [
     "LOST_PEER_STATUS",
@@ -118,7 +118,13 @@ class LoneFailure:
         error: BaseException | None,
         frames: TracebackType | None,
     ) -> None:
-        together = (MegatronDistillError, KeyboardInterrupt, SystemExit, GeneratorExit)
+        together = (
+            MegatronDistillError,
+            Interrupted,
+            KeyboardInterrupt,
+            SystemExit,
+            GeneratorExit,
+        )
         if self.store is None or error is None or isinstance(error, together) or was_interrupted():
             return
         status = LOST_PEER_STATUS if _is_lost_peer(error) else FAILED_STATUS

@@ -6,6 +6,14 @@ import os
 import signal
 from contextlib import suppress
 from types import FrameType, TracebackType
+from typing import Final
+
+# Of a command whose standard output has lost its reader, as of one that SIGPIPE ends in a shell.
+BROKEN_PIPE_STATUS: Final = 128 + signal.SIGPIPE
+
+
+class Interrupted(Exception):  # noqa: N818 - no error: the request to stop that all ranks share
+    """Work ended early on all ranks together, because a signal to one of them asked for it."""
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

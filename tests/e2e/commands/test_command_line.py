@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def test_its_own_ranks_have_the_losses_of_torchruns(pool: Pool, tmp_path: Path) 
 ENDINGS = {
     "error": (1, "error: train.steps = 0: must be 1 or more\n"),
     "3": (3, "error: rank 1 failed with exit status 3, see above\n"),
+    "141": (141, ""),  # the reader of its standard output left
 }
 
 
@@ -78,6 +79,7 @@ def test_the_ranks_own_error_comes_last_with_their_status(manner: str) -> None:
     status, text = ENDINGS[manner]
     assert done.returncode == status, done.stderr
     assert done.stderr.endswith(text)
+    assert ("error: " in done.stderr) == (text != "")
     assert "ChildFailedError" not in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -91,16 +93,37 @@ def ranks_below(pid: int) -> list[psutil.Process]:
     return found
 
 
+def catches_sigterm(process: psutil.Process) -> bool:
+    """Whether a rank has come to where it handles signals itself."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        (caught,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
+def long_task(folder: Path) -> Path:
+    """A task of many texts."""
+    (folder / "rows.jsonl").write_text('{"q": "def f", "a": "x"}\n' * 20_000)
+    task = folder / "long.yaml"
+    task.write_text(
+        "kind: generation\nquestion: '{{ q }}'\nanswer: a\ngraders: [exact]\nmax_new_tokens: 20\n"
+        f"stops: [zz]\nfolder: {folder}\nfiles: [rows.jsonl]\n"
+    )
+    return task
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "generate"])
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate"])
 def test_an_interruption_ends_every_rank(
     pool: Pool, dense: Path, tmp_path: Path, command: str
 ) -> None:
-    if command == "generate":
+    if command != "train":
         run(pool, 1, dense, tmp_path / "run", *SHORT, "checkpoint.save=true")
     words = {
         "train": (str(dense), "output=run2", "train.steps=100000", "checkpoint.save=true"),
         "generate": ("run", "--tokens", "1000000"),
+        "evaluate": ("run", "--tasks", str(long_task(tmp_path))),
     }[command]
     process = subprocess.Popen(
         [*PROGRAM, command, *words, "--processes", "2"],
@@ -116,6 +139,8 @@ def test_an_interruption_ends_every_rank(
             wait_until((tmp_path / METRICS).exists, process)
         wait_until(lambda: len(ranks_below(process.pid)) >= 2, process)
         ranks = ranks_below(process.pid)
+        if command == "evaluate":
+            wait_until(lambda: all(map(catches_sigterm, ranks)), process)
         process.send_signal(signal.SIGINT)
         _, reported = process.communicate(timeout=PATIENCE)
     finally:
@@ -130,6 +155,7 @@ def test_an_interruption_ends_every_rank(
     else:
         assert process.returncode == 128 + signal.SIGINT
         assert reported.endswith("stopped\n")
+        assert "Traceback" not in reported
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +267,51 @@ def test_a_terminal_shows_each_character_when_it_is_whole(pool: Pool, writes_a_c
     ((status, shown, error),) = pool.run(1, _shown, words)
     assert status == 0, error
     assert b"".join(shown).decode() == "a\u00e9\n"
+
+
+@pytest.mark.parametrize("by", [[], ["--transformers"]], ids=["ours", "transformers"])
+def test_weights_that_are_cut_are_named(
+    pool: Pool, writes_a_cycle: Path, tmp_path: Path, by: list[str]
+) -> None:
+    damaged = shutil.copytree(writes_a_cycle, tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = call_alone(pool, GENERATE, "--hf", damaged, *by, "--tokens", "1")
+    assert done.status == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert str(damaged) in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def _cut_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02" + bytes(100))
+
+
+def _wrong_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
+
+
+@pytest.mark.parametrize("damage", [_cut_pickle, _wrong_type])
+def test_a_folder_that_transformers_cannot_load_is_one_line(
+    pool: Pool, writes_a_cycle: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damaged = shutil.copytree(writes_a_cycle, tmp_path / "damaged")
+    damage(damaged)
+    done = call_alone(pool, GENERATE, "--hf", damaged, "--transformers", "--tokens", "1")
+    assert done.status == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {damaged}: transformers cannot load it (")
+    assert last.endswith("; download or export it again")
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_seeds_of_64_bits_are_taken(pool: Pool, writes_a_cycle: Path, seed: int) -> None:
+    words = ("--hf", writes_a_cycle, "--prompt", "a", "--tokens", "2", "--seed", seed)
+    for by in ([], ["--transformers"]):
+        done = call_alone(pool, GENERATE, *words, *by)
+        assert done.status == 0, done.stderr
+        assert f"seed {seed}, in " in done.stderr
 
 
 def test_a_chat_without_a_template_names_the_tokenizer(pool: Pool, chatting: Path) -> None:

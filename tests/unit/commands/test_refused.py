@@ -20,6 +20,31 @@ _REFUSED: dict[tuple[str, ...], str] = {
     (*_TASKS, "--json", "{folder}"): "{folder} is a folder; name a file in it",
     (*_TASKS, "--items", "{folder}/none/x.json"): "the folder {folder}/none is not there; make it",
     (*_TASKS, "--limit", "0"): "--limit 0: give 1 item or more, or leave it out for all",
+    ("evaluate", "runs/first", "--limit", "3"): "--limit is the number of items of tasks; add --ta",
+    (
+        *_TASKS,
+        "--json",
+        "{folder}/x",
+        "--items",
+        "{folder}/../{name}/x",
+    ): "--json and --items are",
+    (
+        "evaluate",
+        "runs/first",
+        "--hf",
+        "a",
+        "--tasks",
+        "quiz.yaml",
+    ): "give one of a run, --hf",
+    (
+        "evaluate",
+        "a=1",
+        "runs/first",
+        "--hf",
+        "a",
+        "--tasks",
+        "q.yaml",
+    ): "give one of a run, --hf",
     (*_TASKS, "--include", "{folder}"): "--include has tasks of lm-evaluation-harness; add --lm-ev",
     (*_HARNESS, "--include", "{folder}/none"): "--include {folder}/none: there is no such folder",
     (*_TEXT, "--text", "{folder}"): "{folder} is a folder; name a file in it",
@@ -29,6 +54,8 @@ _REFUSED: dict[tuple[str, ...], str] = {
     (*_TEXT, "--top-k", "0"): "--top-k 0: give 1 or more, or leave it out for all tokens",
     (*_TEXT, "--top-p", "2"): "--top-p 2.0: give a number above 0, at most 1",
     (*_TEXT, "--min-p", "nan"): "--min-p nan: give a number from 0 to 1",
+    (*_TEXT, "--seed", str(2**64)): f"--seed {2**64}: give a number of 64 bits",
+    (*_TEXT, "--seed", str(-(2**63) - 1)): f"--seed {-(2**63) - 1}: give a number of 64 bits",
     (*_TEXT, "--stop", "a", "--stop", ""): "a --stop text is empty; leave it out",
     (*_TEXT, "--tokenizer", "a"): "--tokenizer goes with --checkpoint or --hf",
     (*_ROLLOUT, "a", "--part-rows", "0"): "--part-rows 0: give 1 or more",
@@ -46,7 +73,7 @@ def test_a_file_that_cannot_be_written_or_a_number_out_of_range_is_named(
     (tmp_path / "file").touch()
     (tmp_path / "config.yaml").touch()
     with pytest.raises(SystemExit) as ended:
-        main([word.format(folder=tmp_path) for word in words])
+        main([word.format(folder=tmp_path, name=tmp_path.name) for word in words])
     assert ended.value.code == 2
     assert _REFUSED[words].format(folder=tmp_path) in capsys.readouterr().err
 

@@ -37,6 +37,14 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         assert names(tmp_path) == ["a.json"]
 
 
+def test_a_file_keeps_who_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    replace_file(path, b"first")
+    path.chmod(0o600)
+    replace_file(path, b"second")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_file_that_cannot_be_written_stays_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,6 +54,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(
     with pytest.raises(OSError, match="No space"):
         replace_file(path, b"second")
     assert path.read_bytes() == b"first"
+    assert names(tmp_path) == ["a.json"], "an unfinished file would keep the disk full"
 
 
 def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:

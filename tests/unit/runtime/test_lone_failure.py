@@ -28,7 +28,7 @@ from megatron_distill.runtime.heartbeats import (
 from megatron_distill.runtime.lone_failure import LoneFailure, PeerWatch, Progress
 from megatron_distill.runtime.main_thread import MainThread, awake_until
 from megatron_distill.runtime.roles import Roles
-from megatron_distill.runtime.termination import TerminationRequest
+from megatron_distill.runtime.termination import Interrupted, TerminationRequest
 from tests.guards.source_tree import ROOT
 
 # An allocation that is refused by the system, as by torch on a host without memory. No thread can
@@ -64,6 +64,16 @@ def test_exhausted_memory_is_named_with_role_and_step() -> None:
     assert last.startswith("error: teacher.0 on "), done.stderr
     assert " failed at step 7: RuntimeError: " in last
     assert "can't allocate memory: you tried to allocate 1099511627776 bytes" in last
+
+
+@pytest.mark.parametrize("kind", [Interrupted, KeyboardInterrupt, ConfigError])
+def test_a_stop_of_all_ranks_together_leaves_the_block(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)  # the end of a rank that fails alone
+    with pytest.raises(kind), LoneFailure(1, Roles(2), dist.HashStore()):
+        raise kind
+    assert capsys.readouterr().err == ""
 
 
 # Of the watching rank, with `runtime.timeout_seconds`: the patience and its name.
