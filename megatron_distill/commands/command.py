@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,7 +40,7 @@ __all__ = [
 
 PROGRAM: Final = "megatron-distill"
 ERROR_STATUS: Final = 1
-INTERRUPTED_STATUS: Final = 130
+_SIGNALLED: Final = 128  # plus the signal, as in shells
 # Paths of descriptors of this process, also where one is redirected to a file.
 _DESCRIPTORS: Final = ("/dev/std", "/dev/fd/", "/proc/")
 
@@ -129,10 +130,12 @@ class Command:
         except MegatronDistillError as error:
             sys.stderr.write(f"error: {error}\n")
             return ERROR_STATUS
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             if rank == 0:
                 sys.stderr.write(f"{self.stopped}\n")
-            return interruption.status if interruption.received else INTERRUPTED_STATUS
+            if interruption.received:
+                return interruption.status
+            return _SIGNALLED + next(iter(stop.args), signal.SIGINT)
 
 
 def _read_own(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -220,7 +221,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
             splits_layers=config.parallel.splits_layers,
             launch=launch,
         ) as device,
-        TerminationRequest(),
+        TerminationRequest() as request,
     ):
         from megatron_distill.train.assemble.evaluation import evaluate_weights
         from megatron_distill.train.assemble.harness import evaluate_by_harness
@@ -242,7 +243,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
                     config, device, tasks, teacher=arguments.teacher, against=against
                 )
         except Interrupted:
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt(request.signal_number or signal.SIGINT) from None
     if launch.rank == 0:
         _write_results({"model": str(named)}, dict(found or {}), arguments)
     place = "" if arguments.json is None else f"; the results are in {arguments.json}"

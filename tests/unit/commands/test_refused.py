@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import signal
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.cli import main
-from megatron_distill.commands.command import write_result
+from megatron_distill.commands.command import Command, write_result
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.ssh import ranks_on
 from tests.guards.source_tree import ROOT
@@ -152,3 +154,17 @@ def test_models_on_the_claims_of_pods_need_not_be_here(
     words += ["output=/data/runs/a", "--claim", "data:/data"]
     assert main([*words, "--dry-run"]) == 0
     assert "--ranks-per-node" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(None, 130), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_an_interruption_ends_with_the_status_of_its_signal(
+    number: int | None, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(given: argparse.Namespace) -> int:
+        raise KeyboardInterrupt(*([] if number is None else [number]))
+
+    command = Command(description="", add_arguments=lambda parser: None, run=run)
+    assert command.execute(argparse.Namespace()) == status
+    assert capsys.readouterr().err == "stopped\n"
