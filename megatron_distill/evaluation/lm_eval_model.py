@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
 from importlib.metadata import requires
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import datasets
 import lm_eval
@@ -18,16 +19,15 @@ import numpy as np
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from megatron_distill.data.chat.conversations import BadConversationError
 from megatron_distill.data.chat.encode import chat_prompt
 from megatron_distill.errors import ConfigError, DataError
-from megatron_distill.evaluation.requests import GREEDY, Request, Scorer, Writer
+from megatron_distill.evaluation.lm_eval_settings import Writing, writing_settings
+from megatron_distill.evaluation.requests import Request, Scorer, Writer
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
 from megatron_distill.log import get_logger
-from megatron_distill.models.generation import Sampling
 
 __all__ = ["ScorerLM", "harness_tasks", "run_harness"]
 
@@ -37,12 +37,6 @@ _LOGGER = get_logger(__name__)
 # 100,000, minutes of every rank; at 0 it gives none of means either.
 _RESAMPLES: Final = 200
 _IN_ONE_PROCESS: Final = "DISABLE_MULTIPROC"  # the harness's switch, a variable of the environment
-
-# Settings of generation that leave the draws of single tokens as they are, with these values.
-_NEUTRAL: Final[Mapping[str, Any]] = {
-    "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "length_penalty": 1,
-    "presence_penalty": 0, "frequency_penalty": 0, "early_stopping": False,
-}  # fmt: skip
 
 
 def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
@@ -196,14 +190,6 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-class _Writing(NamedTuple):
-    """The settings of a generated text."""
-
-    stops: tuple[str, ...]
-    limit: int
-    sampling: Sampling
-
-
 class ScorerLM(TemplateLM):
     """A model behind any layout as lm-evaluation-harness calls it.
 
@@ -211,8 +197,9 @@ class ScorerLM(TemplateLM):
     ranks. Pass the instance to `lm_eval.simple_evaluate(model=...)`, with its seeds as None.
 
     `writer` None: the model generates no text. `seed`: of sampled texts, which are the same in any
-    layout and any order of the tasks' other requests. `weights`: their digest, for the results.
-    `most`: positions of the model, where the scorer may take fewer.
+    layout and beside any other tasks. `weights`: their digest, for the results. `most`: positions
+    of the model, where the scorer may take fewer. `end_ids`: tokens that end a text besides the
+    tokenizer's.
 
     Attributes:
         truncated: requests that lost tokens on the left, by task.
@@ -230,8 +217,10 @@ class ScorerLM(TemplateLM):
         seed: int = 0,
         weights: str = "",
         most: int | None = None,
+        end_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self._end_ids = frozenset(end_ids)
         self._most = scorer.positions if most is None else most
         self._weights = weights
         self._scorer, self._encoder, self._writer = scorer, encoder, writer
@@ -326,11 +315,18 @@ class ScorerLM(TemplateLM):
 
     @cached_property
     def _stop_ids(self) -> tuple[int, ...]:
-        """The end-of-document token, and the end of a turn of a chat template."""
+        """The end-of-document token, those of the model, and the end of a turn of a template."""
         tokenizer = self._encoder.tokenizer
-        if tokenizer.chat_template is None:
-            return (tokenizer.eos_id,)
-        return chat_prompt(tokenizer, "a").stop_ids
+        found = {tokenizer.eos_id, *self._end_ids}
+        if tokenizer.chat_template is not None:
+            found.update(chat_prompt(tokenizer, "a").stop_ids)
+        return tuple(sorted(found))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Special tokens, which the harness's Hugging Face backend leaves out of its texts."""
+        texts = sorted(self._encoder.tokenizer.special_ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -352,11 +348,17 @@ class ScorerLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         most = self._scorer.positions + 1  # the last token of an answer is predicted, not read
-        self._cut = [len(context) + len(answer) > most for _, context, answer in requests]
-        asked = [
-            Request(np.array(context, np.int32), np.array(answer, np.int32))
-            for _, context, answer in requests
-        ]
+        asked = []
+        for (context, answer), context_ids, answer_ids in requests:
+            if not answer_ids:
+                raise DataError(
+                    f"lm-eval: the answer {answer!r} after {context[-40:]!r} has no token of its "
+                    "own; begin it with a space, as by the task's target_delimiter"
+                )
+            # A context of spaces has no token before the answer.
+            before = context_ids or [self.prefix_token_id]
+            asked.append(Request(np.array(before, np.int32), np.array(answer_ids, np.int32)))
+        self._cut = [len(one.context) + len(one.answer) > most for one in asked]
         return [(score.log_prob, score.is_greedy) for score in self._scorer.score(asked)]
 
     def _count(self, requests: Sequence[Any], cut: Sequence[bool], remedy: str) -> None:
@@ -401,14 +403,14 @@ class ScorerLM(TemplateLM):
     ) -> list[str]:
         """Return generated texts, in calls of equal stops, lengths and sampling.
 
-        A request's place is its number in the key of its draws, so that repeats differ. Raises
-        ConfigError for settings that the writer does not have, and DataError where a prompt has no
-        room.
+        The keys of draws are of tasks, documents and repeats. Raises ConfigError for settings that
+        the writer does not have, and DataError where a prompt has no room.
         """
+        keys = _draw_keys(requests)
         found: dict[int, str] = {}
-        alike: dict[_Writing, list[int]] = {}
+        alike: dict[Writing, list[int]] = {}
         for number, request in enumerate(requests):
-            alike.setdefault(_settings(request.args[1], self._seed), []).append(number)
+            alike.setdefault(writing_settings(request.args[1], self._seed), []).append(number)
         cut = [False] * len(requests)
         for settings, numbers in alike.items():
             room = self._scorer.positions - settings.limit
@@ -417,7 +419,10 @@ class ScorerLM(TemplateLM):
                     f"lm-eval: max_gen_toks = {settings.limit}, and the model has "
                     f"{self._scorer.positions} positions; lower it in gen_kwargs"
                 )
-            prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
+            prompts = [
+                self.tok_encode(requests[number].args[0]) or [self.prefix_token_id]
+                for number in numbers
+            ]
             for number, prompt in zip(numbers, prompts, strict=True):
                 cut[number] = len(prompt) > room
             texts = self._writer.write(
@@ -426,9 +431,12 @@ class ScorerLM(TemplateLM):
                 stops=settings.stops,
                 limit=settings.limit,
                 sampling=settings.sampling,
-                samples=numbers,
+                samples=[keys[number] for number in numbers],
             )
-            found |= {number: one.text for number, one in zip(numbers, texts, strict=True)}
+            found |= {
+                number: self._special.sub("", one.text)
+                for number, one in zip(numbers, texts, strict=True)
+            }
             self.cut.update(
                 str(requests[number].task_name)
                 for number, one in zip(numbers, texts, strict=True)
@@ -438,41 +446,13 @@ class ScorerLM(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
 
-def _settings(given: Mapping[str, Any], seed: int) -> _Writing:
-    """Return the settings of a request: the harness's names, sampling where it samples.
-
-    Raises ConfigError for a setting that the sampler does not have.
-    """
-    try:
-        found: dict[str, Any] = dict(normalize_gen_kwargs(dict(given)))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"lm-eval: gen_kwargs = {dict(given)}: {error}; correct them") from error
-    stops = tuple(str(stop) for stop in found.pop("until") if stop)
-    limit, is_drawn = int(found.pop("max_gen_toks")), bool(found.pop("do_sample"))
-    temperature = float(found.pop("temperature", 0.0))
-    if is_drawn and not temperature > 0:
-        raise ConfigError(
-            f"lm-eval: do_sample = true and temperature = {temperature:g} in gen_kwargs; give a "
-            "temperature above 0, or set do_sample to false"
-        )
-    top_k = found.pop("top_k", None)
-    drawn = Sampling(
-        temperature=temperature,
-        top_k=int(top_k) if top_k and int(top_k) > 0 else None,  # 0 and -1: all tokens
-        top_p=float(_given(found.pop("top_p", None), 1.0)),
-        min_p=float(_given(found.pop("min_p", None), 0.0)),
-        seed=int(_given(found.pop("seed", None), seed)),
-    )
-    found.pop("use_cache", None)  # its texts are the same
-    for key, value in found.items():
-        if value is not None and value != _NEUTRAL.get(key):
-            remedy = "give max_gen_toks" if key == "max_length" else "leave it out"
-            raise ConfigError(
-                f"lm-eval: {key} = {value!r} in gen_kwargs is none of the sampler's settings "
-                f"(temperature, top_k, top_p, min_p, seed); {remedy}"
-            )
-    return _Writing(stops, limit, drawn if is_drawn else GREEDY)
-
-
-def _given(value: Any, default: float) -> Any:
-    return default if value is None else value
+def _draw_keys(requests: Sequence[Any]) -> list[int]:
+    """Return the number of each request in the key of its draws: of task, document and repeat."""
+    met: Counter[tuple[str, str, str]] = Counter()
+    found = []
+    for request in requests:
+        name = (str(request.task_name), str(request.doc_id), str(request.idx))
+        text = "\n".join((*name, str(met[name])))
+        found.append(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
+        met[name] += 1
+    return found

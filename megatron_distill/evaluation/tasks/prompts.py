@@ -140,9 +140,20 @@ class TaskTemplates:
                     f"task {task.name} ({task.place}): {text!r} is not a template: {error.message};"
                     " correct it"
                 ) from error
+        if task.kind == "perplexity":
+            self._require_columns(task.text)
         if task.group:
             names |= self._names_of_group(task.group)
         return tuple(sorted(task.columns.get(name, name) for name in names))
+
+    def _require_columns(self, text: str) -> None:
+        """Raise ConfigError for a text that would be the same in every row."""
+        if not meta.find_undeclared_variables(self._environment.parse(text)):
+            task = self._task
+            raise ConfigError(
+                f"task {task.name} ({task.place}): text = {text!r} names no column; write it as a "
+                f"template, as {{{{ {text if text.isidentifier() else 'text'} }}}}"
+            )
 
     def _names_of_group(self, group: str) -> set[str]:
         """Return the columns of a group: its own name, or those of an expression."""

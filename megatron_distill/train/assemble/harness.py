@@ -11,13 +11,15 @@ from megatron_distill.config import RunConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.models.execution import Execution
-from megatron_distill.runtime.collectives import together
+from megatron_distill.models.hugging_face.assets import end_ids
+from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.train.assemble.evaluated_model import shared_tokenizer
 from megatron_distill.train.assemble.evaluation import ModelRole, Resolved
 from megatron_distill.train.assemble.models import job_groups
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.tasks import NO_TASKS
+from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
 
 __all__ = ["evaluate_by_harness"]
 
@@ -77,6 +79,7 @@ def evaluate_by_harness(
             seed=config.seed,
             weights=weights,
             most=resolved.source.architecture.max_position_embeddings,
+            end_ids=from_first_rank(lambda: _end_ids(config)),
         )
         return run_harness(
             adapter,
@@ -86,3 +89,13 @@ def evaluate_by_harness(
             apply_chat_template=apply_chat_template,
             samples=samples,
         )
+
+
+def _end_ids(config: RunConfig) -> tuple[int, ...]:
+    """Return the tokens that end a text by the settings of the student's Hugging Face folder."""
+    student = config.models["student"]
+    if student.hf is not None:
+        return end_ids(Path(student.hf).expanduser())
+    if student.checkpoint is not None:
+        return end_ids(assets_of(resolve_checkpoint(student.checkpoint)))
+    return ()

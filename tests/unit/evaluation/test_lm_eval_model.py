@@ -32,10 +32,10 @@ from lm_eval.api.instance import Instance
 
 from megatron_distill.evaluation.lm_eval_model import (
     ScorerLM,
-    _settings,
     harness_tasks,
     run_harness,
 )
+from megatron_distill.evaluation.lm_eval_settings import writing_settings
 
 GREEDY = Sampling()
 
@@ -66,9 +66,9 @@ GREEDY = Sampling()
 def test_settings_of_generation_have_the_harness_s_names_and_defaults(
     given: dict[str, Any], limit: int, sampling: Sampling
 ) -> None:
-    found = _settings({"until": ["\n", ""], **given}, 0)
+    found = writing_settings({"until": ["\n", ""], **given}, 0)
     assert (found.stops, found.limit, found.sampling) == (("\n",), limit, sampling)
-    assert _settings({"until": "a", **given}, 0).stops == ("a",)
+    assert writing_settings({"until": "a", **given}, 0).stops == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,11 @@ def test_settings_of_generation_have_the_harness_s_names_and_defaults(
         ({"max_length": 90}, "max_length = 90 .*; give max_gen_toks"),
         ({"temperature": "warm"}, "gen_kwargs = .*warm.*; correct them"),
         ({"temperature": 1, "top_p": 1.5}, "top_p=1.5"),
+        ({"temperature": 1, "top_p": "high"}, "gen_kwargs = .*'high'.*; correct them"),
+        ({"temperature": 1, "seed": "a"}, "gen_kwargs = .*'a'.*; correct them"),
+        ({"temperature": 1, "top_k": 1.5}, "1.5 is no whole number; correct them"),
+        ({"max_gen_toks": 0}, "max_gen_toks = 0 in gen_kwargs; give 1 or more"),
+        ({"max_gen_toks": -3}, "max_gen_toks = -3 in gen_kwargs; give 1 or more"),
     ],
     ids=str,
 )
@@ -87,7 +92,7 @@ def test_settings_that_the_sampler_does_not_have_are_named(
     given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        _settings(given, 0)
+        writing_settings(given, 0)
 
 
 class Positions:
@@ -256,6 +261,65 @@ def test_texts_begin_as_in_the_harness_s_own_backend(both: Any, has_bos: bool, c
     whole = [asked("task", one, kind="loglikelihood_rolling") for one in (text, text * 9)]
     rolled = [one.loglikelihood_rolling(whole, disable_tqdm=True) for one in both]
     assert rolled[0] == pytest.approx(rolled[1], abs=1e-4)
+
+
+class Listening(Positions):
+    """A scorer that keeps what it was asked."""
+
+    def score(self, requests: Sequence[Request], **_: Any) -> list[Score]:
+        self.asked = [(one.context.tolist(), one.answer.tolist()) for one in requests]
+        return [Score(0.0, True)] * len(requests)
+
+
+def test_an_answer_after_a_blank_context_is_scored_whole_and_one_without_tokens_refused() -> None:
+    """Blank contexts have no token: then the prefix token is before the answer."""
+    tokenizer = chat_tokenizer("plain")
+    scorer = Listening(64)
+    ours = ScorerLM(scorer, TextEncoder(tokenizer))
+    ours.loglikelihood([asked("task", " ", "sunny"), asked("task", "", " sunny")])
+    (blank, empty) = scorer.asked
+    assert blank == empty == ([ours.prefix_token_id], ours.tok_encode(" sunny"))
+    message = r"lm-eval: the answer 'b' after 'a' has no token of its own; begin it with a space"
+    with pytest.raises(DataError, match=message):
+        ours._loglikelihood_tokens([(("a", "b"), [5], [])])
+
+
+class Drawing:
+    """A writer that keeps its arguments, and writes special tokens beside the text."""
+
+    def __init__(self) -> None:
+        self.keys: dict[tuple[int, ...], list[int]] = {}
+        self.stop_ids: tuple[int, ...] = ()
+
+    def write(self, prompts: Sequence[Sequence[int]], **given: Any) -> list[WrittenText]:
+        self.stop_ids = given["stop_ids"]
+        for prompt, key in zip(prompts, given["samples"], strict=True):
+            self.keys.setdefault(tuple(prompt), []).append(key)
+        return [WrittenText("<eos>sunny<bos> today", False)] * len(prompts)
+
+
+def drawn(task: str, number: int, text: str) -> Instance:
+    settings = {"temperature": 1.0, "do_sample": True, "until": ["."]}
+    return Instance("generate_until", {}, (text, settings), 0, (task, number, 1))
+
+
+def test_draws_are_those_of_task_document_and_repeat_whatever_stands_beside_them() -> None:
+    first = [drawn("a", number, f"question {number}") for number in (0, 1) for _ in range(2)]
+    others = [drawn("b", 0, "other"), drawn("c", 1, "")]
+    found = []
+    for requests in (first, [*others, *first], [*first, *others]):
+        writer = Drawing()
+        ours = ScorerLM(
+            Positions(600), TextEncoder(chat_tokenizer("gemma")), writer, end_ids=(7, 9)
+        )
+        texts = ours.generate_until(requests)
+        assert set(texts) == {"sunny today"}, "special tokens are left out"
+        assert {7, 9, ours.eot_token_id} <= set(writer.stop_ids)
+        found.append([writer.keys[tuple(ours.tok_encode(one.args[0]))] for one in first[::2]])
+        if len(requests) > len(first):
+            assert (ours.prefix_token_id,) in writer.keys, "an empty prompt"
+    assert found[0] == found[1] == found[2]
+    assert len({key for keys in found[0] for key in keys}) == 4
 
 
 class Alternating:

@@ -382,6 +382,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ConfigError,
         r"task mine \(\S+mine.yaml\): stops = .*not empty, or \[\]",
     ),
+    (
+        {"kind": "perplexity", "text": "q"},
+        ConfigError,
+        r"mine.yaml\): text = 'q' names no column; write it as a template, as {{ q }}",
+    ),
     ({"max_new_tokens": 0}, ConfigError, r"mine.yaml\): max_new_tokens = 0; give 1 or more"),
     ({"max_new_tokens": -5}, ConfigError, "max_new_tokens = -5; give 1 or more"),
     ({"base": "mmluu"}, ConfigError, "mine.yaml: base = mmluu: there is no such task; give"),
