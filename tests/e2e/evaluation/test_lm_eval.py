@@ -359,7 +359,7 @@ def harness_prompts(
     """The texts of each row's requests, as the harness's own task makes them."""
     from lm_eval.tasks import TaskManager
 
-    from megatron_distill.evaluation.lm_eval_model import _settings
+    from megatron_distill.evaluation.lm_eval_settings import writing_settings
 
     file = lines(folder / "rows.jsonl", rows)
     splits = dict.fromkeys(("train", "validation", "dev", "test"), file)
@@ -383,7 +383,7 @@ def harness_prompts(
     for request in golden.instances:
         is_generated = request.request_type == "generate_until"
         if is_generated:  # with the stops and the length of the task that we ship
-            (stops, limit, sampling), ours = _settings(request.args[1], 0), load_task(named)
+            (stops, limit, sampling), ours = writing_settings(request.args[1], 0), load_task(named)
             assert stops == ours.stops
             # Models that reason at length are compared by the 500 problems.
             assert limit == (256 if named == "math_500" else ours.max_new_tokens)
