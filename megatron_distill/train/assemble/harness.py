@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_distill.config import RunConfig
+from megatron_distill.config import ModelConfig, RunConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.models.execution import Execution
@@ -79,7 +79,7 @@ def evaluate_by_harness(
             seed=config.seed,
             weights=weights,
             most=resolved.source.architecture.max_position_embeddings,
-            end_ids=from_first_rank(lambda: _end_ids(config)),
+            end_ids=from_first_rank(lambda: _end_ids(config.models["student"])),
         )
         return run_harness(
             adapter,
@@ -91,11 +91,10 @@ def evaluate_by_harness(
         )
 
 
-def _end_ids(config: RunConfig) -> tuple[int, ...]:
-    """Return the tokens that end a text by the settings of the student's Hugging Face folder."""
-    student = config.models["student"]
-    if student.hf is not None:
-        return end_ids(Path(student.hf).expanduser())
-    if student.checkpoint is not None:
-        return end_ids(assets_of(resolve_checkpoint(student.checkpoint)))
+def _end_ids(model: ModelConfig) -> tuple[int, ...]:
+    """Return the tokens that end a text by the settings of the model's Hugging Face folder."""
+    if model.hf is not None:
+        return end_ids(Path(model.hf).expanduser())
+    if model.checkpoint is not None:
+        return end_ids(assets_of(resolve_checkpoint(model.checkpoint)))
     return ()
