@@ -393,7 +393,7 @@ def progress_of(results: Path, *, job: int = 0, jobs: int = 1) -> int:
     """Return the step of the newest checkpoint of a run, or the number of shards of a store."""
     with suppress(FileNotFoundError, NotADirectoryError):
         folders = list((results / "checkpoints").iterdir())
-        names = [_CHECKPOINT.fullmatch(folder.name) for folder in folders]
+        names = [_CHECKPOINT.fullmatch(one.name) for one in folders if one.is_dir()]
         return max((int(found[1]) for found in names if found), default=0)
     with suppress(FileNotFoundError, NotADirectoryError):
         return len(complete_shards(results, job=job, jobs=jobs))

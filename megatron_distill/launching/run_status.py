@@ -16,7 +16,7 @@ from typing import Any, Final
 import yaml
 
 from megatron_distill.errors import ConfigError, counted
-from megatron_distill.launching.grace import is_step, newest_records, save_seconds
+from megatron_distill.launching.grace import is_step, newest_records
 from megatron_distill.launching.records import (
     LAUNCHES,
     ROLLOUTS,
@@ -28,6 +28,7 @@ from megatron_distill.launching.records import (
     job_folders,
     progress_of,
 )
+from megatron_distill.launching.run_checkpoint import checkpoint_text, read_saved
 from megatron_distill.launching.step_figures import slowest_of_teachers, slowest_ranks, speed
 from megatron_distill.runtime.folder_lock import is_locked, is_released_here
 from megatron_distill.runtime.progress import duration
@@ -56,7 +57,8 @@ class RunStatus:
         step_seconds: median of the newest steps, or mean of the newest shards or parts.
             tokens_per_second: a step's tokens over that time.
         seconds_left: until the last step.
-        checkpoint: the newest one's name; its age, and the time that its save took.
+        checkpoint: the newest one's name; its age, and the time that its save took. A name without
+            an age is of a folder that no start can read.
         launches: number; restarts: of the newest job.
         slowest_ranks: with the phases in which they are slow, see `logging.straggler_interval`.
             slowest_teacher_ranks: the same of each teacher on ranks of its own, by its name.
@@ -98,7 +100,8 @@ class RunStatus:
         if self.seconds_left is not None:
             rows.append(("left", duration(self.seconds_left)))
         if self.unit == "step":
-            rows.append(("checkpoint", self._checkpoint()))
+            text = checkpoint_text(self.checkpoint, self.checkpoint_age, self.save_seconds)
+            rows.append(("checkpoint", text))
         if self.launches:
             restarts = counted(self.restarts, "restart")
             rows.append(("launches", f"{self.launches}, with {restarts} of the newest job"))
@@ -109,14 +112,6 @@ class RunStatus:
             rows.append(("slowest", f"of {name}, {slowest}"))
         rows += self.jobs.items()
         return [self.run, *(f"{name:<11} {text}" for name, text in rows)]
-
-    def _checkpoint(self) -> str:
-        if self.checkpoint is None:
-            return "none"
-        text = self.checkpoint
-        if self.checkpoint_age is not None:
-            text += f", {duration(self.checkpoint_age)} ago"
-        return text + ("" if self.save_seconds is None else f", saved in {self.save_seconds:.1f} s")
 
 
 def read_status(run: Path) -> RunStatus:
@@ -161,28 +156,34 @@ def _run_status(run: Path) -> RunStatus:
     records = newest_records(run)
     steps = [one for one in records if is_step(one)]
     seconds, tokens_per_second = speed(records)
-    step = max((int(one["step"]) for one in steps), default=progress_of(run))
+    saved = read_saved(run, settings or {})
+    # The log may have lost its end: what is saved is done.
+    step = max([saved.step, *(int(one["step"]) for one in steps)])
     train = (settings or {}).get("train")
     wanted = train.get("steps") if isinstance(train, dict) else None
     wanted = wanted if isinstance(wanted, int) else None
-    log = run / "metrics.jsonl"
     state, detail = _state(
-        run, launches, begun, log=log, step=step, steps=wanted, step_seconds=seconds
+        run,
+        launches,
+        begun,
+        log=run / "metrics.jsonl",
+        step=step,
+        is_done=saved.is_done(step, wanted),
+        step_seconds=seconds,
     )
     left = None if seconds is None or not wanted else max(0, wanted - step) * seconds
-    newest, age, save = _checkpoint(run)
     return RunStatus(
         run=str(run),
         state=state,
-        detail=detail,
+        detail=saved.explained(state, detail, step=step, steps=wanted),
         step=step,
         steps=wanted,
         step_seconds=seconds,
         tokens_per_second=tokens_per_second,
         seconds_left=left,
-        checkpoint=newest,
-        checkpoint_age=age,
-        save_seconds=save,
+        checkpoint=saved.name,
+        checkpoint_age=saved.age,
+        save_seconds=saved.seconds,
         launches=len(begun),
         restarts=begun[-1].restart if begun else 0,
         slowest_ranks=slowest_ranks(records),
@@ -218,7 +219,7 @@ def _readers(folder: Path) -> list[_Reader]:
             begun,
             log=newest / "rank_00000.err",
             step=0,
-            steps=None,
+            is_done=False,
             step_seconds=None,
         )
         last = max([_submitted_at(launches), *(one.started for one in begun)])
@@ -297,7 +298,7 @@ def _rollout_status(folder: Path) -> RunStatus:
         begun,
         log=max(files, key=_changed, default=folder / ROLLOUTS),
         step=len(files),
-        steps=wanted,
+        is_done=wanted is not None and len(files) >= wanted,
         step_seconds=seconds,
     )
     return _of_files(
@@ -362,7 +363,7 @@ def _state_of_job(
         launches.all(),
         log=max(files, key=_changed, default=store / "shards" / "none"),
         step=len(files),
-        steps=None if wanted is None else len(range(job, wanted, jobs)),
+        is_done=wanted is not None and len(files) >= len(range(job, wanted, jobs)),
         step_seconds=None if shard_seconds is None else shard_seconds * jobs,
     )
 
@@ -388,9 +389,10 @@ def _state(
     *,
     log: Path,
     step: int,
-    steps: int | None,
+    is_done: bool | None,
     step_seconds: float | None,
 ) -> tuple[str, str]:
+    """Return state and detail; is_done None: the job is done where no process writes any more."""
     launch = begun[-1] if begun else None
     outcome = None if launch is None else launches.outcome(launch)
     if launch is None or outcome is not None:
@@ -403,7 +405,7 @@ def _state(
         place = ""
     else:
         place = f"launch {launch.name} on {', '.join(launch.nodes)}"
-    if steps is not None and step >= steps:
+    if is_done:
         return "done", ""
     files = [log, *(launches.of(launch).glob("rank_*") if launch is not None else ())]
     # Its checks of the nodes take up to a minute, before any rank writes.
@@ -416,7 +418,7 @@ def _state(
         return ("running" if log.is_file() else "starting"), place
     if place:
         return "failed", f"{place} has given no sign for {duration(silence)}"
-    return "stopped", f"at {launches.unit} {step}"
+    return ("done", "") if is_done is None else ("stopped", f"at {launches.unit} {step}")
 
 
 def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
@@ -427,7 +429,7 @@ def _submitted(launches: Launches, *, after: float) -> tuple[str, str] | None:
     submitted = found.submitted
     logs = [file for file in launches.folder.glob("log-*.txt") if _changed(file) > submitted]
     if not logs:
-        age = duration(time.time() - submitted)
+        age = duration(max(0.0, time.time() - submitted))
         return "waiting", (
             f"job {', '.join(found.jobs)} submitted {age} ago, no launch since then; "
             f"{_asked_of_slurm(found.jobs)}"
@@ -482,12 +484,3 @@ def _settings(path: Path) -> Mapping[str, Any] | None:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML ({error}); start the run again") from error
     return found if isinstance(found, dict) else {}
-
-
-def _checkpoint(run: Path) -> tuple[str | None, float | None, float | None]:
-    """Return the newest checkpoint's name, its age, and the seconds of its save."""
-    folder = run / "checkpoints" / f"step_{progress_of(run):07d}"
-    if not folder.is_dir():
-        return None, None, None
-    age = time.time() - _changed(folder / "description.json")
-    return folder.name, age, save_seconds(folder)

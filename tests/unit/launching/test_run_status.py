@@ -55,6 +55,13 @@ def launch(run: Path, outcome: Outcome | None, *, started: float = LONG_AGO) -> 
         write_record(folder / "outcome.json", outcome)
 
 
+def save_last(run: Path) -> None:
+    """The checkpoint of the last step."""
+    folder = run / "checkpoints" / "step_0000040"
+    folder.mkdir()
+    (folder / "description.json").write_text("{}")
+
+
 def submit(folder: Path, submitted: float) -> None:
     """A job that Slurm has accepted."""
     launches = Launches(folder, folder.parent, "")
@@ -129,7 +136,7 @@ def test_a_run_that_ended_on_this_host_has_stopped_at_once(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("steps", "make", "state", "detail"),
     [
-        (40, lambda run: None, "done", ""),
+        (40, save_last, "done", ""),
         (25, lambda run: None, "stopped", "at step 25"),
         (25, lambda run: launch(run, None), "failed", "launch 7-2 on n1, n2 has given no sign"),
         (25, ended(Status.DONE, "done"), "done", ""),
@@ -209,7 +216,7 @@ def test_a_run_that_is_submitted_again_waits_until_its_launch_begins(tmp_path: P
     log.write_text("[job] nothing to do: launches/done is of an earlier launch\n")
     submit(run / "launches", time.time() - 1000)
     os.utime(log, (time.time() - 900,) * 2)
-    assert read_status(run).detail == "why: no further launch"
+    assert read_status(run).detail.startswith("why: no further launch")
 
 
 @contextmanager
