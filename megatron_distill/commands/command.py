@@ -135,7 +135,8 @@ class Command:
                 sys.stderr.write(f"{self.stopped}\n")
             if interruption.received:
                 return interruption.status
-            return _SIGNALLED + next(iter(stop.args), signal.SIGINT)
+            number = stop.args[0] if stop.args else signal.SIGINT
+            return _SIGNALLED + (number if isinstance(number, int) else signal.SIGINT)
 
 
 def _read_own(

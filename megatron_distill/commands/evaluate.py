@@ -203,10 +203,9 @@ def configuration(arguments: argparse.Namespace, world_size: int) -> RunConfig:
 
 
 def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
-    from megatron_distill.evaluation.requests import Interrupted
     from megatron_distill.evaluation.tasks.record import load_task
     from megatron_distill.runtime.launch import joined_world
-    from megatron_distill.runtime.termination import TerminationRequest
+    from megatron_distill.runtime.termination import Interrupted, TerminationRequest
 
     began = time.perf_counter()
     named = arguments.hf or arguments.checkpoint or run_and_overrides(arguments)[0]

@@ -141,10 +141,10 @@ def make_plan(
     places = teacher_places(config)
     choice = _configured(config, run, device, devices)
     device = refined_for(device, run, None if isinstance(choice, str) else choice)
-    configured = choice if isinstance(choice, str) else planned(run, choice, device)
     own = None if isinstance(choice, str) else choice
     search = Search(run, device, devices, shape_rule(config, shapes), places, own)
     ranking = search.ranking(shown=shown)
+    configured = choice if isinstance(choice, str) else planned(run, choice, device)
     is_live = "shared" in places and not run.several
     text = plan_report(
         run,

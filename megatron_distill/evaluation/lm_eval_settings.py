@@ -36,13 +36,13 @@ def writing_settings(given: Mapping[str, Any], seed: int) -> Writing:
     try:
         found: dict[str, Any] = dict(normalize_gen_kwargs(dict(given)))
         stops = tuple(str(stop) for stop in found.pop("until") if stop)
-        limit, is_drawn = int(found.pop("max_gen_toks")), bool(found.pop("do_sample"))
+        limit, is_drawn = _whole(found.pop("max_gen_toks")), bool(found.pop("do_sample"))
         temperature = float(found.pop("temperature", 0.0))
         top_k = _whole(_given(found.pop("top_k", None), 0))
         top_p = float(_given(found.pop("top_p", None), 1.0))
         min_p = float(_given(found.pop("min_p", None), 0.0))
         own_seed = _whole(_given(found.pop("seed", None), seed))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"lm-eval: gen_kwargs = {dict(given)}: {error}; correct them") from error
     if limit < 1:
         raise ConfigError(f"lm-eval: max_gen_toks = {limit} in gen_kwargs; give 1 or more")
@@ -71,7 +71,7 @@ def writing_settings(given: Mapping[str, Any], seed: int) -> Writing:
 
 def _whole(value: Any) -> int:
     number = int(value)
-    if number != float(value):
+    if not isinstance(value, int) and number != float(value):
         raise ValueError(f"{value!r} is no whole number")
     return number
 

@@ -258,7 +258,7 @@ class DeviceProfile(_ProfileTable):
             raise ConfigError(
                 f"device {self.name}: `peak_tflops` has {known}, and this run computes in "
                 f"{precision}; add `{precision}`, the TFLOP/s of dense products, to `peak_tflops` "
-                "in the file that --device names"
+                "in the device's file"
             )
         return found * 1e12
 
@@ -437,7 +437,8 @@ def _in_words(problem: ErrorDetails) -> str:
     text = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".replace("Value error, ", "")
     value = problem["input"]
     is_short = isinstance(value, str | int | float) and len(str(value)) <= _SHOWN
-    return f"{text}, but is {value}" if is_short else text
+    is_value = problem["type"] != "extra_forbidden"  # there the key is wrong
+    return f"{text}, but is {value}" if is_short and is_value else text
 
 
 def write_device(device: DeviceProfile, path: Path) -> None:

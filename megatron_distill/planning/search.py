@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import log2
 from typing import Final
@@ -30,6 +30,7 @@ _CONTEXT: Final = (1, 2, 4, 8)
 _MICRO_BATCHES: Final = (1, 2, 4, 8)
 # Of the fastest layouts larger ones are tried, twice as large each time.
 _MOST_AT_ONCE: Final = 128
+_CAPTURED: Final = (1, 2, 4, 8, 16, 32, 64, _MOST_AT_ONCE)
 # Stages, up to so many devices and beyond.
 _MOST_STAGES: Final = (16, 32)
 _MANY_DEVICES: Final = 1024
@@ -108,7 +109,7 @@ class Search:
                     of_place += self._own_layouts()
             found += self._with_larger(of_place)
         if self.configured is not None:
-            found += self._all_fitting(iter([self.configured]))
+            found += self._all_fitting([self.configured])
         found = _best_of_each(found)
         times = [(one.choice.layout, one.time.total) for one in found]
         missing = self._reasons.missing(self.run, self.device, self.devices, times, shown=shown)
@@ -147,10 +148,11 @@ class Search:
             micro_batches, rest = divmod(self.run.global_batch_size, choice.data * size)
             if rest or (layout.virtual_pipeline and micro_batches % layout.pipeline):
                 return
-            (larger,) = self._all_fitting(iter([choice])) or (one,)
-            if larger.time.total >= one.time.total:
+            found = self._all_fitting([choice])
+            if not found or found[0].time.total >= one.time.total:
                 return
-            yield (one := larger)
+            one = found[0]
+            yield one
 
     def _need(self, choice: Choice) -> MemoryNeed:
         return memory_need(self.run, choice, self.device, _student_numbers(self.run, choice))
@@ -323,9 +325,9 @@ class Search:
                 self._moved(one.choice, "own ranks", layout, size)
                 for layout, one in self._partners(size, alone)
             ]
-        return self._all_fitting(iter(choices))
+        return self._all_fitting(choices)
 
-    def _all_fitting(self, choices: Iterator[Choice]) -> list[Planned]:
+    def _all_fitting(self, choices: Iterable[Choice]) -> list[Planned]:
         found = []
         for choice in choices:
             self._tried += 1
@@ -345,9 +347,8 @@ class Search:
             return None
         run = replace(self.run, sent_ids=self.run.store_ids)
         best: Capture | None = None
-        most = int(log2(_MOST_AT_ONCE))
         for layout in self.teacher_layouts(self.devices):
-            for size in (2**power for power in range(most + 1)):
+            for size in _CAPTURED:
                 choice = self._with_teacher(
                     Choice(
                         layout=layout,

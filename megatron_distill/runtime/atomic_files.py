@@ -177,15 +177,17 @@ def replace_file(path: Path, content: bytes) -> None:
     `publish` is for files that several processes may write.
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
+    is_done = False
     try:
         write_flushed(partial, content)
         with suppress(OSError):  # there is no earlier file, or its disk has no modes
             partial.chmod(stat.S_IMODE(path.stat().st_mode))
         partial.replace(path)
+        is_done = True
     finally:
-        # On a full disk the unfinished file would keep it full; after the rename there is none.
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+        if not is_done:
+            with suppress(OSError):  # an unfinished file would keep a full disk full
+                partial.unlink(missing_ok=True)
     flush_folder(path.parent)
 
 

@@ -1,9 +1,9 @@
-"""The Jinja environment of a task's templates, in which a null is never written as text."""
+"""The Jinja environment of a task's templates, in which to write a null is an error."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, Final
 
@@ -24,9 +24,10 @@ class NullTextError(TemplateRuntimeError):
 
 
 def task_environment() -> SandboxedEnvironment:
-    """Return an environment that refuses missing columns and the text of nulls.
+    """Return an environment that refuses missing columns, and nulls that are written.
 
-    A template may test a null, or replace it: `{{ x or "" }}`. Rendering raises NullTextError.
+    Alone, or as the value of a filter of texts; operators such as `~` take them. A template may
+    test a null, or replace it: `{{ x or "" }}`. Rendering raises NullTextError.
     """
     found = SandboxedEnvironment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_written
@@ -44,24 +45,18 @@ def _written(value: Any) -> Any:
 
 
 def _without_null(filter_of_text: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses a null as its value, and in a list or iterator of them."""
+    """Return a filter that refuses a null as its value, and within a list of them."""
+    # Jinja passes its context before the value to filters that ask for it by a mark.
+    place = int(hasattr(filter_of_text, "jinja_pass_arg"))
 
-    # It keeps the marks of the filter, by which Jinja passes its context as the first argument.
     @wraps(filter_of_text)
     def checked(*given: Any, **named: Any) -> Any:
-        values = [list(one) if _is_several(one) else _written(one) for one in given]
-        for several in values:
-            if isinstance(several, list):
-                for one in several:
-                    _written(one)
-        return filter_of_text(*values, **named)
+        before, value, after = given[:place], _written(given[place]), given[place + 1 :]
+        if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+            value = [_written(one) for one in value]
+        return filter_of_text(*before, value, *after, **named)
 
     return checked
-
-
-def _is_several(value: Any) -> bool:
-    """Whether a value is a list, or an iterator such as `map` gives, which is read once."""
-    return isinstance(value, list | tuple) or hasattr(value, "__next__")
 
 
 def _regex_replace(text: str, pattern: str, replacement: str) -> str:

@@ -21,8 +21,8 @@ from time import monotonic
 from typing import Final
 
 from megatron_distill.errors import DataError
-from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.evaluation.tasks.graders import Grade
+from megatron_distill.runtime.termination import Interrupted
 
 __all__ = ["Graded", "grade_texts"]
 

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import MegatronDistillError
-from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.evaluation.tasks.paired import TaskItems
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.collectives import highest
-from megatron_distill.runtime.termination import is_requested
+from megatron_distill.runtime.termination import Interrupted, is_requested
 from megatron_distill.train.evaluation.phase import (
     EvaluatedModel,
     Results,

@@ -247,7 +247,7 @@ def test_the_keys_of_a_layout_take_back_another_recomputation(ranking: Ranking) 
     assert changed_settings(none, full) == ["train.recompute=none", "train.recompute_layers=null"]
 
 
-def test_printed_keys_run_where_the_configuration_names_stages_and_a_teacher_ssizes_of(
+def test_printed_keys_run_where_the_configuration_names_stages_and_a_teacher_s_sizes(
     tmp_path: Path, ranking: Ranking
 ) -> None:
     path = tmp_path / "run.yaml"

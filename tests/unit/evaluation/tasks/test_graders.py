@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from megatron_distill.errors import ConfigError, DataError
-from megatron_distill.evaluation.requests import Interrupted
 from megatron_distill.evaluation.tasks.graders import (
     GRADERS,
     RegexGrader,
@@ -35,6 +34,7 @@ from megatron_distill.evaluation.tasks.mathematics import (
     by_hendrycks,
     by_minerva,
 )
+from megatron_distill.runtime.termination import Interrupted
 from tests.unit.evaluation.tasks import answers
 
 GOLD = "It is 7 + 1,000.\n#### 1,007"
