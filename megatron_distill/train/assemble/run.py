@@ -38,7 +38,7 @@ from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stores.teacher import require_samples
 from megatron_distill.train.assemble.tasks import NO_TASKS, open_run_tasks
-from megatron_distill.train.checkpoint.description import Description
+from megatron_distill.train.checkpoint.description import Description, resumed_from
 from megatron_distill.train.checkpoint.folder import CheckpointFolder
 from megatron_distill.train.loop import LoopInputs, LoopPlan, train
 from megatron_distill.train.metrics import MetricsLog, open_metrics
@@ -248,7 +248,9 @@ def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunStat
     def newest() -> Path | None:
         found = newest_checkpoint(output, section)
         if found is not None:
-            state.require_same(Description.read(found), found)
+            with resumed_from(found):
+                description = Description.read(found)
+            state.require_same(description, found)
         return found
 
     return from_first_rank(newest)
