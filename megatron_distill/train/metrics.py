@@ -73,8 +73,8 @@ class MetricsSink(Protocol):
     def write(self, record: MetricsRecord) -> None:
         """Take one record; `record["step"]` is the number of optimizer steps done."""
 
-    def close(self) -> None:
-        """Flush buffered records; no record follows."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush buffered records; no record follows. `failed`: an error ended the run."""
 
 
 class MetricsLog:
@@ -88,18 +88,18 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write(record)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close every sink, also when closing one of them fails."""
         sinks, self._sinks = self._sinks, ()
         with ExitStack() as stack:
             for sink in reversed(sinks):
-                stack.callback(sink.close)
+                stack.callback(sink.close, failed=failed)
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
 
 def open_metrics(
@@ -159,7 +159,7 @@ class JsonLinesSink:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file; bytes that a full disk refused are lost, and raised an error before."""
         with suppress(OSError):
             self._file.close()
@@ -287,7 +287,7 @@ class TensorBoardSink:
         for name, number in flat_scalars(record):
             self._writer.add_scalar(name, number, global_step=record["step"])
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Write out the event file."""
         self._writer.close()
 
@@ -346,7 +346,7 @@ class WandbSink:
         """Log the numbers of one record, with `step` as their x axis."""
         self._run.log({"step": record["step"], **dict(flat_scalars(record))})
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Finish the run."""
         self._run.finish()
 

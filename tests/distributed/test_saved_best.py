@@ -1,4 +1,4 @@
-"""The file that names the best checkpoint: in step with the descriptions, and written or told of."""
+"""The file that names the best checkpoint: it agrees with the descriptions, or a save fails."""
 
 from __future__ import annotations
 

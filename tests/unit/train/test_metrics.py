@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.train.metrics import JsonLinesSink, MetricsLog, flat_scalars, to_json
 
 
@@ -150,14 +150,14 @@ def test_a_record_inside_a_record_is_flattened_under_its_whole_path() -> None:
 class Recorder:
     def __init__(self, *, fails: bool = False) -> None:
         self.records: list[object] = []
-        self.closed = 0
+        self.closed: list[bool] = []
         self.fails = fails
 
     def write(self, record: object) -> None:
         self.records.append(record)
 
-    def close(self) -> None:
-        self.closed += 1
+    def close(self, *, failed: bool = False) -> None:
+        self.closed.append(failed)
         if self.fails:
             raise OSError("gone")
 
@@ -170,7 +170,16 @@ def test_every_sink_gets_every_record_and_is_closed_once_even_if_one_fails() -> 
         log.close()
     log.close()
     assert [sink.records for sink in sinks] == [[step_record(1)]] * 3
-    assert [sink.closed for sink in sinks] == [1, 1, 1]
+    assert [sink.closed for sink in sinks] == [[False]] * 3
+
+
+def test_a_sink_learns_whether_the_run_failed() -> None:
+    sinks = [Recorder(), Recorder()]
+    with pytest.raises(CheckpointError), MetricsLog(sinks[:1]):
+        raise CheckpointError("the last save failed")
+    with MetricsLog(sinks[1:]):
+        pass
+    assert [sink.closed for sink in sinks] == [[True], [False]]
 
 
 def test_a_log_without_sinks_takes_records_and_writes_nothing(
