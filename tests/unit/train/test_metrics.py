@@ -85,6 +85,28 @@ def test_a_whole_file_is_not_rewritten(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_log_whose_checkpoints_are_gone_is_set_aside(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
+    before = []
+    for last in (8, 9, 8):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"step": 0, "evaluation": {}}\n')  # an evaluation before the first step
+        write_run(path, range(1, last), resume_step=0)
+        before.append(path.read_bytes())
+        JsonLinesSink(path, resume_step=0).close()
+        assert read(path) == [{"step": 0, "evaluation": {}}]
+    names = ["metrics.step_0000007.jsonl", "metrics.step_0000008.jsonl"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["metrics.jsonl", *names]
+    assert [(path.parent / name).read_bytes() for name in names] == before[:2]
+    assert f"{path} has 8 records up to step 7, but there is no checkpoint" in caplog.text
+    assert str(path.parent / names[0]) in caplog.text
+    path.write_text('{"step": 7}\n')
+    JsonLinesSink(path, resume_step=0).close()
+    assert (path.parent / "metrics.step_0000007.2.jsonl").read_text() == '{"step": 7}\n'
+
+
 def test_non_finite_values_are_null_and_named() -> None:
     record = step_record(
         3,
