@@ -54,7 +54,12 @@ from megatron_distill.train.profile import StepProfiler
 from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.reports.opened_run import opened_run_banner
 from megatron_distill.train.reports.start_memory import warn_of_memory
-from megatron_distill.train.run_folder import FolderAsFound, keep_assets, run_folder
+from megatron_distill.train.run_folder import (
+    SETTINGS_FILE,
+    FolderAsFound,
+    keep_assets,
+    run_folder,
+)
 from megatron_distill.train.run_state import RunState
 from megatron_distill.train.start_clock import StartClock
 from megatron_distill.train.step import Student
@@ -233,6 +238,7 @@ def _build_state(config: RunConfig, opened: OpenRun) -> RunState:
             Path(config.output) / "checkpoints",
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
+            beside=Path(config.output) / SETTINGS_FILE,
         ),
     )
 

@@ -64,11 +64,15 @@ class _Attempt:
 class CheckpointFolder:
     """The checkpoints of one run: saves, and removes all but the newest ones and the best.
 
-    Every method is called by all ranks together. `close` must be called at the end.
+    Every method is called by all ranks together. `close` must be called at the end. `beside`: a
+    file outside that every save must find; without it the run's folder is taken for removed.
     """
 
-    def __init__(self, root: Path, *, keep: int, asynchronous: bool) -> None:
+    def __init__(
+        self, root: Path, *, keep: int, asynchronous: bool, beside: Path | None = None
+    ) -> None:
         self._root = root
+        self._beside = beside
         self._keep = keep
         self._writer: ThreadPoolExecutor | None = None
         self._staging: Staging | None = None
@@ -107,8 +111,8 @@ class CheckpointFolder:
         Replicas write parts of about the same size. `objects`: this rank's, by names that no other
         rank has, in torch's archive format.
 
-        Raises CheckpointError on all ranks when the folder cannot be written or the disk is full.
-        The attempt's `.partial` folder is then removed.
+        Raises CheckpointError on all ranks when the folder cannot be written, the disk is full, or
+        the run's folder was removed. The attempt's `.partial` folder is then removed.
 
         Collective: world, gathers of a short object per rank, and of one per tensor at the end.
         """
@@ -163,7 +167,9 @@ class CheckpointFolder:
         with together():
             if dist.get_rank() == 0:
                 try:
-                    attempt.partial.mkdir(parents=True)
+                    self._check_in_place()
+                    # Without parents: a folder that was removed must not look like a run's.
+                    attempt.partial.mkdir()
                 except OSError as error:
                     raise self._unwritable(error) from error
         with together():
@@ -171,6 +177,16 @@ class CheckpointFolder:
                 raise CheckpointError(
                     f"rank {dist.get_rank()} does not see {attempt.partial}, which rank 0 made; "
                     "set `output` to a folder that all nodes share"
+                )
+
+    def _check_in_place(self) -> None:
+        """Raise CheckpointError where the run's folder, or a part that a resume needs, is gone."""
+        for path in (self._root.parent, self._root, self._beside):
+            if path is not None and not path.exists():
+                raise CheckpointError(
+                    f"output={self._root.parent}: {path} is gone, removed or renamed since the "
+                    "start, so that this run cannot go on. Start again, which resumes from the "
+                    "newest checkpoint that is left, or from step 0"
                 )
 
     def _unwritable(self, error: OSError) -> CheckpointError:
