@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.log import get_logger
-from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.batch import LabelCounts, StepBatches
 from megatron_distill.runtime.collectives import together
+from megatron_distill.train.reports.log_file import drop_after
 
 __all__ = [
     "BY_SOURCE",
@@ -73,8 +73,8 @@ class MetricsSink(Protocol):
     def write(self, record: MetricsRecord) -> None:
         """Take one record; `record["step"]` is the number of optimizer steps done."""
 
-    def close(self) -> None:
-        """Flush buffered records; no record follows."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush buffered records; no record follows. `failed`: an error ended the run."""
 
 
 class MetricsLog:
@@ -88,18 +88,18 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write(record)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close every sink, also when closing one of them fails."""
         sinks, self._sinks = self._sinks, ()
         with ExitStack() as stack:
             for sink in reversed(sinks):
-                stack.callback(sink.close)
+                stack.callback(sink.close, failed=failed)
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
 
 def open_metrics(
@@ -136,7 +136,8 @@ class JsonLinesSink:
 
     Opening the file drops lines that a killed run wrote after the resumed checkpoint: steps after
     `resume_step`, and a torn last line. The shortened file is written under a different name and
-    then renamed. Every line is passed to the operating system at once.
+    then renamed. Every line is passed to the operating system at once. A log of a run without a
+    checkpoint to resume from is set aside.
 
     Raises ConfigError when the file cannot be written.
     """
@@ -146,7 +147,7 @@ class JsonLinesSink:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                _drop_after(path, resume_step)
+                drop_after(path, resume_step)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
@@ -159,7 +160,7 @@ class JsonLinesSink:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def close(self) -> None:
+    def close(self, **_: object) -> None:
         """Close the file; bytes that a full disk refused are lost, and raised an error before."""
         with suppress(OSError):
             self._file.close()
@@ -218,34 +219,6 @@ def _finite(record: MetricsRecord, prefix: str, not_finite: dict[str, str]) -> d
     return plain
 
 
-def _drop_after(path: Path, resume_step: int) -> None:
-    """Rewrite `path` without the lines of steps after `resume_step` and without damaged lines."""
-    lines = path.read_bytes().split(b"\n")
-    torn, whole = lines[-1], lines[:-1]
-    lines_left: list[bytes] = []
-    damaged: list[int] = []
-    for number, line in enumerate(whole, start=1):
-        step = _step_of(line)
-        if step is None:
-            damaged.append(number)
-        elif step <= resume_step:
-            lines_left.append(line)
-    if damaged:
-        logger.warning("%s: dropped lines that are not records: %s", path, damaged)
-    if len(lines_left) == len(whole) and not torn:
-        return
-    replace_file(path, b"".join(line + b"\n" for line in lines_left))
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
-
-
 _NO_TENSORBOARD = (
     "logging.tensorboard=true: the package tensorboard is not installed; run `pip install"
     " tensorboard` or set logging.tensorboard=false"
@@ -287,7 +260,7 @@ class TensorBoardSink:
         for name, number in flat_scalars(record):
             self._writer.add_scalar(name, number, global_step=record["step"])
 
-    def close(self) -> None:
+    def close(self, **_: object) -> None:
         """Write out the event file."""
         self._writer.close()
 
@@ -346,7 +319,7 @@ class WandbSink:
         """Log the numbers of one record, with `step` as their x axis."""
         self._run.log({"step": record["step"], **dict(flat_scalars(record))})
 
-    def close(self) -> None:
+    def close(self, **_: object) -> None:
         """Finish the run."""
         self._run.finish()
 

@@ -103,10 +103,10 @@ class TrainingProgress:
             self._first = (self._last, _number(record, "tokens") or 0.0)
         self._reporter.update(cast(int, record["step"]), lambda: list(self._fields()))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Remove the bar and write the closing line."""
         self._reporter.close()
-        self._reporter.line(self._closing_line())
+        self._reporter.line(self._closing_line(failed=failed))
 
     def _fields(self) -> Iterator[ProgressFigure]:
         record = self._record
@@ -140,7 +140,7 @@ class TrainingProgress:
         then, first_tokens = self._first
         return (tokens - first_tokens) / (self._last - then) if self._last > then else None
 
-    def _closing_line(self) -> str:
+    def _closing_line(self, *, failed: bool) -> str:
         step, total = self._reporter.done, self._total
         if not self._record and step < total:
             return f"no step was done, the run is at step {step} of {total}"
@@ -150,7 +150,7 @@ class TrainingProgress:
         elapsed = duration(self._reporter.elapsed)
         parts = [
             f"finished {counted(step, 'step')} in {elapsed}"
-            if step >= total
+            if step >= total and not failed  # the last save or evaluation may fail
             else f"stopped at step {step} of {total} after {elapsed}"
         ]
         tokens = _number(self._record, "tokens")

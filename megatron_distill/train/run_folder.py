@@ -41,6 +41,7 @@ from megatron_distill.models.hugging_face.assets import (
 from megatron_distill.runtime.atomic_files import replace_file, whole_folder
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.folder_lock import take_lock
+from megatron_distill.train.reports.log_file import name_of_earlier
 
 _LOGGER = get_logger(__name__)
 SETTINGS_FILE: Final = "config.yaml"  # of the newest start of a run
@@ -347,18 +348,8 @@ def keep_settings(folder: Path, text: str, *, resumed_step: int | None) -> Path 
         return None
     previous = None
     if old is not None and resumed_step is not None:
-        previous = _place(folder, resumed_step, old)
+        previous = name_of_earlier(current, resumed_step, old)
         if not previous.exists():
             replace_file(previous, old)
     replace_file(current, new)
     return previous
-
-
-def _place(folder: Path, step: int, content: bytes) -> Path:
-    """Return the first name for that step that is free or has the same content."""
-    for number in itertools.count(1):
-        suffix = "" if number == 1 else f".{number}"
-        path = folder / f"config.step_{step:07d}{suffix}.yaml"
-        if not path.exists() or path.read_bytes() == content:
-            return path
-    raise AssertionError("a count has no end")

@@ -26,7 +26,12 @@ from megatron_distill.runtime.batch import StepBatches
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.train.checkpoint.best import Best, BestRule
-from megatron_distill.train.checkpoint.description import Description, check_same_model
+from megatron_distill.train.checkpoint.description import (
+    USE_ANOTHER,
+    Description,
+    check_same_model,
+    resumed_from,
+)
 from megatron_distill.train.checkpoint.folder import CheckpointFolder
 from megatron_distill.train.checkpoint.reader import MappedChunks, load_shards
 from megatron_distill.train.checkpoint.shards import Shard
@@ -100,23 +105,24 @@ class RunState:
         CheckpointError when the checkpoint's model, tokenizer, optimizer or feature losses differ.
         """
         began = time.perf_counter()
-        description = Description.read(folder)
+        with resumed_from(folder):
+            description = Description.read(folder)
+            balance, best = saved_balance(description, folder), Best.of(description.best, folder)
         self.require_same(description, folder)
         same_layout = description.layout == _layout_name(self.student)
         groups = self.student.groups
-        with together():
+        with together(), resumed_from(folder):
             chunks = MappedChunks(folder)
-        load_shards(self._shards(), chunks, groups)
+        load_shards(self._shards(), chunks, groups, resumes=True)
         self.step, self.tokens = description.step, description.tokens
         self.bad_steps = description.bad_steps
-        self.balance = saved_balance(description, folder)
-        self.best = Best.of(description.best, folder)
+        self.balance, self.best = balance, best
         applied = self.step - self.bad_steps
         set_steps(self.optimizer, applied)
         if self._projectors is not None:
             self._projectors.set_steps(applied)
         if same_layout:
-            with together():
+            with together(), resumed_from(folder):
                 (states,) = chunks.object(_random_key(groups))
             _restore_rng(states)
         # Set from the counters: the schedule in checkpoints of older releases is a step ahead.
@@ -179,7 +185,7 @@ def saved_balance(description: Description, folder: Path) -> BalanceState:
         return BalanceState.from_dict(description.balance)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{folder}: `balance` in its description is damaged ({error!r}); use another checkpoint"
+            f"{folder}: `balance` in its description is damaged ({error!r}); {USE_ANOTHER}"
         ) from error
 
 

@@ -26,6 +26,7 @@ from megatron_distill.train.checkpoint.checksums import (
     register_of_whole,
     shifted,
 )
+from megatron_distill.train.checkpoint.description import USE_ANOTHER
 
 # Errors that torch raises for a damaged pickle or a damaged archive around one.
 UNPICKLING_ERRORS: tuple[type[Exception], ...] = (
@@ -125,7 +126,7 @@ def locate(
     is_as_described = stored.shape == shape and stored.dtype == dtype and stored.is_contiguous()
     if not is_as_described or stored.storage_offset():
         raise CheckpointError(
-            f"{path} has a tensor at {key} that differs from the metadata; use another checkpoint"
+            f"{path} has a tensor at {key} that differs from the metadata; {USE_ANOTHER}"
         )
     return StoredTensor(path, key, start, shape, dtype, checksum)
 
@@ -166,13 +167,13 @@ def read_object(path: Path, key: str, offset: int, length: int) -> Any:
 def missing(path: Path, key: str) -> CheckpointError:
     """Return the error of a file that is not there."""
     return CheckpointError(
-        f"{path} is missing (it contains {key}): the checkpoint is damaged; use another one"
+        f"{path} is missing (it contains {key}): the checkpoint is damaged; {USE_ANOTHER}"
     )
 
 
 def broken(path: Path, key: str, reason: str) -> CheckpointError:
     """Return the error of a damaged file."""
-    return CheckpointError(f"{path} is damaged at {key} ({reason}); use another checkpoint")
+    return CheckpointError(f"{path} is damaged at {key} ({reason}); {USE_ANOTHER}")
 
 
 class BlockReader:

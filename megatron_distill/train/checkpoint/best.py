@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_distill.errors import CheckpointError
+from megatron_distill.train.checkpoint.description import USE_ANOTHER
 
 __all__ = ["BEST_FILE", "Best", "BestRule"]
 
@@ -31,7 +32,7 @@ class Best:
             return cls(int(content["step"]), str(content["metric"]), float(content["value"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{place}: `best` in its description is damaged ({error!r}); use another checkpoint"
+                f"{place}: `best` in its description is damaged ({error!r}); {USE_ANOTHER}"
             ) from error
 
 

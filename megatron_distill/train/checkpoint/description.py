@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,11 +21,13 @@ from megatron_distill.runtime.atomic_files import write_flushed
 __all__ = [
     "COMMON_FILE",
     "DESCRIPTION_FILE",
+    "USE_ANOTHER",
     "Description",
     "assets_of",
     "check_same_model",
     "complete_checkpoints",
     "resolve_checkpoint",
+    "resumed_from",
     "saved_architecture",
 ]
 
@@ -37,6 +41,10 @@ _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 DESCRIPTION_FILE = "description.json"
+
+# How an error of a damaged checkpoint ends; `resumed_from` has another end for a resume.
+USE_ANOTHER: Final = "use another checkpoint"
+_NAME_ANOTHER: Final = "name a run's output folder or one of its checkpoints/step_* folders"
 
 
 @dataclass(frozen=True)
@@ -72,11 +80,10 @@ class Description:
                 raise TypeError("its architecture is not an object")
         except FileNotFoundError:
             raise CheckpointError(
-                f"{folder} is not a checkpoint: it has no {DESCRIPTION_FILE}; name a run's output "
-                "folder or one of its checkpoints/step_* folders"
+                f"{folder} is not a checkpoint: it has no {DESCRIPTION_FILE}; {_NAME_ANOTHER}"
             ) from None
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from None
+            raise CheckpointError(f"{path} is damaged ({error}); {USE_ANOTHER}") from None
         return found
 
 
@@ -105,6 +112,26 @@ def resolve_checkpoint(path: str) -> Path:
         f"{path} contains no complete checkpoint; name the output folder of a run or one of its "
         "checkpoints/step_* folders"
     )
+
+
+@contextmanager
+def resumed_from(folder: Path) -> Iterator[None]:
+    """Give the errors of a damaged checkpoint a remedy for a run that resumes from its newest one.
+
+    No option chooses another one. The block must not communicate. Raises CheckpointError.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        end = next((one for one in (USE_ANOTHER, _NAME_ANOTHER) if text.endswith(one)), None)
+        if end is None:
+            raise
+        complete = complete_checkpoints(folder.parent)
+        before = complete[: complete.index(folder)][-1:] if folder in complete else complete[-1:]
+        place = f"resume from {before[0].name}" if before else "start from step 0"
+        remedy = f"remove or rename {folder} to {place}"
+        raise CheckpointError(text.removesuffix(end) + remedy) from error
 
 
 def _refuse_pickle(given: Path) -> None:

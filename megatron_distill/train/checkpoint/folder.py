@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import PARTIAL, replace_file, replace_folder, set_aside
 from megatron_distill.runtime.collectives import any_rank, together
 from megatron_distill.runtime.main_thread import awake_until
+from megatron_distill.runtime.progress import size
 from megatron_distill.train.checkpoint.best import BEST_FILE, Best
 from megatron_distill.train.checkpoint.description import Description, complete_checkpoints
 from megatron_distill.train.checkpoint.shards import Shard, Staging
@@ -62,11 +64,15 @@ class _Attempt:
 class CheckpointFolder:
     """The checkpoints of one run: saves, and removes all but the newest ones and the best.
 
-    Every method is called by all ranks together. `close` must be called at the end.
+    Every method is called by all ranks together. `close` must be called at the end. `beside`: a
+    file outside that every save must find; without it the run's folder is taken for removed.
     """
 
-    def __init__(self, root: Path, *, keep: int, asynchronous: bool) -> None:
+    def __init__(
+        self, root: Path, *, keep: int, asynchronous: bool, beside: Path | None = None
+    ) -> None:
         self._root = root
+        self._beside = beside
         self._keep = keep
         self._writer: ThreadPoolExecutor | None = None
         self._staging: Staging | None = None
@@ -78,6 +84,8 @@ class CheckpointFolder:
     def prepare(self) -> None:
         """Create the folder and remove partial checkpoints of a killed run; raises CheckpointError.
 
+        A run that was killed before it named its newest checkpoint as the best is made up for.
+
         Collective: world, one all-gather of a short object per rank.
         """
         with together():
@@ -86,6 +94,9 @@ class CheckpointFolder:
                     self._root.mkdir(parents=True, exist_ok=True)
                     for leftover in self._root.glob(f"*{PARTIAL}"):
                         shutil.rmtree(leftover)
+                    for newest in complete_checkpoints(self._root)[-1:]:
+                        with suppress(CheckpointError):  # the resume from it reports the damage
+                            self._name_best(Best.of(Description.read(newest).best, newest))
                 except OSError as error:
                     raise self._unwritable(error) from error
 
@@ -100,8 +111,8 @@ class CheckpointFolder:
         Replicas write parts of about the same size. `objects`: this rank's, by names that no other
         rank has, in torch's archive format.
 
-        Raises CheckpointError on all ranks when the folder cannot be written or the disk is full.
-        The attempt's `.partial` folder is then removed.
+        Raises CheckpointError on all ranks when the folder cannot be written, the disk is full, or
+        the run's folder was removed. The attempt's `.partial` folder is then removed.
 
         Collective: world, gathers of a short object per rank, and of one per tensor at the end.
         """
@@ -156,7 +167,9 @@ class CheckpointFolder:
         with together():
             if dist.get_rank() == 0:
                 try:
-                    attempt.partial.mkdir(parents=True)
+                    self._check_in_place()
+                    # Without parents: a folder that was removed must not look like a run's.
+                    attempt.partial.mkdir()
                 except OSError as error:
                     raise self._unwritable(error) from error
         with together():
@@ -164,6 +177,16 @@ class CheckpointFolder:
                 raise CheckpointError(
                     f"rank {dist.get_rank()} does not see {attempt.partial}, which rank 0 made; "
                     "set `output` to a folder that all nodes share"
+                )
+
+    def _check_in_place(self) -> None:
+        """Raise CheckpointError where the run's folder, or a part that a resume needs, is gone."""
+        for path in (self._root.parent, self._root, self._beside):
+            if path is not None and not path.exists():
+                raise CheckpointError(
+                    f"output={self._root.parent}: {path} is gone, removed or renamed since the "
+                    "start, so that this run cannot go on. Start again, which resumes from the "
+                    "newest checkpoint that is left, or from step 0"
                 )
 
     def _unwritable(self, error: OSError) -> CheckpointError:
@@ -181,10 +204,10 @@ class CheckpointFolder:
                 free = shutil.disk_usage(self._root).free
                 if free < sum(sizes):
                     shutil.rmtree(attempt.partial, ignore_errors=True)
+                    needed, left = _sizes(sum(sizes), free)
                     raise CheckpointError(
-                        f"no space left for a checkpoint in {self._root}: it needs "
-                        f"{sum(sizes) / 1e6:.1f} MB and {free / 1e6:.1f} MB are free; free some, "
-                        "lower checkpoint.keep, or change `output`"
+                        f"no space left for a checkpoint in {self._root}: it needs {needed} and "
+                        f"{left} are free; free some, lower checkpoint.keep, or change `output`"
                     )
 
     def _complete(self, attempt: _Attempt, outcome: list[IndexEntry] | str) -> None:
@@ -212,12 +235,30 @@ class CheckpointFolder:
         except (OSError, ValueError) as error:
             raise self._failed(attempt, failure_of(error, 0)) from error
         best = Best.of(attempt.description.best, attempt.final)
-        if best is not None and best.step == attempt.description.step:
-            replace_file(self._root / BEST_FILE, json.dumps(vars(best), indent=1).encode())
-        for old in complete_checkpoints(self._root)[: -self._keep]:
-            if best is None or old.name != _name_of(best.step):
-                _remove(old)
+        try:
+            self._name_best(best)
+            for old in complete_checkpoints(self._root)[: -self._keep]:
+                if best is None or old.name != _name_of(best.step):
+                    _remove(old)
+        except OSError as error:
+            place = "" if error.filename is None else f" at {error.filename}"
+            raise CheckpointError(
+                f"{attempt.final} is saved, but naming the best checkpoint or removing older ones "
+                f"failed{place}: {error.strerror}; free disk space or change `output`, and start "
+                "again"
+            ) from error
         _LOGGER.info("saved %s", attempt.final)
+
+    def _name_best(self, best: Best | None) -> None:
+        """Write the file that names the best checkpoint, unless it does; raises OSError.
+
+        A kill between a checkpoint and this file leaves the file of before, or none.
+        """
+        if best is None or not (self._root / _name_of(best.step)).is_dir():
+            return
+        path, content = self._root / BEST_FILE, json.dumps(vars(best), indent=1).encode()
+        if not path.is_file() or path.read_bytes() != content:
+            replace_file(path, content)
 
     def _failed(self, attempt: _Attempt, reason: str) -> CheckpointError:
         """Remove the attempt and return the error with its reason."""
@@ -226,6 +267,12 @@ class CheckpointFolder:
             f"saving {attempt.final} failed: {reason}; earlier checkpoints are untouched; free "
             "disk space or change `output`, and start again"
         )
+
+
+def _sizes(needed: int, free: int) -> tuple[str, str]:
+    """Write two numbers of bytes, in full where they look the same."""
+    short = size(needed), size(free)
+    return short if short[0] != short[1] else (f"{needed:,} bytes", f"{free:,} bytes")
 
 
 def _remove(checkpoint: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -38,6 +39,7 @@ from megatron_distill.train.checkpoint.archive import (
     read_object,
 )
 from megatron_distill.train.checkpoint.copies import fill_copies
+from megatron_distill.train.checkpoint.description import USE_ANOTHER, resumed_from
 from megatron_distill.train.checkpoint.shards import (
     Shard,
     ShardPart,
@@ -167,10 +169,10 @@ def _read_metadata(folder: Path) -> Metadata:
             raise TypeError(f"it contains {type(metadata).__name__}")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing, which every checkpoint needs; use another one"
+            f"{path} is missing, which every checkpoint needs; {USE_ANOTHER}"
         ) from None
     except UNPICKLING_ERRORS as error:
-        raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
+        raise CheckpointError(f"{path} is damaged ({error}); {USE_ANOTHER}") from error
     return metadata
 
 
@@ -232,12 +234,14 @@ class CheckpointWeights:
                     )
 
 
-def load_shards(shards: Sequence[Shard], chunks: MappedChunks, groups: Groups) -> int:
+def load_shards(
+    shards: Sequence[Shard], chunks: MappedChunks, groups: Groups, *, resumes: bool = False
+) -> int:
     """Fill shards from a checkpoint of any layout; return the bytes that this rank has read.
 
     The ranks together read each byte once, and compare it with its checksum. Replicas read parts of
     what they hold, and exchange them. Memory: one block of 4 MiB. Raises CheckpointError on all
-    ranks when the checkpoint does not fit the model or is damaged.
+    ranks when the checkpoint does not fit the model or is damaged; `resumes`: see `resumed_from`.
 
     Collective: the world, three all-gathers of short objects; the groups of replicas, one broadcast
     of each replicated byte. The tensor-parallel ranks, and the world with pipeline stages, see
@@ -245,11 +249,11 @@ def load_shards(shards: Sequence[Shard], chunks: MappedChunks, groups: Groups) -
     """
     stored = [shard for shard in shards if shard.is_stored]
     found = _Checked()
-    with together():
+    with together(), resumed_from(chunks.folder) if resumes else nullcontext():
         found = _read(own_parts(stored), chunks)
     every: list[Any] = [None] * groups.world.size()
     dist.all_gather_object(every, found.partial_registers(), group=groups.world)
-    with together():
+    with together(), resumed_from(chunks.folder) if resumes else nullcontext():
         found.check(np.concatenate(every))
     exchange_parts(stored)
     for group, is_divided in ((groups.tensor, True), (groups.world, groups.pipeline.size() > 1)):

@@ -30,12 +30,16 @@ def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(
     pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path]
 ) -> None:
     output = small_disk("512k") / "run"
-    text = message(call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE))
+    shown = "logging.progress=true"
+    endings = call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE, shown)
+    text = message(endings)
     assert "no space left for a checkpoint" in text
     assert str(output / "checkpoints") in text
     assert "checkpoint.keep" in text
     assert checkpoints(output) == []
     assert len(step_records(output)) == 4
+    assert "stopped at step 4 of 4" in endings[0].stderr
+    assert "finished" not in endings[0].stderr
 
 
 FULL = "free disk space or change `output`"

@@ -279,7 +279,10 @@ def test_another_tokenizer_is_refused(
     assert "data.tokenizer.path" in text
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "flip TP2", "remove", "description"])
+DAMAGES = ("truncate", "flip", "flip TP2", "remove", "description", "no description", ".metadata")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
     pool: Pool, dense: Path, saved: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -294,11 +297,16 @@ def test_a_damaged_checkpoint_is_an_error_on_all_ranks(
         shard.write_bytes(content)
     elif damage == "remove":
         shard.unlink()
-    else:
+    elif damage == "description":
         (folder / "description.json").write_text("{")
+    else:
+        (folder / damage.replace("no description", "description.json")).unlink()
     layout = ("parallel.tensor=2",) if "TP2" in damage else ()
     text = failure(pool, 2, dense, output, *CONTINUED, *layout)
     assert text.startswith("CheckpointError: ")
-    assert str(folder / "description.json" if damage == "description" else shard) in text
-    assert "damaged" in text
+    places = {"description": "description.json", "no description": "", ".metadata": damage}
+    assert str(folder / places.get(damage, shard.name)) in text
+    found = {"no description": "it has no description.json", ".metadata": "is missing"}
+    assert found.get(damage, "damaged") in text
+    assert text.endswith(f"; remove or rename {folder} to start from step 0")
     assert "\n" not in text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.train.metrics import JsonLinesSink, MetricsLog, flat_scalars, to_json
 
 
@@ -85,6 +85,28 @@ def test_a_whole_file_is_not_rewritten(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_log_whose_checkpoints_are_gone_is_set_aside(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
+    before = []
+    for last in (8, 9, 8):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"step": 0, "evaluation": {}}\n')  # an evaluation before the first step
+        write_run(path, range(1, last), resume_step=0)
+        before.append(path.read_bytes())
+        JsonLinesSink(path, resume_step=0).close()
+        assert read(path) == [{"step": 0, "evaluation": {}}]
+    names = ["metrics.step_0000007.jsonl", "metrics.step_0000008.jsonl"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["metrics.jsonl", *names]
+    assert [(path.parent / name).read_bytes() for name in names] == before[:2]
+    assert f"{path} has 8 records up to step 7, but there is no checkpoint" in caplog.text
+    assert str(path.parent / names[0]) in caplog.text
+    path.write_text('{"step": 7}\n')
+    JsonLinesSink(path, resume_step=0).close()
+    assert (path.parent / "metrics.step_0000007.2.jsonl").read_text() == '{"step": 7}\n'
+
+
 def test_non_finite_values_are_null_and_named() -> None:
     record = step_record(
         3,
@@ -150,14 +172,14 @@ def test_a_record_inside_a_record_is_flattened_under_its_whole_path() -> None:
 class Recorder:
     def __init__(self, *, fails: bool = False) -> None:
         self.records: list[object] = []
-        self.closed = 0
+        self.closed: list[bool] = []
         self.fails = fails
 
     def write(self, record: object) -> None:
         self.records.append(record)
 
-    def close(self) -> None:
-        self.closed += 1
+    def close(self, *, failed: bool = False) -> None:
+        self.closed.append(failed)
         if self.fails:
             raise OSError("gone")
 
@@ -170,7 +192,16 @@ def test_every_sink_gets_every_record_and_is_closed_once_even_if_one_fails() -> 
         log.close()
     log.close()
     assert [sink.records for sink in sinks] == [[step_record(1)]] * 3
-    assert [sink.closed for sink in sinks] == [1, 1, 1]
+    assert [sink.closed for sink in sinks] == [[False]] * 3
+
+
+def test_a_sink_learns_whether_the_run_failed() -> None:
+    sinks = [Recorder(), Recorder()]
+    with pytest.raises(CheckpointError), MetricsLog(sinks[:1]):
+        raise CheckpointError("the last save failed")
+    with MetricsLog(sinks[1:]):
+        pass
+    assert [sink.closed for sink in sinks] == [[True], [False]]
 
 
 def test_a_log_without_sinks_takes_records_and_writes_nothing(

@@ -23,7 +23,15 @@ def record(step: int, **values: object) -> dict[str, object]:
     }
 
 
-def play(stream: io.StringIO, *, total: int, start: int, last: int, interval: int = 1) -> None:
+def play(
+    stream: io.StringIO,
+    *,
+    total: int,
+    start: int,
+    last: int,
+    interval: int = 1,
+    failed: bool = False,
+) -> None:
     """Two seconds a step."""
     clock = Clock()
     display = TrainingProgress(
@@ -32,7 +40,7 @@ def play(stream: io.StringIO, *, total: int, start: int, last: int, interval: in
     for step in range(start + 1, last + 1):
         clock.now += 2.0
         display.write(record(step))
-    display.close()
+    display.close(failed=failed)
 
 
 def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> None:
@@ -54,6 +62,14 @@ def test_a_pipe_gets_whole_lines_at_the_interval_and_no_control_characters() -> 
     )
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
+
+
+def test_a_run_whose_last_save_failed_is_not_called_finished() -> None:
+    stream = io.StringIO()
+    play(stream, total=10, start=0, last=10, failed=True)
+    assert (
+        stream.getvalue().splitlines()[-1].startswith("stopped at step 10 of 10 after 0:20, 20.5k")
+    )
 
 
 def test_a_run_that_was_finished_before_is_reported() -> None:

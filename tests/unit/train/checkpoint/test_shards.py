@@ -33,6 +33,7 @@ from megatron_distill.train.checkpoint.description import COMMON_FILE, resolve_c
 prepare_megatron_core(on_cuda=False)
 
 from megatron_distill.train.checkpoint import shards as module  # noqa: E402
+from megatron_distill.train.checkpoint.folder import _sizes  # noqa: E402
 from megatron_distill.train.checkpoint.shards import (  # noqa: E402
     Shard,
     ShardPart,
@@ -264,6 +265,11 @@ def test_a_refusal_names_the_key_and_the_amount(driver: Driver) -> None:
 prepare_megatron_core(on_cuda=False)
 
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
+
+
+def test_sizes_that_look_the_same_are_told_apart() -> None:
+    assert _sizes(3_912_345, 3_906_112) == ("3,912,345 bytes", "3,906,112 bytes")
+    assert _sizes(3_912_345, 3_806_112) == ("3.91 MB", "3.81 MB")
 
 
 def test_the_common_file_has_the_name_that_megatron_core_gives_it() -> None:
