@@ -217,7 +217,7 @@ def _measured_before(parts: LoopInputs, plan: LoopPlan, log: _Log) -> bool:
                 found = parts.evaluation.before_training(state.step, last_step=plan.steps)
         except Interrupted:
             return True
-    measures |= _evaluated_measures(parts, plan, found)
+    measures |= named_measures(found.results)
     if state.step and state.note_best(plan.best, measures) and plan.save:
         state.save(parts.loader)
     if found.results:
@@ -280,31 +280,17 @@ def _measures(
                 evaluated = evaluation.after_step()
         except Interrupted:
             return found, True
-        except MegatronDistillError:
+        except MegatronDistillError as error:
             # All ranks raise together. A later start begins with this evaluation.
+            if torch.distributed.get_rank() == 0:  # the save may fail too, with its own error
+                _LOGGER.warning("the evaluation after step %d failed: %s", step, error)
+            parts.state.note_best(plan.best, found)
             if plan.save:
                 parts.state.save(parts.loader)
             raise
         log.write(evaluated.record(step))
-        found |= _evaluated_measures(parts, plan, evaluated)
+        found |= named_measures(evaluated.results)
     return found, False
-
-
-def _evaluated_measures(parts: LoopInputs, plan: LoopPlan, found: Evaluated) -> dict[str, float]:
-    """Return the student's measures by name; warn where the best checkpoint's is none of them."""
-    measures = named_measures(found.results)
-    student = found.results.get("student", {})
-    if plan.best is None or parts.evaluation is None or torch.distributed.get_rank() != 0:
-        return measures
-    names = [
-        f"{task.task.name}.{one}"
-        for task in parts.evaluation.student.tasks
-        for one in task.measures
-    ]
-    missing = plan.best.missing_measure(student, [one for one in names if one in measures])
-    if missing:
-        _LOGGER.warning("%s", missing)
-    return measures
 
 
 class _Log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_an_evaluation_that_fails_loses_no_step(
     """The step is saved, and a later start begins with its evaluation.
 
     The metric of the best checkpoint is one that words of several tokens do not have. A warning
-    tells so at the start and after the evaluation.
+    tells so at the start.
     """
     tasks, output, whole = quiz(tmp_path), tmp_path / "run", tmp_path / "whole"
     best = ("checkpoint.keep_best.metric=quiz.letter_mass", "evaluation.at_start=false")
@@ -53,7 +54,25 @@ def test_an_evaluation_that_fails_loses_no_step(
     run(pool, world, dense, output, *given)
     endings = pool.run(world, _failing, dense, [f"output={whole}", *given], 9)
     text = "checkpoint.keep_best.metric = 'quiz.letter_mass' is not in the results of quiz, so"
-    assert [(error, log.count(text)) for error, log in endings] == [("", 2), ("", 0)][:world]
+    assert [(error, log.count(text)) for error, log in endings] == [("", 1), ("", 0)][:world]
     assert "give one of quiz.acc, quiz.acc_norm, prose.bits_per_byte" in endings[0][1]
     assert evaluations(output) == evaluations(whole)
     assert saved(output, 2) == saved(whole, 2)
+
+
+def test_the_best_validation_of_a_step_whose_evaluation_fails_is_kept(
+    pool: Pool, dense: Path, tmp_path: Path
+) -> None:
+    """Also of the last step, whose validation no later start makes up."""
+    output = tmp_path / "run"
+    given = ("train.steps=2", "checkpoint.save=true", *quiz(tmp_path), "evaluation.at_start=false")
+    given += ("checkpoint.keep_best.metric=validation.ce_loss", "validation.interval=2")
+    given += ("validation.samples=2",)
+    endings = pool.run(
+        1, _failing, dense, [f"output={output}", *given, "evaluation.teacher=false"], 0
+    )
+    assert endings[0][0] == "no grader starts; install it"
+    assert "the evaluation after step 2 failed: no grader starts; install it" in endings[0][1]
+    best = json.loads((output / "checkpoints" / "best.json").read_text())
+    assert best["step"] == 2
+    assert best["metric"] == "validation.ce_loss"
