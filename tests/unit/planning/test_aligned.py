@@ -112,7 +112,13 @@ def test_a_loss_takes_its_passes_over_the_logits(alignment: Any) -> None:
     assert heads_of(device, ChunkLoss(alignment)) == pytest.approx(BATCH * logits * 1e-6, rel=1e-4)
 
 
-@pytest.mark.parametrize("alignment", PASSES)
+@pytest.mark.parametrize(
+    "alignment",
+    [
+        pytest.param(name, marks=[] if name in ("common", "likelihood") else pytest.mark.slow)
+        for name in PASSES
+    ],
+)
 def test_the_calls_of_a_loss_are_those_of_torch_beyond_its_row_blocks(alignment: Any) -> None:
     """As of the objective and of one to four tiles; more blocks of rows show what each takes."""
 
