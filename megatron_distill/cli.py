@@ -13,7 +13,7 @@ from typing import Final
 
 from megatron_distill import __version__
 from megatron_distill.commands.command import PROGRAM, Command
-from megatron_distill.commands.standard_output import status_with_output
+from megatron_distill.launching.standard_output import status_with_output
 
 __all__ = ["main"]
 

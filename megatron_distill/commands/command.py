@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from megatron_distill import log
-from megatron_distill.commands.standard_output import status_with_output
 from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.launching.standard_output import status_with_output
 from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.termination import Interruption
 
@@ -133,10 +133,13 @@ class Command:
         except KeyboardInterrupt as stop:
             if rank == 0:
                 sys.stderr.write(f"{self.stopped}\n")
-            if interruption.received:
-                return interruption.status
-            number = stop.args[0] if stop.args else signal.SIGINT
-            return _SIGNALLED + (number if isinstance(number, int) else signal.SIGINT)
+            return interruption.status if interruption.received else _status_of(stop)
+
+
+def _status_of(stop: KeyboardInterrupt) -> int:
+    """Return the status of the signal that an interruption names, by default SIGINT's."""
+    number = stop.args[0] if stop.args else signal.SIGINT
+    return _SIGNALLED + (number if isinstance(number, int) else signal.SIGINT)
 
 
 def _read_own(

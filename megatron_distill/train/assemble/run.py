@@ -38,7 +38,7 @@ from megatron_distill.train.assemble.site import Site
 from megatron_distill.train.assemble.start import check_start, newest_checkpoint, note_start
 from megatron_distill.train.assemble.stores.teacher import require_samples
 from megatron_distill.train.assemble.tasks import NO_TASKS, open_run_tasks
-from megatron_distill.train.checkpoint.description import Description, resumed_from
+from megatron_distill.train.checkpoint.description import resumed_description
 from megatron_distill.train.checkpoint.folder import CheckpointFolder
 from megatron_distill.train.loop import LoopInputs, LoopPlan, train
 from megatron_distill.train.metrics import MetricsLog, open_metrics
@@ -55,7 +55,6 @@ from megatron_distill.train.progress import TrainingProgress
 from megatron_distill.train.reports.opened_run import opened_run_banner
 from megatron_distill.train.reports.start_memory import warn_of_memory
 from megatron_distill.train.run_folder import (
-    SETTINGS_FILE,
     FolderAsFound,
     keep_assets,
     run_folder,
@@ -234,11 +233,8 @@ def _build_state(config: RunConfig, opened: OpenRun) -> RunState:
         tokenizer_hash=opened.vocabulary.identity,
         features=features,
         configuration=config.model_dump(mode="json"),
-        checkpoints=CheckpointFolder(
-            Path(config.output) / "checkpoints",
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.asynchronous,
-            beside=Path(config.output) / SETTINGS_FILE,
+        checkpoints=CheckpointFolder.of_run(
+            config.output, config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
         ),
     )
 
@@ -254,9 +250,7 @@ def _checkpoint_to_resume(output: str, section: CheckpointConfig, state: RunStat
     def newest() -> Path | None:
         found = newest_checkpoint(output, section)
         if found is not None:
-            with resumed_from(found):
-                description = Description.read(found)
-            state.require_same(description, found)
+            state.require_same(resumed_description(found), found)
         return found
 
     return from_first_rank(newest)

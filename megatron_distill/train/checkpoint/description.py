@@ -27,6 +27,7 @@ __all__ = [
     "check_same_model",
     "complete_checkpoints",
     "resolve_checkpoint",
+    "resumed_description",
     "resumed_from",
     "saved_architecture",
 ]
@@ -132,6 +133,12 @@ def resumed_from(folder: Path) -> Iterator[None]:
         place = f"resume from {before[0].name}" if before else "start from step 0"
         remedy = f"remove or rename {folder} to {place}"
         raise CheckpointError(text.removesuffix(end) + remedy) from error
+
+
+def resumed_description(folder: Path) -> Description:
+    """Return the description of the checkpoint that a run resumes from; raises CheckpointError."""
+    with resumed_from(folder):
+        return Description.read(folder)
 
 
 def _refuse_pickle(given: Path) -> None:

@@ -81,6 +81,12 @@ class CheckpointFolder:
             self._staging = Staging()
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
 
+    @classmethod
+    def of_run(cls, output: str, keep: int, *, asynchronous: bool) -> CheckpointFolder:
+        """Return the checkpoints of a run, whose settings every save must find."""
+        root, settings = Path(output) / "checkpoints", Path(output) / "config.yaml"
+        return cls(root, keep=keep, asynchronous=asynchronous, beside=settings)
+
     def prepare(self) -> None:
         """Create the folder and remove partial checkpoints of a killed run; raises CheckpointError.
 

@@ -116,6 +116,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     spec = SourceSpec("jsonl", (str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),))
     with pytest.raises(DataError, match=r"/dev/full/pair\.bin\.partial: cannot be written"):
         write(spec, Path("/dev/full/pair"))
+    # No bytecode: the limit would cut it.
     limited = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
@@ -124,7 +125,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         "except DataError as error: print(error)"
     )
     reported = subprocess.run(
-        [sys.executable, "-c", limited, str(tmp_path / "a.jsonl"), str(tmp_path / "pair")],
+        [sys.executable, "-B", "-c", limited, str(tmp_path / "a.jsonl"), str(tmp_path / "pair")],
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=240,
     ).stdout  # fmt: skip
     assert "cannot be written (File too large); free disk space" in reported

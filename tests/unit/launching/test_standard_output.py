@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distill.commands.standard_output import status_with_output
+from megatron_distill.launching.standard_output import status_with_output
 from tests.guards.source_tree import ROOT
 
 HELP = (sys.executable, "-m", "megatron_distill.cli", "--help")
