@@ -1,4 +1,4 @@
-"""The hosts that `submit ssh` asks before a launch, and what it says about silent ones."""
+"""The choice of hosts that `submit ssh` asks before a launch, and the errors of silent ones."""
 
 from __future__ import annotations
 
