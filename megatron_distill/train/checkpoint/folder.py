@@ -39,6 +39,7 @@ from megatron_distill.train.checkpoint.writer import (
     write_index,
     write_rank_file,
 )
+from megatron_distill.train.run_folder import SETTINGS_FILE
 
 _LOGGER = get_logger(__name__)
 
@@ -84,7 +85,7 @@ class CheckpointFolder:
     @classmethod
     def of_run(cls, output: str, keep: int, *, asynchronous: bool) -> CheckpointFolder:
         """Return the checkpoints of a run, whose settings every save must find."""
-        root, settings = Path(output) / "checkpoints", Path(output) / "config.yaml"
+        root, settings = Path(output) / "checkpoints", Path(output) / SETTINGS_FILE
         return cls(root, keep=keep, asynchronous=asynchronous, beside=settings)
 
     def prepare(self) -> None:
