@@ -250,8 +250,8 @@ def memory_of_a_resume(rank: int, world: int, config: Path, overrides: list[str]
 
     plain, found = run_state.load_shards, []
 
-    def watched(*given: Any) -> None:
-        found.append(measured(given[0], lambda: plain(*given)))
+    def watched(*given: Any, **named: Any) -> None:
+        found.append(measured(given[0], lambda: plain(*given, **named)))
 
     with (
         patch.object(run_state, "load_shards", watched),
