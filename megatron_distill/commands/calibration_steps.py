@@ -2,10 +2,11 @@
 
 The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
 one rank with all cores, one of a rank per core, and one of a rank with one thread beside idle cores
-are measured in both precisions. Their phases over the predicted ones are the device's
-`step_factors`. A second run of an eighth of the products tells apart what a layer of any size
-takes: `layer_us`. Where bf16 is slower than fp32, as on a CPU without instructions for it, its
-steps would take longer than all else: they are measured with a rank per core alone.
+are measured in both precisions. The first ones' losses have the rates of logits. Their phases over
+the predicted ones are the device's `step_factors`. A second run of an eighth of the products tells
+apart what a layer of any size takes: `layer_us`. Where bf16 is slower than fp32, as on a CPU
+without instructions for it, its steps would take longer than all else: they are measured with a
+rank per core alone, with half the tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_distill.commands.train import COMMAND
 from megatron_distill.errors import TrainingError, counted
+from megatron_distill.planning.device import ALIASED_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["measured_machine"]
 
 _VOCABULARY: Final = 20_480
+_VOCABULARIES: Final = (_VOCABULARY, ALIASED_COLUMNS)
 # Of the second run: models of half the width, and half the tokens.
 _SMALL: Final = (
     "student.architecture.hidden_size=160",
@@ -39,18 +42,19 @@ _SMALL: Final = (
     "teacher.architecture.hidden_size=224",
     "teacher.architecture.ffn_hidden_size=608",
     "data.sequence_length=192",
-    "train.steps=12",
+    "train.steps=9",
 )
 _MOST_RANKS: Final = 8
-_PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "bf16")
-_STEPS: Final = 6  # of which the first three are not counted
+_STEPS: Final = 5
+_WARM: Final = 1  # step that allocates and fills caches; nothing is compiled on a CPU
 _WORDS: Final = 400_000  # several times those that the steps read
 _SECONDS: Final = 600.0  # of one run; only a hang takes that long
 # The latter two are imported late in a run, and take a second there.
+_OF_OPTIMIZERS: Final = "torch._dynamo"
 _IMPORTS: Final = (
     "megatron_distill.train.assemble.run",
     "transformers.models.auto.tokenization_auto",
-    "torch._dynamo",
+    _OF_OPTIMIZERS,
 )
 _LINES: Final = 12  # of the output of a run that failed
 _RUN: Final = """\
@@ -62,7 +66,7 @@ teacher:
     num_kv_heads: 4, vocab_size: {vocabulary}}}
 data:
   sources: [{{format: jsonl, paths: {folder}/texts.jsonl}}]
-  tokenizer: {{path: {folder}/tokenizer}}
+  tokenizer: {{path: {folder}/tokenizer-{vocabulary}}}
   sequence_length: 384
   isolate_documents: false
 objective: {{terms: [{{divergence: forward_kl}}]}}
@@ -91,6 +95,7 @@ def _measured(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
         # Both processes import at the same time, and nothing is measured before both are done.
         from megatron_distill.planning.calibration import measure_machine
 
+        import_module(_OF_OPTIMIZERS)
         _write_inputs(Path(name))
         forked.wait()
         return measure_machine(
@@ -109,40 +114,60 @@ def import_training() -> None:
 
 
 def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Path) -> DeviceProfile:
-    """Return a CPU with the factors of a small run's steps."""
-    from megatron_distill.planning.refine import refined_by_sizes, refined_by_steps
+    """Return a CPU with the factors of a small run's steps, and its rates of logits."""
+    from megatron_distill.planning.refine import refined_by_sizes, refined_by_steps, with_logit_rate
 
     cores = device.cores or 1
     most = min(cores, _MOST_RANKS)
     sharings = sorted({(1, 1), (1, cores), (most, cores // most)})
     emulates_bf16 = device.peak_tflops["bf16"] < device.peak_tflops["fp32"]
     for ranks, threads in sharings:
-        is_last = (ranks, threads) == sharings[-1]
-        for precision in _PRECISIONS if is_last or not emulates_bf16 else _PRECISIONS[:1]:
-            taken = partial(_sample, forked, folder, ranks, threads, precision)
-            large = taken()
-            if precision == _PRECISIONS[0]:
-                device = refined_by_sizes(
-                    device, large, taken(_SMALL), shared_by=ranks, threads=threads
-                )
-            else:
-                device = refined_by_steps(device, large, shared_by=ranks, threads=threads)
+        taken = partial(_sample, forked, folder, ranks, threads)
+        of_sharing = {"shared_by": ranks, "threads": threads}
+        is_first, is_last = (ranks, threads) == sharings[0], (ranks, threads) == sharings[-1]
+
+        large = taken("fp32")
+        # The first small run has rows of logits that are aliased.
+        small = taken("fp32", (*_SMALL, *_with(ALIASED_COLUMNS, folder)) if is_first else _SMALL)
+        if is_first:
+            for sample in (large, small):
+                device = with_logit_rate(device, sample, **of_sharing)
+        device = refined_by_sizes(device, large, small, **of_sharing)
+
+        if is_last or not emulates_bf16:
+            # Without instructions it is slow, and a step of half the tokens is long enough.
+            large = (
+                taken("bf16", ["train.steps=3"], sequences=1) if emulates_bf16 else taken("bf16")
+            )
+            if "bf16" not in device.logit_ns:
+                device = with_logit_rate(device, large, **of_sharing)
+            device = refined_by_steps(device, large, **of_sharing)
     return device
 
 
+def _with(vocabulary: int, folder: Path) -> list[str]:
+    """Return the settings of a run with another tokenizer."""
+    return [
+        f"data.tokenizer.path={folder}/tokenizer-{vocabulary}",
+        *(f"{role}.architecture.vocab_size={vocabulary}" for role in ("student", "teacher")),
+    ]
+
+
 def _write_inputs(folder: Path) -> None:
-    """Write the configuration, random texts, and a tokenizer with a word for each number."""
+    """Write the configuration, random texts, and tokenizers with a word for each number."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<eos>", *(f"w{number}" for number in range(1, _VOCABULARY))]
-    plain = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "<eos>"))
-    plain.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>")
-    tokenizer.save_pretrained(folder / "tokenizer")
-    chosen = random.Random(1).choices(words[1:], k=_WORDS)
+    words = ["<eos>", *(f"w{number}" for number in range(1, max(_VOCABULARIES)))]
+    for size in _VOCABULARIES:
+        numbered = {word: number for number, word in enumerate(words[:size])}
+        plain = Tokenizer(WordLevel(numbered, "<eos>"))
+        plain.pre_tokenizer = Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>")
+        tokenizer.save_pretrained(folder / f"tokenizer-{size}")
+    chosen = random.Random(1).choices(words[1:_VOCABULARY], k=_WORDS)
     texts = (" ".join(chosen[start : start + 1000]) for start in range(0, _WORDS, 1000))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "texts.jsonl").write_text(lines, encoding="utf-8")
@@ -182,10 +207,15 @@ def _sample(
     threads: int,
     precision: Precision,
     changes: Sequence[str] = (),
+    *,
+    sequences: int = 2,
 ) -> Sample:
-    """Train in so many ranks, and return the run with its measured steps."""
+    """Train in so many ranks, and return the run with its measured steps.
+
+    sequences: of each rank in a step.
+    """
     from megatron_distill.config import load_config
-    from megatron_distill.planning.refine import Sample, read_steps
+    from megatron_distill.planning.refine import Sample, lower_quartile, read_steps
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
@@ -195,7 +225,8 @@ def _sample(
     words = [
         f"output={folder}/{ranks}-{threads}-{precision}{'-small' if changes else ''}",
         f"train.precision={precision}",
-        f"train.global_batch_size={2 * ranks}",
+        f"train.micro_batch_size={sequences}",
+        f"train.global_batch_size={sequences * ranks}",
         f"runtime.threads={threads}",
         *changes,
     ]
@@ -203,4 +234,5 @@ def _sample(
     config = load_config(folder / "run.yaml", words)
     run = planned_run(config, open_shapes(config))
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
-    return Sample(run, choice, read_steps(Path(config.output) / "metrics.jsonl"))
+    log = Path(config.output) / "metrics.jsonl"
+    return Sample(run, choice, read_steps(log, warm=_WARM, middle=lower_quartile))

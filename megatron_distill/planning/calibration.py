@@ -1,9 +1,9 @@
 """The rates of the machine at hand, measured in several short rounds.
 
 Each round measures every rate once. Measured are products of four sizes, a fused attention, a
-layer's element-wise work, and messages between two processes. On a CPU the losses' work per logit,
-that of a choice of top-k ids, and the optimizer's per parameter are added. Operands of products are
-not in the caches, as they are not in a step.
+layer's element-wise work, and messages between two processes. On a CPU a choice of top-k ids, and
+the optimizer's work per parameter, are added; the losses' per logit is that of steps. Operands of
+products are not in the caches, as they are not in a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_distill.losses import Term, fused_linear_objective
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.attention_kernels.tiles import attend
 from megatron_distill.ops import LogitRule, VocabShard
@@ -39,7 +38,6 @@ from megatron_distill.planning.calibration_neighbours import (
 from megatron_distill.planning.calibration_rounds import reduced
 from megatron_distill.planning.curves import Curve
 from megatron_distill.planning.device import (
-    ALIASED_COLUMNS,
     CALIBRATED,
     LONG_DOCUMENT,
     SCORED_DOCUMENT,
@@ -48,7 +46,6 @@ from megatron_distill.planning.device import (
 )
 from megatron_distill.planning.forked_ranks import ForkedRanks
 from megatron_distill.runtime.segments import Segments
-from megatron_distill.signals import HiddenState
 
 __all__ = ["measure_machine"]
 
@@ -61,8 +58,9 @@ _CPU_BYTES: Final = (2**18, 2**20, 2**23, 2**25)
 _GPU_BYTES: Final = (2**18, 2**21, 2**24, 2**27)
 _ROUNDS: Final = 3
 _SECONDS: Final = 0.1  # of one measurement in a round
+_LONG: Final = 0.5  # seconds of a call of which what the first one does more is too little to count
 _CACHE_BYTES: Final = 2**26  # more than the caches of a core, or of a GPU, hold
-_COLUMNS: Final = 33_024  # of logits, as many as aliased ones and no multiple of their number
+_COLUMNS: Final = 33_024  # of logits
 _TOP_K: Final = 64
 _NARROW: Final = 8192  # columns of rows that are read whole for so many ids
 _HEAD_WIDTHS: Final = (32, 128)  # of which a CPU's attention is measured
@@ -106,10 +104,8 @@ class _Machine:
         self._products, self._attention = _products(device), _attention(device)
         self._long_attention = _cpu_attention(2, LONG_DOCUMENT) if kind == "cpu" else None
         self._elements, self._kernel = _elements(device), _kernel(device)
-        self._logits, self._aliased, self._choices, self._narrow_choices = (
-            (_logits(_COLUMNS), _logits(ALIASED_COLUMNS), _choices(_COLUMNS), _choices(_NARROW))
-            if kind == "cpu"
-            else (_no_rates,) * 4
+        self._choices, self._narrow_choices = (
+            (_choices(_COLUMNS), _choices(_NARROW)) if kind == "cpu" else (_no_rates, _no_rates)
         )
         self._update = _update() if kind == "cpu" else None
         self._gain = None if self.cores in (None, 1) else _gain(self.cores or 1)
@@ -136,10 +132,8 @@ class _Machine:
                 "memory_gb_per_s": rate,
                 "memory_efficiency": memory,
                 "kernel_us": self._kernel() * 1e6,
-                "logit_ns": self._logits(peaks),
-                "aliased_logit_ns": self._aliased(peaks),
-                "choice_ns": self._choices(peaks),
-                "narrow_choice_ns": self._narrow_choices(peaks),
+                "choice_ns": self._choices(),
+                "narrow_choice_ns": self._narrow_choices(),
                 "update_ns": 0.0 if self._update is None else self._update() * 1e9,
                 "thread_efficiency": ((1.0, 1.0),) if self._gain is None else self._gain(),
             }
@@ -164,7 +158,7 @@ class _Machine:
         )
 
 
-def _no_rates(_: dict[Precision, float]) -> dict[Precision, float]:
+def _no_rates() -> dict[Precision, float]:
     """Return no rates: of a GPU its memory's is all that is measured."""
     return {}
 
@@ -184,7 +178,8 @@ def _memory(device: torch.device) -> float:
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median time of one call, over as many as fit the time.
 
-    The first is not counted: it may be the one that allocates. Of longer calls one is.
+    The first is not counted: it may be the one that allocates. Of longer calls one is, and of very
+    long ones the first.
     """
 
     def once() -> float:
@@ -198,7 +193,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
     first = once()
     if first > _SECONDS:
-        return once()
+        return first if first > _LONG else once()
     return median(once() for _ in range(min(200, max(1, int(_SECONDS / max(first, 1e-6))))))
 
 
@@ -373,61 +368,7 @@ def _kernel(device: torch.device) -> Callable[[], float]:
     return lambda: _seconds(lambda: [small.add_(1.0) for _ in range(100)], device) / 100
 
 
-# Is given the highest rates of products.
-_Rates = Callable[[dict[Precision, float]], dict[Precision, float]]
-
-
-def _logits(columns: int) -> _Rates:
-    """Return a measurement of one logit of one model in the objective, without the products."""
-    works = {precision: _Objective(dtype, columns) for precision, dtype in _DTYPES.items()}
-
-    def measure(peaks: dict[Precision, float]) -> dict[Precision, float]:
-        return {
-            precision: max(1e9 * work.logit_seconds(peaks[precision]), 0.01)
-            for precision, work in works.items()
-        }
-
-    return measure
-
-
-class _Objective:
-    """The objective of both heads over `columns`, forward and backward."""
-
-    _ROWS, _WIDTH = 512, 128
-
-    def __init__(self, dtype: torch.dtype, columns: int) -> None:
-        rows, hidden = self._ROWS, self._WIDTH
-        self._columns = columns
-        self._student, self._weight = (
-            torch.randn(count, hidden).to(dtype).requires_grad_() for count in (rows, columns)
-        )
-        self._teacher = HiddenState(
-            torch.randn(rows, hidden).to(dtype), torch.randn(columns, hidden).to(dtype)
-        )
-        self._labels = torch.randint(columns, (rows,))
-        self._weights = torch.full((rows,), 1 / rows)
-        self._sum_of_gradients = torch.zeros(columns, hidden)
-
-    def logit_seconds(self, peak: float) -> float:
-        """Return the seconds of one logit; `peak`: of products, in TFLOP/s."""
-        products = 4 * 2 * self._ROWS * self._WIDTH * self._columns / (peak * 1e12)
-        return (_seconds(self, torch.device("cpu")) - products) / (2 * self._ROWS * self._columns)
-
-    def __call__(self) -> None:
-        total, _ = fused_linear_objective(
-            self._student,
-            self._weight,
-            self._teacher,
-            self._labels,
-            ce_weights=self._weights,
-            kd_weights=self._weights,
-            terms=(Term("forward_kl"),),
-            weight_gradient_sum=self._sum_of_gradients,
-        )
-        total.backward()
-
-
-def _choices(columns: int) -> _Rates:
+def _choices(columns: int) -> Callable[[], dict[Precision, float]]:
     """Return a measurement of one logit of a teacher whose top-k ids are recorded."""
     rows = 512
     shard, labels = VocabShard(columns, 0, columns), torch.randint(columns, (rows,))
@@ -437,7 +378,7 @@ def _choices(columns: int) -> _Rates:
         row_statistics(raw, LogitRule(), shard, None, labels=labels)
         select(raw, LogitRule(), shard, None, k=_TOP_K, temperatures=[1.0])
 
-    def measure(_: dict[Precision, float]) -> dict[Precision, float]:
+    def measure() -> dict[Precision, float]:
         return {
             precision: 1e9 * _seconds(partial(choose, raw), torch.device("cpu")) / raw.numel()
             for precision, raw in matrices.items()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Final, get_args
 
 from megatron_distill.errors import DataError
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
-from megatron_distill.planning.device import DeviceProfile, MeasuredRun, Phase
+from megatron_distill.planning.device import ALIASED_COLUMNS, DeviceProfile, MeasuredRun, Phase
 from megatron_distill.planning.operations import attended_positions
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun
@@ -21,12 +21,14 @@ from megatron_distill.runtime.layout import Layout
 __all__ = [
     "MeasuredSteps",
     "Sample",
+    "lower_quartile",
     "measured_like",
     "read_steps",
     "refined",
     "refined_by_sizes",
     "refined_by_steps",
     "refined_for",
+    "with_logit_rate",
 ]
 
 _OF_LAYERS: Final[tuple[Phase, ...]] = ("teacher", "forward", "backward")
@@ -34,13 +36,14 @@ _OF_LAYERS: Final[tuple[Phase, ...]] = ("teacher", "forward", "backward")
 _MOST_ADDED: Final = 0.5
 # The first steps compile, allocate and fill caches.
 _WARM: Final = 3
+_LEAST_NS: Final = 0.01  # of a logit
 # A phase shorter than this share of the step is too short to measure its rate.
 _LEAST: Final = 0.005
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Medians over a run's steps: seconds of each phase on the first rank, and of the step."""
+    """Of a run's steps: seconds of each phase on the first rank, and of the step."""
 
     phases: Mapping[Phase, float]
     step: float
@@ -54,8 +57,22 @@ class MeasuredSteps:
         return max(1, round(total / (self.tflops_per_device * 1e12)))
 
 
-def read_steps(path: Path) -> MeasuredSteps:
-    """Read a `metrics.jsonl`. Raises DataError: it has too few steps with phases."""
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of few steps are below.
+
+    Other work, also that of other machines on the same processor, only adds to a step's time.
+    """
+    return quantiles(values, n=4, method="inclusive")[0]
+
+
+def read_steps(
+    path: Path, *, warm: int = _WARM, middle: Callable[[Sequence[float]], float] = median
+) -> MeasuredSteps:
+    """Read a `metrics.jsonl`.
+
+    warm: its first steps, that are not counted. middle: of each phase over the others. Raises
+    DataError: it has too few steps with phases.
+    """
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -64,14 +81,11 @@ def read_steps(path: Path) -> MeasuredSteps:
             continue  # the last line of a run that is being written
         if isinstance(record, dict) and "timers" in record and "step_seconds" in record:
             records.append(record)
-    records = records[_WARM:]
+    records = records[warm:]
     if not records:
         raise DataError(
-            f"{path}: has no step with `timers` after the first {_WARM}; let the run make more"
+            f"{path}: has no step with `timers` after the first {warm}; let the run make more"
         )
-
-    def middle(values: Sequence[float]) -> float:
-        return float(median(values))
 
     return MeasuredSteps(
         {
@@ -150,6 +164,31 @@ class Sample:
                 return 0
             return run.teacher.num_layers * choice.teacher_micro_batches(run)
         return run.student.num_layers * choice.micro_batches(run)
+
+
+def with_logit_rate(
+    device: DeviceProfile, sample: Sample, *, shared_by: int, threads: int
+) -> DeviceProfile:
+    """Return a CPU with the time of a logit by which a sample's losses take their time.
+
+    Of its precision, and of rows as long as its own: aliased or not. The sample is of one stage,
+    and its loss is between whole logits. shared_by, threads: as of `refined`.
+    """
+    run = sample.run
+    split = sample.choice.layout.tensor
+    is_aliased = run.student.padded_vocab_size(split) // split % ALIASED_COLUMNS == 0
+    name = "aliased_logit_ns" if is_aliased else "logit_ns"
+    known: dict[str, float] = getattr(device, name)
+
+    def with_rate(each: float) -> DeviceProfile:
+        return device.model_copy(update={name: {**known, run.precision: each}})
+
+    def loss(each: float) -> tuple[float, float]:
+        plain = with_rate(each).model_copy(update={"step_factors": {}})
+        return _seconds(_plain(plain.shared_by(shared_by, threads=threads)), sample)["loss"]
+
+    (without, measured), (more, _) = loss(_LEAST_NS), loss(1.0 + _LEAST_NS)
+    return with_rate(_LEAST_NS + max(0.0, (measured - without) / (more - without)))
 
 
 def refined_by_sizes(

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from megatron_distill.cli import main
-from megatron_distill.commands import calibration_steps
 from megatron_distill.planning.calibration_neighbours import (
     busy_seconds,
     measured_beside,
@@ -25,9 +24,8 @@ from tests.unit.commands.test_plan import RUN
 
 @pytest.mark.slow
 def test_the_measured_machine_plans_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibration_steps, "_PRECISIONS", ("fp32",))  # the other takes as long
     file, config = tmp_path / "mine.yaml", tmp_path / "run.yaml"
     assert main(["calibrate", "--output", str(file)]) == 0
     device = load_device(str(file))
@@ -38,11 +36,15 @@ def test_the_measured_machine_plans_a_run(
         assert all(0 < share <= 1 for _, share in curve)
     assert set(device.choice_ns) == set(device.logit_ns) == {"fp32", "bf16"}
     assert set(device.narrow_choice_ns) == {"fp32", "bf16"}
-    assert {"kernel_us", "logit_ns.fp32", "node.latency_us"} <= set(device.spread)
+    assert set(device.aliased_logit_ns) == {"fp32"}
+    assert {"kernel_us", "choice_ns.fp32", "node.latency_us"} <= set(device.spread)
     assert len(device.step_factors) == (1 if available_cores() == 1 else 3)
     assert device.layer_us.keys() == device.step_factors.keys()
     for factors in device.step_factors.values():
         assert {"teacher", "forward", "loss", "backward"} <= set(factors["fp32"])
+    # The first steps' losses have the rates of logits, so that their factor is one.
+    first = "one rank" if available_cores() == 1 else "idle cores"
+    assert device.step_factors[first]["fp32"]["loss"] == pytest.approx(1.0, abs=0.01)
     config.write_text(RUN)
     capsys.readouterr()
     assert main(["plan", str(config), "--devices", "2", "--device", str(file)]) == 0

@@ -15,11 +15,13 @@ from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.refine import (
     MeasuredSteps,
     Sample,
+    lower_quartile,
     read_steps,
     refined,
     refined_by_sizes,
     refined_by_steps,
     refined_for,
+    with_logit_rate,
 )
 from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun
 from megatron_distill.planning.step_time import phase_seconds, step_time
@@ -168,6 +170,52 @@ def test_steps_of_two_sizes_tell_a_layer_s_own_time_from_its_work(
     # Measured again, nothing of the first time is left in it.
     again = refined_by_sizes(found, large, small, shared_by=ranks, threads=threads)
     assert (again.layer_us, again.step_factors) == (found.layer_us, found.step_factors)
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (1, 2), (2, 1)])
+def test_the_losses_of_steps_have_the_rate_of_a_logit(ranks: int, threads: int) -> None:
+    """In rows that are aliased and others, whatever rates and factors were known before."""
+    fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 2.0}
+    rates = {"logit_ns": {"fp32": 4.0, "bf16": 6.0}, "aliased_logit_ns": {"fp32": 5.0}}
+    truth = DeviceProfile.model_validate(fields | rates)
+    before = {"logit_ns": {"bf16": 6.0}, "step_factors": {"one rank": {"fp32": {"loss": 3.0}}}}
+    device = DeviceProfile.model_validate(fields | before)
+
+    def sample(vocabulary: int, speed: float = 1.0) -> Sample:
+        shape = llama(4, 256, 704, 8, 4, vocab_size=vocabulary)
+        run = run_of(shape, teacher=shape, sequence_length=256, precision="fp32",
+                     global_batch_size=ranks)  # fmt: skip
+        choice = Choice(
+            layout=Layout(), ranks=ranks, micro_batch_size=1, layers=(4,), place="shared",
+            teacher_layout=Layout(), teacher_layers=(4,),
+        )  # fmt: skip
+        numbers = stage_numbers(shape, Layout(), (4,))
+        phases = phase_seconds(run, choice, truth.shared_by(ranks, threads=threads), numbers)
+        taken = {phase: speed * seconds for phase, seconds in phases.items()}
+        return Sample(run, choice, MeasuredSteps(taken, sum(taken.values()), 1, 1.0, 1.0))
+
+    for vocabulary in (20_480, 32_768):
+        device = with_logit_rate(device, sample(vocabulary), shared_by=ranks, threads=threads)
+    assert device.logit_ns == pytest.approx(rates["logit_ns"], rel=1e-6)
+    assert device.aliased_logit_ns == pytest.approx(rates["aliased_logit_ns"], rel=1e-6)
+    # Losses shorter than their products have a rate too.
+    fast = with_logit_rate(device, sample(20_480, 0.01), shared_by=ranks, threads=threads)
+    assert 0 < fast.logit_ns["fp32"] < 0.1
+
+
+def test_steps_are_counted_after_the_first_ones_by_the_value_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    path = log(tmp_path / "metrics.jsonl", 9)
+    records = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    for number, record in enumerate(records):
+        record["step_seconds"] = [9.0, 4.0, 1.0, 1.2, 1.1, 8.0, 1.3, 1.4, 1.5][number]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read_steps(path).step == pytest.approx(1.35)
+    assert read_steps(path, warm=1).step == pytest.approx(1.35)
+    assert read_steps(path, warm=2, middle=lower_quartile).step == pytest.approx(1.15)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records[:3]))
+    assert read_steps(path, warm=1, middle=lower_quartile).step == pytest.approx(1.75)
 
 
 NEAR = {"sequence_length": 2400, "num_layers": 38, "vocab_size": 150_000}
