@@ -30,6 +30,9 @@ __all__ = [
 # read and written for the gradient; the teacher's are read for both.
 _STUDENT_LOGIT_PASSES: Final = 3
 _TEACHER_LOGIT_PASSES: Final = 2
+# On a CPU, logits in the losses over those of a whole vocabulary: shards exchange their statistics
+# before the gradient, which reads each logit and takes its exponential again (ops/chunk.py).
+_SHARDED_LOGITS: Final = 4 / 3
 # A choice of ids (ops/topk.py) reads the logits for statistics and for maxima of segments, copies
 # them without the chosen ones, and reads that. A sort has 16 passes over 8 bytes of each number.
 _CHOICE_PASSES: Final = 5
@@ -144,7 +147,9 @@ def _id_seconds(
         byte_count = ids * (_TAIL_ID_BYTES if term.has_tail else _ID_BYTES)
         found += byte_count / (rank.device.memory_gb_per_s * 1e9)
         if term.has_tail:
-            logits = _logit_seconds(rank, columns, passes=_STUDENT_LOGIT_PASSES, chunks=chunks)
+            logits = _logit_seconds(
+                rank, columns, passes=_STUDENT_LOGIT_PASSES, chunks=chunks, has_gradient=False
+            )
             found += logits / _STUDENT_LOGIT_PASSES
     return found
 
@@ -222,7 +227,9 @@ def measuring_passes(
         rows = rank.tokens / chunks
         forward += rank.product(rows, shape.hidden_size, columns, count=products * chunks)
         if shape is student or _has_whole(terms):
-            logits = _logit_seconds(rank, columns, passes=passes, chunks=chunks)
+            logits = _logit_seconds(
+                rank, columns, passes=passes, chunks=chunks, has_gradient=of_gradients
+            )
             forward += count * logits / (1 if of_gradients else passes)
         if shape is teacher and (most := _most_ids(terms)):
             forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=most)
@@ -243,7 +250,13 @@ def measuring_messages(
 
 
 def _logit_seconds(
-    rank: Rank, columns: float, *, passes: int, chunks: int, chosen: int = 0
+    rank: Rank,
+    columns: float,
+    *,
+    passes: int,
+    chunks: int,
+    chosen: int = 0,
+    has_gradient: bool = True,
 ) -> float:
     """Return the time of a micro-batch's logits of one model, without products.
 
@@ -252,7 +265,8 @@ def _logit_seconds(
     logits = rank.tokens * columns
     measured = rank.device.logit_seconds(rank.precision, columns, chosen=chosen)
     if measured is not None:
-        return logits * measured
+        is_read_twice = has_gradient and rank.layout.tensor > 1 and not chosen
+        return logits * measured * (_SHARDED_LOGITS if is_read_twice else 1.0)
     sorted_numbers = rank.tokens * (columns / _SEGMENT + _SEGMENT * chosen) if chosen else 0.0
     passes = _CHOICE_PASSES if chosen else passes
     byte_count = logits * rank.width * passes + sorted_numbers * _SORT_BYTES

@@ -299,6 +299,34 @@ def test_terms_on_few_ids_read_the_logits_that_they_need(
 
 
 @pytest.mark.parametrize(
+    ("term", "measures", "whole", "shard"),
+    [
+        (LossTerm(), None, 2, 2 * 4 / 3),
+        (LossTerm(IDS, has_tail=False), None, 1 + 5, 4 / 3 + 5),
+        (LossTerm(), "losses", 1 / 3 + 1 / 2, 1 / 3 + 1 / 2),
+        (LossTerm(), "gradients", 3, 3 * 4 / 3),
+    ],
+)
+def test_shards_of_a_vocabulary_are_read_again_for_the_gradient(
+    term: LossTerm, measures: Any, whole: float, shard: float
+) -> None:
+    """A chunk of shards exchanges statistics first; a choice and a measured loss have one pass."""
+    run = replace(RUN, terms=(term,), keeps_signals=measures is not None, measures=measures)
+    free = LOGITS.model_copy(update={"logit_ns": {"bf16": 1e-9}, "choice_ns": {"bf16": 1e-9}})
+
+    def added(split: int) -> float:
+        layout = Layout(split)
+        choice = replace(SHARED, layout=layout, teacher_layout=layout, ranks=split)
+        numbers = stage_numbers(STUDENT, layout, SHARED.layers)
+        found, rest = (step_time(run, choice, one, numbers) for one in (LOGITS, free))
+        return found.heads - rest.heads if measures is None else found.balance - rest.balance
+
+    logits = BATCH * LENGTH * STUDENT.vocab_size * 1e-9
+    assert added(1) == pytest.approx(logits * whole, rel=1e-4)
+    assert added(2) == pytest.approx(logits * shard / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
     ("measures", "place", "term", "student", "whole", "chosen"),
     [
         ("losses", "shared", LossTerm(), 1 / 3, 1 / 2, 0),
