@@ -33,6 +33,8 @@ _TEACHER_LOGIT_PASSES: Final = 2
 # On a CPU, logits in the losses over those of a whole vocabulary: shards exchange their statistics
 # before the gradient, which reads each logit and takes its exponential again (ops/chunk.py).
 _SHARDED_LOGITS: Final = 4 / 3
+# The share of a logit's time there that values without a gradient take, of 2,048 to 20,480 columns.
+_VALUES_OF_LOGITS: Final = 0.85
 # A choice of ids (ops/topk.py) reads the logits for statistics and for maxima of segments, copies
 # them without the chosen ones, and reads that. A sort has 16 passes over 8 bytes of each number.
 _CHOICE_PASSES: Final = 5
@@ -206,7 +208,7 @@ def measuring_passes(
 ) -> Passes:
     """Return the time of the heads in a pass that measures losses, or norms of their gradients.
 
-    Arguments as of `head_passes`. Losses take each head's product and one reading of its logits.
+    Arguments as of `head_passes`. Losses take each head's product and the values of its logits.
     Gradients on the hidden states take the student's head once for the labels and once for the
     divergences, and as many products back. The head's own gradient is not formed. Terms on few ids
     and calls of torch are those of the losses: without a gradient there are about as many.
@@ -230,7 +232,9 @@ def measuring_passes(
             logits = _logit_seconds(
                 rank, columns, passes=passes, chunks=chunks, has_gradient=of_gradients
             )
-            forward += count * logits / (1 if of_gradients else passes)
+            is_measured = rank.device.logit_seconds(rank.precision, columns) is not None
+            values = _VALUES_OF_LOGITS if is_measured else 1 / passes
+            forward += count * logits * (1.0 if of_gradients else values)
         if shape is teacher and (most := _most_ids(terms)):
             forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=most)
     messages = measuring_messages(student, rank, chunks=chunks, of_gradients=of_gradients)

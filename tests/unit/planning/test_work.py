@@ -303,7 +303,7 @@ def test_terms_on_few_ids_read_the_logits_that_they_need(
     [
         (LossTerm(), None, 2, 2 * 4 / 3),
         (LossTerm(IDS, has_tail=False), None, 1 + 5, 4 / 3 + 5),
-        (LossTerm(), "losses", 1 / 3 + 1 / 2, 1 / 3 + 1 / 2),
+        (LossTerm(), "losses", 2 * 0.85, 2 * 0.85),
         (LossTerm(), "gradients", 3, 3 * 4 / 3),
     ],
 )
@@ -329,9 +329,9 @@ def test_shards_of_a_vocabulary_are_read_again_for_the_gradient(
 @pytest.mark.parametrize(
     ("measures", "place", "term", "student", "whole", "chosen"),
     [
-        ("losses", "shared", LossTerm(), 1 / 3, 1 / 2, 0),
-        ("losses", "shared", LossTerm(IDS, has_tail=False), 1 / 3, 0, 1),
-        ("losses", "store", LossTerm(), 2 / 3, 0, 0),
+        ("losses", "shared", LossTerm(), 0.85, 0.85, 0),
+        ("losses", "shared", LossTerm(IDS, has_tail=False), 0.85, 0, 1),
+        ("losses", "store", LossTerm(), 0.85 + 1 / 3, 0, 0),
         ("gradients", "shared", LossTerm(IDS, has_tail=False), 2, 0, 1),
         ("gradients", "store", LossTerm(), 2 + 1 / 3, 0, 0),
     ],
@@ -339,7 +339,7 @@ def test_shards_of_a_vocabulary_are_read_again_for_the_gradient(
 def test_the_balance_measures_terms_on_few_ids_as_the_losses_take_them(
     measures: Any, place: Any, term: LossTerm, student: float, whole: float, chosen: int
 ) -> None:
-    """Values read each logit once, gradients the student's twice; chosen ids are counted once."""
+    """Values take most of each logit's time, gradients the student's twice; chosen ids are counted once."""
     run = replace(RUN, terms=(term,), store_ids=RECORDED, keeps_signals=True, measures=measures)
     choice = replace(SHARED, place=place)
     free = LOGITS.model_copy(update={"logit_ns": {"bf16": 1e-9}, "choice_ns": {"bf16": 1e-9}})
