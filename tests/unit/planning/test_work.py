@@ -339,7 +339,7 @@ def test_shards_of_a_vocabulary_are_read_again_for_the_gradient(
 def test_the_balance_measures_terms_on_few_ids_as_the_losses_take_them(
     measures: Any, place: Any, term: LossTerm, student: float, whole: float, chosen: int
 ) -> None:
-    """Values take most of each logit's time, gradients the student's twice; chosen ids are counted once."""
+    """Values take most of a logit, gradients the student's twice; chosen ids are counted once."""
     run = replace(RUN, terms=(term,), store_ids=RECORDED, keeps_signals=True, measures=measures)
     choice = replace(SHARED, place=place)
     free = LOGITS.model_copy(update={"logit_ns": {"bf16": 1e-9}, "choice_ns": {"bf16": 1e-9}})
