@@ -220,13 +220,13 @@ def test_a_text_ends_where_transformers_ends_it(pool: Pool, trained: Path, tmp_p
         return [int(one) for one in written[given.shape[1] :]]
 
     whole = ids()
-    end = next(one for one in whole[3:] if one not in whole[:3])
+    end = max(whole, key=whole.count)
+    assert whole.index(end) < 11
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [tokenizer.eos_id, end]})
     )
     ended = ids()
-    assert ended == whole[: len(ended)]
-    assert ended[-1] == end
+    assert ended == whole[: whole.index(end) + 1]
     expected = PROMPT + tokenizer.decode(ended[:-1]) + "\n"
     assert _written(pool, "--hf", folder, *prompt) == expected
     assert _written(pool, "--hf", folder, "--transformers", *prompt) == expected
