@@ -169,6 +169,10 @@ def _wrong_file(arguments: argparse.Namespace) -> str | None:
         return wrong
     if results is not None and items is not None and _is_same_file(results, items):
         return f"--json and --items are both {items}: one would replace the other; name two files"
+    for option, written in (("--json", results), ("--items", items)):
+        for read in arguments.against:
+            if written is not None and _is_same_file(written, read):
+                return f"{option} {written}: would replace the file of --against; name another"
     return None
 
 

@@ -317,7 +317,7 @@ class ScorerLM(TemplateLM):
     def _stop_ids(self) -> tuple[int, ...]:
         """The end-of-document token, those of the model, and the end of a turn of a template."""
         tokenizer = self._encoder.tokenizer
-        found = {tokenizer.eos_id, *self._end_ids}
+        found = {*tokenizer.end_ids, *self._end_ids}
         if tokenizer.chat_template is not None:
             found.update(chat_prompt(tokenizer, "a").stop_ids)
         return tuple(sorted(found))

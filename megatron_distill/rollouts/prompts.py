@@ -208,7 +208,7 @@ class PromptTokens:
         Raises ConfigError: the tokenizer has no chat template; DataError: as `begin_token`.
         """
         if first.text is not None:
-            return cls(tokenizer, (tokenizer.eos_id,), False, begin_token(tokenizer, add_bos))
+            return cls(tokenizer, tokenizer.end_ids, False, begin_token(tokenizer, add_bos))
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"--prompts has conversations, and the tokenizer {tokenizer.name} has no chat "

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from megatron_distill.data.tokenizers.open import (
+    GENERATION_FILE,
     OTHER_KINDS_FOLDER,
     HuggingFaceTokenizer,
     Tokenizer,
@@ -250,6 +251,10 @@ def keep_assets(output: str, source: Path | None, tokenizer: Tokenizer) -> None:
             keep_with_model(tokenizer, partial)
             if not (partial / CONFIG_FILE).is_file():
                 (partial / CONFIG_FILE).write_text(json.dumps(_special_tokens(tokenizer)) + "\n")
+            settings = partial / GENERATION_FILE
+            if len(tokenizer.end_ids) > 1 and not settings.is_file():
+                ends = {"eos_token_id": list(tokenizer.end_ids)}
+                settings.write_text(json.dumps(ends) + "\n")
     except OSError as error:
         raise ConfigError(
             f"output={output}: cannot keep the tokenizer there ({error.strerror}); free "

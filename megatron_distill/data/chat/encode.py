@@ -316,7 +316,7 @@ class EncodedPrompt:
 
 
 def plain_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool | None = None) -> EncodedPrompt:
-    """Return a text as the beginning of a document; the end-of-document token stops.
+    """Return a text as the beginning of a document; the tokenizer's `end_ids` stop.
 
     add_bos: as `data.add_bos`. Raises ConfigError if there is nothing to begin with, and DataError
     as `begin_token`.
@@ -325,11 +325,11 @@ def plain_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool | None = None
     ids = ([] if begin is None else [begin]) + tokenizer.encode_batch([text])[0].tolist()
     if not ids:
         raise ConfigError("--prompt is empty: give at least one character")
-    return EncodedPrompt(tuple(ids), (tokenizer.eos_id,), begin is not None)
+    return EncodedPrompt(tuple(ids), tokenizer.end_ids, begin is not None)
 
 
 def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -> EncodedPrompt:
-    """Return a user message up to the response; the template's end of a turn stops.
+    """Return a user message up to the response; `end_ids` and the template's end of a turn stop.
 
     Raises ConfigError: the tokenizer has no chat template, or the template refuses the messages.
     """
@@ -346,7 +346,7 @@ def chat_prompt(tokenizer: Tokenizer, text: str, *, system: str | None = None) -
     except BadConversationError as error:
         raise ConfigError(f"--chat: {tokenizer.name}: {error}") from error
     ids = encode_rendered(tokenizer, [rendered])[0].ids_n.tolist()
-    ends = {tokenizer.eos_id, *_ends_of_turn(template, tokenizer, messages)}
+    ends = {*tokenizer.end_ids, *_ends_of_turn(template, tokenizer, messages)}
     return EncodedPrompt(tuple(ids), tuple(sorted(ends)))
 
 

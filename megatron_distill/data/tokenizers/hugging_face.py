@@ -45,6 +45,7 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = hugging_face.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = _end_of_document(hugging_face, vocabulary, name)
+        self.end_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id: int | None = hugging_face.bos_token_id
         self.pad_id: int | None = hugging_face.pad_token_id
         self.adds_bos = _adds_bos(hugging_face)

@@ -14,7 +14,12 @@ from megatron_distill.data.tokenizers.hugging_face import (
     open_hugging_face,
     train_bpe,
 )
-from megatron_distill.data.tokenizers.protocol import END_OF_TEXT, Encoding, Tokenizer
+from megatron_distill.data.tokenizers.protocol import (
+    END_OF_TEXT,
+    Encoding,
+    Tokenizer,
+    read_json_object,
+)
 from megatron_distill.data.tokenizers.sentencepiece_model import MODEL_FILE, open_sentencepiece
 from megatron_distill.data.tokenizers.tiktoken_bpe import (
     has_rules,
@@ -27,11 +32,13 @@ from megatron_distill.log import get_logger
 __all__ = [
     "END_OF_TEXT",
     "OTHER_KINDS_FOLDER",
+    "GENERATION_FILE",
     "SMALLEST_BPE",
     "Encoding",
     "HuggingFaceTokenizer",
     "Tokenizer",
     "Vocabulary",
+    "end_ids",
     "holds_tokenizer",
     "is_hugging_face",
     "load_tokenizer",
@@ -45,6 +52,7 @@ _LOGGER = get_logger(__name__)
 _OTHER_TOKENIZER: Final = (
     ", or terms with `alignment` for a teacher with another one (docs/cross_tokenizer.md)"
 )
+GENERATION_FILE: Final = "generation_config.json"
 # Folder inside a model's folder for a tokenizer that `transformers` cannot read.
 OTHER_KINDS_FOLDER: Final = "tokenizer"
 _HUGGING_FACE_FILES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -88,12 +96,31 @@ def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> T
     `named` is the configuration key or option that error messages name.
 
     In a folder Hugging Face files come first, then a single `.model` or `.tiktoken` file, then the
-    subfolder `tokenizer`. Raises DataError if there is no tokenizer or more than one, a file is
-    malformed, or there is no end-of-document token.
+    subfolder `tokenizer`. The folder's generation settings add to the tokens that end a text.
+    Raises DataError if there is no tokenizer or more than one, a file is malformed, or there is no
+    end-of-document token.
     """
     path = Path(path).expanduser()
-    if path.is_file():
-        return _open_file(path, named)
+    found = _open_file(path, named) if path.is_file() else _open_folder(path, named)
+    if path.is_dir():
+        found.end_ids = tuple(sorted({*found.end_ids, *end_ids(path)}))
+    return found
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a text by a folder's generation settings; none without them.
+
+    Raises DataError: the file is damaged.
+    """
+    path = folder / GENERATION_FILE
+    if not path.is_file():
+        return ()
+    found = read_json_object(path, advice="replace or remove the file").get("eos_token_id")
+    numbers = found if isinstance(found, list) else [found]
+    return tuple(one for one in numbers if isinstance(one, int))
+
+
+def _open_folder(path: Path, named: str) -> Tokenizer:
     if not path.is_dir():
         train = ", or data.tokenizer.train_vocab_size to train one" if "." in named else ""
         raise DataError(
@@ -109,7 +136,7 @@ def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> T
     if files:
         return _open_file(files[0], named)
     if (path / OTHER_KINDS_FOLDER).is_dir():
-        return load_tokenizer(path / OTHER_KINDS_FOLDER, named=named)
+        return _open_folder(path / OTHER_KINDS_FOLDER, named)
     raise DataError(
         f"{path}: contains none of {', '.join(_HUGGING_FACE_FILES)}, no .model and no .tiktoken "
         f"file; set {named} to the folder or file of a tokenizer"

@@ -36,7 +36,8 @@ class Tokenizer(Protocol):
     """Text to token ids and back.
 
     name: its origin, for messages. vocab_size: ids are in [0, vocab_size), with added tokens,
-    without the model's padding. eos_id: the end-of-document token. bos_id, pad_id: None if
+    without the model's padding. eos_id: the end-of-document token. end_ids: it, and
+    others that end a written text by the folder's generation settings. bos_id, pad_id: None if
     absent. adds_bos: whether the model's inputs begin with `bos_id` by the tokenizer's own files;
     `encode_batch` never adds it. unknown_id: the token of text without a token of its own; None if
     all text has some. special_ids: special tokens to their ids. identity: digest of the vocabulary
@@ -48,6 +49,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     eos_id: int
+    end_ids: tuple[int, ...]
     bos_id: int | None
     pad_id: int | None
     adds_bos: bool

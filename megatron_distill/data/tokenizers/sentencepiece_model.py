@@ -64,6 +64,7 @@ class SentencePieceTokenizer:
                 "eos_id that is not negative"
             )
         self.eos_id = self._processor.eos_id()
+        self.end_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id = _id_or_none(self._processor.bos_id())
         self.pad_id = _id_or_none(self._processor.pad_id())
         self._puts_space_first = self._processor.normalize("a").startswith(_SPACES)

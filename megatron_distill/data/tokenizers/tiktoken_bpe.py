@@ -96,6 +96,7 @@ class TiktokenTokenizer:
         self._lengths_V = np.zeros(self.vocab_size, np.int64)
         self._lengths_V[list(self._bytes)] = [len(token) for token in self._bytes.values()]
         self.eos_id = self.special_ids[rules.eos]
+        self.end_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id = None if rules.bos is None else self.special_ids[rules.bos]
         self.pad_id = None if rules.pad is None else self.special_ids[rules.pad]
         self.identity = self._digest()

@@ -146,7 +146,7 @@ def _of_prompts(
         texts[0] if texts else "",
         shots_dropped=shots_dropped,
         truncated=truncated,
-        stop_ids=chat_prompt(tokenizer, "a").stop_ids if task.chat else (tokenizer.eos_id,),
+        stop_ids=chat_prompt(tokenizer, "a").stop_ids if task.chat else tokenizer.end_ids,
     )
 
 

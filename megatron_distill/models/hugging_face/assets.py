@@ -59,22 +59,6 @@ def copy_assets(source: Path, destination: Path) -> None:
     copy_tokenizer(source, destination)
 
 
-def end_ids(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a text by a folder's generation settings; none without them.
-
-    Raises CheckpointError: the file is damaged.
-    """
-    path = folder / _GENERATION_FILE
-    if not path.is_file():
-        return ()
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); replace the file") from error
-    numbers = found if isinstance(found, list) else [found]
-    return tuple(one for one in numbers if isinstance(one, int))
-
-
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer files of a folder; raises OSError."""
     destination.mkdir(parents=True, exist_ok=True)

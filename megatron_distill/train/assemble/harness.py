@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_distill.config import ModelConfig, RunConfig
+from megatron_distill.data.tokenizers.open import end_ids
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.models.execution import Execution
-from megatron_distill.models.hugging_face.assets import end_ids
 from megatron_distill.runtime.collectives import from_first_rank, together
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.train.assemble.evaluated_model import shared_tokenizer

@@ -141,7 +141,7 @@ def _on_own_texts(
     )
     verifier = replace(drafter, chunks=[teacher.model], architecture=teacher.architecture)
     tokenizer = opened.samples.tokenizer
-    stop_ids = from_first_rank(lambda: () if tokenizer is None else (tokenizer.eos_id,))
+    stop_ids = from_first_rank(lambda: () if tokenizer is None else tokenizer.end_ids)
     length = config.data.sequence_length
     prompts = held_out_prompts(held_out.steps, groups, most=max(1, length // 4))
     tokens = min(_NEW_TOKENS, max(1, length // 2))

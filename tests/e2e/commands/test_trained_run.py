@@ -24,6 +24,7 @@ from megatron_distill.train.assemble.trained_config import (
     run_and_overrides,
 )
 from tests.distributed.pool import Pool
+from tests.e2e.converting import convert
 from tests.e2e.failing import call_alone, call_script
 from tests.e2e.processes import ROOT, SIGNALLING_TORCHRUN, run_from_imports
 from tests.e2e.runs import CPU, VIRTUAL, records, run
@@ -197,6 +198,38 @@ def test_the_script_writes_text_that_the_seed_fixes(
     assert len(text.read_text()) > len(PROMPT)
     found = _written(pool, student, "parallel.tensor=2", *options, world=2)
     assert found == text.read_text() + "\n"
+
+
+def test_a_text_ends_where_transformers_ends_it(pool: Pool, trained: Path, tmp_path: Path) -> None:
+    """At any token of the folder's generation settings, in both programs of the command."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megatron_distill.data.tokenizers.open import load_tokenizer
+
+    folder = tmp_path / "student"
+    words = ("export", "--checkpoint", trained / "student", "--hf", folder)
+    assert [one.status for one in convert(pool, *words)] == [0, 0]
+    prompt = ("--prompt", PROMPT, "--tokens", 12, "--temperature", 0)
+    tokenizer = load_tokenizer(folder)
+    given = torch.tensor([tokenizer.encode_batch([PROMPT])[0].tolist()])
+
+    def ids() -> list[int]:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        (written,) = model.generate(given, max_new_tokens=12, do_sample=False)
+        return [int(one) for one in written[given.shape[1] :]]
+
+    whole = ids()
+    end = max(whole, key=whole.count)
+    assert whole.index(end) < 11
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.eos_id, end]})
+    )
+    ended = ids()
+    assert ended == whole[: whole.index(end) + 1]
+    expected = PROMPT + tokenizer.decode(ended[:-1]) + "\n"
+    assert _written(pool, "--hf", folder, *prompt) == expected
+    assert _written(pool, "--hf", folder, "--transformers", *prompt) == expected
 
 
 @pytest.mark.slow

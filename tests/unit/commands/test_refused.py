@@ -47,6 +47,13 @@ _REFUSED: dict[tuple[str, ...], str] = {
         "--tasks",
         "q.yaml",
     ): "give one of a run, --hf",
+    (
+        *_TASKS,
+        "--against",
+        "{folder}/x",
+        "--items",
+        "{folder}/../{name}/x",
+    ): "/x: would replace the file of --against; name another",
     (*_TASKS, "--include", "{folder}"): "--include has tasks of lm-evaluation-harness; add --lm-ev",
     (*_HARNESS, "--include", "{folder}/none"): "--include {folder}/none: there is no such folder",
     (*_TEXT, "--text", "{folder}"): "{folder} is a folder; name a file in it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from copy import copy
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megatron_distill.data.chat.encode import MaskRule, chat_prompt, label_flags
 from megatron_distill.data.chat.spans import ResponseFinder
 from megatron_distill.data.chat.template import chat_template, encode_rendered
 from megatron_distill.data.samples import FULLY_TRAINED
+from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
 from tests.support.chat_fixtures import chat_tokenizer
 from tests.support.tokenizer_kinds import tokenizer_of
@@ -29,6 +31,13 @@ ENDS = {
 }
 
 
+def ending_with(tokenizer: Tokenizer, token: int) -> Tokenizer:
+    """The tokenizer of a folder whose generation settings name one more token."""
+    other = copy(tokenizer)
+    other.end_ids = (tokenizer.eos_id, token)
+    return other
+
+
 @pytest.mark.parametrize("style", ENDS)
 def test_the_prompt_is_that_of_transformers_and_the_end_of_its_turn_stops_it(style: str) -> None:
     tokenizer = chat_tokenizer(style)
@@ -39,6 +48,8 @@ def test_the_prompt_is_that_of_transformers_and_the_end_of_its_turn_stops_it(sty
     found = chat_prompt(tokenizer, "Is it sunny?")
     assert list(found.ids) == expected
     assert set(found.stop_ids) == {tokenizer.eos_id, tokenizer.special_ids[ENDS[style]]}
+    more = chat_prompt(ending_with(tokenizer, 7), "Is it sunny?")
+    assert set(more.stop_ids) == {*found.stop_ids, 7}
 
 
 def test_a_system_message_comes_first() -> None:
@@ -57,6 +68,7 @@ def test_a_tokenizer_without_a_template_is_named() -> None:
     with pytest.raises(ConfigError, match="the tokenizer plain has no chat template; add a chat_t"):
         chat_prompt(tokenizer, "Hi")
     assert plain_prompt(tokenizer, "Hi").stop_ids == (tokenizer.eos_id,)
+    assert plain_prompt(ending_with(tokenizer, 7), "Hi").stop_ids == (tokenizer.eos_id, 7)
     with pytest.raises(ConfigError, match="--prompt is empty"):
         plain_prompt(tokenizer, "")
 

@@ -14,6 +14,7 @@ from megatron_distill.data.chat.template import encode_rendered
 from megatron_distill.data.tokenizers.open import (
     HuggingFaceTokenizer,
     Tokenizer,
+    end_ids,
     load_tokenizer,
     train_bpe,
 )
@@ -213,3 +214,36 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "no-end")
     with pytest.raises(DataError, match="has no end-of-document token; set eos_token"):
         load_tokenizer(tmp_path / "no-end")
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, ()),
+        ("{}", ()),
+        ('{"eos_token_id": null}', ()),
+        ('{"eos_token_id": 2}', (2,)),
+        ('{"eos_token_id": [128001, 128009]}', (128001, 128009)),
+    ],
+)
+def test_the_tokens_that_end_a_text_are_those_of_the_generation_settings(
+    trained: Tokenizer, tmp_path: Path, content: str | None, found: tuple[int, ...]
+) -> None:
+    trained.save(tmp_path / "model")
+    if content is not None:
+        (tmp_path / "model" / "generation_config.json").write_text(content)
+    assert end_ids(tmp_path / "model") == found
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert tokenizer.end_ids == tuple(sorted({trained.eos_id, *found}))
+    assert pickle.loads(pickle.dumps(tokenizer)).end_ids == tokenizer.end_ids
+    assert tokenizer.identity == trained.identity
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_damaged_generation_settings_are_named(
+    trained: Tokenizer, tmp_path: Path, content: str
+) -> None:
+    trained.save(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    with pytest.raises(DataError, match="generation_config.json: not a JSON .*; replace or remove"):
+        load_tokenizer(tmp_path / "model")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.hugging_face.assets import end_ids
 from megatron_distill.models.hugging_face.family import families
 from tests.distributed.hugging_face_models import MODELS
 from tests.distributed.megatron_world import small_architecture
@@ -224,28 +222,3 @@ def test_heads_turned_in_part_leave_only_as_a_family_that_turns_so() -> None:
         "llama: the family cannot express this model (config.json vs model): "
         "rotary_fraction 1.0 vs 0.5"
     )
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (None, ()),
-        ("{}", ()),
-        ('{"eos_token_id": null}', ()),
-        ('{"eos_token_id": 2}', (2,)),
-        ('{"eos_token_id": [128001, 128009]}', (128001, 128009)),
-    ],
-)
-def test_the_tokens_that_end_a_text_are_those_of_the_generation_settings(
-    tmp_path: Path, content: str | None, found: tuple[int, ...]
-) -> None:
-    if content is not None:
-        (tmp_path / "generation_config.json").write_text(content)
-    assert end_ids(tmp_path) == found
-
-
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_damaged_generation_settings_are_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(CheckpointError, match="generation_config.json: cannot be read .*replace"):
-        end_ids(tmp_path)
