@@ -34,8 +34,8 @@ def write_text(
     With `chat` the prompt is a user message in the tokenizer's chat template, after a `system`
     message if there is one. Only the response is returned then.
 
-    The text ends at the model's maximum positions at the latest. The folder's end-of-document token
-    ends it, for `chat` also the end-of-turn token, or the first of `stops`. Raises CheckpointError,
+    The text ends at the model's maximum positions at the latest. The tokenizer's `end_ids`
+    end it, for `chat` also the end-of-turn token, or the first of `stops`. Raises CheckpointError,
     DataError or ConfigError if the folder is unusable or the prompt is empty.
     """
     tokenizer, model = _open_folder(folder)

@@ -198,8 +198,7 @@ class ScorerLM(TemplateLM):
 
     `writer` None: the model generates no text. `seed`: of sampled texts, which are the same in any
     layout and beside any other tasks. `weights`: their digest, for the results. `most`: positions
-    of the model, where the scorer may take fewer. `end_ids`: tokens that end a text besides the
-    tokenizer's.
+    of the model, where the scorer may take fewer.
 
     Attributes:
         truncated: requests that lost tokens on the left, by task.
@@ -217,10 +216,8 @@ class ScorerLM(TemplateLM):
         seed: int = 0,
         weights: str = "",
         most: int | None = None,
-        end_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self._end_ids = frozenset(end_ids)
         self._most = scorer.positions if most is None else most
         self._weights = weights
         self._scorer, self._encoder, self._writer = scorer, encoder, writer
@@ -315,9 +312,9 @@ class ScorerLM(TemplateLM):
 
     @cached_property
     def _stop_ids(self) -> tuple[int, ...]:
-        """The end-of-document token, those of the model, and the end of a turn of a template."""
+        """The tokenizer's `end_ids`, and the end of a turn of its template."""
         tokenizer = self._encoder.tokenizer
-        found = {*tokenizer.end_ids, *self._end_ids}
+        found = set(tokenizer.end_ids)
         if tokenizer.chat_template is not None:
             found.update(chat_prompt(tokenizer, "a").stop_ids)
         return tuple(sorted(found))

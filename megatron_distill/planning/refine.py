@@ -62,7 +62,7 @@ def lower_quartile(values: Sequence[float]) -> float:
 
     Other work, also that of other machines on the same processor, only adds to a step's time.
     """
-    return quantiles(values, n=4, method="inclusive")[0]
+    return quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 def read_steps(

@@ -26,6 +26,7 @@ from megatron_distill.data.tokenizers.open import (
     OTHER_KINDS_FOLDER,
     HuggingFaceTokenizer,
     Tokenizer,
+    end_ids,
     holds_tokenizer,
     is_hugging_face,
     load_tokenizer,
@@ -251,15 +252,20 @@ def keep_assets(output: str, source: Path | None, tokenizer: Tokenizer) -> None:
             keep_with_model(tokenizer, partial)
             if not (partial / CONFIG_FILE).is_file():
                 (partial / CONFIG_FILE).write_text(json.dumps(_special_tokens(tokenizer)) + "\n")
-            settings = partial / GENERATION_FILE
-            if len(tokenizer.end_ids) > 1 and not settings.is_file():
-                ends = {"eos_token_id": list(tokenizer.end_ids)}
-                settings.write_text(json.dumps(ends) + "\n")
+            if {tokenizer.eos_id, *end_ids(partial)} != set(tokenizer.end_ids):
+                _keep_ends(partial / GENERATION_FILE, tokenizer)
     except OSError as error:
         raise ConfigError(
             f"output={output}: cannot keep the tokenizer there ({error.strerror}); free "
             "disk space or change `output`"
         ) from error
+
+
+def _keep_ends(file: Path, tokenizer: Tokenizer) -> None:
+    """Write the tokens that end a text into generation settings; other settings stay."""
+    plain = _special_tokens(tokenizer)  # `transformers` takes none from config.json beside the file
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else plain
+    file.write_text(json.dumps({**known, "eos_token_id": list(tokenizer.end_ids)}) + "\n")
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:

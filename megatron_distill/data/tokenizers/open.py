@@ -31,13 +31,14 @@ from megatron_distill.log import get_logger
 
 __all__ = [
     "END_OF_TEXT",
-    "OTHER_KINDS_FOLDER",
     "GENERATION_FILE",
+    "OTHER_KINDS_FOLDER",
     "SMALLEST_BPE",
     "Encoding",
     "HuggingFaceTokenizer",
     "Tokenizer",
     "Vocabulary",
+    "add_ends",
     "end_ids",
     "holds_tokenizer",
     "is_hugging_face",
@@ -96,15 +97,21 @@ def load_tokenizer(path: str | Path, *, named: str = "data.tokenizer.path") -> T
     `named` is the configuration key or option that error messages name.
 
     In a folder Hugging Face files come first, then a single `.model` or `.tiktoken` file, then the
-    subfolder `tokenizer`. The folder's generation settings add to the tokens that end a text.
+    subfolder `tokenizer`. Generation settings in the folder add to the tokens that end a text.
     Raises DataError if there is no tokenizer or more than one, a file is malformed, or there is no
     end-of-document token.
     """
     path = Path(path).expanduser()
     found = _open_file(path, named) if path.is_file() else _open_folder(path, named)
-    if path.is_dir():
-        found.end_ids = tuple(sorted({*found.end_ids, *end_ids(path)}))
+    add_ends(found, end_ids(path.parent if path.is_file() else path))
     return found
+
+
+def add_ends(tokenizer: Tokenizer, ids: Iterable[int]) -> None:
+    """Add ids of its vocabulary to a tokenizer's `end_ids`; `eos_id` stays the first."""
+    more = {one for one in ids if 0 <= one < tokenizer.vocab_size} - {tokenizer.eos_id}
+    own = set(tokenizer.end_ids) - {tokenizer.eos_id}
+    tokenizer.end_ids = (tokenizer.eos_id, *sorted(own | more))
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
@@ -117,7 +124,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
         return ()
     found = read_json_object(path, advice="replace or remove the file").get("eos_token_id")
     numbers = found if isinstance(found, list) else [found]
-    return tuple(one for one in numbers if isinstance(one, int))
+    return tuple(one for one in numbers if isinstance(one, int) and not isinstance(one, bool))
 
 
 def _open_folder(path: Path, named: str) -> Tokenizer:

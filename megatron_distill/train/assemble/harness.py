@@ -7,19 +7,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_distill.config import ModelConfig, RunConfig
-from megatron_distill.data.tokenizers.open import end_ids
+from megatron_distill.config import RunConfig
 from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.models.execution import Execution
-from megatron_distill.runtime.collectives import from_first_rank, together
+from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.launch import PRECISIONS, Device
 from megatron_distill.train.assemble.evaluated_model import shared_tokenizer
 from megatron_distill.train.assemble.evaluation import ModelRole, Resolved
 from megatron_distill.train.assemble.models import job_groups
 from megatron_distill.train.assemble.sources import data_options, open_tokenizer
 from megatron_distill.train.assemble.tasks import NO_TASKS
-from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
 
 __all__ = ["evaluate_by_harness"]
 
@@ -79,7 +77,6 @@ def evaluate_by_harness(
             seed=config.seed,
             weights=weights,
             most=resolved.source.architecture.max_position_embeddings,
-            end_ids=from_first_rank(lambda: _end_ids(config.models["student"])),
         )
         return run_harness(
             adapter,
@@ -89,12 +86,3 @@ def evaluate_by_harness(
             apply_chat_template=apply_chat_template,
             samples=samples,
         )
-
-
-def _end_ids(model: ModelConfig) -> tuple[int, ...]:
-    """Return the tokens that end a text by the settings of the model's Hugging Face folder."""
-    if model.hf is not None:
-        return end_ids(Path(model.hf).expanduser())
-    if model.checkpoint is not None:
-        return end_ids(assets_of(resolve_checkpoint(model.checkpoint)))
-    return ()

@@ -32,6 +32,8 @@ from megatron_distill.data.text.files import fingerprint
 from megatron_distill.data.tokenizers.open import (
     Tokenizer,
     Vocabulary,
+    add_ends,
+    end_ids,
     load_tokenizer,
     open_named_encoding,
     require_same_ids,
@@ -41,6 +43,7 @@ from megatron_distill.errors import DataError
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import find_stores, tokenizer_folder
+from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
 
 __all__ = ["publish_files", "require_same_files"]
 
@@ -121,8 +124,25 @@ def open_tokenizer(config: JobConfig, options: DataOptions) -> tuple[Tokenizer |
 def read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
     """Return the result of `open_tokenizer`, in a process without a world.
 
-    A trained tokenizer is saved in the job's folder, where a resumed run finds it.
+    A trained tokenizer is saved in the job's folder, where a resumed run finds it. Texts also end
+    at the tokens that the generation settings of the student's model name.
     """
+    found = _read_tokenizer(config, options)
+    if (student := config.models.get("student")) is not None:
+        add_ends(found, _ends_of_model(student))
+    return found
+
+
+def _ends_of_model(model: ModelConfig) -> tuple[int, ...]:
+    """Return the tokens that end a text by the settings of the model's Hugging Face folder."""
+    if model.hf is not None:
+        return end_ids(Path(model.hf).expanduser())
+    if model.checkpoint is not None:
+        return end_ids(assets_of(resolve_checkpoint(model.checkpoint)))
+    return ()
+
+
+def _read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
     wanted = config.data.tokenizer
     if wanted.path is not None:
         return load_tokenizer(wanted.path)

@@ -230,6 +230,10 @@ def test_a_text_ends_where_transformers_ends_it(pool: Pool, trained: Path, tmp_p
     expected = PROMPT + tokenizer.decode(ended[:-1]) + "\n"
     assert _written(pool, "--hf", folder, *prompt) == expected
     assert _written(pool, "--hf", folder, "--transformers", *prompt) == expected
+    # Also where the tokenizer is another folder's, without such settings.
+    other = ("--tokenizer", trained / "student" / "hugging_face")
+    assert not (other[1] / "generation_config.json").exists()
+    assert _written(pool, "--hf", folder, *other, *prompt) == expected
 
 
 @pytest.mark.slow

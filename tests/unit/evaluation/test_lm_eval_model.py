@@ -309,11 +309,11 @@ def test_draws_are_those_of_task_document_and_repeat_whatever_stands_beside_them
     first = [drawn("a", number, f"question {number}") for number in (0, 1) for _ in range(2)]
     others = [drawn("b", 0, "other"), drawn("c", 1, "")]
     found = []
+    tokenizer = copy.copy(chat_tokenizer("gemma"))
+    tokenizer.end_ids = (tokenizer.eos_id, 7, 9)
     for requests in (first, [*others, *first], [*first, *others]):
         writer = Drawing()
-        ours = ScorerLM(
-            Positions(600), TextEncoder(chat_tokenizer("gemma")), writer, end_ids=(7, 9)
-        )
+        ours = ScorerLM(Positions(600), TextEncoder(tokenizer), writer)
         texts = ours.generate_until(requests)
         assert set(texts) == {"sunny today"}, "special tokens are left out"
         assert {7, 9, ours.eot_token_id} <= set(writer.stop_ids)

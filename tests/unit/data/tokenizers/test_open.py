@@ -223,7 +223,8 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
         ("{}", ()),
         ('{"eos_token_id": null}', ()),
         ('{"eos_token_id": 2}', (2,)),
-        ('{"eos_token_id": [128001, 128009]}', (128001, 128009)),
+        ('{"eos_token_id": [17, 9]}', (17, 9)),
+        ('{"eos_token_id": [true, "a", null]}', ()),
     ],
 )
 def test_the_tokens_that_end_a_text_are_those_of_the_generation_settings(
@@ -234,9 +235,15 @@ def test_the_tokens_that_end_a_text_are_those_of_the_generation_settings(
         (tmp_path / "model" / "generation_config.json").write_text(content)
     assert end_ids(tmp_path / "model") == found
     tokenizer = load_tokenizer(tmp_path / "model")
-    assert tokenizer.end_ids == tuple(sorted({trained.eos_id, *found}))
+    assert tokenizer.end_ids == (trained.eos_id, *sorted({*found} - {trained.eos_id}))
     assert pickle.loads(pickle.dumps(tokenizer)).end_ids == tokenizer.end_ids
     assert tokenizer.identity == trained.identity
+
+
+def test_ids_outside_the_vocabulary_end_no_text(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [-1, 7, 400]}')
+    assert load_tokenizer(tmp_path / "model").end_ids == (trained.eos_id, 7)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
