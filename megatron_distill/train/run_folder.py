@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
@@ -43,6 +43,7 @@ from megatron_distill.models.hugging_face.assets import (
 from megatron_distill.runtime.atomic_files import replace_file, whole_folder
 from megatron_distill.runtime.collectives import together
 from megatron_distill.runtime.folder_lock import take_lock
+from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
 from megatron_distill.train.reports.log_file import name_of_earlier
 
 _LOGGER = get_logger(__name__)
@@ -233,6 +234,26 @@ def tokenizer_bytes(folder: Path) -> int:
     for place in (folder, folder / OTHER_KINDS_FOLDER):
         own |= {*place.glob("*.model"), *place.glob("*.tiktoken*")}
     return sum(path.stat().st_size for path in own if path.is_file())
+
+
+class _Weights(Protocol):
+    """Where a model's weights are: a Hugging Face folder, or a checkpoint or run."""
+
+    @property
+    def hf(self) -> str | None: ...
+    @property
+    def checkpoint(self) -> str | None: ...
+
+
+def ends_of_model(model: _Weights | None) -> tuple[int, ...]:
+    """Return the tokens that end a text by the settings of a model's Hugging Face folder."""
+    if model is None:
+        return ()
+    if model.hf is not None:
+        return end_ids(Path(model.hf).expanduser())
+    if model.checkpoint is not None:
+        return end_ids(assets_of(resolve_checkpoint(model.checkpoint)))
+    return ()
 
 
 def keep_assets(output: str, source: Path | None, tokenizer: Tokenizer) -> None:

@@ -33,7 +33,6 @@ from megatron_distill.data.tokenizers.open import (
     Tokenizer,
     Vocabulary,
     add_ends,
-    end_ids,
     load_tokenizer,
     open_named_encoding,
     require_same_ids,
@@ -43,7 +42,7 @@ from megatron_distill.errors import DataError
 from megatron_distill.runtime.bridge import Bridge
 from megatron_distill.runtime.collectives import together
 from megatron_distill.store import find_stores, tokenizer_folder
-from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
+from megatron_distill.train.run_folder import ends_of_model
 
 __all__ = ["publish_files", "require_same_files"]
 
@@ -104,8 +103,8 @@ def reserved_fraction(data: DataConfig) -> float:
 def open_tokenizer(config: JobConfig, options: DataOptions) -> tuple[Tokenizer | None, Vocabulary]:
     """Load or train the tokenizer on the first rank and broadcast its facts.
 
-    The tokenizers of the job's models must agree with it. Raises DataError or ConfigError on all
-    ranks.
+    The tokenizers of the job's models must agree with it. The generation settings of the student's
+    model add to the tokens that end a text. Raises DataError or ConfigError on all ranks.
 
     Collective: world, one broadcast of a short object.
     """
@@ -113,6 +112,7 @@ def open_tokenizer(config: JobConfig, options: DataOptions) -> tuple[Tokenizer |
     with together():
         if dist.get_rank() == 0:
             tokenizer = read_tokenizer(config, options)
+            add_ends(tokenizer, ends_of_model(config.models.get("student")))
             for key, folder in _tokenizer_folders(_readers(config)):
                 require_same_ids(tokenizer, folder, named=key)
     facts = [None if tokenizer is None else Vocabulary.of(tokenizer)]
@@ -124,25 +124,8 @@ def open_tokenizer(config: JobConfig, options: DataOptions) -> tuple[Tokenizer |
 def read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
     """Return the result of `open_tokenizer`, in a process without a world.
 
-    A trained tokenizer is saved in the job's folder, where a resumed run finds it. Texts also end
-    at the tokens that the generation settings of the student's model name.
+    A trained tokenizer is saved in the job's folder, where a resumed run finds it.
     """
-    found = _read_tokenizer(config, options)
-    if (student := config.models.get("student")) is not None:
-        add_ends(found, _ends_of_model(student))
-    return found
-
-
-def _ends_of_model(model: ModelConfig) -> tuple[int, ...]:
-    """Return the tokens that end a text by the settings of the model's Hugging Face folder."""
-    if model.hf is not None:
-        return end_ids(Path(model.hf).expanduser())
-    if model.checkpoint is not None:
-        return end_ids(assets_of(resolve_checkpoint(model.checkpoint)))
-    return ()
-
-
-def _read_tokenizer(config: JobConfig, options: DataOptions) -> Tokenizer:
     wanted = config.data.tokenizer
     if wanted.path is not None:
         return load_tokenizer(wanted.path)
