@@ -355,3 +355,18 @@ def test_added_tokens_are_literal_and_byte_tokens_are_bytes() -> None:
     wordpiece = rewriting_tokenizer("hf_wordpiece")
     part = next(token for token in wordpiece.vocabulary() if token.startswith("##"))
     assert wordpiece.token_bytes()[wordpiece.vocabulary()[part]] == part[2:].encode()
+
+
+@every_class
+def test_texts_end_by_the_settings_beside_the_files_whether_a_folder_or_a_file_is_given(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokenizer.save(tmp_path)
+    more = 5 if tokenizer.eos_id != 5 else 6
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{more}]}}')
+    files = [*tmp_path.glob("*.model"), *tmp_path.glob("*.tiktoken")]
+    assert len(files) == (0 if kind == "hf_bytes" else 1)
+    for path in (tmp_path, *files):
+        assert load_tokenizer(path).end_ids == (tokenizer.eos_id, more)
+    assert tokenizer.end_ids == (tokenizer.eos_id,)
