@@ -47,14 +47,14 @@ brackets. No recipe was tuned.
 """
 _SPEED_NOTE = """\
 Steps of the quickstart's runs beside their plans: its teacher, and its student with each recipe, on
-as many ranks as there. `labels` is the student alone and `logits` the distilled one. Teachers have
-random weights. `from a store` is the student of `logits` with a top-64 of that teacher, which was
-captured before. `two tokenizers` are students of configs/quickstart_tokenizers_student.yaml, each
-with one loss between its tokens and its teacher's. Each run takes {steps} steps, of which the first
-{warmup} are not counted; runs take turns, round by round. `step` is the median over all rounds,
-with the extremes of their medians in parentheses. `planned` is the planner's time of it on this
-machine, which was calibrated before each round and at the end: the median of these plans, with the
-extremes.
+as many ranks as there. `labels` is the student alone and `logits` the distilled one. All learn from
+the first row's teacher after its {teacher} steps. `from a store` is the student of `logits` with a
+top-64 of that teacher, which was captured before. `two tokenizers` are students of
+configs/quickstart_tokenizers_student.yaml, each with one loss between its tokens and its teacher's.
+Each run takes {steps} steps, of which the first {warmup} are not counted; runs take turns, round by
+round. `step` is the median over all rounds, with the extremes of their medians in parentheses.
+`planned` is the planner's time of it on this machine, which was calibrated before each round and at
+the end: the median of these plans, with the extremes.
 """
 _TEACHER_RUN = "the teacher"
 _STORE_RUN = "from a store"
@@ -63,6 +63,8 @@ _TOKENIZER_RUNS = {f"two tokenizers, {loss}": terms for loss, terms in LOSSES.it
 _ROWS = 2048  # of the quickstart's tokenizer
 _OWN_ROWS = 1200  # of its students' with a tokenizer of their own
 _WARMUP = 5
+# With random weights on both sides most tokens are near their teacher, which takes fp64 on a CPU.
+_TEACHER_STEPS = 150
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def speed_runs(recipes: Sequence[str]) -> list[str]:
 def speed_run(name: str) -> tuple[str, list[str], int]:
     """Return the file of a run whose speed is measured, its overrides, and its ranks.
 
-    name: one of `speed_runs`. A teacher has random weights.
+    name: one of `speed_runs`. A teacher has no weights yet.
     """
     if name == _TEACHER_RUN:
         return "quickstart_teacher.yaml", [f"student.architecture.vocab_size={_ROWS}"], 2
@@ -156,17 +158,17 @@ def speed_run(name: str) -> tuple[str, list[str], int]:
         stored = ["teacher.checkpoint=null", "teacher.store=stores/quickstart"]
         return "quickstart_student.yaml", [f"student.architecture.vocab_size={_ROWS}", *stored], 4
     if name in _TOKENIZER_RUNS:
-        given = [f"student.architecture.vocab_size={_OWN_ROWS}", *_random_teacher()]
+        given = [f"student.architecture.vocab_size={_OWN_ROWS}", *_teacher_shape()]
         given.append(f"objective.terms={_TOKENIZER_RUNS[name]}")
         return "quickstart_tokenizers_student.yaml", [*given, "teacher.tokenizer.path=tokenizer"], 2
     given = [f"student.architecture.vocab_size={_ROWS}", *RECIPES[name]]
     if "teacher=null" not in given:
-        given += _random_teacher()
+        given += _teacher_shape()
     return "quickstart_student.yaml", given, 4
 
 
-def _random_teacher() -> list[str]:
-    """Return the overrides that put the quickstart's teacher with random weights into a run."""
+def _teacher_shape() -> list[str]:
+    """Return the overrides that put the quickstart's teacher into a run, without weights."""
     trained = load_config(ROOT / "configs" / "quickstart_teacher.yaml", [])
     assert trained.student.architecture is not None
     shape = trained.student.architecture.model_dump(mode="json", exclude_none=True)
@@ -201,7 +203,7 @@ def _measure_speed(arguments: argparse.Namespace, console: Console) -> int:
     file = arguments.output / "recipes_speed.json"
     file.write_text(json.dumps(record, indent=1), encoding="utf-8")
     lines = [f"- {key}: {value}" for key, value in environment.items()]
-    note = _SPEED_NOTE.format(steps=arguments.steps, warmup=_WARMUP)
+    note = _SPEED_NOTE.format(steps=arguments.steps, warmup=_WARMUP, teacher=_TEACHER_STEPS)
     table = speed_table(record)
     text = "\n".join(["# Speed of the recipes\n", *lines, "", note, *table, ""])
     file.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -212,7 +214,8 @@ def _measure_speed(arguments: argparse.Namespace, console: Console) -> int:
 def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
     """Return the seconds of the steps of one run, without the first ones."""
     file, given, ranks = speed_run(name)
-    teachers = place / f"{_TEACHER_RUN} 0" / "tokenizer"
+    teacher, steps = place / f"{_TEACHER_RUN} 0", count
+    teachers = teacher / "tokenizer"
     own = place / f"{next(iter(_TOKENIZER_RUNS))} 0" / "tokenizer"
     if name in _TOKENIZER_RUNS:
         given.append(f"teacher.tokenizer.path={teachers}")
@@ -220,25 +223,34 @@ def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
     if tokenizer.exists():
         given += [f"data.tokenizer.path={tokenizer}", "data.tokenizer.train_vocab_size=null"]
     if name == _STORE_RUN:
-        given.append(f"teacher.store={_captured(place, tokenizer, count)}")
+        given.append(f"teacher.store={_captured(place, teacher, count)}")
+    elif name == _TEACHER_RUN:
+        steps = _TEACHER_STEPS
+    elif "teacher=null" not in given:
+        given += _trained(teacher)
     given += [
-        f"train.steps={count}",
+        f"train.steps={steps}",
         "validation={interval: 0, samples: 0}",
-        "checkpoint={save: false, resume: false}",
+        f"checkpoint={{save: {'true' if name == _TEACHER_RUN else 'false'}, resume: false}}",
     ]
     folder = place / f"{name} {number}"
-    steps = launched_steps(file, given, folder=folder, processes=ranks, name=name)
-    return [step["step_seconds"] for step in steps[_WARMUP:]]
+    log = launched_steps(file, given, folder=folder, processes=ranks, name=name)
+    return [step["step_seconds"] for step in log[_WARMUP:]]
 
 
-def _captured(place: Path, tokenizer: Path, count: int) -> Path:
+def _trained(teacher: Path) -> list[str]:
+    """Return the overrides that give a teacher the weights of its run."""
+    return ["teacher.architecture=null", f"teacher.checkpoint={teacher}"]
+
+
+def _captured(place: Path, teacher: Path, count: int) -> Path:
     """Return the store of the first `count` steps of a student, captured unless it is there."""
     store = place / "store"
     if store.exists():
         return store
     student = load_config(ROOT / "configs" / "quickstart_student.yaml", [])
-    words = ["--config", str(ROOT / "configs" / "cache.yaml"), *_random_teacher()]
-    words += [f"store.path={store}", f"data.tokenizer.path={tokenizer}"]
+    words = ["--config", str(ROOT / "configs" / "cache.yaml"), *_trained(teacher)]
+    words += [f"store.path={store}", f"data.tokenizer.path={teacher / 'tokenizer'}"]
     words.append(f"store.samples={count * student.train.global_batch_size}")
     launched("cache_teacher.py", words, folder=place, processes=1, name="the store")
     return store

@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,8 +23,12 @@ from megatron_distill.planning.forked_ranks import ForkedRanks
 __all__ = ["measure_links"]
 
 _RANKS: Final = 2
-# Bytes, and how often each is sent in one of several rounds.
+# Bytes, and how often each is sent.
 _MESSAGES: Final = {2**12: 24, 2**24: 6}
+# On a CPU one of four small sums waits several times as long as the others, for a core: their mean
+# needs many. Other work on the machine delays the slowest.
+_SMALL_SUMS: Final = 96
+_COUNTED, _TYPICAL = 0.95, 0.75  # shares of a CPU's messages, from the fastest on, of a mean
 _WORK: Final = (512, 512, 1408)  # a product before each message on a CPU, about half a layer's
 _HANG_SECONDS: Final = 300.0  # of all messages; only a hang takes that long
 _RESULT: Final = "seconds"
@@ -43,19 +48,19 @@ def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Lin
         else:
             _run_forked(forked, device.type, folder)
         found = (Path(folder) / _RESULT).read_text()
-    small, *small_halves, large, gather, scatter = map(float, found.split())
+    latency, small, *small_halves, large, gather, scatter = map(float, found.split())
     # A sum sends and receives twice the half of it.
     by_bytes = max(large - small, 1e-9)
     halves = [
-        max(2 * (half - latency) / by_bytes, 0.1)
-        for half, latency in zip((gather, scatter), small_halves, strict=True)
+        max(2 * (half - least) / by_bytes, 0.1)
+        for half, least in zip((gather, scatter), small_halves, strict=True)
     ]
     most = torch.cuda.device_count() if device.type == "cuda" else 64
     link = Link(
         devices=most,
         gb_per_s=max(_MESSAGES) / by_bytes / 1e9,
         efficiency=1.0,
-        latency_us=small * 1e6,
+        latency_us=latency * 1e6,
         gather=halves[0],
         scatter=halves[1],
     )
@@ -85,7 +90,7 @@ def _collectives_of_forked(kind: str, folder: str) -> None:
 
 
 def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
-    """Time sums, gathers and scatters of two sizes; the first of the processes writes them."""
+    """Time sums, gathers and scatters of two sizes, and small sums; the first rank writes them."""
     torch.set_num_threads(1)
     # torch has new names for collectives that older releases do not know.
     warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
@@ -101,7 +106,9 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     )
     m, k, n = _WORK
     operands = (torch.randn(m, k), torch.randn(k, n)) if kind == "cpu" else None
-    times = []
+    small = torch.zeros(min(_MESSAGES) // 4, device=device)
+    sums = _seconds_of(partial(dist.all_reduce, small), _SMALL_SUMS, operands)
+    times = [_mean_of_fastest(sums, _COUNTED)]
     for count, repeats in _MESSAGES.items():
         message = torch.zeros(count // 4, device=device)
         part = torch.zeros(count // 4 // _RANKS, device=device)
@@ -110,19 +117,8 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
             partial(dist.all_gather_into_tensor, message, part),
             partial(dist.reduce_scatter_tensor, part, message),
         ):
-            # One after the other, as in a step: each begins when all ranks have ended the last.
-            for repetitions in (1, repeats):
-                dist.barrier()
-                began, own = time.perf_counter(), []
-                for _ in range(repetitions):
-                    _work(operands)
-                    sent = time.perf_counter()
-                    collective()
-                    own.append(time.perf_counter() - sent)
-                if kind == "cuda":
-                    torch.cuda.synchronize(device)
-            whole = (time.perf_counter() - began) / repeats
-            times.append(whole if operands is None else _typical(own))
+            own = _seconds_of(collective, repeats, operands)
+            times.append(_mean_of_fastest(own, _TYPICAL))
     mean = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(mean)  # the rank that is first waits for the other
     times = (mean / _RANKS).tolist()
@@ -131,18 +127,34 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _typical(seconds: list[float]) -> float:
-    """Return the mean of the fastest three quarters of a CPU's messages.
+def _seconds_of(
+    collective: Callable[[], object],
+    repeats: int,
+    operands: tuple[torch.Tensor, torch.Tensor] | None,
+) -> list[float]:
+    """Return the seconds of each message, on a GPU the mean of all.
 
-    A message waits for the other rank's work, or milliseconds for a core: either may be the median.
+    One after the other, as in a step: each begins when all ranks have ended the last. operands: of
+    a product before each, on a CPU, as a step's layers work between two messages. Ranks arrive
+    apart after that, and their threads sleep: messages take longer than in a row.
     """
-    return fmean(sorted(seconds)[: max(1, 3 * len(seconds) // 4)])
-
-
-def _work(operands: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-    """Work as a step's layers do between two messages on a CPU.
-
-    Ranks arrive apart after that, and their threads sleep: messages take longer than in a row.
-    """
-    if operands is not None:
+    collective()
+    dist.barrier()
+    if operands is None:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            collective()
+        torch.cuda.synchronize()
+        return [(time.perf_counter() - began) / repeats]
+    own = []
+    for _ in range(repeats):
         torch.mm(*operands)
+        sent = time.perf_counter()
+        collective()
+        own.append(time.perf_counter() - sent)
+    return own
+
+
+def _mean_of_fastest(seconds: list[float], share: float) -> float:
+    return fmean(sorted(seconds)[: max(1, int(share * len(seconds)))])

@@ -94,7 +94,10 @@ def head_passes(
     so many most probable ids, for a store or a message; there is no loss then. terms: of the loss;
     empty: one between whole logits.
     """
-    forward, backward = rank.calls(chunks * _calls(terms, student, teacher, chosen=chosen)), 0.0
+    forward, backward = (
+        rank.calls_of_losses(chunks * _calls(terms, student, teacher, chosen=chosen)),
+        0.0,
+    )
     if student is not None:
         forward += _id_seconds(student, rank, chunks=chunks, terms=terms)
     split, rows = rank.layout.tensor, rank.tokens / chunks
@@ -213,7 +216,7 @@ def measuring_passes(
     divergences, and as many products back. The head's own gradient is not formed. Terms on few ids
     and calls of torch are those of the losses: without a gradient there are about as many.
     """
-    forward = rank.calls(chunks * _calls(terms, student, teacher, chosen=0))
+    forward = rank.calls_of_losses(chunks * _calls(terms, student, teacher, chosen=0))
     if student is not None:
         forward += _id_seconds(student, rank, chunks=chunks, terms=terms)
     split = rank.layout.tensor

@@ -104,6 +104,11 @@ class Rank:
         """Return the time of so many calls of torch on a CPU; on a GPU kernels hide them."""
         return count * self.device.kernel_us * 1e-6 if self.device.kind == "cpu" else 0.0
 
+    def calls_of_losses(self, count: float) -> float:
+        """Return the time of so many calls in losses, whose code is evicted as that of layers."""
+        evicted = self.device.layer_seconds("forward") / CALLS_OF_LAYER
+        return self.calls(count) + count * evicted
+
     def product(self, rows: float, inner: float, columns: float, *, count: float = 1.0) -> float:
         """Return the time of `count` products [rows, inner] times [inner, columns]."""
         flops = 2.0 * rows * inner * columns

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from megatron_distill.planning.answers import exchange_seconds, waiting_without_a_step_ahead
+from megatron_distill.planning.batches import batch_seconds, reading_seconds, store_seconds
 from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.end_operations import (
     embedding_passes,
@@ -49,11 +50,6 @@ __all__ = [
     "teacher_stages",
 ]
 
-# Seconds in which one core decodes a token of a store, and each of its ids with u8, the default: a
-# plan opens no store to see another codec. Fitted to `read` of benchmarks/results/store.md.
-_STORE_TOKEN: Final = 0.09e-6
-_STORE_ID: Final = 5.1e-9
-
 
 @dataclass(frozen=True)
 class StepTime(Parts):
@@ -63,7 +59,8 @@ class StepTime(Parts):
     balance: the student's forward pass that measures the losses for their balance, with messages
     and bubble. tensor, context, expert, pipeline, data_parallel: messages that no work hides.
     waiting: for a teacher on its own ranks, or for a store. data: for batches that are read more
-    slowly than the rest of a step takes; reading goes on beside all of it.
+    slowly than the rest of a step takes; reading goes on beside all of it, and its calls delay
+    those of the step on a CPU.
     """
 
     teacher: float = 0.0
@@ -411,7 +408,7 @@ def step_time(
         waiting = max(0.0, teacher - own, (own + together) / (run.steps_ahead + 1) - own)
         teacher = teacher_bubble = 0.0
     elif choice.place == "store":
-        waiting = max(0.0, _store_seconds(run, choice) - own)
+        waiting = max(0.0, store_seconds(run, choice) - own)
     time = StepTime(
         teacher=teacher,
         forward=micro_batches * (slow.layers.forward - slow.features.forward),
@@ -428,19 +425,9 @@ def step_time(
         optimizer=updates.optimizer,
         waiting=waiting,
     )
-    return replace(time, data=max(0.0, _reading(run, choice) - time.total))
-
-
-def _store_seconds(run: PlannedRun, choice: Choice) -> float:
-    """Return the time in which a replica reads its answers of a step from a store."""
-    return run.tokens / choice.data * (_STORE_TOKEN + run.store_ids * _STORE_ID)
-
-
-def _reading(run: PlannedRun, choice: Choice) -> float:
-    """Return the time in which one rank reads the samples of a step, for all ranks."""
-    if choice.place == "store" and run.teacher is not None:
-        return 0.0  # a store that would be captured has the samples
-    return run.tokens * run.reading_seconds
+    waits = time.tensor + time.context + time.expert + time.pipeline + time.bubble + waiting
+    behind = batch_seconds(run, choice, device, waits=waits)
+    return replace(time, data=behind + max(0.0, reading_seconds(run, choice) - time.total - behind))
 
 
 def phase_seconds(

@@ -136,7 +136,7 @@ def aligned_passes(run: PlannedRun, rank: Rank, *, teacher_tokens: float) -> Pas
         run, rank.device, tokens=rank.tokens, teacher_tokens=teacher_tokens, split=split
     )
     tiles = ceil(max(rank.tokens, teacher_tokens) / tile)
-    forward += rank.calls(aligned_calls(run, tiles=tiles))
+    forward += rank.calls_of_losses(aligned_calls(run, tiles=tiles))
     forward += _pass_seconds(rank, passes[0] * rank.tokens * columns.student, columns.student)
     forward += _pass_seconds(rank, passes[1] * teacher_tokens * columns.teacher, columns.teacher)
     return Passes(forward, 2 * once)
