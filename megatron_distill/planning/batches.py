@@ -45,4 +45,5 @@ def batch_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile, *, wai
     calls = _CALLS_OF_BATCH + _CALLS_OF_ALIGNED * run.is_aligned
     each = device.kernel_us * 1e-6
     beside = max(0.0, choice.micro_batches(run) * calls * each - waits)
-    return beside + _CALLS_OF_STEP * each
+    # Ranks that share a core do not write down their figures at the same time.
+    return beside + _CALLS_OF_STEP * each * device.core_share
