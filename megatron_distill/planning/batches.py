@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from megatron_distill.planning.device import DeviceProfile
     from megatron_distill.planning.run import Choice, PlannedRun
 
-__all__ = ["batch_seconds", "reading_seconds", "store_seconds"]
+__all__ = ["batch_seconds", "step_reading_seconds", "store_seconds"]
 
 # Seconds in which one core decodes a token of a store, and each of its ids with u8, the default: a
 # plan opens no store to see another codec. Fitted to `read` of benchmarks/results/store.md.
@@ -27,7 +27,7 @@ def store_seconds(run: PlannedRun, choice: Choice) -> float:
     return run.tokens / choice.data * (_STORE_TOKEN + run.store_ids * _STORE_ID)
 
 
-def reading_seconds(run: PlannedRun, choice: Choice) -> float:
+def step_reading_seconds(run: PlannedRun, choice: Choice) -> float:
     """Return the time in which one rank reads the samples of a step, for all ranks."""
     if choice.place == "store" and run.teacher is not None:
         return 0.0  # a store that would be captured has the samples

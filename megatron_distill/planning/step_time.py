@@ -13,7 +13,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from megatron_distill.planning.answers import exchange_seconds, waiting_without_a_step_ahead
-from megatron_distill.planning.batches import batch_seconds, reading_seconds, store_seconds
+from megatron_distill.planning.batches import batch_seconds, step_reading_seconds, store_seconds
 from megatron_distill.planning.device import DeviceProfile, Phase
 from megatron_distill.planning.end_operations import (
     embedding_passes,
@@ -427,7 +427,9 @@ def step_time(
     )
     waits = time.tensor + time.context + time.expert + time.pipeline + time.bubble + waiting
     behind = batch_seconds(run, choice, device, waits=waits)
-    return replace(time, data=behind + max(0.0, reading_seconds(run, choice) - time.total - behind))
+    return replace(
+        time, data=behind + max(0.0, step_reading_seconds(run, choice) - time.total - behind)
+    )
 
 
 def phase_seconds(

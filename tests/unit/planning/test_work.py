@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
+from megatron_distill.planning.batches import batch_seconds
 from megatron_distill.planning.device import DeviceProfile, Link, load_device, reading_seconds
 from megatron_distill.planning.losses.layer_passes import pair_work
 from megatron_distill.planning.parameters import stage_numbers
-from megatron_distill.planning.run import Choice, LayerPair, LossTerm, PlannedRun
+from megatron_distill.planning.run import Choice, ChunkLoss, LayerPair, LossTerm, PlannedRun
 from megatron_distill.planning.search import Search
 from megatron_distill.planning.step_time import (
     StepTime,
@@ -389,6 +390,32 @@ def test_a_cpu_divides_its_gradients_by_the_tokens() -> None:
     (parameters,) = (one.total for one in NUMBERS)
     assert found.data_parallel - plain.data_parallel == pytest.approx(0.8e-9 * parameters)
     assert found.optimizer == pytest.approx(6e-9 * parameters)
+
+
+def test_calls_of_the_next_batch_delay_those_of_a_cpu_that_does_not_wait() -> None:
+    """900 of a micro-batch and 350 of a step, of 1 us; those of a GPU run ahead of its kernels."""
+    cpu = DEVICE.model_copy(update={"kind": "cpu", "kernel_us": 1.0})
+    beside = BATCH * 900e-6
+    assert step_time(RUN, SHARED, cpu, NUMBERS).data == pytest.approx(beside + 350e-6)
+    for waits, left in ((0.0, beside), (0.4 * beside, 0.6 * beside), (2 * beside, 0.0)):
+        found = batch_seconds(RUN, SHARED, cpu, waits=waits)
+        assert found == pytest.approx(left + 350e-6)
+        assert batch_seconds(RUN, SHARED, DEVICE, waits=waits) == 0.0
+    two = replace(RUN, chunk_losses=(ChunkLoss("likelihood"),))
+    more = batch_seconds(two, SHARED, cpu, waits=0.0) - batch_seconds(RUN, SHARED, cpu, waits=0.0)
+    assert more == pytest.approx(BATCH * 1600e-6)
+    shared = cpu.model_copy(update={"core_share": 0.5, "kernel_us": 2.0})
+    assert batch_seconds(RUN, SHARED, shared, waits=1.0) == pytest.approx(350e-6)
+
+
+def test_calls_of_losses_are_evicted_as_those_of_layers() -> None:
+    """A layer has 340 calls, so that one of a loss takes as much of its time."""
+    cpu = DEVICE.model_copy(update={"kind": "cpu", "kernel_us": 1.0, "logit_ns": {"fp32": 1.0}})
+    cold = cpu.model_copy(update={"layer_us": {"one rank": {"forward": 680.0, "backward": 1.0}}})
+    run = replace(RUN, precision="fp32")
+    heads = [step_time(run, SHARED, device, NUMBERS).heads for device in (cpu, cold)]
+    calls = (heads[1] - heads[0]) / 2e-6
+    assert calls == pytest.approx(BATCH * (300 + 370), rel=0.02)
 
 
 def test_a_step_shorter_than_its_reading_takes_as_long_as_it() -> None:
