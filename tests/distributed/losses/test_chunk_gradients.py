@@ -119,9 +119,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP4+sequence, micro-batch 4": (4, {"tensor": 4, "sequence": True}, 4),
     "DP2xCP2, micro-batch 2": (4, {"context": 2}, 2),
 }
+QUICK = ("one rank, micro-batch 1", "TP2xPP2, micro-batch 1", "DP2xCP2, micro-batch 2")
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in LAYOUTS]
+)
 def test_every_gradient_is_that_of_one_rank(
     pool: Pool,
     tokens_map: VocabularyMap,

@@ -98,7 +98,9 @@ def losses(problem: AlignedProblem) -> list[Loss]:
     ]
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, PADDED[0]), (4, PADDED[1])])
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, PADDED[0]), pytest.param(4, PADDED[1], marks=pytest.mark.slow)]
+)
 def test_values_per_chunk(pool: Pool, world: int, sizes: tuple[int, int]) -> None:
     problem = AlignedProblem.random(seed=2)
     ranks = pool.run(world, losses_on_shard, problem, sizes)

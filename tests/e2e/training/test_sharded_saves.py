@@ -301,7 +301,8 @@ def test_replicas_write_as_much_as_each_other(
 OLD = ("DP4 to TP2xPP2, bf16", "TP2xDP2 whole to PP2xDP2", "EP2xDP2 to TP2xEP2")
 
 
-@pytest.mark.parametrize("case", quick_and_slow(OLD, OLD[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OLD)
 def test_checkpoints_of_earlier_releases_are_read(
     pool: Pool, inputs: Inputs, tmp_path: Path, case: str
 ) -> None:

@@ -52,21 +52,19 @@ def planned(*terms: LossTerm) -> float:
     return chunk_bytes(run, choice_of((1,), (1,)), device.shared_by(1))
 
 
+DIVERGENCES = (
+    "forward_kl", "reverse_kl", "js_divergence", "skewed_forward_kl", "skewed_reverse_kl",
+    "total_variation", "squared_hellinger", "adaptive_kl", "js_divergence and reverse_kl",
+)  # fmt: skip
+QUICK = ("forward_kl", "adaptive_kl", "js_divergence and reverse_kl")
+
+
 @pytest.mark.parametrize(
-    "names",
-    [
-        ("forward_kl",),
-        ("reverse_kl",),
-        ("js_divergence",),
-        ("skewed_forward_kl",),
-        ("skewed_reverse_kl",),
-        ("total_variation",),
-        ("squared_hellinger",),
-        ("adaptive_kl",),
-        ("js_divergence", "reverse_kl"),
-    ],
+    "case",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in DIVERGENCES],
 )
-def test_divergences_take_the_planned_row_blocks(names: tuple[str, ...]) -> None:
+def test_divergences_take_the_planned_row_blocks(case: str) -> None:
+    names = case.split(" and ")
     found = planned(*(LossTerm(divergence=name) for name in names))
     assert found == pytest.approx(measured([Term(name) for name in names]), rel=0.02)
 
