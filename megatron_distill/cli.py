@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 MODULE: Final = "megatron_distill.cli"
 USAGE_STATUS: Final = 2
+SIGINT_STATUS: Final = 130
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,11 @@ COMMANDS: Final[Mapping[str, Entry | Group]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first words name and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return status_with_output(lambda: _main(words))
+    try:
+        return status_with_output(lambda: _main(words))
+    except KeyboardInterrupt:  # while modules are imported; a command has a line of its own
+        sys.stderr.write("stopped\n")
+        return SIGINT_STATUS
 
 
 def _main(words: Sequence[str]) -> int:

@@ -282,7 +282,10 @@ def _read_items(path: Path) -> dict[str, TaskItems]:
         found = json.loads(path.read_text(encoding="utf-8"))["items"]["student"]
         return {task: TaskItems.from_dict(one) for task, one in found.items()}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--against {path}: cannot be read ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(
+            f"--against {path}: cannot be read ({reason}); give a file of `evaluate --items`"
+        ) from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"--against {path}: not a file of `evaluate --items` ({error}); write one with --items"

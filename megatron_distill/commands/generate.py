@@ -39,7 +39,14 @@ if TYPE_CHECKING:
     from megatron_distill.runtime.launch import Launch
 
 
-__all__ = ["COMMAND", "add_writer_arguments", "configuration", "sampling_of", "writer_objection"]
+__all__ = [
+    "COMMAND",
+    "add_writer_arguments",
+    "configuration",
+    "sampling_of",
+    "warn_of_draws",
+    "writer_objection",
+]
 
 
 def add_writer_arguments(
@@ -136,12 +143,21 @@ def _wrong_number(arguments: argparse.Namespace) -> str | None:
     return None
 
 
+def warn_of_draws(arguments: argparse.Namespace, launch: Launch) -> None:
+    """Write the given options of a draw that a greedy choice does not use to standard error."""
+    given = {"--top-k": arguments.top_k is not None, "--min-p": arguments.min_p > 0}
+    idle = [option for option, is_given in given.items() if is_given]
+    if idle and arguments.temperature == 0:
+        note(launch, f"warning: {', '.join(idle)}: no effect with --temperature 0")
+
+
 def _run(arguments: argparse.Namespace) -> int:
     return with_launch(lambda launch: _generate(arguments, launch))
 
 
 def _generate(arguments: argparse.Namespace, launch: Launch) -> None:
     began = time.perf_counter()
+    warn_of_draws(arguments, launch)
     text, tokens = (_write_by_transformers if arguments.transformers else _write)(arguments, launch)
     if launch.rank == 0 and text is not None:
         if arguments.text is None:
@@ -238,6 +254,8 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
                     on_tokens=None if terminal is None else terminal.show,
                 )
             count = counted(len(written.ids), "token")
+            if written.ended == "length" and len(written.ids) < arguments.tokens:
+                count += f" up to the last of the model's {found.positions} positions"
             if terminal is not None:
                 return None, count
             if tokenizer is None or launch.rank:

@@ -14,6 +14,7 @@ from megatron_distill.commands.generate import (
     add_writer_arguments,
     configuration,
     sampling_of,
+    warn_of_draws,
     writer_objection,
 )
 from megatron_distill.errors import counted
@@ -94,6 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _write(arguments: argparse.Namespace, launch: Launch, termination: TerminationRequest) -> None:
     from megatron_distill.runtime.lone_failure import tell_unfinished
 
+    warn_of_draws(arguments, launch)
     read = partial(configuration, arguments, launch.size)
     with model_world(launch, read) as (config, device):
         found = _rollouts(arguments, config, device, termination)

@@ -20,6 +20,7 @@ from megatron_distill.evaluation.tasks.mathematics import (
 )
 
 __all__ = [
+    "ANSWERS",
     "BOXED",
     "GRADERS",
     "Grade",
@@ -139,6 +140,12 @@ GRADERS: Final[Mapping[str, Grade]] = {
 # Those that compare with the last box of the right answer, or with all of it where it has none.
 BOXED: Final = frozenset({"hendrycks_math", "minerva_math"})
 
+# What a right answer has where these graders can find it in a text: a pattern, and words for it.
+ANSWERS: Final[Mapping[str, tuple[str, str]]] = {
+    "gsm8k_strict": (r"[0-9]", "the number"),
+    "gsm8k_flexible": (r"[0-9]", "the number"),
+    "letter": (r"^\s*[ABCDEFGHIJ]\s*$", "the letter from A to J"),
+}
 _TAKES: Final = {"first": 0, "last": -1}
 _OF_RESULTS: Final = (
     "n", "cut", "graders", "groups", "shots", "shots_dropped", "truncated", "prompt_hash",

@@ -38,11 +38,13 @@ class ItemValues:
 class TaskItems:
     """The items of a task: its measures that are ratios of sums, by name.
 
-    prompt_hash: digest of the prompts and answers; equal ones are the same items.
+    prompt_hash: digest of the prompts and answers; equal ones are the same items. texts: that the
+    model wrote, of generation.
     """
 
     prompt_hash: str
     measures: Mapping[str, ItemValues]
+    texts: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return lists and texts alone."""
@@ -50,7 +52,8 @@ class TaskItems:
             name: {"values": one.values.tolist(), "weights": one.weights.tolist()}
             for name, one in self.measures.items()
         }
-        return {"prompt_hash": self.prompt_hash, "measures": measures}
+        written = {"texts": list(self.texts)} if self.texts else {}
+        return {"prompt_hash": self.prompt_hash, "measures": measures, **written}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> TaskItems:
@@ -61,7 +64,7 @@ class TaskItems:
         }
         if any(one.values.shape != one.weights.shape for one in measures.values()):
             raise ValueError("values and weights have different lengths")
-        return cls(found["prompt_hash"], measures)
+        return cls(found["prompt_hash"], measures, tuple(found.get("texts", ())))
 
 
 def differences(

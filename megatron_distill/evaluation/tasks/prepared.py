@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,10 +11,10 @@ import numpy as np
 
 from megatron_distill.data.chat.encode import chat_prompt
 from megatron_distill.data.tokenizers.protocol import Tokenizer
-from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.errors import ConfigError, DataError, counted
 from megatron_distill.evaluation.requests import Request
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
-from megatron_distill.evaluation.tasks.graders import opened_grader
+from megatron_distill.evaluation.tasks.graders import ANSWERS, opened_grader
 from megatron_distill.evaluation.tasks.prompts import Item, Prompt, read_task
 from megatron_distill.evaluation.tasks.record import OF_LETTERS, Task
 
@@ -124,6 +125,7 @@ def _of_prompts(
             f"{named}: max_new_tokens = {task.max_new_tokens}, and the model has {positions} "
             f"positions; lower it {own if task.is_shipped else f'in {task.place}'}"
         )
+    _require_answers(task, items)
     prompts = [item.prompt for item in items]
     texts = [encoder.rendered(prompt, named=named) for prompt in prompts]
     encoded = encoder.texts(texts)
@@ -137,10 +139,11 @@ def _of_prompts(
         shots_dropped += shorter is not prompt
         truncated += len(encoded[place]) > room
         encoded[place] = encoded[place][-room:]
-    nothing = np.zeros(0, np.int32)
+    nothing, prefix = np.zeros(0, np.int32), np.array([encoder.prefix_id], np.int32)
     return PreparedTask(
         task,
-        [Request(ids, nothing) for ids in encoded],
+        # A model writes behind a token: an empty prompt becomes the prefix token.
+        [Request(ids if len(ids) else prefix, nothing) for ids in encoded],
         tuple(ItemFacts(1, target=item.target, group=item.group) for item in items),
         _digest(task, [*texts, *task.stops]),
         texts[0] if texts else "",
@@ -150,18 +153,39 @@ def _of_prompts(
     )
 
 
+def _require_answers(task: Task, items: Sequence[Item]) -> None:
+    """Raise DataError for a right answer that a grader can find in no text."""
+    for grader in task.graders:
+        if not isinstance(grader, str) or grader not in ANSWERS:
+            continue
+        pattern, wanted = ANSWERS[grader]
+        wrong = next((one for one in items if not re.search(pattern, one.target)), None)
+        if wrong is not None:
+            raise DataError(
+                f"task {task.name}: {wrong.place}: the answer is {wrong.target!r:.80}, without "
+                f"{wanted} that {grader} compares; correct `answer` ({task.answer!r}) or the row, "
+                "or choose another grader"
+            )
+
+
 def _of_texts(
     task: Task, items: Sequence[Item], encoder: TextEncoder, positions: int
 ) -> PreparedTask:
     requests: list[Request] = []
     facts = []
     ids_of = encoder.tokenizer.encode_batch([item.target for item in items])
+    if not any(map(len, ids_of)):
+        raise DataError(
+            f"task {task.name} ({task.place}): text = {task.text!r} is empty in each of "
+            f"{counted(len(items), 'row')}; name the column that has the texts"
+        )
     for item, ids in zip(items, ids_of, strict=True):
         windows = rolling_requests(ids, prefix_id=encoder.prefix_id, positions=positions)
         requests += windows
-        words = len(item.counted.split())
-        counted = (len(item.counted.encode()), words)
-        facts.append(ItemFacts(len(windows), counted=counted, tokens=len(ids), group=item.group))
+        # As the harness counts: a blank at an end is followed, or preceded, by an empty word.
+        words = len(re.split(r"\s+", item.counted))
+        sizes = (len(item.counted.encode()), words)
+        facts.append(ItemFacts(len(windows), counted=sizes, tokens=len(ids), group=item.group))
     texts = [item.target for item in items]
     return PreparedTask(
         task, requests, tuple(facts), _digest(task, texts), texts[0][:2000] if texts else ""

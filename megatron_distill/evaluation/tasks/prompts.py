@@ -283,7 +283,12 @@ class TaskTemplates:
         except NullTextError as error:
             raise self._null(template, row) from error
         except _OF_TEMPLATES as error:
-            raise self._missing(str(error), row) from error
+            raise self._missing(f"{self._key_of(template)}: {error}", row) from error
+
+    def _key_of(self, template: str) -> str:
+        """Return the key of the task that has this template."""
+        texts = ("question", "description", "system", "shot_answer", "text", "counted_text")
+        return next((key for key in texts if getattr(self._task, key) == template), "choices")
 
     def _expression(self, key: str, source: str, row: TaskRow) -> Any:
         """Return the value of an expression over the columns."""
@@ -313,6 +318,17 @@ class TaskTemplates:
         )
 
 
+def _warn_of_keys(task: Task) -> None:
+    """Log the keys of a task that change nothing."""
+    named = f"task {task.name} ({task.place})"
+    if keys := task.without_effect:
+        _LOGGER.warning("%s: %s: no effect with kind: %s", named, ", ".join(keys), task.kind)
+    if task.system and not task.chat and "system" not in keys:
+        _LOGGER.warning(
+            "%s: system has no effect without chat: true; set it, or remove system", named
+        )
+
+
 def read_task(task: Task) -> list[Item]:
     """Read a task's files and build its items with their examples.
 
@@ -321,11 +337,9 @@ def read_task(task: Task) -> list[Item]:
     missing, or there are too few examples.
     """
     task = in_its_layout(task)
-    if task.system and not task.chat:
-        _LOGGER.warning(
-            "task %s (%s): system has no effect without chat: true; set it, or remove system",
-            *(task.name, task.place),
-        )
+    _warn_of_keys(task)
+    if task.kind == "perplexity":
+        task = replace(task, shots=0)
     templates = TaskTemplates(task)
     columns = templates.columns
     rows, of_rows = read_items(task, columns)

@@ -24,6 +24,17 @@ MEASURES: Final[Mapping[str, tuple[str, ...]]] = {
     "generation": ("exact_match",),
     "perplexity": ("bits_per_byte", "byte_perplexity", "word_perplexity", "token_perplexity"),
 }
+_OF_PERPLEXITY: Final = ("text", "counted_text")
+_OF_GENERATION: Final = ("stops", "max_new_tokens", "graders")
+# Keys that a kind does not read.
+_OF_OTHER_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "multiple_choice": (*_OF_PERPLEXITY, *_OF_GENERATION),
+    "generation": (*_OF_PERPLEXITY, "choices"),
+    "perplexity": (
+        "description", "question", "choices", "answer", "shots", "shot_files", "shot_rows",
+        "shot_answer", "chat", "system", *_OF_GENERATION,
+    ),
+}  # fmt: skip
 # Those of a multiple choice whose choices are one token each.
 OF_LETTERS: Final = frozenset({"letter_mass", "acc_where_mass"})
 
@@ -110,8 +121,11 @@ class Task:
         }[self.kind]
         for name in wanted:
             if not getattr(self, name):
-                answer = "the right answer of a row: without it nothing can be scored"
-                raise self.problem(name, None, answer if name == "answer" else "its text")
+                wanted_of = {
+                    "answer": "the right answer of a row: without it nothing can be scored",
+                    "graders": f"one or more of {', '.join(GRADERS)}, or a mapping with `regex`",
+                }
+                raise self.problem(name, None, wanted_of.get(name, "its text"))
         if self.truncation not in ("shots", "tokens"):
             raise self.problem("truncation", self.truncation, "shots or tokens")
         if self.shots < 0:
@@ -135,6 +149,14 @@ class Task:
     def problem(self, key: str, value: object, wanted: str) -> ConfigError:
         """Return the error of a key."""
         return ConfigError(f"task {self.name} ({self.place}): {key} = {value!r}; give {wanted}")
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The keys of other kinds that differ from their defaults."""
+        defaults = {one.name: one.default for one in fields(self)}
+        return [
+            name for name in _OF_OTHER_KINDS[self.kind] if getattr(self, name) != defaults[name]
+        ]
 
     @property
     def is_shipped(self) -> bool:
@@ -227,7 +249,11 @@ def _read(named: str, asked_by: str) -> tuple[dict[str, Any], str]:
         )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 (byte {error.start}: {error.reason}); convert the file to UTF-8"
+        ) from error
+    except (OSError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{path}: not a YAML file ({reason}); correct it. A text with {{{{ }}}} is in quotes, "

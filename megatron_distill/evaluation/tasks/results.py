@@ -95,10 +95,12 @@ def scored_items(prepared: PreparedTask, scores: Sequence[Score]) -> TaskItems:
     return TaskItems(prepared.prompt_hash, _means(measures))
 
 
-def written_items(prepared: PreparedTask, grades: Mapping[str, Graded]) -> TaskItems:
-    """Return the grades of each text, for the comparison with another model."""
+def written_items(
+    prepared: PreparedTask, texts: Sequence[WrittenText], grades: Mapping[str, Graded]
+) -> TaskItems:
+    """Return each text and its grades, for the comparison with another model."""
     hits = {name: np.array(graded.right, float) for name, graded in grades.items()}
-    return TaskItems(prepared.prompt_hash, _means(hits))
+    return TaskItems(prepared.prompt_hash, _means(hits), tuple(one.text for one in texts))
 
 
 def _means(measures: Mapping[str, Floats]) -> dict[str, ItemValues]:

@@ -79,7 +79,11 @@ def read_items(task: Task, columns: Sequence[str]) -> tuple[list[TaskRow], int]:
     """
     found = list(_read(task, task.files, "files", columns))
     if not found:
-        raise DataError(f"task {task.name}: {', '.join(task.files)} has no rows")
+        folder = task.folder or "the working folder"
+        raise DataError(
+            f"task {task.name} ({task.place}): files = {list(task.files)} in {folder} has no row; "
+            "correct `files` or `folder`, or fill the file"
+        )
     if task.limit is None or task.limit >= len(found):
         return found, len(found)
     chosen = [found[place * len(found) // task.limit] for place in range(task.limit)]
@@ -94,7 +98,8 @@ def read_shots(task: Task, columns: Sequence[str]) -> list[TaskRow]:
     if not task.shots:
         return []
     if task.shot_rows:
-        return [TaskRow(row, task.place) for row in task.shot_rows]
+        rows = enumerate(task.shot_rows, start=1)
+        return [TaskRow(row, f"{task.place}: shot_rows: row {number}") for number, row in rows]
     return list(_read(task, task.shot_files or task.files, "shot_files", columns))
 
 

@@ -153,7 +153,7 @@ def _written(
             }
         except Interrupted:
             return None  # all ranks raise it together, below
-        return written_result(task, texts, grades), written_items(task, grades)
+        return written_result(task, texts, grades), written_items(task, texts, grades)
 
     found = [on_first_rank(graded, device=torch.device(torch.cuda.current_device()))]
     dist.broadcast_object_list(found, src=0)

@@ -200,6 +200,15 @@ def test_the_script_writes_text_that_the_seed_fixes(
     assert found == text.read_text() + "\n"
 
 
+def test_a_text_that_fills_the_positions_says_so(pool: Pool, trained: Path) -> None:
+    words = ("--run", trained / "student", "--prompt", PROMPT, "--tokens", 5000, "--temperature", 0)
+    (found,) = pool.run(1, call_script, GENERATE, [str(word) for word in words])
+    assert found.status == 0, found.stderr
+    told = re.search(r"(\d+) tokens up to the last of the model's (\d+) positions", found.stderr)
+    assert told is not None, found.stderr
+    assert 0 < int(told[2]) - int(told[1]) < 20
+
+
 def test_a_text_ends_where_transformers_ends_it(pool: Pool, trained: Path, tmp_path: Path) -> None:
     """At any token of the folder's generation settings, in both programs of the command."""
     import torch

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_distill import cli
 from megatron_distill.cli import main
 from megatron_distill.commands.evaluate import _write_out
 from megatron_distill.commands.generate import _Terminal
@@ -58,6 +59,37 @@ def test_a_tokenizer_that_is_not_there_is_named_by_its_option(
     assert status == 1
     message = " ".join(capsys.readouterr().err.split())
     assert f"--tokenizer {other}: no tokenizer is there; give a folder with" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (["--temperature", "0", "--top-k", "3"], "--top-k"),
+        (["--temperature", "0", "--top-k", "3", "--min-p", "0.1"], "--top-k, --min-p"),
+        (["--temperature", "0"], None),
+        (["--top-k", "3"], None),
+    ],
+)
+def test_options_of_draws_without_effect_warn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], idle: str | None
+) -> None:
+    """Before the model is opened, which is not there."""
+    assert main(["generate", "--hf", str(tmp_path), *words]) == 1
+    told = capsys.readouterr().err
+    warning = f"warning: {idle}: no effect with --temperature 0\n"
+    assert warning in told if idle else "no effect" not in told
+
+
+def test_an_interruption_while_a_command_is_imported_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        assert name == "megatron_distill.commands.generate"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert main(["generate"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 _SHAPE = "{num_layers: 1, hidden_size: 8, ffn_hidden_size: 8, num_attention_heads: 1}"

@@ -354,8 +354,9 @@ def test_a_system_message_without_a_chat_warns(
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"files": ["no_such.jsonl"]}, ConfigError, "there is no file .*no_such.jsonl; correct files"),
+    ({"files": ["empty.jsonl"]}, DataError, r"files = \['empty.jsonl'\] in \S+ has no row; corr"),
     ({"files": ["a.txt"]}, ConfigError, "set `format` to one of jsonl, json, parquet, arrow, csv"),
-    ({"question": "{{ qq }}"}, DataError, "a.jsonl:1: 'qq' is undefined .*under `columns`"),
+    ({"question": "{{ qq }}"}, DataError, "1: question: 'qq' is undefined .*under `columns`"),
     ({"question": "{{ q"}, ConfigError, "is not a template"),
     ({"question": "{{ 1 // 0 }}"}, DataError, "a.jsonl:1: .* by zero .*correct the template"),
     ({"question": "{{ q | regex_replace('(', '') }}"}, DataError, "a.jsonl:1: .*unterminated"),
@@ -401,6 +402,7 @@ def wrong_graders(graders: Any, message: str) -> tuple[dict[str, Any], type[Exce
 
 
 WRONG += [
+    wrong_graders([], r"None; give one or more of exact, letter, .*with `regex`"),
     wrong_graders([{"regex": "("}], r"regex = '\(' is not a regular expression: missing \), unt"),
     wrong_graders([{"regex": "a", "take": "best"}], "take = 'best'; give first or last"),
     wrong_graders([{"regex": "a", "name": "letter"}], "name = 'letter'; give letters, digits and"),
@@ -423,7 +425,8 @@ def test_errors_name_the_task_file_and_key(
 ) -> None:
     rows = [{"q": f"Is {n} odd?", "right": ["no", "yes"][n % 2]} for n in range(3)]
     lines(tmp_path / "a.jsonl", rows)
-    (tmp_path / "a.txt").write_text("", encoding="utf-8")
+    for empty in ("a.txt", "empty.jsonl"):
+        (tmp_path / empty).write_text("", encoding="utf-8")
     with pytest.raises(kind, match=message):
         read_task(own_task(tmp_path, **changes))
 
@@ -439,6 +442,50 @@ def test_graders_by_name_and_as_regular_expressions(tmp_path: Path) -> None:
     assert task.graders == ("exact", RegexGrader(r"is (\d+)", name="number", take="last"))
     alone = load_task(str(tmp_path / "mine.yaml"), {"graders": "letter"})
     assert alone.graders == ("letter",)
+
+
+def test_a_task_that_is_not_utf_8_is_to_be_converted(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_bytes("kind: generation # Prüfung".encode("latin-1"))
+    with pytest.raises(
+        ConfigError, match=r"own.yaml: not UTF-8 \(byte 21: .*convert the file to U"
+    ):
+        load_task(str(own))
+
+
+def test_the_row_of_an_example_is_named(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", [{"q": "1?", "right": "no"}])
+    examples = [{"q": "2?", "right": "yes"}, {"q": "3?", "right": "maybe"}]
+    with pytest.raises(DataError, match=r"mine.yaml: shot_rows: row 2: the answer is 'maybe'"):
+        read_task(own_task(tmp_path, shots=2, shot_rows=examples))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("multiple_choice", {"stops": ["x"], "text": "{{ q }}"}),
+        ("generation", {"graders": ["exact"], "text": "{{ q }}"}),
+        ("perplexity", {"text": "{{ q }}", "shots": 3, "stops": ["x"], "max_new_tokens": 3}),
+    ],
+)
+def test_keys_of_other_kinds_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, keys: dict[str, Any]
+) -> None:
+    lines(tmp_path / "a.jsonl", [{"q": "1?", "right": "no"}])
+    with caplog.at_level("WARNING"):
+        read_task(own_task(tmp_path, kind=kind, **keys))
+    (told,) = (one.getMessage() for one in caplog.records)
+    named = told.partition("mine.yaml): ")[2].partition(": no effect with")[0].split(", ")
+    expected = {
+        "multiple_choice": ["text", "stops"],
+        "generation": ["text", "choices"],
+        "perplexity": ["question", "choices", "answer", "shots", "stops", "max_new_tokens"],
+    }
+    assert named == expected[kind]
+
+
+def test_no_shipped_task_has_keys_without_effect() -> None:
+    assert not [name for name in shipped_tasks() if load_task(name).without_effect]
 
 
 def test_a_template_without_quotes_is_told_of(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer, train_bpe
 from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import Score, WrittenText
 from megatron_distill.evaluation.tasks.grading import Graded
+from megatron_distill.evaluation.tasks.paired import TaskItems
 from megatron_distill.evaluation.tasks.prepared import PreparedTask, prepare_task
 from megatron_distill.evaluation.tasks.record import load_task
 from megatron_distill.evaluation.tasks.results import (
@@ -152,7 +153,8 @@ def test_no_room_for_a_text_names_the_place_to_lower_its_tokens(tmp_path: Path) 
 
 
 def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:
-    texts = ["the weather in Paris", "hello é there", "it is sunny " * 9]
+    texts = ["the weather in Paris", "hello é there", "it is sunny " * 9, "\na line\n"]
+    words = 4 + 3 + 28 + 4  # blanks at an end have an empty word beside them
     files = lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
     task = prepare_task(load_task("text", {"files": [files]}), tokenizer(), positions=12)
     scored = [Score(-0.5 * len(one.answer), False) for one in task.requests]
@@ -161,15 +163,13 @@ def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:
     size = sum(len(text.encode()) for text in texts)
     assert found["bits_per_byte"] == pytest.approx(0.5 * tokens / size / math.log(2))
     assert found["token_perplexity"] == pytest.approx(math.exp(0.5))
-    assert found["word_perplexity"] == pytest.approx(
-        math.exp(0.5 * tokens / sum(len(text.split()) for text in texts))
-    )
+    assert found["word_perplexity"] == pytest.approx(math.exp(0.5 * tokens / words))
     assert (found["tokens"], found["bytes"]) == (tokens, size)
     for name, scale in (("bits_per_byte", 1 / math.log(2)), ("byte_perplexity", None)):
         nats = found["bits_per_byte"] * math.log(2)
         sizes = np.array([len(text.encode()) for text in texts])
         lost = np.array([0.5 * len(ids) for ids in tokenizer().encode_batch(texts)])
-        error = math.sqrt(3) * (lost - nats * sizes).std(ddof=1) / size
+        error = math.sqrt(len(texts)) * (lost - nats * sizes).std(ddof=1) / size
         expected = error * (found["byte_perplexity"] if scale is None else scale)
         assert found[f"{name}_stderr"] == pytest.approx(expected)
     items = scored_items(task, scored).measures["bits_per_byte"]
@@ -177,10 +177,10 @@ def test_bits_per_byte_count_the_counted_text(tmp_path: Path) -> None:
 
 
 def test_perplexities_that_are_no_numbers_are_null(tmp_path: Path) -> None:
-    """Of a long text without blanks, of texts without words, and of a model that is broken."""
+    """Of a long text without blanks, and of a model that is broken; not of blanks alone."""
     for text, log_prob, null in (
         ("a" * 900, -900.0, {"word_perplexity", "token_perplexity"}),
-        (" \n ", -1.0, {"word_perplexity"}),
+        (" \n ", -1.0, set()),
         ("the weather", math.nan, None),
     ):
         files = lines(tmp_path / "text.jsonl", [{"text": text}])
@@ -192,9 +192,52 @@ def test_perplexities_that_are_no_numbers_are_null(tmp_path: Path) -> None:
         if null is None:
             assert own == named
         else:
-            assert "word_perplexity" in own
+            assert ("word_perplexity" in own) == bool(null)
             assert own <= {*null, *(f"{name}_stderr" for name in null)}
             assert found["bits_per_byte"] > 0
+
+
+def test_texts_without_a_token_are_refused(tmp_path: Path) -> None:
+    files = lines(tmp_path / "text.jsonl", [{"text": ""}] * 2)
+    task = load_task("text", {"files": [files]})
+    with pytest.raises(DataError, match="text = .* is empty in each of 2 rows; name the column"):
+        prepare_task(task, tokenizer(), positions=12)
+
+
+def test_an_empty_prompt_is_the_prefix_token(tmp_path: Path) -> None:
+    """As an empty context of a choice; a model writes behind a token."""
+    own = tmp_path / "own.yaml"
+    files = lines(tmp_path / "own.jsonl", [{"q": "", "a": "4"}, {"q": "2 + 2", "a": "4"}])
+    own.write_text(
+        f"kind: generation\nfiles: ['{files}']\nquestion: '{{{{ q }}}}'\nanswer: a\n"
+        "graders: [exact]\nmax_new_tokens: 2\n"
+    )
+    task = prepare_task(load_task(str(own)), tokenizer(), positions=12)
+    empty, plain = (request.context.tolist() for request in task.requests)
+    bos, eos = tokenizer().bos_id, tokenizer().eos_id
+    assert empty == [eos if bos is None else bos]
+    (ids,) = tokenizer().encode_batch(["2 + 2"])
+    assert plain[-len(ids) :] == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("grader", "answer", "wanted"),
+    [("gsm8k_strict", "four", "the number"), ("gsm8k_flexible", "#### none", "the number"),
+     ("letter", "K", "the letter from A to J")],
+)  # fmt: skip
+def test_an_answer_that_no_text_can_have_is_named(
+    tmp_path: Path, grader: str, answer: str, wanted: str
+) -> None:
+    files = lines(tmp_path / "own.jsonl", [{"q": "2 + 2", "a": answer}])
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        f"kind: generation\nfiles: ['{files}']\nquestion: '{{{{ q }}}}'\nanswer: a\n"
+        f"graders: [{grader}]\nmax_new_tokens: 2\n"
+    )
+    with pytest.raises(
+        DataError, match=rf"own.jsonl:1: the answer is '{answer}', without {wanted}"
+    ):
+        prepare_task(load_task(str(own)), tokenizer(), positions=12)
 
 
 def test_results_of_generated_texts_have_their_reservations(tmp_path: Path) -> None:
@@ -232,8 +275,10 @@ def test_results_of_generated_texts_have_their_reservations(tmp_path: Path) -> N
         "1": {"exact": 0.0, "exact_stderr": 0.0, "n": 2},
     }
     assert found["prompt_hash"] == task.prompt_hash
-    items = written_items(task, grades)
+    items = written_items(task, texts, grades)
     assert items.measures["digit"].values.tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert items.texts == tuple(one.text for one in texts)
+    assert TaskItems.from_dict(json.loads(json.dumps(items.as_dict()))).texts == items.texts
 
 
 def test_right_answers_without_a_box_are_counted(tmp_path: Path) -> None:
