@@ -107,6 +107,26 @@ class Program:
             return [self.command, *self.words]
         return [*_CLI, self.command, *self.words]
 
+    def on_node(
+        self,
+        launch: Path,
+        *,
+        endpoint: str,
+        stop_seconds: float,
+        options: Sequence[str],
+        ranks_per_node: int | None,
+    ) -> list[str]:
+        """Return the words that start the ranks of a node, after its Python.
+
+        launch: the folder of its records. endpoint, stop_seconds, options, ranks_per_node: those of
+        `launching.node`.
+        """
+        words = ["-m", "megatron_distill.launching.node", "--launch", str(launch)]
+        words += ["--endpoint", endpoint, "--stop-seconds", str(stop_seconds), *options]
+        if ranks_per_node is not None:
+            words += ["--ranks-per-node", str(ranks_per_node)]
+        return [*words, "--", *self.torchrun_words]
+
     @property
     def spelled(self) -> list[str]:
         """The command and its words, for records and messages."""

@@ -1,4 +1,4 @@
-"""The lines of a run's state about its steps: why no rank is slow, and steps past the wanted ones."""
+"""The lines of a run's state about its steps: why none is slow, and more than are wanted."""
 
 from __future__ import annotations
 
