@@ -5,16 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
-from megatron_distill.commands.command import PROGRAM, Command, no_file
+from megatron_distill.commands.command import PROGRAM, Command, keep_result, no_file
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.log import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatron_distill.config import RunConfig
-    from megatron_distill.planning.device import DeviceProfile
+    from megatron_distill.planning.device import DeviceProfile, Phase
+    from megatron_distill.planning.refine import MeasuredSteps
 
 __all__ = ["COMMAND"]
+
+_LOGGER = get_logger(__name__)
+_FAR: Final = 3.0  # a factor beyond it, or below its inverse, is more likely of another device
+_KINDS: Final = {"cpu": "a CPU", "gpu": "a GPU"}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,24 +50,29 @@ def _check(given: argparse.Namespace) -> str | None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from megatron_distill.planning.device import write_device
+    from megatron_distill.planning.device import device_text
 
     if given.run is None:
-        device = _measured()
+        device = _measured(given.output)
     else:
         device = _refined(given.run, given.device, given.document_length)
     path = given.output or Path(f"{device.name}.yaml")
-    write_device(device, path)
+    keep_result(path, device_text(device))
     sys.stdout.write(f"{path}: use it as `{PROGRAM} plan CONFIG --device {path}`\n")
     return 0
 
 
-def _measured() -> DeviceProfile:
+def _measured(output: Path | None) -> DeviceProfile:
     import torch
 
     from megatron_distill.commands.calibration_steps import measured_machine
+    from megatron_distill.planning.device import CALIBRATED
 
-    device = measured_machine("gpu" if torch.cuda.is_available() else "cpu")
+    kind: Literal["cpu", "gpu"] = "gpu" if torch.cuda.is_available() else "cpu"
+    fault = None if output is not None else no_file(Path(f"{CALIBRATED[kind]}.yaml"))
+    if fault is not None:
+        raise ConfigError(f"{fault.partition(';')[0]}; give --output, a file elsewhere")
+    device = measured_machine(kind)
     sys.stdout.write(f"measured in {device.measured_in:.0f} s\n")
     return device
 
@@ -88,6 +101,7 @@ def _refined(folder: Path, name: str, document_length: int | None) -> DeviceProf
     if problem is not None:
         raise ConfigError(f"--run {folder}: {problem.reason}; give another run")
     measured = read_steps(log)
+    _require_same_kind(folder, config, measured, device, name)
     run = planned_run(config, open_shapes(config, rows=_vocabularies(config, folder)))
     run = with_documents(run, config.data, document_length)
     flops = step_flops_per_token(
@@ -107,7 +121,44 @@ def _refined(folder: Path, name: str, document_length: int | None) -> DeviceProf
     lines = [f"{steps} of {measured.step:.3f} s on {devices}; factors:"]
     lines += [f"  {phase} {factor:.2f}" for phase, factor in found.runs[0].factors.items()]
     sys.stdout.write("\n".join(lines) + "\n")
+    _warn_of_far(found.runs[0].factors, folder, device)
     return found.model_copy(update={"name": f"{device.name}-refined"})
+
+
+def _require_same_kind(
+    folder: Path, config: RunConfig, measured: MeasuredSteps, device: DeviceProfile, name: str
+) -> None:
+    """Raise ConfigError where the run's files say that it ran on another kind of device."""
+    runtime = config.runtime
+    kind, reason = device.kind, ""
+    if runtime.device != "auto":
+        kind = "cpu" if runtime.device == "cpu" else "gpu"
+        reason = f"runtime.device = {runtime.device!r}"
+    elif runtime.backend == "nccl":
+        kind, reason = "gpu", "runtime.backend = 'nccl'"
+    elif measured.has_mfu:
+        kind, reason = "gpu", "its log has `mfu`"
+    if kind != device.kind:
+        raise ConfigError(
+            f"--device {name}: {device.title} is {_KINDS[device.kind]}, and --run {folder} ran on "
+            f"{_KINDS[kind]} ({reason}); give the device of the run, as the file that `{PROGRAM} "
+            "calibrate` writes there"
+        )
+
+
+def _warn_of_far(factors: Mapping[Phase, float], folder: Path, device: DeviceProfile) -> None:
+    """Warn of factors that a device's own runs hardly have; the files do not name the device."""
+    far = [
+        f"{phase} {factor:.2f}"
+        for phase, factor in factors.items()
+        if not 1 / _FAR <= factor <= _FAR
+    ]
+    if far:
+        _LOGGER.warning(
+            "--run %s: factors beyond %g or below 1/%g: %s. Its files do not say on which device "
+            "it ran: use the result only if that was %s (--device %s)",
+            folder, _FAR, _FAR, ", ".join(far), device.title, device.name,
+        )  # fmt: skip
 
 
 def _vocabularies(config: RunConfig, folder: Path) -> dict[str, int]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ PROGRAM: Final = "megatron-distill"
 ERROR_STATUS: Final = 1
 _SIGNALLED: Final = 128  # plus the signal, as in shells
 # Paths of descriptors of this process, also where one is redirected to a file.
-_DESCRIPTORS: Final = ("/dev/std", "/dev/fd/", "/proc/")
+_DESCRIPTORS: Final = re.compile(r"/dev/(std|fd/)|/proc/[^/]+/(task/[^/]+/)?fd/")
 
 # Command lines in a checkout of the repository, for commands that a message proposes.
 SCRIPTS: Final[Mapping[str, str]] = {
@@ -210,12 +212,14 @@ def _wrong_place(path: Path) -> str | None:
         return None if is_allowed else f"{path}: this file cannot be written; name another file"
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"{path}: no file can be made in {folder}; name one in another folder"
-    return None
+    # The superuser has every permission, also where the system takes no file, as in /proc.
+    with tempfile.TemporaryFile(dir=folder):
+        return None
 
 
 def is_stream(path: Path) -> bool:
     """Whether a path is a pipe, a device or a descriptor of this process, such as /dev/stdout."""
-    is_descriptor = str(path.absolute()).startswith(_DESCRIPTORS)
+    is_descriptor = _DESCRIPTORS.match(str(path.absolute())) is not None
     return is_descriptor or (path.exists() and not path.is_file() and not path.is_dir())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.job import config_file
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.log import get_logger
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND", "plan_of"]
 
+_LOGGER = get_logger(__name__)
 _SHOWN: Final = 10
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the YAML file of a run, here or shipped")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the run")
-    parser.add_argument("--devices", type=int, required=True, help="number of devices")
+    parser.add_argument(
+        "--devices", type=_whole("64"), required=True, metavar="N", help="number of devices"
+    )
     parser.add_argument(
         "--device", required=True, metavar="NAME", help="a shipped device, or a YAML file"
     )
@@ -39,15 +43,36 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="walk a step of one layout; write timeline.png and trace.json there",
     )
     parser.add_argument(
-        "--row", type=int, default=1, help="with --simulate: row of the table, 0: as configured (1)"
+        "--row",
+        type=_whole("2"),
+        metavar="N",
+        help="with --simulate: row of the table, 0: as configured (1)",
     )
     parser.add_argument(
         "--document-length",
-        type=int,
+        type=_whole("512"),
         metavar="TOKENS",
         help="of the documents in a sample, sum of squares over sum (one document per sample)",
     )
-    parser.add_argument("--shown", type=int, default=_SHOWN, help=f"layouts to show ({_SHOWN})")
+    parser.add_argument(
+        "--shown",
+        type=_whole("20"),
+        default=_SHOWN,
+        metavar="N",
+        help=f"layouts to show ({_SHOWN})",
+    )
+
+
+def _whole(example: str) -> Callable[[str], int]:
+    """Return a reader of a whole number, whose error shows an example of one."""
+
+    def read(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: give a whole number, as {example}") from None
+
+    return read
 
 
 def _check(given: argparse.Namespace) -> str | None:
@@ -56,7 +81,7 @@ def _check(given: argparse.Namespace) -> str | None:
             return f"--{name} {getattr(given, name)}: must be 1 or more"
     if given.document_length is not None and given.document_length < 1:
         return f"--document-length {given.document_length}: must be 1 or more"
-    if given.row < 0:
+    if given.row is not None and given.row < 0:
         return f"--row {given.row}: must be 0, the configured layout, or a row of the table"
     if given.simulate is not None and given.simulate.exists() and not given.simulate.is_dir():
         return f"--simulate {given.simulate}: not a folder; name one, made where missing"
@@ -66,6 +91,8 @@ def _check(given: argparse.Namespace) -> str | None:
 def _run(given: argparse.Namespace) -> int:
     from megatron_distill.config import load_config
 
+    if given.row is not None and given.simulate is None:
+        _LOGGER.warning("--row %d: has no effect without --simulate; give its folder", given.row)
     config = load_config(config_file(given.config), given.overrides)
     plan = make_plan(
         config,
@@ -74,21 +101,26 @@ def _run(given: argparse.Namespace) -> int:
         shown=given.shown,
         document_length=given.document_length,
     )
-    sys.stdout.write(plan.text)
+    # A row that is not there is told alone; where no layout fits, the table says why.
+    is_shown = given.simulate is None or (given.row is None and not plan.rows)
+    if is_shown:
+        sys.stdout.write(plan.text)
     if given.simulate is not None:
-        sys.stdout.write(_simulated(plan, given.row, given.simulate))
+        chosen = _chosen(plan, 1 if given.row is None else given.row)
+        sys.stdout.write("" if is_shown else plan.text)
+        sys.stdout.write(_simulated(plan, chosen, given.simulate))
     return 0
 
 
 @dataclass(frozen=True)
 class PrintedPlan:
-    """A plan in words, and the values that it is made of; `configured` None: it does not run."""
+    """A plan in words, and what it is made of; `configured`: or why that layout does not run."""
 
     text: str
     run: PlannedRun
     device: DeviceProfile
     rows: Sequence[Planned]
-    configured: Planned | None
+    configured: Planned | str
 
 
 def plan_of(config: RunConfig, devices: int, device_name: str) -> str:
@@ -158,7 +190,7 @@ def make_plan(
         note=vocabulary_note(config.models, config.data.tokenizer, shapes),
     )
     rows = ranking.fitting[:shown]
-    return PrintedPlan(text, run, device, rows, None if isinstance(configured, str) else configured)
+    return PrintedPlan(text, run, device, rows, configured)
 
 
 def _configured(
@@ -177,17 +209,26 @@ def _configured(
     return configured_choice(config, run, ranks=devices, teachers=own)
 
 
-def _simulated(plan: PrintedPlan, row: int, folder: Path) -> str:
+def _chosen(plan: PrintedPlan, row: int) -> Planned:
+    """Return the layout of a row. Raises ConfigError: there is none."""
+    if row > len(plan.rows):
+        rows = f"the table has {counted(len(plan.rows), 'row')}; give one of them"
+        raise ConfigError(f"--row {row}: {rows if plan.rows else 'no layout fits these devices'}")
+    chosen = plan.rows[row - 1] if row else plan.configured
+    if isinstance(chosen, str):
+        raise ConfigError(
+            f"--row 0: the configured layout does not run on these devices ({chosen}); give a row "
+            "of the table"
+        )
+    return chosen
+
+
+def _simulated(plan: PrintedPlan, chosen: Planned, folder: Path) -> str:
     """Simulate a layout, write its picture and trace, and return the comparison in words."""
     from megatron_distill.planning.report import choice_name
     from megatron_distill.planning.schedule import chrome_trace, simulate
     from megatron_distill.planning.timeline import draw_timeline
 
-    if not 0 <= row <= len(plan.rows):
-        raise ConfigError(f"--row {row}: the table has the rows 1 to {len(plan.rows)}")
-    chosen = plan.rows[row - 1] if row else plan.configured
-    if chosen is None:
-        raise ConfigError("--row 0: the configured layout does not run on these devices")
     timeline = simulate(plan.run, chosen.choice, plan.device, chosen.time)
     picture, trace = folder / "timeline.png", folder / "trace.json"
     name = f"{choice_name(chosen.choice)}, {chosen.choice.devices:,} x {plan.device.title}"

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import math
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from megatron_distill.commands.command import PROGRAM, Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
     check_submission,
+    empty_health,
     missing_words,
 )
 from megatron_distill.errors import ConfigError
@@ -33,9 +35,13 @@ from megatron_distill.launching.records import (
     write_record,
 )
 from megatron_distill.launching.slurm_job import add_arguments as add_rules
+from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import replace_file
 
+_LOGGER = get_logger(__name__)
 _GPUS: Final = re.compile(r"([\w.-]+:)?[1-9]\d*")
+_MOUNT: Final = re.compile(r"[^:]+:[^:]+(:[^:]+)?")  # with flags, as pyxis takes them
+_OF_CONTAINER: Final = ("container", "container_mounts", "container_python")
 _DESCRIPTION = """Submit a job to Slurm and print its number.
 
     megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8
@@ -120,10 +126,33 @@ def _objection(given: argparse.Namespace) -> str | None:
         return f"--spare-nodes {given.spare_nodes}: must be 0 or more"
     if given.chain > 1 and given.array > 1:
         return "--chain and --array: choose one"
-    return missing_words(given)
+    return empty_health(given) or _container_objection(given) or missing_words(given)
+
+
+def _container_objection(given: argparse.Namespace) -> str | None:
+    for name in ("container", "container_python"):
+        if getattr(given, name) is not None and not getattr(given, name).strip():
+            return f"--{name.replace('_', '-')} '': is empty; give one, or leave it out"
+    mounts = given.container_mounts
+    if mounts is not None and not all(map(_MOUNT.fullmatch, mounts.split(","))):
+        return (
+            f"--container-mounts {mounts!r}: write FROM:TO for each mount, with commas between "
+            "them, as /data:/data"
+        )
+    return None
+
+
+def _warn(given: argparse.Namespace) -> None:
+    """Warn of options without effect."""
+    if given.container is None:
+        for name in _OF_CONTAINER[1:]:
+            if getattr(given, name) is not None:
+                option = f"--{name.replace('_', '-')} {getattr(given, name)}"
+                _LOGGER.warning("%s: has no effect without --container; give the image", option)
 
 
 def _run(given: argparse.Namespace) -> int:
+    _warn(given)
     program = Program(given.command, tuple(given.words), given.folder)
     launches = program.launches([sys.executable])
     ranks = given.ranks_per_node
@@ -181,15 +210,12 @@ def _rules(given: argparse.Namespace) -> Sequence[str]:
         "health_seconds",
         "grace_seconds",
         "folder",
-        "container",
-        "container_mounts",
+        *(() if given.container is None else _OF_CONTAINER),
     ):
         value = getattr(given, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    return (
-        words if given.container is None else [*words, "--container-python", given.container_python]
-    )
+    return words
 
 
 def _submit(script: str, launches: Launches, *, count: int) -> None:
@@ -237,8 +263,12 @@ def _sbatch(launches: Launches) -> subprocess.CompletedProcess[str]:
             f"sbatch: cannot be started ({error.strerror}); submit on a machine of the cluster"
         ) from error
     if done.returncode != 0:
-        said = done.stderr.strip() or f"status {done.returncode}"
-        raise ConfigError(f"sbatch refuses {launches.script_file}: {said}")
+        sys.stderr.write(f"{done.stderr.rstrip()}\n".lstrip())
+        by_hand = shlex.join(["sbatch", str(launches.script_file)])
+        raise ConfigError(
+            f"sbatch failed with status {done.returncode}, and took no job. The script is kept: "
+            f"repair what sbatch says, and submit again, or by hand: {by_hand}"
+        )
     return done
 
 

@@ -13,13 +13,15 @@ from megatron_distill.commands.command import Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
     check_submission,
+    empty_health,
     missing_words,
 )
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.batch_script import python_path
+from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.program import NoAnswerError, Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
-from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts, ranks_on
+from megatron_distill.launching.ssh import FIRST_PAUSE, PORTS, SSH, Hosts, command_on, ranks_on
 from megatron_distill.launching.supervisor import HEALTH_SECONDS, Policy, supervise
 from megatron_distill.log import get_logger
 
@@ -75,13 +77,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shell", default=SSH, help="command that runs a line on {host} (default: %(default)s)"
     )
     add_command(parser)
-    parser.add_argument("--dry-run", action="store_true", help="show the remote command, stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show rules and remote commands, stop"
+    )
 
 
 def _objection(given: argparse.Namespace) -> str | None:
     names = [host.partition("=")[0] for host in given.hosts.split(",")]
-    if "" in names or len(set(names)) < len(names):
-        return f"--hosts {given.hosts}: write different names with commas between them"
+    wrong = _hosts_objection(given.hosts) or _shell_objection(given.shell)
+    if wrong is not None:
+        return wrong
     if not 0 <= given.spare_hosts < len(names):
         return f"--spare-hosts {given.spare_hosts}: must be from 0 to {len(names) - 1}"
     for name in ("max_starts", "ranks_per_node"):
@@ -93,8 +98,37 @@ def _objection(given: argparse.Namespace) -> str | None:
     if not 0 < given.health_seconds < math.inf:
         seconds = f"{given.health_seconds:g}"
         return f"--health-seconds {seconds}: must be a finite number of seconds above 0"
-    wrong = [one for one in given.variable if not one.partition("=")[1]]
-    return f"--variable {wrong[0]}: write NAME=VALUE" if wrong else missing_words(given)
+    for one in given.variable:
+        if not one.partition("=")[1]:
+            return f"--variable {one}: write NAME=VALUE"
+    return empty_health(given) or missing_words(given)
+
+
+def _hosts_objection(text: str) -> str | None:
+    pairs = [host.partition("=") for host in text.split(",")]
+    for name, equals, address in pairs:
+        host = f"{name}{equals}{address}"
+        if any(map(str.isspace, host)):
+            return (
+                f"--hosts {text!r}: {host!r} has a space; write only commas between hosts, as a,b"
+            )
+        if equals and not address:
+            return f"--hosts {text}: {host} has no address after =; write NAME=ADDRESS, or {name}"
+    names = [name for name, _, _ in pairs]
+    if not all(name.rpartition("@")[2] for name in names) or len(set(names)) < len(names):
+        return f"--hosts {text}: write different names with commas between them"
+    return None
+
+
+def _shell_objection(shell: str) -> str | None:
+    """Return the objection to a remote shell that would not know its host."""
+    try:
+        words = shlex.split(shell)
+    except ValueError as error:
+        return f"--shell {shell!r}: cannot be read ({error}); close the quotation"
+    if any("{host}" in word for word in words[1:]):
+        return None
+    return f"--shell {shell!r}: has no {{host}} after a program; write it as in 'rsh {{host}}'"
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -117,15 +151,43 @@ def _run(given: argparse.Namespace) -> int:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_STATUS[Status.MISCONFIGURED]
     if given.dry_run:
-        launches = program.launches([sys.executable])
-        words = [*hosts.on_nodes(hosts.nodes), policy.python, *program.torchrun_words]
-        sys.stdout.write(f"{shlex.join(words)}\n# records and logs: {launches.folder}\n")
+        sys.stdout.write(_shown(hosts, program, policy))
         return EXIT_STATUS[Status.DONE]
     while True:
         hosts.again = False
         status = supervise(hosts, program, policy)
         if not hosts.again:
             return status
+
+
+def _shown(hosts: Hosts, program: Program, policy: Policy) -> str:
+    """Return what will run: the rules of the job, and the command of each host with ranks."""
+    launches = program.launches([sys.executable])
+    ranked, spare = hosts.names[: hosts.wanted], hosts.names[hosts.wanted :]
+    address, count = hosts.address(ranked[0]), policy.ranks_per_node
+    starts = counted(policy.max_starts, "launch", plural="launches")
+    health = policy.health_command
+    rules = {
+        "hosts": ", ".join(ranked) + (f"; spare: {', '.join(spare)}" if spare else ""),
+        "ranks per host": "one per GPU, else 1, counted there" if count is None else str(count),
+        "rendezvous": f"{address}, at a PORT from {PORTS[0]} to {PORTS[-1]}, new in each launch",
+        "max starts": f"{starts} without a new checkpoint" if policy.requeues else "1 launch",
+        "health command": "none" if health is None else f"{health}, on each host before the ranks",
+        "records and logs": f"{launches.folder}, a folder LAUNCH for each launch",
+    }
+    words = program.on_node(
+        launches.folder.resolve() / "LAUNCH",
+        endpoint=f"{address}:PORT",
+        stop_seconds=max(USUAL_SECONDS, grace_seconds(launches.results) or 0.0),
+        options=hosts.node_options,
+        ranks_per_node=count,
+    )
+    variables = [f"{name}={value}" for name, value in hosts.environment.items()]
+    lines = [f"# {name}: {text}" for name, text in rules.items()]
+    for index, host in enumerate(ranked):
+        command = command_on(host, index, variables, [policy.python, *words], shell=hosts.shell)
+        lines.append(shlex.join(command))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _hosts(given: argparse.Namespace) -> Hosts:

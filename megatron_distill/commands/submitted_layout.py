@@ -9,7 +9,7 @@ from megatron_distill.commands import capture, train
 from megatron_distill.commands.job import file_and_overrides
 from megatron_distill.launching.program import Program, add_folder
 
-__all__ = ["add_command", "check_submission", "missing_words"]
+__all__ = ["add_command", "check_submission", "empty_health", "missing_words"]
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,16 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         "words", nargs="*", metavar="CONFIG key=value",
         help="arguments of the command; its options follow --",
     )  # fmt: skip
+
+
+def empty_health(given: argparse.Namespace) -> str | None:
+    """Return the objection to a health command without a word, which every node would pass."""
+    if given.health_command is None or given.health_command.strip():
+        return None
+    return (
+        f"--health-command {given.health_command!r}: is empty; give a shell command, such as "
+        "'nvidia-smi', or leave it out"
+    )
 
 
 def missing_words(given: argparse.Namespace) -> str | None:

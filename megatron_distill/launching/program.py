@@ -45,6 +45,10 @@ _MISSING: Final = "ModuleNotFoundError: "
 _NO_SETTINGS: Final = (
     "a script without --print-config needs --folder, a folder for the records of its launches"
 )
+_PRUNING: Final = (
+    ". Layers are pruned at the start of train: set student.keep_layers or student.num_layers; a "
+    "script of your own that prunes is --command prune.py, with --folder for its records"
+)
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +107,26 @@ class Program:
             return [self.command, *self.words]
         return [*_CLI, self.command, *self.words]
 
+    def on_node(
+        self,
+        launch: Path,
+        *,
+        endpoint: str,
+        stop_seconds: float,
+        options: Sequence[str],
+        ranks_per_node: int | None,
+    ) -> list[str]:
+        """Return the words that start the ranks of a node, after its Python.
+
+        launch: the folder of its records. endpoint, stop_seconds, options, ranks_per_node: those of
+        `launching.node`.
+        """
+        words = ["-m", "megatron_distill.launching.node", "--launch", str(launch)]
+        words += ["--endpoint", endpoint, "--stop-seconds", str(stop_seconds), *options]
+        if ranks_per_node is not None:
+            words += ["--ranks-per-node", str(ranks_per_node)]
+        return [*words, "--", *self.torchrun_words]
+
     @property
     def spelled(self) -> list[str]:
         """The command and its words, for records and messages."""
@@ -126,7 +150,10 @@ class Program:
             return found
         if name not in (*_JOBS, *_OTHERS) and not name.endswith(".py"):
             known = ", ".join((*_JOBS, _WRITER, *_READERS[:2], *_OTHERS))
-            raise ConfigError(f"{name}: not a command for a cluster; {known} are, and scripts")
+            hint = _PRUNING if name == "prune" else ""
+            raise ConfigError(
+                f"{name}: not a command for a cluster; {known} are, and scripts{hint}"
+            )
         if name.endswith(".py") and sees_results and not Path(self.command).is_file():
             raise ConfigError(f"{self.command}: there is no such script in {Path.cwd()}")
         if self.folder is not None and name not in _JOBS:

@@ -29,7 +29,12 @@ from megatron_distill.launching.records import (
     progress_of,
 )
 from megatron_distill.launching.run_checkpoint import checkpoint_text, read_saved
-from megatron_distill.launching.step_figures import slowest_of_teachers, slowest_ranks, speed
+from megatron_distill.launching.step_figures import (
+    slowest_of_teachers,
+    slowest_ranks,
+    speed,
+    why_no_slowest,
+)
 from megatron_distill.runtime.folder_lock import is_locked, is_released_here
 from megatron_distill.runtime.progress import duration
 
@@ -62,6 +67,7 @@ class RunStatus:
         launches: number; restarts: of the newest job.
         slowest_ranks: with the phases in which they are slow, see `logging.straggler_interval`.
             slowest_teacher_ranks: the same of each teacher on ranks of its own, by its name.
+        slowest_reason: why there are no slowest ranks.
         unit: `step`, `shard` of a capture, `part` of rollouts, or empty: jobs without progress.
         jobs: states of jobs that read the folder, by command, such as `evaluate`.
     """
@@ -83,13 +89,17 @@ class RunStatus:
     slowest_teacher_ranks: Mapping[str, str] = field(default_factory=dict)
     unit: str = "step"
     jobs: Mapping[str, str] = field(default_factory=dict)
+    slowest_reason: str | None = None
 
     def lines(self) -> list[str]:
         """Return the state as lines of a name and a text."""
         rows = [("state", _text_of(self.state, self.detail))]
         done = f"{self.step:,}"
-        if self.steps:
+        if self.steps and self.step <= self.steps:
             done += f" of {self.steps:,} ({100 * self.step / self.steps:.1f} %)"
+        elif self.steps:  # of a later start, or of changed settings
+            wanted = "train.steps =" if self.unit == "step" else f"the {self.unit}s planned,"
+            done += f", past {wanted} {self.steps:,}"
         if self.unit:
             rows.append((self.unit, done))
         if self.step_seconds is not None:
@@ -106,8 +116,8 @@ class RunStatus:
             restarts = counted(self.restarts, "restart")
             rows.append(("launches", f"{self.launches}, with {restarts} of the newest job"))
         if self.unit == "step":
-            slowest = self.slowest_ranks or "not known (logging.straggler_interval)"
-            rows.append(("slowest", slowest))
+            reason = self.slowest_reason or "logging.straggler_interval"
+            rows.append(("slowest", self.slowest_ranks or f"not known ({reason})"))
         for name, slowest in self.slowest_teacher_ranks.items():
             rows.append(("slowest", f"of {name}, {slowest}"))
         rows += self.jobs.items()
@@ -172,6 +182,7 @@ def _run_status(run: Path) -> RunStatus:
         step_seconds=seconds,
     )
     left = None if seconds is None or not wanted else max(0, wanted - step) * seconds
+    slowest = slowest_ranks(records)
     return RunStatus(
         run=str(run),
         state=state,
@@ -186,7 +197,8 @@ def _run_status(run: Path) -> RunStatus:
         save_seconds=saved.seconds,
         launches=len(begun),
         restarts=begun[-1].restart if begun else 0,
-        slowest_ranks=slowest_ranks(records),
+        slowest_ranks=slowest,
+        slowest_reason=None if slowest else why_no_slowest(run, settings, saved.name, steps=step),
         slowest_teacher_ranks=slowest_of_teachers(records),
         jobs={one.command: _text_of(one.state, one.detail) for one in readers},
     )

@@ -54,11 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--container-mounts", metavar="FROM:TO,...", help="mounts besides the work folder"
     )
     parser.add_argument(
-        "--container-python",
-        default="python3",
-        metavar="PYTHON",
-        help="Python in the image (default: %(default)s)",
-    )
+        "--container-python", metavar="PYTHON",
+        help=f"Python in the image (default: {Container.python})",
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = given.program[1:] if given.program[:1] == ["--"] else given.program
     container = None
     if given.container is not None:
-        container = Container(given.container, given.container_mounts, given.container_python)
+        python = given.container_python or Container.python
+        container = Container(given.container, given.container_mounts, python)
     try:
         job = SlurmJob.from_environment(container)
         program = Program.of(words, given.folder)

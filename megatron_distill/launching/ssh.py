@@ -18,7 +18,7 @@ from typing import Final
 
 from megatron_distill.launching.program import NoAnswerError
 
-__all__ = ["FIRST_PAUSE", "SSH", "Hosts", "main", "ranks_on"]
+__all__ = ["FIRST_PAUSE", "PORTS", "SSH", "Hosts", "command_on", "main", "ranks_on"]
 
 SSH: Final = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ConnectTimeout=20 {host}"
 FIRST_PAUSE: Final = 15.0
@@ -30,7 +30,7 @@ _COUNT: Final = (
 _ANSWER: Final = "import megatron_distill.launching.node; print({})"
 _ERROR_CLASS: Final = re.compile(r"^[\w.]+Error: ")  # before the text, at the end of a traceback
 _COUNT_SECONDS: Final = 120.0  # an import from a slow shared disk
-_LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux
+PORTS: Final = range(10_000, 30_000)  # below the ephemeral range of Linux
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Hosts:
 
     def endpoint(self, address: str) -> str:
         """Return host and a new port for the rendezvous, which cannot be probed from here."""
-        return f"{address}:{_LEAST_PORT + random.SystemRandom().randrange(_PORTS)}"
+        return f"{address}:{random.SystemRandom().choice(PORTS)}"
 
     def pause(self, starts: int) -> float:
         """Return the seconds before the next launch, four times as long after each useless one."""
@@ -130,6 +130,19 @@ def ranks_on(run: Sequence[str], *, given: int | None = None) -> int:
         raise NoAnswerError(command, reason) from None
 
 
+def command_on(
+    host: str, index: int, variables: Sequence[str], words: Sequence[str], *, shell: str
+) -> list[str]:
+    """Return the command that runs words on a host, in the folder of this process.
+
+    index: its place among the hosts. variables: of the environment, as NAME=VALUE.
+    """
+    own = [*variables, f"DISTILL_NODE_INDEX={index}", f"DISTILL_NODE_NAME={host}"]
+    line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {shlex.join([*own, *words])}"
+    client = [part.replace("{host}", host) for part in shlex.split(shell)]
+    return [*client, *_as_line(client, line)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command on all machines; return the first status that is not 0, or 0."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -153,14 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, tell)
     for index, host in enumerate(given.hosts.split(",")):
-        variables = [*given.variable, f"DISTILL_NODE_INDEX={index}", f"DISTILL_NODE_NAME={host}"]
-        line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {shlex.join([*variables, *words])}"
-        shell = [part.replace("{host}", host) for part in shlex.split(given.shell)]
-        clients.append(
-            subprocess.Popen(
-                [*shell, *_as_line(shell, line)], stdin=subprocess.PIPE, start_new_session=True
-            )  # fmt: skip
-        )
+        command = command_on(host, index, [*given.variable], words, shell=given.shell)
+        clients.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
     return _wait(clients, waits=given.waits)
 
 

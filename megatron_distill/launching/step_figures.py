@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 from megatron_distill.launching.grace import is_number, is_step
 
-__all__ = ["slowest_of_teachers", "slowest_ranks", "speed"]
+__all__ = ["slowest_of_teachers", "slowest_ranks", "speed", "why_no_slowest"]
 
 _RECENT_STEPS: Final = 50
+_IN_A_STAGE: Final = re.compile(r"\b(?:tp|cp|dp)(\d+)")  # sizes in a checkpoint's layout
 
 
 def speed(records: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
@@ -44,3 +50,33 @@ def slowest_of_teachers(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if isinstance(texts, Mapping):
             found |= {name: text for name, text in texts.items() if isinstance(text, str)}
     return dict(sorted(found.items()))
+
+
+def why_no_slowest(
+    run: Path, settings: Mapping[str, Any] | None, checkpoint: str | None, *, steps: int
+) -> str | None:
+    """Return why the records name no slow ranks; None: the files do not tell.
+
+    settings: of the run. checkpoint: the name of its newest one, which has the layout of the ranks.
+    """
+    section = (settings or {}).get("logging")
+    interval = section.get("straggler_interval") if isinstance(section, Mapping) else None
+    if not isinstance(interval, int):
+        return None
+    if interval == 0:
+        return "logging.straggler_interval is 0"
+    if checkpoint is not None and _ranks_of_a_stage(run / "checkpoints" / checkpoint) == 1:
+        return "one rank per pipeline stage has nothing to be compared with"
+    named = f"logging.straggler_interval = {interval}"
+    if steps < interval:
+        return f"fewer steps than {named}"
+    return f"no start has made {named} steps, or a pipeline stage has one rank"
+
+
+def _ranks_of_a_stage(checkpoint: Path) -> int | None:
+    """Return the ranks of a pipeline stage, from the layout in a checkpoint's description."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        text = (checkpoint / "description.json").read_text(encoding="utf-8")
+        if sizes := _IN_A_STAGE.findall(json.loads(text).get("layout")):
+            return math.prod(map(int, sizes))
+    return None

@@ -376,13 +376,14 @@ def _run_ranks(
     stop: _Stop,
 ) -> Outcome:
     folder = launches.of(launch)
-    words = ["-m", "megatron_distill.launching.node", "--launch", str(folder.resolve())]
-    words += ["--endpoint", job.endpoint(launch.addresses[0])]
-    words += ["--stop-seconds", str(_stop_seconds(job, policy, launches.results))]
-    words += job.node_options
-    if policy.ranks_per_node is not None:
-        words += ["--ranks-per-node", str(policy.ranks_per_node)]
-    command = [*job.on_nodes(launch.nodes), policy.python, *words, "--", *program.torchrun_words]
+    words = program.on_node(
+        folder.resolve(),
+        endpoint=job.endpoint(launch.addresses[0]),
+        stop_seconds=_stop_seconds(job, policy, launches.results),
+        options=job.node_options,
+        ranks_per_node=policy.ranks_per_node,
+    )
+    command = [*job.on_nodes(launch.nodes), policy.python, *words]
     _LOGGER.info(
         "launch %s on %s, from %s %d; ranks write to %s",
         launch.name,

@@ -35,6 +35,7 @@ __all__ = [
     "SEGMENTED_COLUMNS",
     "Sharing",
     "device_names",
+    "device_text",
     "load_device",
     "reading_seconds",
     "write_device",
@@ -441,12 +442,16 @@ def _in_words(problem: ErrorDetails) -> str:
     return f"{text}, but is {value}" if is_short and is_value else text
 
 
+def device_text(device: DeviceProfile) -> str:
+    """Return the content of a device's file."""
+    tree = device.model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
+
+
 def write_device(device: DeviceProfile, path: Path) -> None:
     """Write a device's file. Raises ConfigError: it cannot be written."""
-    tree = device.model_dump(mode="json", exclude_defaults=True)
-    text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
     try:
-        replace_file(path, text.encode())
+        replace_file(path, device_text(device).encode())
     except OSError as error:
         raise ConfigError(
             f"--output {path}: cannot be written ({error.strerror}); name another file"

@@ -43,13 +43,17 @@ _LEAST: Final = 0.005
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Of a run's steps: seconds of each phase on the first rank, and of the step."""
+    """Of a run's steps: seconds of each phase on the first rank, and of the step.
+
+    has_mfu: they have the share of the peak of a GPU that the run knew by its name.
+    """
 
     phases: Mapping[Phase, float]
     step: float
     count: int
     tokens_per_second: float
     tflops_per_device: float
+    has_mfu: bool = False
 
     def devices(self, flops_per_token: float) -> int:
         """Return the number of devices of the run, which its log has by its FLOPs alone."""
@@ -96,6 +100,7 @@ def read_steps(
         len(records),
         middle([record["tokens_per_second"] for record in records]),
         middle([record["tflops_per_device"] for record in records]),
+        any("mfu" in record for record in records),
     )
 
 

@@ -158,6 +158,8 @@ def test_wrong_words_are_named_before_any_work(
     for words, message in (
         ([*plan, "--devices", "0"], "--devices 0: must be 1 or more"),
         ([*plan, "--devices", "8", "--row", "-1"], "--row -1: must be 0"),
+        ([*plan, "--devices", "abc"], "argument --devices: abc: give a whole number, as 64"),
+        ([*plan, "--devices", "8", "--row", "x"], "argument --row: x: give a whole number, as 2"),
         ([*plan, "--devices", "8", "--simulate", config], "run.yaml: not a folder"),
         (["calibrate", "--output", str(tmp_path)], "is a folder; name a file in it"),
         (["calibrate", "--output", str(tmp_path / "no" / "a.yaml")], "is not there; make it"),
@@ -172,11 +174,14 @@ def test_wrong_words_are_named_before_any_work(
     ("words", "message"),
     [
         (["--devices", "8", "--device", "none"], "--device none: there is no device none"),
-        (["--devices", "8", "--device", "l40s", "--simulate", "x", "--row", "99"], "--row 99"),
+        (
+            ["--devices", "8", "--device", "l40s", "--simulate", "x", "--row", "99"],
+            "--row 99: the table has 10 rows; give one of them\n",
+        ),
         (
             ["--devices", "6", "--device", "l40s", "--simulate", "x", "--row", "0",
              "parallel.tensor=4"],
-            "does not run on these devices",
+            "does not run on these devices (",
         ),
     ],
 )  # fmt: skip
@@ -184,7 +189,19 @@ def test_an_error_is_one_line(
     config: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert main(["plan", config, *words]) == 1
-    assert message in capsys.readouterr().err
+    found = capsys.readouterr()
+    assert message in found.err
+    assert found.out == ""
+
+
+def test_a_row_without_a_simulation_is_a_warning(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", config, "--devices", "8", "--device", "l40s"]
+    assert main([*words, "--row", "3"]) == 0
+    assert "--row 3: has no effect without --simulate; give its folder\n" in capsys.readouterr().err
+    assert main(words) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_training_command_plans_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:

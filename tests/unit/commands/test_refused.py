@@ -118,7 +118,7 @@ def test_a_layout_that_does_not_fit_the_hosts_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["submit", "ssh", TINY, f"output={tmp_path}/a", "parallel.tensor=4"]
-    assert main([*words, "--hosts", "a,b", "--shell", "env"]) == 78
+    assert main([*words, "--hosts", "a,b", "--shell", "env HOST={host}"]) == 78
     error = capsys.readouterr().err
     assert error.startswith("error: this configuration on 2 processes: 1 problem")
     assert "parallel.context = 4 * 1 * 1: " in error

@@ -68,6 +68,15 @@ def test_a_link_and_a_pipe_stay_what_they_are(
     assert capfd.readouterr().out == "printed"
 
 
+def test_a_place_that_takes_no_file_from_the_superuser_either_is_named(tmp_path: Path) -> None:
+    for path in (Path("/proc/x.json"), Path("/proc/self/x.json")):
+        assert str(no_file(path)).startswith(f"{path}: ")
+    for descriptor in ("/proc/self/fd/1", f"/proc/self/task/{os.getpid()}/fd/1", "/dev/fd/1"):
+        assert no_file(Path(descriptor)) is None
+    assert no_file(tmp_path / "x.json") is None
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("lost", ["results", "items", "both"])
 def test_one_lost_file_costs_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str

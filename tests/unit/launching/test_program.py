@@ -107,6 +107,13 @@ def test_each_of_several_jobs_that_write_a_store_has_a_folder_and_a_lock_of_its_
         ("train", ("tiny.yaml",), "x", "--folder x: train keeps its records next to its results"),
         ("trian", ("tiny.yaml",), None, "trian: not a command for a cluster; train, capture"),
         ("data", ("preview",), None, "data: not a command for a cluster"),
+        (
+            "prune",
+            ("x",),
+            None,
+            "prune: not a command for a cluster; train, capture, rollout, evaluate, generate, "
+            "convert are, and scripts. Layers are pruned at the start of train: set student.keep_",
+        ),
         ("prun.py", (), "x", "prun.py: there is no such script in /"),
     ],
 )

@@ -80,14 +80,59 @@ def test_a_submission_without_a_job_leaves_the_state_before_it(
     assert read_status(desk.run).state == "done"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--health-command", ""), "--health-command '': is empty; give a shell command, such as"),
+        (("--health-command", " "), "--health-command ' ': is empty; give a shell command"),
+        (
+            ("--container", "i", "--container-mounts", "nonsense"),
+            "--container-mounts 'nonsense': write FROM:TO for each mount, with commas between",
+        ),
+        (("--container", "i", "--container-mounts", "/a:/b,"), "'/a:/b,': write FROM:TO"),
+        (("--container", "i", "--container-mounts", "/a:"), "'/a:': write FROM:TO"),
+        (("--container", "", "--container-mounts", "/a:/b"), "--container '': is empty; give"),
+        (("--container", "i", "--container-python", ""), "--container-python '': is empty; give"),
+    ],
+)
+def test_an_empty_or_wrong_option_says_what_to_give(
+    desk: Desk, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        desk.submit(*words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not desk.run.exists()
+
+
+def test_options_of_a_container_without_one_are_a_warning(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mounts = ("--container-mounts", "/a:/b,/c:/d:ro", "--container-python", "/e")
+    assert desk.submit(*mounts, "--dry-run") == 0
+    found = capsys.readouterr()
+    for option in ("--container-mounts /a:/b,/c:/d:ro", "--container-python /e"):
+        assert f"{option}: has no effect without --container; give the image\n" in found.err
+    assert "--container" not in found.out
+    assert desk.submit(*mounts, "--container", "i.sqsh", "--dry-run") == 0
+    found = capsys.readouterr()
+    assert found.err == ""
+    rules = "--container i.sqsh --container-mounts /a:/b,/c:/d:ro --container-python /e"
+    assert rules in found.out
+
+
 def test_a_first_submission_that_is_refused_is_no_run(
     desk: Desk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     desk.sbatch(REFUSES)
     assert desk.submit() == 1
     text = capsys.readouterr().err
-    assert text.startswith(f"error: sbatch refuses {desk.run}/launches/job.sbatch: ")
-    assert "invalid partition specified: nope" in text
+    assert text == (
+        "sbatch: error: invalid partition specified: nope\n"
+        "error: sbatch failed with status 1, and took no job. The script is kept: repair what "
+        f"sbatch says, and submit again, or by hand: sbatch {desk.run}/launches/job.sbatch\n"
+    )
+    assert (desk.run / "launches" / "job.sbatch").is_file()
     assert main(["status", str(desk.run)]) == 1
     text = capsys.readouterr().err
     assert f"error: {desk.run}: no run has started here" in text

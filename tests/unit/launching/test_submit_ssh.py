@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,68 @@ def test_a_training_is_checked_on_the_first_host_with_an_answer(
     assert "error: this configuration on 2 processes: 1 problem" in capsys.readouterr().err
     assert main(["submit", "ssh", *train, *shell, *hosts, "2"]) == 0
     assert begun == [["a", "b", "dead"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--hosts", "a b"), "--hosts 'a b': 'a b' has a space; write only commas between hosts"),
+        (("--hosts", "a, b"), "--hosts 'a, b': ' b' has a space; write only commas between hosts"),
+        (("--hosts", "b,a="), "--hosts b,a=: a= has no address after =; write NAME=ADDRESS, or a"),
+        (("--hosts", "me@,b"), "--hosts me@,b: write different names with commas between them"),
+        (("--hosts", "a,a"), "--hosts a,a: write different names with commas between them"),
+        (("--hosts", "a", "--shell", "rsh a"), "--shell 'rsh a': has no {host} after a program"),
+        (("--hosts", "a", "--shell", "{host}"), "--shell '{host}': has no {host} after a program"),
+        (("--hosts", "a", "--shell", ""), "--shell '': has no {host} after a program; write it as"),
+        (("--hosts", "a", "--shell", "sh '{host}"), "cannot be read (No closing quotation); close"),
+        (("--hosts", "a", "--health-command", ""), "--health-command '': is empty; give a shell"),
+    ],
+)
+def test_an_option_that_no_host_could_follow_is_refused(
+    words: list[str], begun: list[list[str]], capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...], message: str,
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main([*words, *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert begun == []
+
+
+def test_a_dry_run_shows_the_rules_and_the_command_of_each_host(
+    words: list[str], begun: list[list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hosts = ["--hosts", "me@a=10.0.0.1,b,c", "--spare-hosts", "1", "--variable", "X=1 2"]
+    rules = ["--ranks-per-node", "4", "--max-starts", "5", "--health-command", "nvidia-smi -L"]
+    shell = words.index("--shell")
+    assert main([*words[:shell], *hosts, *rules, "--dry-run"]) == 0
+    *told, first, second = capsys.readouterr().out.splitlines()
+    assert told == [
+        "# hosts: me@a, b; spare: c",
+        "# ranks per host: 4",
+        "# rendezvous: 10.0.0.1, at a PORT from 10000 to 29999, new in each launch",
+        "# max starts: 5 launches without a new checkpoint",
+        "# health command: nvidia-smi -L, on each host before the ranks",
+        f"# records and logs: {tmp_path}/run/launches, a folder LAUNCH for each launch",
+    ]
+    for place, (host, line) in enumerate((("me@a", first), ("b", second))):
+        *client, name, remote = shlex.split(line)
+        assert (client[0], name) == ("ssh", host)
+        _, _, command = remote.partition(" && exec env ")
+        variables = ["X=1 2", f"DISTILL_NODE_INDEX={place}", f"DISTILL_NODE_NAME={host}"]
+        found = shlex.split(command)
+        at = found.index(sys.executable)
+        assert found[:at][-3:] == variables
+        assert found[at + 1 :] == [
+            "-m", "megatron_distill.launching.node",
+            "--launch", f"{tmp_path}/run/launches/LAUNCH", "--endpoint", "10.0.0.1:PORT",
+            "--stop-seconds", "300.0", "--stops-with-input", "--ranks-per-node", "4",
+            "--", str(tmp_path / "program.py"), "x",
+        ]  # fmt: skip
+    assert begun == []
+    alone = ["--hosts", "a", "--no-requeue", "--dry-run"]
+    assert main([*words[: words.index("--ranks-per-node")], *alone]) == 0
+    text = capsys.readouterr().out
+    assert "# ranks per host: one per GPU, else 1, counted there\n" in text
+    assert "# max starts: 1 launch\n" in text
+    assert "# health command: none\n" in text

@@ -1,0 +1,116 @@
+"""The command `calibrate`: runs of another device, and a file that cannot be written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_distill.cli import main
+from megatron_distill.commands import calibrate
+from megatron_distill.planning.device import load_device
+
+RUN = """
+student: {architecture: {num_layers: 8, hidden_size: 512, ffn_hidden_size: 1408,
+  num_attention_heads: 8, num_kv_heads: 4, vocab_size: 32768}}
+teacher: {architecture: {num_layers: 16, hidden_size: 1024, ffn_hidden_size: 2816,
+  num_attention_heads: 16, num_kv_heads: 8, vocab_size: 32768}}
+data: {sources: [{format: python_stdlib}], sequence_length: 2048,
+  tokenizer: {train_vocab_size: 300}}
+train: {steps: 1000, global_batch_size: 64, precision: bf16}
+"""
+
+
+def run_of(folder: Path, *, runtime: str = "{}", seconds: float = 1.0, **more: float) -> Path:
+    """A run of one device, each of whose phases takes so long."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"{RUN}runtime: {runtime}\n")
+    phases = ("teacher", "forward", "loss", "backward", "optimizer")
+    record = {
+        "step_seconds": 5 * seconds,
+        "timers": dict.fromkeys(phases, 1e3 * seconds),
+        "tokens_per_second": 1.0,
+        "tflops_per_device": 1e6,
+        **more,
+    }
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(record)}\n" * 5)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("runtime", "more", "device", "reason"),
+    [
+        ("{device: cpu}", {}, "h100-80gb", "ran on a CPU (runtime.device = 'cpu')"),
+        ("{device: cuda}", {}, "mine.yaml", "ran on a GPU (runtime.device = 'cuda')"),
+        ("{backend: nccl}", {}, "mine.yaml", "ran on a GPU (runtime.backend = 'nccl')"),
+        ("{}", {"mfu": 0.4}, "mine.yaml", "ran on a GPU (its log has `mfu`)"),
+    ],
+)
+def test_a_run_of_another_kind_of_device_refines_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    runtime: str, more: dict[str, float], device: str, reason: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    fields = load_device("l40s").model_dump(mode="json") | {"kind": "cpu", "cores": 2}
+    Path("mine.yaml").write_text(yaml.safe_dump(fields))
+    run = run_of(tmp_path / "run", runtime=runtime, **more)
+    assert main(["calibrate", "--run", str(run), "--device", device, "--output", "x.yaml"]) == 1
+    text = capsys.readouterr().err
+    assert f"error: --device {device}: " in text
+    assert f"--run {run} {reason}; give the device of the run" in text
+    assert not Path("x.yaml").exists()
+
+
+def test_factors_far_from_one_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    far = str(run_of(tmp_path / "far"))
+    assert main(["calibrate", "--run", far, "--device", "h100-80gb"]) == 0
+    text = capsys.readouterr().err
+    assert f"WARNING rank 0 megatron_distill.commands.calibrate: --run {far}: factors " in text
+    assert "do not say on which device it ran" in text
+    assert "(--device h100-80gb)" in text
+    near = run_of(tmp_path / "near", runtime="{device: cuda}", seconds=0.1)
+    assert main(["calibrate", "--run", str(near), "--device", "h100-80gb"]) == 0
+    assert "factors beyond" not in capsys.readouterr().err
+
+
+def test_an_output_that_the_system_refuses_is_named_before_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "_measured", lambda output: pytest.fail("it measures"))
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", "--output", "/proc/x.yaml"])
+    assert ended.value.code == 2
+    assert "--output /proc/x.yaml: cannot be written (" in capsys.readouterr().err
+
+
+def test_a_measurement_that_cannot_be_written_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk may have become full meanwhile."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+
+    def measured(_: Path) -> object:
+        folder.rmdir()
+        return load_device("l40s")
+
+    monkeypatch.setattr(calibrate, "_measured", measured)
+    assert main(["calibrate", "--output", str(folder / "x.yaml")]) == 1
+    found = capsys.readouterr()
+    assert "Standard output has its content instead" in found.err
+    assert yaml.safe_load(found.out)["name"] == "l40s"
+
+
+def test_the_usual_file_is_tried_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("this-cpu.yaml", "this-gpu.yaml"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate"]) == 1
+    assert "is a folder; give --output, a file elsewhere" in capsys.readouterr().err
