@@ -252,12 +252,12 @@ def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
 
     write_tasks(tmp_path)
     assert len(harness_tasks(["own_choices", "own_texts"], include=str(tmp_path))) == 2
-    with pytest.raises(ConfigError, match="--lm-eval own_nothing: .* give a name of the harness"):
+    with pytest.raises(ConfigError, match="--lm-eval own_nothing: neither the harness nor"):
         harness_tasks(["own_choices", "own_nothing"], include=str(tmp_path))
     text = (tmp_path / "own_choices.yaml").read_text().replace("own_choices", "own_column")
     (tmp_path / "own_column.yaml").write_text(text.replace("{{q}}", "{{query}}"))
     with pytest.raises(
-        ConfigError, match="own_column: a template .* 'query' is undefined; correct"
+        ConfigError, match="own_column: doc_to_text does .* 'query' is undefined .*; correct"
     ):
         harness_tasks(["own_column"], include=str(tmp_path))
     (tmp_path / "rows.jsonl").unlink()
