@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from megatron_distill.commands.command import (
     write_result,
 )
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.evaluation.lm_eval_offline import forbid_downloads
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     STUDENT_ALONE,
@@ -188,6 +190,8 @@ def _is_same_file(one: Path, other: Path) -> bool:
 def _run(arguments: argparse.Namespace) -> int:
     on_tasks = arguments.tasks or arguments.lm_eval
     work = _evaluate_tasks if on_tasks else _evaluate
+    if arguments.lm_eval:
+        forbid_downloads(os.environ)
     return with_launch(lambda launch: work(arguments, launch))
 
 

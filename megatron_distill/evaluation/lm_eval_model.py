@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
-from importlib.metadata import requires
+from pathlib import Path
 from typing import Any, Final
 
 import datasets
@@ -23,13 +24,21 @@ from lm_eval.tasks import TaskManager
 
 from megatron_distill.data.chat.conversations import BadConversationError
 from megatron_distill.data.chat.encode import chat_prompt
-from megatron_distill.errors import ConfigError, DataError
+from megatron_distill.data.tokenizers.protocol import Tokenizer
+from megatron_distill.errors import DataError
+from megatron_distill.evaluation.lm_eval_errors import (
+    needing,
+    require_metrics,
+    task_error,
+    template_error,
+    unknown_task,
+)
 from megatron_distill.evaluation.lm_eval_settings import Writing, writing_settings
 from megatron_distill.evaluation.requests import Request, Scorer, Writer
 from megatron_distill.evaluation.tasks.encode import TextEncoder, rolling_requests
 from megatron_distill.log import get_logger
 
-__all__ = ["ScorerLM", "harness_tasks", "run_harness"]
+__all__ = ["ScorerLM", "harness_tasks", "require_chat_template", "run_harness"]
 
 _LOGGER = get_logger(__name__)
 
@@ -42,8 +51,8 @@ _IN_ONE_PROCESS: Final = "DISABLE_MULTIPROC"  # the harness's switch, a variable
 def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
     """Load tasks and groups of the harness with their data; `include`: folder of more tasks.
 
-    Raises ConfigError for one that does not exist, whose data cannot be read, or whose own code
-    needs a package that is missing.
+    Raises ConfigError for one that does not exist, whose data or metrics cannot be read, or
+    whose own code needs a package that is missing.
     """
     # It would tell a server of each file that it reads, and wait for one that does not answer.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
@@ -54,17 +63,19 @@ def harness_tasks(names: Sequence[str], *, include: str | None) -> list[Any]:
         manager = TaskManager(include_path=include)
     found: list[Any] = []
     for name in names:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            raise unknown_task(name, manager.all_tasks)
         try:
-            loaded = manager.load([name])
+            with _without_defaults_of_metrics():
+                loaded = manager.load([name])
         except (AssertionError, ImportError) as error:  # in the task's code, as it is imported
-            raise _needing(name, error) from error
+            raise needing(name, error) from error
         except TemplateError as error:
-            raise _template_error(name, error) from error
+            raise template_error(name, error) from error
         except (AttributeError, DatasetsError, KeyError, OSError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--lm-eval {name}: {type(error).__name__}: {_line(error)}; give a name of the "
-                "harness or of a task in --include, with its data on this machine"
-            ) from error
+            raise task_error(name, error) from error
+        for task in loaded["tasks"].values():
+            require_metrics(name, task)
         groups = loaded.get("groups") or {}
         found += [groups[name]] if name in groups else loaded["tasks"].values()
     return found
@@ -107,13 +118,30 @@ def run_harness(
                 torch_random_seed=None,
             )
     except ImportError as error:  # that a task's code defers until it judges
-        raise _needing(_names(tasks), error) from error
+        raise needing(_names(tasks), error) from error
     except TemplateError as error:  # of a template that no example was rendered with before
-        raise _template_error(_names(tasks), error) from error
+        raise template_error(_names(tasks), error) from error
+    except UnicodeDecodeError as error:  # in a row that no example was made of before
+        raise task_error(_names(tasks), error) from error
     if found is None:
         return None
     counts = {"truncated": dict(model.truncated), "cut": dict(model.cut)}
     return {**found, **model.tokenizer_info(), **counts}
+
+
+@contextmanager
+def _without_defaults_of_metrics() -> Iterator[None]:
+    """A block without the harness's warnings that a metric has its usual mean and direction."""
+    logger = logging.getLogger("lm_eval.api.task")
+    logger.addFilter(_tells_no_default)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_tells_no_default)
+
+
+def _tells_no_default(record: logging.LogRecord) -> bool:
+    return re.search(r"is defined, but \w+ is not\. using default", record.getMessage()) is None
 
 
 @contextmanager
@@ -134,60 +162,17 @@ def _bootstrapping_here() -> Iterator[None]:
             os.environ[_IN_ONE_PROCESS] = before
 
 
+def require_chat_template(tokenizer: Tokenizer) -> None:
+    """Raise DataError for a tokenizer without a chat template."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"--apply-chat-template: {tokenizer.name} has no chat template; add a "
+            "chat_template.jinja to its folder, or leave the option out"
+        )
+
+
 def _names(tasks: Sequence[Any]) -> str:
     return " ".join(str(getattr(task, "task_name", None) or task.name) for task in tasks)
-
-
-def _line(error: BaseException) -> str:
-    """Return an error's text in one line; of one that tells no reason, that of its cause."""
-    if isinstance(error, DatasetsError) and error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())
-
-
-def _template_error(name: str, error: TemplateError) -> ConfigError:
-    return ConfigError(
-        f"--lm-eval {name}: a template of the task does not fit its data: {_line(error)}; correct "
-        "the template, or give data with the columns that it names"
-    )
-
-
-def _needing(name: str, error: AssertionError | ImportError) -> ConfigError:
-    """Return the error of a task whose code refuses the installed packages."""
-    missing, own = _missing_module(error), _line(error)
-    if missing is None:
-        return ConfigError(
-            f"--lm-eval {name}: the task's code cannot be imported: {own}; install what it needs, "
-            "or leave the task out"
-        )
-    told = "" if own.startswith("No module named") else f" ({own})"
-    return ConfigError(
-        f"--lm-eval {name}: the task needs the package {missing}, which is not installed{told}; "
-        f"run `pip install '{_requirement(missing)}'`, or leave the task out"
-    )
-
-
-def _missing_module(error: BaseException | None) -> str | None:
-    """Return the module that was not found, at the root of an error that a task's code raised."""
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError) and error.name is not None:
-            return error.name.partition(".")[0]
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _requirement(module: str) -> str:
-    """Return the harness's requirement of that name, with its version; otherwise the name."""
-    for line in requires("lm_eval") or ():
-        requirement = line.partition(";")[0].strip()
-        name = re.match(r"[\w.-]+", requirement)
-        if name is not None and _plain(name[0]) == _plain(module):
-            return requirement
-    return module
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 class ScorerLM(TemplateLM):
@@ -303,11 +288,7 @@ class ScorerLM(TemplateLM):
     @cached_property
     def _chat(self) -> TextEncoder:
         tokenizer = self._encoder.tokenizer
-        if tokenizer.chat_template is None:
-            raise DataError(
-                f"--apply-chat-template: {tokenizer.name} has no chat template; add a "
-                "chat_template.jinja to its folder, or leave the option out"
-            )
+        require_chat_template(tokenizer)
         return TextEncoder.of(tokenizer, chat=True, named="--apply-chat-template")
 
     @cached_property

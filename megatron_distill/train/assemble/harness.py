@@ -37,22 +37,22 @@ def evaluate_by_harness(
 
     `include`: folder of further tasks of the harness. `limit`: the first items of each task. The
     other three are those of `run_harness`. Returns the harness's results on the first rank of a
-    node, None elsewhere. Raises a MegatronDistillError on all ranks together; that of a task that
-    cannot be loaded comes before the model is built.
+    node, None elsewhere. Raises a MegatronDistillError on all ranks together; those of a task that
+    cannot be loaded and of a missing chat template come before the model is built.
     """
-    if find_spec("lm_eval") is None:
-        raise ConfigError(
-            "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`, or "
-            "give --tasks"
-        )
+    _require_installed()
     try:
-        from megatron_distill.evaluation.lm_eval_model import ScorerLM, harness_tasks, run_harness
+        from megatron_distill.evaluation.lm_eval_model import (
+            ScorerLM,
+            harness_tasks,
+            require_chat_template,
+            run_harness,
+        )
     except ImportError as error:
         raise ConfigError(
             f"--lm-eval: lm-evaluation-harness cannot be imported ({error}); install the extra "
             "`lm-eval` again, or give --tasks"
         ) from error
-
     with together():
         tasks = harness_tasks(names, include=include)
     with (
@@ -61,6 +61,9 @@ def evaluate_by_harness(
     ):
         options = data_options(config.data, Path(config.output))
         tokenizer, vocabulary = open_tokenizer(config, options)
+        with together():
+            if apply_chat_template and tokenizer is not None:
+                require_chat_template(tokenizer)
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
         role = ModelRole("student", config.seed, execution, tokenizer, vocabulary)
         resolved = Resolved.of(config, role, NO_TASKS)
@@ -85,4 +88,13 @@ def evaluate_by_harness(
             num_fewshot=num_fewshot,
             apply_chat_template=apply_chat_template,
             samples=samples,
+        )
+
+
+def _require_installed() -> None:
+    """Raise ConfigError where the harness is not installed."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "--lm-eval: lm-evaluation-harness is not installed; install the extra `lm-eval`, or "
+            "give --tasks"
         )

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from jinja2 import Environment
 
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import ConfigError, DataError
 from megatron_distill.evaluation.requests import GREEDY
 from megatron_distill.evaluation.tasks.encode import TextEncoder
 from megatron_distill.evaluation.tasks.record import load_task
@@ -252,12 +252,12 @@ def test_a_task_that_is_not_there_is_named(tmp_path: Path) -> None:
 
     write_tasks(tmp_path)
     assert len(harness_tasks(["own_choices", "own_texts"], include=str(tmp_path))) == 2
-    with pytest.raises(ConfigError, match="--lm-eval own_nothing: .* give a name of the harness"):
+    with pytest.raises(ConfigError, match="--lm-eval own_nothing: neither the harness nor"):
         harness_tasks(["own_choices", "own_nothing"], include=str(tmp_path))
     text = (tmp_path / "own_choices.yaml").read_text().replace("own_choices", "own_column")
     (tmp_path / "own_column.yaml").write_text(text.replace("{{q}}", "{{query}}"))
     with pytest.raises(
-        ConfigError, match="own_column: a template .* 'query' is undefined; correct"
+        ConfigError, match="own_column: doc_to_text does .* 'query' is undefined .*; correct"
     ):
         harness_tasks(["own_column"], include=str(tmp_path))
     (tmp_path / "rows.jsonl").unlink()
@@ -322,6 +322,29 @@ def test_a_package_that_a_task_needs_is_named(pool: Pool, dense: Path, tmp_path:
     assert re.fullmatch(
         rf"{expected}; run `pip install 'neologdn==[0-9.]+'{leave}", error("own_later")
     )
+
+
+def _without_template(rank: int, world: int, folder: str, include: str) -> str:
+    """The error of chats before a model is built, in a pool worker."""
+    config = configure_evaluation(rank, world, folder, STUDENT_ALONE)
+    from megatron_distill.train.assemble import harness
+
+    chats = {"limit": 2, "apply_chat_template": True}
+    with patch.object(harness.Resolved, "built", side_effect=AssertionError("a model is built")):
+        try:
+            harness.evaluate_by_harness(config, CPU, ["own_choices"], include=include, **chats)
+        except DataError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_chats_without_a_template_are_refused_before_the_model_is_built(
+    pool: Pool, dense: Path, tmp_path: Path
+) -> None:
+    write_tasks(tmp_path)
+    run(pool, 1, dense, tmp_path / "run", "train.steps=1", "checkpoint.save=true")
+    for text in pool.run(2, _without_template, str(tmp_path / "run"), str(tmp_path)):
+        assert re.match("--apply-chat-template: .* has no chat template; add", text), text
 
 
 PUBLISHED = {
