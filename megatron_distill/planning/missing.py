@@ -44,6 +44,10 @@ class Reasons:
     _least: dict[Sizes, MemoryNeed] = field(default_factory=dict)
     _refused: dict[Sizes, str] = field(default_factory=dict)
 
+    def names(self, run: PlannedRun, layout: Layout) -> bool:
+        """Whether the layout is a popular one, for which a reason may be given."""
+        return sizes_of(layout) in _popular(run)
+
     def note_memory(self, layout: Layout, need: MemoryNeed) -> None:
         """Keep the least need of memory of those with these sizes, which was too much."""
         key = sizes_of(layout)
@@ -69,8 +73,7 @@ class Reasons:
         found: layouts that fit, with the seconds of their steps, fastest first.
         """
         there = {sizes_of(layout) for layout, _ in found[:shown]}
-        popular = POPULAR + (_POPULAR_OF_EXPERTS if run.student.moe is not None else ())
-        for sizes in popular:
+        for sizes in _popular(run):
             if sizes in there:
                 continue
             same = [seconds for layout, seconds in found if sizes_of(layout) == sizes]
@@ -83,6 +86,10 @@ class Reasons:
             else:
                 reason = self._refused.get(sizes) or _outside(sizes, run, device)
             yield Missing(_name(sizes), reason)
+
+
+def _popular(run: PlannedRun) -> tuple[Sizes, ...]:
+    return POPULAR + (_POPULAR_OF_EXPERTS if run.student.moe is not None else ())
 
 
 def _outside(sizes: Sizes, run: PlannedRun, device: DeviceProfile) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import log2
+from heapq import nsmallest
+from math import inf, log2
 from typing import Final
 
 from megatron_distill.models.flops import balanced_stages, step_flops_per_token
@@ -20,7 +21,12 @@ from megatron_distill.planning.missing import LONG, Missing, Reasons, sizes_of
 from megatron_distill.planning.operations import Recomputed
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
-from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
+from megatron_distill.planning.step_time import (
+    StepTime,
+    least_seconds,
+    step_time,
+    teacher_seconds,
+)
 from megatron_distill.runtime.layout import Layout
 
 __all__ = ["Capture", "Planned", "Ranking", "Search", "layout_name", "nearest", "planned"]
@@ -41,6 +47,7 @@ _RECOMPUTED: Final[tuple[tuple[Recomputed, tuple[str, ...]], ...]] = (
 )
 # Student layouts beside which a teacher's own layouts and ranks are tried, by their own time.
 _PARTNERS: Final = 12
+_TIE: Final = 1e-8  # seconds by which times that rank alike differ at most
 # The reason why the rules of the configuration refuse a layout of a role, or None.
 ShapeRule = Callable[[str, Layout], str | None]
 
@@ -118,19 +125,31 @@ class Search:
     def _fitting(self, choices: Iterator[Choice], *, is_partner: bool = False) -> Iterator[Planned]:
         """Evaluate choices; recomputation is tried only where memory asks for it.
 
-        is_partner: the teacher is still to be added, so a need of memory is no reason.
+        is_partner: the teacher is still to be added, so a need of memory is no reason. Then those
+        that cannot be among the `_PARTNERS` fastest layouts are left out.
         """
         done: set[tuple[Layout, int]] = set()
+        fastest: dict[Layout, float] = {}
+        enough = inf
         for choice in choices:
             key = (choice.layout, choice.micro_batch_size)
             if key in done:
                 continue
             self._tried += 1
-            need = self._need(choice)
+            # The whole need is shown of popular layouts alone.
+            is_noted = not is_partner and self._reasons.names(self.run, choice.layout)
+            need = self._need(choice, is_whole=is_noted)
             if self._fits(need):
                 done.add(key)
-                yield self._timed(choice, need)
-            elif not is_partner:
+                if is_partner and least_seconds(self.run, choice, self.device) > enough:
+                    continue
+                found = self._timed(choice, need)
+                yield found
+                seconds = min(found.time.total, fastest.get(choice.layout, inf))
+                fastest[choice.layout] = seconds
+                if is_partner and seconds < enough and len(fastest) >= _PARTNERS:
+                    enough = nsmallest(_PARTNERS, fastest.values())[-1] + _TIE
+            elif is_noted:
                 self._reasons.note_memory(choice.layout, need)
 
     def _with_larger(self, found: Sequence[Planned]) -> list[Planned]:
@@ -154,8 +173,11 @@ class Search:
             one = found[0]
             yield one
 
-    def _need(self, choice: Choice) -> MemoryNeed:
-        return memory_need(self.run, choice, self.device, _student_numbers(self.run, choice))
+    def _need(self, choice: Choice, *, is_whole: bool = False) -> MemoryNeed:
+        """Return the need of memory, of which one that does not fit is whole only if asked for."""
+        enough = inf if is_whole else USABLE * self.device.memory_bytes
+        numbers = _student_numbers(self.run, choice)
+        return memory_need(self.run, choice, self.device, numbers, enough=enough)
 
     def _fits(self, need: MemoryNeed) -> bool:
         return need.total <= USABLE * self.device.memory_bytes
