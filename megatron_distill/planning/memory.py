@@ -151,24 +151,15 @@ def _lasting(
     run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: Sequence[RankNumbers]
 ) -> MemoryNeed:
     """Return what the first stage needs at least, whatever its micro-batch and recomputation."""
-    weights, gradients, optimizer = _known_states(run, choice, numbers[0], 0)
     teacher = 0.0
     if choice.is_same_layout and not (run.several or run.shards_teacher or run.rests):
         teacher = _known_teacher_weights(run, choice, 0)
     return MemoryNeed(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
+        weights=numbers[0].total * run.width,
+        gradients=numbers[0].total * _FP32,
         teacher=teacher,
         reserved=device.reserved_gib * 2**30,
     )
-
-
-def _known_states(
-    run: PlannedRun, choice: Choice, numbers: RankNumbers, stage: int
-) -> tuple[int, int, int]:
-    key = ("states", choice.layout, choice.ranks, choice.layers, stage)
-    return known_of((run,), key, partial(student_states, run, choice, numbers))
 
 
 def _alike_stages(run: PlannedRun, choice: Choice) -> dict[int, list[int]]:
@@ -198,7 +189,11 @@ def stage_need(
     run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: RankNumbers, stage: int
 ) -> MemoryNeed:
     """Return the need of one rank of the student's pipeline."""
-    weights, gradients, optimizer = _known_states(run, choice, numbers, stage)
+    weights, gradients, optimizer = known_of(
+        (run,),
+        ("states", choice.layout, choice.ranks, choice.layers, stage),
+        partial(student_states, run, choice, numbers),
+    )
     projectors = _FP32 * projector_numbers(run, choice)  # and as many gradients, and two moments
     if run.student_fp8:
         layers = sum(map(len, choice.chunk_layers(stage)))

@@ -122,35 +122,51 @@ class Search:
         missing = self._reasons.missing(self.run, self.device, self.devices, times, shown=shown)
         return Ranking(tuple(found), tuple(missing), self._tried)
 
-    def _fitting(self, choices: Iterator[Choice], *, is_partner: bool = False) -> Iterator[Planned]:
-        """Evaluate choices; recomputation is tried only where memory asks for it.
+    def _fitting(self, choices: Iterator[Choice]) -> Iterator[Planned]:
+        """Evaluate choices; recomputation is tried only where memory asks for it."""
+        for choice, need in self._that_fit(choices, is_noted=True):
+            yield self._timed(choice, need)
 
-        is_partner: the teacher is still to be added, so a need of memory is no reason. Then those
-        that cannot be among the `_PARTNERS` fastest layouts are left out.
-        """
+    def _that_fit(
+        self, choices: Iterator[Choice], *, is_noted: bool
+    ) -> Iterator[tuple[Choice, MemoryNeed]]:
+        """Yield the choices that fit; is_noted: others' need of memory is a reason."""
         done: set[tuple[Layout, int]] = set()
-        fastest: dict[Layout, float] = {}
-        enough = inf
         for choice in choices:
             key = (choice.layout, choice.micro_batch_size)
             if key in done:
                 continue
             self._tried += 1
             # The whole need is shown of popular layouts alone.
-            is_noted = not is_partner and self._reasons.names(self.run, choice.layout)
-            need = self._need(choice, is_whole=is_noted)
+            is_shown = is_noted and self._reasons.names(self.run, choice.layout)
+            need = self._need(choice, is_whole=is_shown)
             if self._fits(need):
                 done.add(key)
-                if is_partner and least_seconds(self.run, choice, self.device) > enough:
-                    continue
-                found = self._timed(choice, need)
-                yield found
-                seconds = min(found.time.total, fastest.get(choice.layout, inf))
-                fastest[choice.layout] = seconds
-                if is_partner and seconds < enough and len(fastest) >= _PARTNERS:
-                    enough = nsmallest(_PARTNERS, fastest.values())[-1] + _TIE
-            elif is_noted:
+                yield choice, need
+            elif is_shown:
                 self._reasons.note_memory(choice.layout, need)
+
+    def _fastest(self, choices: Iterator[Choice]) -> list[Planned]:
+        """Evaluate choices whose teacher is still to be added, or a store, the fastest alone.
+
+        These are all of the `_PARTNERS` fastest layouts, and some more.
+        """
+        fitting = [
+            (least_seconds(self.run, choice, self.device), number, choice, need)
+            for number, (choice, need) in enumerate(self._that_fit(choices, is_noted=False))
+        ]
+        found: dict[int, Planned] = {}
+        times: dict[Layout, float] = {}
+        enough = inf
+        for least, number, choice, need in sorted(fitting, key=lambda one: one[:2]):
+            if least > enough:
+                break
+            found[number] = self._timed(choice, need)
+            known = times.get(choice.layout, inf)
+            times[choice.layout] = min(known, found[number].time.total)
+            if len(times) >= _PARTNERS:
+                enough = nsmallest(_PARTNERS, times.values())[-1] + _TIE
+        return [found[number] for number in sorted(found)]
 
     def _with_larger(self, found: Sequence[Planned]) -> list[Planned]:
         """Return the fastest choice of each layout, of the first ones also with more at once."""
@@ -320,7 +336,7 @@ class Search:
 
     def _own_layouts(self) -> list[Planned]:
         """Return choices whose teacher has a layout of its own on the student's ranks."""
-        alone = _best_of_each(self._fitting(self._choices(self.devices, "none"), is_partner=True))
+        alone = _best_of_each(self._fastest(self._choices(self.devices, "none")))
         choices = (
             self._moved(one.choice, "shared", layout, 0)
             for layout, one in self._partners(self.devices, alone)
@@ -342,7 +358,7 @@ class Search:
         choices: list[Choice] = []
         for size in _near(wanted, self.devices, unit):
             choices_alone = self._choices(self.devices - size, "none")
-            alone = _best_of_each(self._fitting(choices_alone, is_partner=True))
+            alone = _best_of_each(self._fastest(choices_alone))
             choices += [
                 self._moved(one.choice, "own ranks", layout, size)
                 for layout, one in self._partners(size, alone)
@@ -360,7 +376,7 @@ class Search:
 
     def with_store(self) -> Planned | None:
         """Return the fastest choice that reads a store instead of running the teacher."""
-        found = self._fitting(self._choices(self.devices, "store"), is_partner=True)
+        found = self._fastest(self._choices(self.devices, "store"))
         return min(self._with_larger([*found]), key=lambda one: one.time.total, default=None)
 
     def capture(self) -> Capture | None:
