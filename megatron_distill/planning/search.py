@@ -17,7 +17,7 @@ from megatron_distill.planning.memory import (
     memory_need,
     teacher_rank_need,
 )
-from megatron_distill.planning.missing import LONG, Missing, Reasons, sizes_of
+from megatron_distill.planning.missing import LONG, Missing, Reasons, sizes_of, way_out
 from megatron_distill.planning.operations import Recomputed
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
@@ -144,7 +144,7 @@ class Search:
                 done.add(key)
                 yield choice, need
             elif is_shown:
-                self._reasons.note_memory(choice.layout, need)
+                self._reasons.note_memory(choice, need)
 
     def _fastest(self, choices: Iterator[Choice]) -> list[Planned]:
         """Evaluate choices whose teacher is still to be added, or a store, the fastest alone.
@@ -167,6 +167,22 @@ class Search:
             if len(times) >= _PARTNERS:
                 enough = nsmallest(_PARTNERS, times.values())[-1] + _TIE
         return [found[number] for number in sorted(found)]
+
+    def fits(self) -> bool:
+        """Whether a layout fits, with a teacher on the student's ranks and in its layout."""
+        places = [place for place in self.places if place != "own ranks"]
+        return any(
+            next(self._that_fit(self._choices(self.devices, place), is_noted=False), None)
+            for place in places
+        )
+
+    def way_out(self) -> str:
+        """Return what makes a run fit, of which the ranking found no layout that does."""
+
+        def fits(size: int) -> bool:
+            return replace(self, devices=size).fits()
+
+        return way_out(self.run, self.device, self._reasons, fits, self.devices)
 
     def _with_larger(self, found: Sequence[Planned]) -> list[Planned]:
         """Return the fastest choice of each layout, of the first ones also with more at once."""
