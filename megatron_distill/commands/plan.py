@@ -188,6 +188,7 @@ def make_plan(
         capture=search.capture() if is_live else None,
         configured=configured,
         note=vocabulary_note(config.models, config.data.tokenizer, shapes),
+        way_out="" if ranking.fitting else search.way_out(),
     )
     rows = ranking.fitting[:shown]
     return PrintedPlan(text, run, device, rows, configured)

@@ -8,10 +8,13 @@ Source of the method: Reducing Activation Recomputation in Large Transformer Mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from megatron_distill.planning.operations import layer_kinds
+from megatron_distill.planning.operations import LayerTraits, layer_kinds, slice_of
+from megatron_distill.planning.stages.known import known_of
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture, MixtureOfExperts
@@ -192,6 +195,52 @@ class Activations:
     live: float
 
 
+@dataclass(frozen=True)
+class _ChunkBytes:
+    """Bytes per token of a chunk: kept of all of its layers, and the most within one of them."""
+
+    kept: float
+    live: float
+    gradients: float
+    has_experts: bool
+
+
+def _chunks_bytes(
+    run: PlannedRun, choice: Choice, stage: int, *, is_fused: bool
+) -> list[_ChunkBytes]:
+    """Return the bytes of each chunk of a pipeline rank; chunks of the same layers are alike."""
+    layout, kinds = choice.layout, layer_kinds(run.student)
+    recomputed = choice.recompute, choice.modules, choice.recomputed_layers
+    sizes = layout.tensor, layout.context, layout.expert, layout.sequence
+    found = []
+    for chunk in choice.chunk_layers(stage):
+        layers = kinds[slice_of(chunk)]
+        key = ("activations", layers, recomputed, sizes, is_fused)
+        made = partial(_chunk_bytes, run, choice, layers, is_fused=is_fused)
+        found.append(known_of((run,), key, made))
+    return found
+
+
+def _chunk_bytes(
+    run: PlannedRun, choice: Choice, layers: Sequence[LayerTraits], *, is_fused: bool
+) -> _ChunkBytes:
+    known: dict[tuple[bool, bool], LayerBytes] = {}
+    limit, total = choice.recomputed_layers, 0.0
+    for index, (has_experts, _) in enumerate(layers):
+        key = (has_experts, limit is None or index < limit)
+        if key not in known:
+            known[key] = layer_bytes(
+                run, choice, has_experts=key[0], recomputed=key[1], is_fused=is_fused
+            )
+        total += known[key].kept
+    return _ChunkBytes(
+        total,
+        max((one.live for one in known.values()), default=0.0),
+        max((_gradients(run, choice, has_experts=kind[0]) for kind in known), default=0.0),
+        any(has_experts for has_experts, _ in known),
+    )
+
+
 def activation_bytes(run: PlannedRun, choice: Choice, stage: int, *, is_fused: bool) -> Activations:
     """Return the activations of a pipeline rank.
 
@@ -200,28 +249,15 @@ def activation_bytes(run: PlannedRun, choice: Choice, stage: int, *, is_fused: b
     """
     layout = choice.layout
     tokens = choice.micro_batch_size * run.sequence_length / layout.context
-    kinds = layer_kinds(run.student)
-    known: dict[tuple[bool, bool], LayerBytes] = {}
-    limit = choice.recomputed_layers
-    per_chunk = []
-    for chunk in choice.chunk_layers(stage):
-        total = 0.0
-        for index, layer in enumerate(chunk):
-            key = (kinds[layer][0], limit is None or index < limit)
-            if key not in known:
-                known[key] = layer_bytes(
-                    run, choice, has_experts=key[0], recomputed=key[1], is_fused=is_fused
-                )
-            total += known[key].kept
-        per_chunk.append(total * tokens)
-    live: float = max(one.live for one in known.values())
-    live += max(_gradients(run, choice, has_experts=kind[0]) for kind in known)
+    chunks = _chunks_bytes(run, choice, stage, is_fused=is_fused)
+    per_chunk = [one.kept * tokens for one in chunks]
+    live = max(one.live for one in chunks) + max(one.gradients for one in chunks)
     across = layout.tensor if layout.sequence else 1
     embedded = tokens * run.student.hidden_size * run.width / across
     per_chunk[0] += embedded * (stage == 0 and layout.pipeline > 1)
     count = choice.micro_batches(run)
     live *= tokens
-    if any(has_experts for has_experts, _ in known):
+    if any(one.has_experts for one in chunks):
         live += _expert_gradient(run, choice, is_fused=is_fused)
     return Activations(_in_flight(choice, stage, count, per_chunk), per_chunk[0], live)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from functools import partial
+from math import ceil, inf
 from typing import Final
 
 from megatron_distill.planning.activations import activation_bytes, forward_bytes, norm_input
@@ -14,8 +15,10 @@ from megatron_distill.planning.losses.aligned import aligned_bytes
 from megatron_distill.planning.losses.gathered_layers import gathered_layers
 from megatron_distill.planning.losses.layer_messages import layer_bytes, projector_numbers
 from megatron_distill.planning.losses.token_losses import RowBlocks, id_bytes
+from megatron_distill.planning.operations import LayerTraits, layer_kinds, slice_of
 from megatron_distill.planning.parameters import RankNumbers, fullest_state, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
+from megatron_distill.planning.stages.known import known_of
 
 __all__ = [
     "USABLE",
@@ -35,6 +38,8 @@ _FP32: Final = 4
 _FP8_COPIES: Final = 2
 # Of the allocator, for pieces between blocks: share of what comes and goes in a step.
 _SLACK: Final = 0.05
+# Share by which sums in another order differ, and much more.
+_ROUNDED: Final = 1e-6
 # Logits of a chunk (ops/workspace.py).
 _CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 # A bf16 product that a CPU adds to an fp32 sum.
@@ -101,26 +106,94 @@ def student_states(run: PlannedRun, choice: Choice, numbers: RankNumbers) -> tup
 
 
 def memory_need(
-    run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: Sequence[RankNumbers]
+    run: PlannedRun,
+    choice: Choice,
+    device: DeviceProfile,
+    numbers: Sequence[RankNumbers],
+    *,
+    enough: float = inf,
 ) -> MemoryNeed:
     """Return the need of the student's fullest rank, or of a teacher's own rank if that is more.
 
-    numbers: the student's parameters of each pipeline rank.
+    numbers: the student's parameters of each pipeline rank. enough: bytes; that of the first rank
+    which needs more is returned, whatever others need.
     """
-    needs = [
-        stage_need(run, choice, device, numbers[stage], stage)
-        for stage in range(choice.layout.pipeline)
-    ]
+    same = choice.teacher_layers if choice.is_same_layout else ()
+    lasting = known_of(
+        (run, device),
+        ("lasting", choice.layout, choice.ranks, choice.layers, same),
+        partial(_lasting, run, choice, device, numbers),
+    )
+    if lasting.total > enough:
+        return lasting
+    alike = known_of(
+        (run,),
+        ("alike", choice.layers, choice.layout.pipeline, same),
+        partial(_alike_stages, run, choice),
+    )
+    needs: dict[int, MemoryNeed] = {}
+    for stage in alike:
+        needs[stage] = stage_need(run, choice, device, numbers[stage], stage)
+        if needs[stage].total > enough:
+            return needs[stage]
     if choice.place == "own ranks":
-        needs.append(teacher_rank_need(run, choice, device))
-    return max(needs, key=lambda need: need.total)
+        needs[choice.layout.pipeline] = teacher_rank_need(run, choice, device)
+    most = (1 - _ROUNDED) * max(need.total for need in needs.values())
+    for first, others in alike.items():
+        # Those have at most as much in flight.
+        if others and needs[first].total >= most:
+            for stage in others:
+                needs[stage] = stage_need(run, choice, device, numbers[stage], stage)
+    return max((needs[stage] for stage in sorted(needs)), key=lambda need: need.total)
+
+
+def _lasting(
+    run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: Sequence[RankNumbers]
+) -> MemoryNeed:
+    """Return what the first stage needs at least, whatever its micro-batch and recomputation."""
+    teacher = 0.0
+    if choice.is_same_layout and not (run.several or run.shards_teacher or run.rests):
+        teacher = _known_teacher_weights(run, choice, 0)
+    return MemoryNeed(
+        weights=numbers[0].total * run.width,
+        gradients=numbers[0].total * _FP32,
+        teacher=teacher,
+        reserved=device.reserved_gib * 2**30,
+    )
+
+
+def _alike_stages(run: PlannedRun, choice: Choice) -> dict[int, list[int]]:
+    """Return stages with those behind them that have the same layers, and neither end nor loss."""
+    pipeline = choice.layout.pipeline
+    if choice.compared_layers(run) or run.several:
+        return {stage: [] for stage in range(pipeline)}
+    own = layer_kinds(run.student)
+    theirs: tuple[LayerTraits, ...] = ()
+    if choice.is_same_layout and run.teacher is not None:
+        theirs = layer_kinds(run.teacher)
+    firsts: dict[object, int] = {}
+    found: dict[int, list[int]] = {}
+    for stage in range(pipeline):
+        key: list[object] = [own[slice_of(chunk)] for chunk in choice.chunk_layers(stage)]
+        key += [theirs[slice_of(choice.teacher_stage(stage))]] if theirs else []
+        key += [stage if stage in (0, pipeline - 1) else -1]
+        first = firsts.setdefault(tuple(key), stage)
+        if first == stage:
+            found[stage] = []
+        else:
+            found[first].append(stage)
+    return found
 
 
 def stage_need(
     run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: RankNumbers, stage: int
 ) -> MemoryNeed:
     """Return the need of one rank of the student's pipeline."""
-    weights, gradients, optimizer = student_states(run, choice, numbers)
+    weights, gradients, optimizer = known_of(
+        (run,),
+        ("states", choice.layout, choice.ranks, choice.layers, stage),
+        partial(student_states, run, choice, numbers),
+    )
     projectors = _FP32 * projector_numbers(run, choice)  # and as many gradients, and two moments
     if run.student_fp8:
         layers = sum(map(len, choice.chunk_layers(stage)))
@@ -129,7 +202,8 @@ def stage_need(
     is_last = stage == choice.layout.pipeline - 1
     chunk = 0.0
     if is_last:
-        chunk = chunk_bytes(run, choice, device) + _head_inputs(run, choice, device)
+        key = ("ends", *choice.sizes_of_ends, choice.micro_batch_size)
+        chunk = known_of((run, device), key, partial(_end_bytes, run, choice, device))
     teachers = teachers_apart(run, choice) if choice.place == "shared" else []
     # Answers of several teachers wait for the student together.
     waiting = 0.0
@@ -137,7 +211,7 @@ def stage_need(
         in_step = _runs_in_step(one, its, device)
         # Every micro-batch of a wave may need it, and of a step this share does.
         waiting += _hidden_states(one, its, stage, in_step=in_step) * (1.0 if in_step else share)
-    weights_of = [_teacher_weights(one, its, stage) for one, its, _ in teachers]
+    weights_of = [_known_teacher_weights(one, its, stage) for one, its, _ in teachers]
     resting = [
         weight - _head_weights(one, its, stage) if _rests(one, its, device) else 0.0
         for weight, (one, its, _) in zip(weights_of, teachers, strict=True)
@@ -174,8 +248,17 @@ def stage_need(
     )
 
 
+def _end_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
+    return chunk_bytes(run, choice, device) + _head_inputs(run, choice, device)
+
+
 def _teacher_forward(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
     """Return the bytes that a micro-batch of the teacher holds in its layers."""
+    key = ("teacher's forward pass", choice.teacher_layout, choice.micro_batch_size)
+    return known_of((run, device), key, partial(_forward_of_teacher, run, choice, device))
+
+
+def _forward_of_teacher(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
     assert run.teacher is not None
     layout = choice.teacher_layout
     assert layout is not None
@@ -285,6 +368,14 @@ def _hidden_states(run: PlannedRun, choice: Choice, stage: int, *, in_step: bool
         kept = count if choice.sends_ids(run) else min(2, count)
         return layers * min(4, count) + answer * is_last * kept
     return (layers + answer * is_last) * count
+
+
+def _known_teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:
+    if run.shards_teacher:
+        return _teacher_weights(run, choice, stage)
+    own = stage if choice.is_same_layout else -1
+    key = ("teacher weights", choice.teacher_layout, choice.teacher_layers, own)
+    return known_of((run,), key, partial(_teacher_weights, run, choice, stage))
 
 
 def _teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float:

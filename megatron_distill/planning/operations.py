@@ -228,6 +228,7 @@ class LayerTimes:
         self._more = _layer_seconds(rank, is_teacher=is_teacher)
         self._layers: dict[LayerTraits, _LayerTimes] = {}
         self._known: dict[object, Passes] = {}
+        self._counts: dict[tuple[int, int], Counts] = {}
 
     def passes(
         self,
@@ -241,7 +242,7 @@ class LayerTimes:
 
         modules: of a layer that `selective` computes again.
         """
-        counts = tuple(sorted(Counter(layer_kinds(self._shape)[slice_of(layers)]).items()))
+        counts = self.kinds(layers)
         key = (counts, recompute, modules, trains)
         if key not in self._known:
             total = Passes()
@@ -250,6 +251,14 @@ class LayerTimes:
                 total += one.times(count)
             self._known[key] = total
         return self._known[key]
+
+    def kinds(self, layers: range) -> Counts:
+        """Return the kinds of these layers, each with its number."""
+        key = layers.start, layers.stop
+        if key not in self._counts:
+            counts = Counter(layer_kinds(self._shape)[slice_of(layers)])
+            self._counts[key] = tuple(sorted(counts.items()))
+        return self._counts[key]
 
     def _of_kind(self, kind: LayerTraits) -> _LayerTimes:
         if kind not in self._layers:
@@ -264,6 +273,7 @@ class LayerTimes:
 
 # Whether a layer has experts, and whether its attention has the sliding window.
 LayerTraits = tuple[bool, bool]
+Counts = tuple[tuple[LayerTraits, int], ...]
 
 
 @lru_cache(maxsize=64)

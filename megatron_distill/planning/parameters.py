@@ -113,7 +113,7 @@ def stage_numbers(
     a weight, which decide whether the experts of a layer lie in tensors of all.
     """
     everything = parameters(shape)
-    per_layer = _layers(shape, layout, everything, width)
+    per_layer = _layers(shape, layout.tensor, layout.expert, width)
     first = _ends(shape, layout, everything, prefix="embedding.")
     last = _ends(shape, layout, everything, prefix="decoder.final_layernorm.")
     last += _ends(shape, layout, everything, prefix="output_layer.")
@@ -209,22 +209,24 @@ def _aligned(count: int) -> int:
     return -(-count // _TENSOR_START) * _TENSOR_START
 
 
+@lru_cache(maxsize=256)
 def _layers(
-    shape: Architecture, layout: Layout, everything: Sequence[Parameter], width: int
+    shape: Architecture, tensor: int, expert: int, width: int
 ) -> list[tuple[Bucket, Bucket]]:
     """Return the tensors of every layer, dense ones and those of divided experts."""
-    is_grouped = shape.groups_experts(width, tensor=1 if layout.expert > 1 else layout.tensor)
+    is_grouped = shape.groups_experts(width, tensor=1 if expert > 1 else tensor)
     sizes: list[tuple[list[int], list[int]]] = [([], []) for _ in range(shape.num_layers)]
+    everything = parameters(shape)
     made = [one for one in everything if one.per_layer and not one.key.endswith(EXPERT_BIAS)]
     for parameter in sorted(made, key=_place):
         count = prod(parameter.shape)
-        divided = parameter.per_expert and layout.expert > 1
+        divided = parameter.per_expert and expert > 1
         if parameter.key.endswith(_CUT) and not divided:
-            count //= layout.tensor
+            count //= tensor
         tensors = 1
         if parameter.per_expert:
             assert shape.moe is not None
-            tensors = shape.moe.num_experts // layout.expert
+            tensors = shape.moe.num_experts // expert
             if is_grouped:
                 count, tensors = count * tensors, 1
         for layer in range(shape.num_layers):

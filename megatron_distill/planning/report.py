@@ -50,11 +50,13 @@ def plan_report(
     capture: Capture | None,
     configured: Planned | str,
     note: str | None = None,
+    way_out: str = "",
 ) -> str:
     """Return the whole report.
 
     store, capture: the fastest run with a store, and the fastest capture of it. configured: the
     layout of the configuration itself, or the reason why it does not run. note: an assumption.
+    way_out: what makes the run fit where no layout does.
     """
     lines = [f"plan for {devices:,} x {device.title}, {ranking.tried:,} choices tried"]
     if run.document_length is not None:
@@ -63,14 +65,14 @@ def plan_report(
     lines += [] if note is None else [*_wrapped(note), ""]
     best = ranking.fitting[:shown]
     if not best:
-        lines += _wrapped(_nothing(store))
+        lines += _wrapped(f"{_nothing(store)} {way_out}".strip())
     else:
         lines += [*_ranked(run, device, best), "", "Time of a step (ms):", ""]
         lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
         lines += [*_messages(run, best)]
         lines += ["", *_wrapped(_cost(run, best[0]))]
-    first = _recommended_row(ranking, best)
-    lines += ["", *_configured(run, device, devices, configured, best, first=first)]
+    there = _recommended(ranking, best)
+    lines += ["", *_configured(run, device, devices, configured, best, there=there)]
     if run.several:
         lines += ["", *_wrapped(_several(run))]
     elif run.teacher is not None and best:
@@ -321,9 +323,36 @@ def _cost(run: PlannedRun, best: Planned) -> str:
         )
     total = run.steps * run.tokens
     return (
-        f"Cost of 1: {run.steps:,} steps = {total / 1e9:,.2f} billion tokens in "
-        f"{run.steps * seconds / _DAY:.2f} days, {run.steps * hours:,.0f} device-hours"
+        f"Cost of 1: {run.steps:,} steps = {_tokens(total)} in {_duration(run.steps * seconds)}, "
+        f"{_device_time(run.steps * hours)}"
     )
+
+
+def _tokens(count: float) -> str:
+    """Return a number of tokens in the largest unit of which there is a tenth."""
+    if count >= 1e8:
+        return f"{count / 1e9:,.2f} billion tokens"
+    return f"{count / 1e6:,.2f} million tokens" if count >= 1e5 else f"{count:,.0f} tokens"
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in days, hours, minutes or seconds."""
+    for unit, size in (("days", _DAY), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{_seconds(seconds)} seconds"
+
+
+def _device_time(hours: float) -> str:
+    """Return device-hours, or parts of one in a smaller unit."""
+    if hours >= 10:
+        return f"{hours:,.0f} device-hours"
+    if hours >= 1:
+        return f"{hours:.1f} device-hours"
+    minutes = 60 * hours
+    if minutes >= 1:
+        return f"{minutes:.1f} device-minutes"
+    return f"{_seconds(60 * minutes)} device-seconds"
 
 
 def _configured(
@@ -333,9 +362,9 @@ def _configured(
     one: Planned | str,
     best: Sequence[Planned],
     *,
-    first: int,
+    there: Planned | None,
 ) -> Iterator[str]:
-    """Compare the configured layout with the first row; `first`: the one whose keys are given."""
+    """Compare the configured layout with the first row; there: the one whose keys are given."""
     if isinstance(one, str):
         yield from _wrapped(f"Configured: does not run on {counted(devices, 'device')}: {one}")
     else:
@@ -348,26 +377,38 @@ def _configured(
         if best:
             text += f", {one.time.total / best[0].time.total:.2f} times the first row's"
         yield from _wrapped(text)
-    if best:
-        there = best[first].choice
-        words = settings(there) if isinstance(one, str) else changed_settings(there, one.choice)
+    if there is not None:
+        choice = there.choice
+        words = settings(choice) if isinstance(one, str) else changed_settings(choice, one.choice)
         if run.several:  # they have the student's layout
             words = [word for word in words if not word.startswith("teacher.")]
-        row = f"Row {first + 1}, which is recommended," if first else "The first row"
-        keys = f"The keys of row {first + 1}, which is recommended:"
-        keys = keys if first else "The first row's keys:"
-        yield keys if words else f"{row} is the configured layout."
+        row, keys = "The first row", "The first row's keys:"
+        if there != best[0]:
+            row = f"row {best.index(there) + 1}" if there in best else _name(choice)
+            keys = f"The keys of {row}, which is recommended:"
+            row = f"{row[0].upper()}{row[1:]}, which is recommended,"
+        yield from _wrapped(keys if words else f"{row} is the configured layout.")
         if words:
             yield "  " + " ".join(_quoted(word) for word in words)
 
 
-def _recommended_row(ranking: Ranking, best: Sequence[Planned]) -> int:
-    """Return the index of the recommended row: not of own ranks where shared ones are alike."""
+def _recommended(ranking: Ranking, best: Sequence[Planned]) -> Planned | None:
+    """Return the recommended choice: the first row, not on own ranks where shared ones are alike.
+
+    It may have no row, where many choices take as long.
+    """
     shared = ranking.best("shared")
-    if not best or best[0].choice.place != "own ranks" or shared not in best:
-        return 0
-    assert shared is not None
-    return best.index(shared) if _are_alike(best[0], shared) else 0
+    if not best or best[0].choice.place != "own ranks" or shared is None:
+        return best[0] if best else None
+    return shared if _are_alike(best[0], shared) else best[0]
+
+
+def _name(choice: Choice) -> str:
+    """Return a choice with the layout of its teacher, where that has one of its own."""
+    name = choice_name(choice)
+    if choice.teacher_layout is None or choice.is_same_layout:
+        return name
+    return f"{name}; {_teacher_name(choice)}"
 
 
 def _are_alike(fast: Planned, slow: Planned) -> bool:
@@ -392,10 +433,7 @@ def _teacher(
     by_place = {place: one for place, one in found.items() if one is not None}
     for place, one in by_place.items():
         hours = one.time.total * one.choice.devices / 3.6
-        name = choice_name(one.choice)
-        if one.choice.teacher_layout is not None and not one.choice.is_same_layout:
-            name += f"; {_teacher_name(one.choice)}"
-        rows.append((_PLACES[place], name, _seconds(one.time.total), f"{hours:,.1f}"))
+        rows.append((_PLACES[place], _name(one.choice), _seconds(one.time.total), f"{hours:,.1f}"))
     yield "The place of the teacher:"
     yield ""
     yield from table(rows, left=2)

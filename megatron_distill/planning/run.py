@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.operations import Recomputed, attended_positions
+from megatron_distill.planning.stages.known import known_of
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
@@ -258,6 +259,13 @@ class Choice:
         return self.is_same_layout and self.layout.pipeline == 1
 
     @property
+    def sizes_of_ends(self) -> tuple[object, ...]:
+        """All that decides the heads and losses of a token, with one teacher at most."""
+        layout = self.layout
+        sizes = layout.tensor, layout.context, layout.sequence
+        return (*sizes, self.place, self.is_same_layout, self.teacher_layout is None)
+
+    @property
     def wave(self) -> int:
         """Micro-batches for which a teacher in another layout on shared ranks runs at a time.
 
@@ -342,19 +350,24 @@ def teachers_apart(run: PlannedRun, choice: Choice) -> list[tuple[PlannedRun, Ch
 
     return [
         (
-            replace(
-                run,
-                teacher=one.shape,
-                several=(),
-                mixed=1,
-                rests=one.rests,
-                shards_teacher=one.shards,
-            ),
+            known_of((run,), ("run with", one.name), partial(_run_with, run, one)),
             replace(choice, teacher_layers=even_layers(one.shape.num_layers, layout.pipeline)),
             needed(one),
         )
         for one in run.several
     ]
+
+
+def _run_with(run: PlannedRun, one: SharedTeacher) -> PlannedRun:
+    """Return the run with one of its several teachers alone."""
+    return replace(
+        run,
+        teacher=one.shape,
+        several=(),
+        mixed=1,
+        rests=one.rests,
+        shards_teacher=one.shards,
+    )
 
 
 def _chunks(layers: tuple[int, ...], pipeline: int, rank: int) -> list[range]:

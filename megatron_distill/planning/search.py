@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import log2
+from heapq import nsmallest
+from math import inf, log2
 from typing import Final
 
 from megatron_distill.models.flops import balanced_stages, step_flops_per_token
@@ -16,11 +17,16 @@ from megatron_distill.planning.memory import (
     memory_need,
     teacher_rank_need,
 )
-from megatron_distill.planning.missing import LONG, Missing, Reasons, sizes_of
+from megatron_distill.planning.missing import LONG, Missing, Reasons, sizes_of, way_out
 from megatron_distill.planning.operations import Recomputed
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
-from megatron_distill.planning.step_time import StepTime, step_time, teacher_seconds
+from megatron_distill.planning.step_time import (
+    StepTime,
+    least_seconds,
+    step_time,
+    teacher_seconds,
+)
 from megatron_distill.runtime.layout import Layout
 
 __all__ = ["Capture", "Planned", "Ranking", "Search", "layout_name", "nearest", "planned"]
@@ -41,6 +47,7 @@ _RECOMPUTED: Final[tuple[tuple[Recomputed, tuple[str, ...]], ...]] = (
 )
 # Student layouts beside which a teacher's own layouts and ranks are tried, by their own time.
 _PARTNERS: Final = 12
+_TIE: Final = 1e-8  # seconds by which times that rank alike differ at most
 # The reason why the rules of the configuration refuse a layout of a role, or None.
 ShapeRule = Callable[[str, Layout], str | None]
 
@@ -115,23 +122,67 @@ class Search:
         missing = self._reasons.missing(self.run, self.device, self.devices, times, shown=shown)
         return Ranking(tuple(found), tuple(missing), self._tried)
 
-    def _fitting(self, choices: Iterator[Choice], *, is_partner: bool = False) -> Iterator[Planned]:
-        """Evaluate choices; recomputation is tried only where memory asks for it.
+    def _fitting(self, choices: Iterator[Choice]) -> Iterator[Planned]:
+        """Evaluate choices; recomputation is tried only where memory asks for it."""
+        for choice, need in self._that_fit(choices, is_noted=True):
+            yield self._timed(choice, need)
 
-        is_partner: the teacher is still to be added, so a need of memory is no reason.
-        """
+    def _that_fit(
+        self, choices: Iterator[Choice], *, is_noted: bool
+    ) -> Iterator[tuple[Choice, MemoryNeed]]:
+        """Yield the choices that fit; is_noted: others' need of memory is a reason."""
         done: set[tuple[Layout, int]] = set()
         for choice in choices:
             key = (choice.layout, choice.micro_batch_size)
             if key in done:
                 continue
             self._tried += 1
-            need = self._need(choice)
+            # The whole need is shown of popular layouts alone.
+            is_shown = is_noted and self._reasons.names(self.run, choice.layout)
+            need = self._need(choice, is_whole=is_shown)
             if self._fits(need):
                 done.add(key)
-                yield self._timed(choice, need)
-            elif not is_partner:
-                self._reasons.note_memory(choice.layout, need)
+                yield choice, need
+            elif is_shown:
+                self._reasons.note_memory(choice, need)
+
+    def _fastest(self, choices: Iterator[Choice]) -> list[Planned]:
+        """Evaluate choices whose teacher is still to be added, or a store, the fastest alone.
+
+        These are all of the `_PARTNERS` fastest layouts, and some more.
+        """
+        fitting = [
+            (least_seconds(self.run, choice, self.device), number, choice, need)
+            for number, (choice, need) in enumerate(self._that_fit(choices, is_noted=False))
+        ]
+        found: dict[int, Planned] = {}
+        times: dict[Layout, float] = {}
+        enough = inf
+        for least, number, choice, need in sorted(fitting, key=lambda one: one[:2]):
+            if least > enough:
+                break
+            found[number] = self._timed(choice, need)
+            known = times.get(choice.layout, inf)
+            times[choice.layout] = min(known, found[number].time.total)
+            if len(times) >= _PARTNERS:
+                enough = nsmallest(_PARTNERS, times.values())[-1] + _TIE
+        return [found[number] for number in sorted(found)]
+
+    def fits(self) -> bool:
+        """Whether a layout fits, with a teacher on the student's ranks and in its layout."""
+        places = [place for place in self.places if place != "own ranks"]
+        return any(
+            next(self._that_fit(self._choices(self.devices, place), is_noted=False), None)
+            for place in places
+        )
+
+    def way_out(self) -> str:
+        """Return what makes a run fit, of which the ranking found no layout that does."""
+
+        def fits(size: int) -> bool:
+            return replace(self, devices=size).fits()
+
+        return way_out(self.run, self.device, self._reasons, fits, self.devices)
 
     def _with_larger(self, found: Sequence[Planned]) -> list[Planned]:
         """Return the fastest choice of each layout, of the first ones also with more at once."""
@@ -154,8 +205,11 @@ class Search:
             one = found[0]
             yield one
 
-    def _need(self, choice: Choice) -> MemoryNeed:
-        return memory_need(self.run, choice, self.device, _student_numbers(self.run, choice))
+    def _need(self, choice: Choice, *, is_whole: bool = False) -> MemoryNeed:
+        """Return the need of memory, of which one that does not fit is whole only if asked for."""
+        enough = inf if is_whole else USABLE * self.device.memory_bytes
+        numbers = _student_numbers(self.run, choice)
+        return memory_need(self.run, choice, self.device, numbers, enough=enough)
 
     def _fits(self, need: MemoryNeed) -> bool:
         return need.total <= USABLE * self.device.memory_bytes
@@ -298,7 +352,7 @@ class Search:
 
     def _own_layouts(self) -> list[Planned]:
         """Return choices whose teacher has a layout of its own on the student's ranks."""
-        alone = _best_of_each(self._fitting(self._choices(self.devices, "none"), is_partner=True))
+        alone = _best_of_each(self._fastest(self._choices(self.devices, "none")))
         choices = (
             self._moved(one.choice, "shared", layout, 0)
             for layout, one in self._partners(self.devices, alone)
@@ -320,7 +374,7 @@ class Search:
         choices: list[Choice] = []
         for size in _near(wanted, self.devices, unit):
             choices_alone = self._choices(self.devices - size, "none")
-            alone = _best_of_each(self._fitting(choices_alone, is_partner=True))
+            alone = _best_of_each(self._fastest(choices_alone))
             choices += [
                 self._moved(one.choice, "own ranks", layout, size)
                 for layout, one in self._partners(size, alone)
@@ -338,7 +392,7 @@ class Search:
 
     def with_store(self) -> Planned | None:
         """Return the fastest choice that reads a store instead of running the teacher."""
-        found = self._fitting(self._choices(self.devices, "store"), is_partner=True)
+        found = self._fastest(self._choices(self.devices, "store"))
         return min(self._with_larger([*found]), key=lambda one: one.time.total, default=None)
 
     def capture(self) -> Capture | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,13 @@ from megatron_distill.planning.operations import (
 )
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
+from megatron_distill.planning.stages.known import known_of
+from megatron_distill.planning.stages.times import (
+    StageTimes,
+    alternating_seconds,
+    pipeline_seconds,
+    sum_of,
+)
 from megatron_distill.planning.updates import step_updates
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ __all__ = [
     "StageTimes",
     "StepTime",
     "alternating_seconds",
+    "least_seconds",
     "measuring_stages",
     "phase_seconds",
     "pipeline_seconds",
@@ -49,6 +57,10 @@ __all__ = [
     "teacher_seconds",
     "teacher_stages",
 ]
+
+
+# Share of a time that sums of floating-point numbers in another order differ by, and much more.
+_ROUNDED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -80,59 +92,6 @@ class StepTime(Parts):
     data: float = 0.0
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """One pipeline rank's times of one micro-batch, the heads on the last rank.
-
-    chunks: its layers, one entry per virtual stage. message: of a hidden state to the next stage.
-    features: the part of the losses between layers in the chunks.
-    """
-
-    chunks: tuple[Passes, ...]
-    heads: Passes
-    message: float
-    features: Passes = Passes()
-
-    @cached_property
-    def layers(self) -> Passes:
-        """All chunks together."""
-        return _sum_of(self.chunks)
-
-    @property
-    def forward(self) -> float:
-        """Seconds of the forward pass."""
-        return self.layers.forward_seconds + self.heads.forward_seconds
-
-    @property
-    def backward(self) -> float:
-        """Seconds of the backward pass."""
-        return self.layers.backward_seconds + self.heads.backward_seconds
-
-    @property
-    def total(self) -> float:
-        """Seconds of both passes."""
-        return self.forward + self.backward
-
-    def times(self, factor: float) -> StageTimes:
-        """Return the times of `factor` such micro-batches."""
-        chunks = tuple(chunk.times(factor) for chunk in self.chunks)
-        heads, features = self.heads.times(factor), self.features.times(factor)
-        return StageTimes(chunks, heads, self.message * factor, features)
-
-    def __add__(self, other: StageTimes) -> StageTimes:
-        chunks = tuple(a + b for a, b in zip(self.chunks, other.chunks, strict=True))
-        return StageTimes(
-            chunks,
-            self.heads + other.heads,
-            self.message + other.message,
-            self.features + other.features,
-        )
-
-
-def _sum_of(passes: Sequence[Passes]) -> Passes:
-    return sum(passes[1:], start=passes[0])
-
-
 def _in_order(stages: Sequence[StageTimes]) -> list[float]:
     """Return the times of the forward passes in the order of the model, without the heads."""
     chunks = range(len(stages[0].chunks))
@@ -156,29 +115,65 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     """Return the student's stages; a teacher that runs within them is not in their times."""
     rank = student_rank(run, choice, device)
     last = choice.layout.pipeline - 1
-    heads = _heads(run, choice, rank)
+    heads = _known_heads(run, choice, rank)
     precision, loss = run.precision, device.factor("loss", run.precision)
     factors = device.factor("forward", precision), device.factor("backward", precision)
     heads = heads.scaled(loss, loss)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-    times, between = LayerTimes(run.student, rank), FeatureTimes(run, choice, rank)
+    times, between = _layer_times(run, rank), FeatureTimes(run, choice, rank)
+    has_features, alike = bool(choice.compared_layers(run)), dict[object, StageTimes]()
     stages = []
     for stage in range(last + 1):
-        chunks_of_stage = [
-            _partly_recomputed(choice, times, chunk) for chunk in choice.chunk_layers(stage)
-        ]
-        if stage == 0:
-            chunks_of_stage[0] += embedding_passes(run.student, rank)
-        features = [between.passes(chunk, stage=stage) for chunk in choice.chunk_layers(stage)]
-        both = zip(chunks_of_stage, features, strict=True)
-        passes = tuple((one + more).scaled(*factors) for one, more in both)
-        own = heads if stage == last else Passes()
-        stages.append(StageTimes(passes, own, message, _sum_of(features).scaled(*factors)))
+        chunks = choice.chunk_layers(stage)
+        key = stage == 0, stage == last, stage * has_features, *map(times.kinds, chunks)
+        if key not in alike:
+            chunks_of_stage = [_partly_recomputed(choice, times, chunk) for chunk in chunks]
+            if stage == 0:
+                chunks_of_stage[0] += embedding_passes(run.student, rank)
+            features = [between.passes(chunk, stage=stage) for chunk in chunks]
+            both = zip(chunks_of_stage, features, strict=True)
+            passes = tuple((one + more).scaled(*factors) for one, more in both)
+            own = heads if stage == last else Passes()
+            alike[key] = StageTimes(passes, own, message, sum_of(features).scaled(*factors))
+        stages.append(alike[key])
     if device.core_share == 1.0:
         return stages
     # Stages of a CPU that wait for the slowest lend it their cores.
     busy = mean(stage.total for stage in stages) / max(stage.total for stage in stages)
     return [stage.times(max(busy, device.core_share)) for stage in stages]
+
+
+def least_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
+    """Return a time that no step of the choice goes below, from the work of few of its stages."""
+    if device.core_share < 1.0:
+        return 0.0  # a waiting stage lends its cores
+    rank, last = student_rank(run, choice, device), choice.layout.pipeline - 1
+    times, precision = _layer_times(run, rank), run.precision
+    ahead, back = device.factor("forward", precision), device.factor("backward", precision)
+    heads = _known_heads(run, choice, rank)
+    of_heads = heads.forward_seconds + heads.backward_seconds
+    most = 0.0
+    for stage in {0, last // 2, last}:
+        seconds = of_heads * device.factor("loss", precision) if stage == last else 0.0
+        for chunk in choice.chunk_layers(stage):
+            passes = _partly_recomputed(choice, times, chunk)
+            seconds += passes.forward_seconds * ahead + passes.backward_seconds * back
+        most = max(most, seconds)
+    return (1 - _ROUNDED) * choice.micro_batches(run) * most
+
+
+def _layer_times(run: PlannedRun, rank: Rank) -> LayerTimes:
+    """Return the times of the student's layers; its stages do not change them."""
+    layout = replace(rank.layout, pipeline=1, virtual_pipeline=None)
+    key = ("student's layers", layout, rank.tokens)
+    return known_of((run, rank.device), key, partial(LayerTimes, run.student, rank))
+
+
+def _known_heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
+    if run.several:  # replicas decide how many of the teachers run
+        return _heads(run, choice, rank)
+    key = ("heads", *choice.sizes_of_ends, choice.micro_batch_size)
+    return known_of((run, rank.device), key, partial(_heads, run, choice, rank))
 
 
 def _heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
@@ -207,7 +202,7 @@ def measuring_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
     heads = _measuring_heads(run, choice, rank).scaled(device.factor("loss", run.precision), 1.0)
     factor = device.factor("forward", run.precision)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-    times, between = LayerTimes(run.student, rank), FeatureTimes(run, choice, rank)
+    times, between = _layer_times(run, rank), FeatureTimes(run, choice, rank)
     stages = []
     for stage in range(last + 1):
         chunks_of_stage = [
@@ -298,7 +293,9 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         heads = heads.scaled(device.factor(phase, run.precision), 1.0)
     ranks = choice.teacher_ranks or choice.ranks
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
-    times = LayerTimes(teacher, rank, is_teacher=True)
+    key = ("teacher's layers", replace(layout, pipeline=1), rank.tokens)
+    made = partial(LayerTimes, teacher, rank, is_teacher=True)
+    times = known_of((run, device), key, made)
     factor = device.factor("teacher", run.precision)
     stages = []
     for stage in range(last + 1):
@@ -319,43 +316,6 @@ def stage_message(shape: Architecture, rank: Rank, *, ranks: int) -> float:
     layout = rank.layout
     count = rank.tokens * shape.hidden_size * rank.width
     return rank.device.link(ranks).message(count / (layout.tensor if layout.sequence else 1))
-
-
-def pipeline_seconds(times: Sequence[float], micro_batches: int, *, chunks: int = 1) -> float:
-    """Return the time of a pipeline whose stages take `times` per micro-batch.
-
-    Exact for passes in one direction, and for passes in both through equal stages.
-    """
-    slowest = max(times)
-    return micro_batches * slowest + (sum(times) - slowest) / chunks
-
-
-def alternating_seconds(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int
-) -> float:
-    """Return the time of both passes of m micro-batches through stages in the order of 1F1B.
-
-    A stage i has q = min(P - i, m) forward passes before its first backward pass. It ends the last
-    forward pass when it has done the others with m - q backward passes, from its start or from the
-    first backward pass on. The longest of the stages' paths through all others counts. It is the
-    time of a walk exactly where the last stage is the slowest, else a lower bound close to it.
-    """
-    stages, longest = len(forward), 0.0
-    for stage, (ahead, back) in enumerate(zip(forward, backward, strict=True)):
-        before = sum(forward[:stage]) + sum(backward[:stage])
-        behind = sum(forward[stage + 1 :]) + sum(backward[stage + 1 :])
-        warm = min(stages - stage, micro_batches)
-        rest, both = micro_batches - warm, ahead + back
-        last_forward = micro_batches * ahead + rest * back
-        if rest:
-            last_forward = max(last_forward, ahead + behind + rest * both)
-        paths = (
-            micro_batches * both,
-            last_forward + behind + back,
-            ahead + behind + micro_batches * back + rest * ahead,
-        )
-        longest = max(longest, before + max(paths))
-    return longest
 
 
 def _schedule_seconds(

@@ -68,6 +68,20 @@ data: {sources: [{format: megatron, paths: a}], sequence_length: 1024, tokenizer
 train: {steps: 1000, global_batch_size: 4096, precision: bf16}
 """
 
+# Shapes of Qwen3-30B-A3B and Qwen3-235B-A22B.
+EXPERTS = """
+student:
+  architecture: {num_layers: 48, hidden_size: 2048, ffn_hidden_size: 6144, num_attention_heads: 32,
+    num_kv_heads: 4, vocab_size: 151936, max_position_embeddings: 131072,
+    moe: {num_experts: 128, top_k: 8, ffn_hidden_size: 768}}
+teacher:
+  architecture: {num_layers: 94, hidden_size: 4096, ffn_hidden_size: 12288, num_kv_heads: 4,
+    num_attention_heads: 64, vocab_size: 151936, max_position_embeddings: 131072,
+    moe: {num_experts: 128, top_k: 8, ffn_hidden_size: 1536}}
+data: {sources: [{format: megatron, paths: a}], sequence_length: 8192, tokenizer: {path: model}}
+train: {steps: 1000, global_batch_size: 1024, precision: bf16}
+"""
+
 
 def planned_folder(folder: Path, name: str) -> str:
     """A configuration of a student that has the first layers of a published model."""
@@ -132,6 +146,17 @@ def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> No
     for command, names in zip(commands, json.loads(printed), strict=True):
         assert not [name for name in HEAVY if name in names], command
     # All of them together, among them a plan for 256 devices.
+    assert seconds < MOST_SECONDS
+
+
+def test_a_plan_of_experts_for_256_ranks_computes_for_less_than_five_seconds(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "experts.yaml"
+    config.write_text(EXPERTS)
+    words = ["plan", str(config), "--devices", "256", "--device", "h100-80gb"]
+    printed, seconds = run_alone(["-m", "megatron_distill.cli", *words])
+    assert "plan for 256 x " in printed
     assert seconds < MOST_SECONDS
 
 

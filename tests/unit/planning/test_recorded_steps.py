@@ -45,7 +45,10 @@ def record(name: str) -> Any:
 
 RECORDS = {
     "step": {name: one["ours"][0]["ranks"] for name, one in record("step")["rounds"].items()},
-    "planning": {name: one[0]["ranks"] for name, one in record("planning")["rounds"].items()},
+    **{
+        of: {name: one[0]["ranks"] for name, one in record(of)["rounds"].items()}
+        for of in ("planning", "planning_repeated", "planning_intel")
+    },
 }
 CASES = {case.name: case for case in (*layout_cases(), *peer_cases())}
 # The figures of memory have nothing of the rates.

@@ -366,6 +366,47 @@ def test_keys_are_those_of_the_recommended_row() -> None:
         assert ("teacher.ranks=null" in keys) == (factor > 0.99)
 
 
+def test_keys_are_those_of_a_recommended_layout_without_a_row() -> None:
+    one = search(64, "shared", "own ranks")
+    found = one.ranking(shown=3)
+    own, shared = found.best("own ranks"), found.best("shared")
+    assert own is not None
+    assert shared is not None
+    parts = {name: 0.999 * value for name, value in shared.time.parts.items()}
+    first = replace(own, time=replace(shared.time, **parts))
+    text = report_of(one, replace(found, fitting=(first, shared)), shown=1)
+    assert "Recommended live: shared ranks" in text
+    (keys,) = re.findall(r"\nThe keys of TP.*, which is recommended:\n(.*)\n", text)
+    assert "teacher.ranks=null" in keys
+
+
+def test_a_short_run_is_told_in_small_units() -> None:
+    small = llama(2, 64, 192, 4, 2, vocab_size=512)
+    run = run_of(small, teacher=small, sequence_length=128, global_batch_size=64, steps=20)
+    text = report_of(Search(run, DEVICE, 8, lambda role, layout: None, ("shared",)))
+    assert re.search(r"20 steps = 0\.16 million tokens in 0\.0\d+ seconds, 0\.\d+ device-sec", text)
+    assert "slower: 0%" not in text
+
+
+def test_where_nothing_fits_more_devices_and_keys_are_named() -> None:
+    tiny = DEVICE.model_copy(update={"memory_gib": 12.0})
+    one = search(2, "shared", device=tiny)
+    ranking = one.ranking(shown=3)
+    assert not ranking.fitting
+    words = one.way_out()
+    found = int(re.findall(r"^([\d,]+) devices are the first power of two", words)[0])
+    sizes = [2**power for power in range(2, 13) if 2**power <= found]
+    fits = [bool(search(size, "shared", device=tiny).ranking(shown=1).fitting) for size in sizes]
+    assert fits == [size == found for size in sizes]
+    assert "no key of teacher or optimizer lowers it" in words
+    run = replace(one.run, precision="fp32")
+    wide = Search(run, tiny, 2, one.shape_rule, one.places)
+    assert not wide.ranking(shown=1).fitting
+    assert "lower the least need below, " in (text := wide.way_out())
+    assert "train.precision=bf16 to " in text
+    assert " ".join(words.split()) in " ".join(report_of(one, ranking, way_out=words).split())
+
+
 def test_a_store_is_no_way_for_losses_between_layers(shared: Search, ranking: Ranking) -> None:
     layered = replace(shared, run=replace(shared.run, paired_layers=(LayerPair(1, 2),)))
     text = report_of(layered, ranking, store=shared.with_store(), capture=shared.capture())

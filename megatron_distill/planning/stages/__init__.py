@@ -1,0 +1,1 @@
+"""Times of pipeline stages, and results that a search of layouts keeps."""
