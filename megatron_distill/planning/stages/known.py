@@ -24,10 +24,8 @@ def known_of(objects: tuple[object, ...], key: Hashable, make: Callable[[], _Res
     if entry is None:
         if len(_kept) >= _MOST:
             del _kept[next(iter(_kept))]
-        entry = _kept[identity] = (
-            objects,
-            {},
-        )  # the objects live on, so that no other has their id
+        # The objects live on, so that no other has their id.
+        entry = _kept[identity] = (objects, {})
     results = entry[1]
     if key not in results:
         results[key] = make()
