@@ -172,7 +172,14 @@ def fullest_state(
         for rank in (shard * width, (shard + 1) * width)
         if rank < stage
     }
-    return max(sum(one.at(rank // width) for one, width in shards) for rank in changes)
+    most = 0
+    for rank in changes:
+        total = 0
+        for one, width in shards:
+            shard = rank // width
+            total += one.others.get(shard, one.within if shard < one.used else 0)
+        most = max(most, total)
+    return most
 
 
 @dataclass(frozen=True)
@@ -185,9 +192,6 @@ class _Shards:
     within: int
     others: Mapping[int, int]
     used: int
-
-    def at(self, shard: int) -> int:
-        return self.others.get(shard, self.within if shard < self.used else 0)
 
 
 @lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 __all__ = ["Layout"]
 
@@ -30,4 +31,9 @@ class Layout:
 
     def without_virtual_stages(self) -> Layout:
         """The same layout with one model chunk per pipeline stage."""
-        return self if self.virtual_pipeline is None else replace(self, virtual_pipeline=None)
+        return self if self.virtual_pipeline is None else _without_virtual_stages(self)
+
+
+@lru_cache(maxsize=1024)
+def _without_virtual_stages(layout: Layout) -> Layout:
+    return replace(layout, virtual_pipeline=None)
