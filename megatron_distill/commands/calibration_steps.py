@@ -27,8 +27,8 @@ from megatron_distill.planning.device import ALIASED_COLUMNS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
     from megatron_distill.planning.device import DeviceProfile, Precision
-    from megatron_distill.planning.forked_ranks import ForkedRanks
     from megatron_distill.planning.refine import Sample
 
 __all__ = ["measured_machine"]
@@ -86,14 +86,14 @@ def measured_machine(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
 
 def _measured(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
     if kind == "gpu":
-        from megatron_distill.planning.calibration import measure_machine
+        from megatron_distill.planning.calibration.machine import measure_machine
 
         return measure_machine(kind)
-    from megatron_distill.planning.forked_ranks import ForkedRanks
+    from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
 
     with tempfile.TemporaryDirectory() as name, ForkedRanks(import_training) as forked:
         # Both processes import at the same time, and nothing is measured before both are done.
-        from megatron_distill.planning.calibration import measure_machine
+        from megatron_distill.planning.calibration.machine import measure_machine
 
         import_module(_OF_OPTIMIZERS)
         _write_inputs(Path(name))

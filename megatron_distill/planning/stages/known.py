@@ -16,7 +16,7 @@ _kept: dict[tuple[int, ...], tuple[tuple[object, ...], dict[Hashable, Any]]] = {
 def known_of(objects: tuple[object, ...], key: Hashable, make: Callable[[], _Result]) -> _Result:
     """Return what `make` returns, kept for these very objects and the key.
 
-    objects: large ones that nobody changes, told apart by identity since to hash them takes long.
+    objects: unchanging ones, compared by identity: their hash would take long.
     key: all else that the result depends on, its name included.
     """
     identity = tuple(map(id, objects))

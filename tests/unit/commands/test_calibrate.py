@@ -11,16 +11,7 @@ import yaml
 from megatron_distill.cli import main
 from megatron_distill.commands import calibrate
 from megatron_distill.planning.device import load_device
-
-RUN = """
-student: {architecture: {num_layers: 8, hidden_size: 512, ffn_hidden_size: 1408,
-  num_attention_heads: 8, num_kv_heads: 4, vocab_size: 32768}}
-teacher: {architecture: {num_layers: 16, hidden_size: 1024, ffn_hidden_size: 2816,
-  num_attention_heads: 16, num_kv_heads: 8, vocab_size: 32768}}
-data: {sources: [{format: python_stdlib}], sequence_length: 2048,
-  tokenizer: {train_vocab_size: 300}}
-train: {steps: 1000, global_batch_size: 64, precision: bf16}
-"""
+from tests.unit.commands.test_plan import RUN
 
 
 def run_of(folder: Path, *, runtime: str = "{}", seconds: float = 1.0, **more: float) -> Path:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron_distill.cli import main
-from megatron_distill.planning.calibration_neighbours import (
+from megatron_distill.planning.calibration.neighbours import (
     busy_seconds,
     measured_beside,
     own_seconds,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_distill.ops import topk
-from megatron_distill.planning.calibration_rounds import reduced
+from megatron_distill.planning.calibration.rounds import reduced
 from megatron_distill.planning.device import (
     SEGMENTED_COLUMNS,
     DeviceProfile,

@@ -21,7 +21,7 @@ from megatron_distill.losses.features import (
     ScoreRule,
     add_gradients,
 )
-from megatron_distill.planning.calibration import _ElementsOfLayer
+from megatron_distill.planning.calibration.machine import _ElementsOfLayer
 from megatron_distill.planning.losses.layer_work import (
     TOUCHED,
     Heads,

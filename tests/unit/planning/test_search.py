@@ -20,6 +20,7 @@ from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.report import changed_settings, plan_report, settings
 from megatron_distill.planning.run import LayerPair, TeacherPlace
 from megatron_distill.planning.search import (
+    Planned,
     Ranking,
     Search,
     _near,
@@ -349,13 +350,19 @@ def test_times_below_a_second_have_three_digits_and_a_tie_is_named() -> None:
     )
 
 
-def test_keys_are_those_of_the_recommended_row() -> None:
-    """Of two that take as long, shared ranks are recommended, and not the first row's."""
+def two_places() -> tuple[Search, Ranking, Planned, Planned]:
+    """A search, its ranking, and the best with a teacher on own and on shared ranks."""
     one = search(64, "shared", "own ranks")
     found = one.ranking(shown=3)
     own, shared = found.best("own ranks"), found.best("shared")
     assert own is not None
     assert shared is not None
+    return one, found, own, shared
+
+
+def test_keys_are_those_of_the_recommended_row() -> None:
+    """Of two that take as long, shared ranks are recommended, and not the first row's."""
+    one, found, own, shared = two_places()
     for factor, row in ((0.999, "The keys of row 2, which is recommended:"),
                         (0.9, "The first row's keys:")):  # fmt: skip
         parts = {name: factor * value for name, value in shared.time.parts.items()}
@@ -367,11 +374,7 @@ def test_keys_are_those_of_the_recommended_row() -> None:
 
 
 def test_keys_are_those_of_a_recommended_layout_without_a_row() -> None:
-    one = search(64, "shared", "own ranks")
-    found = one.ranking(shown=3)
-    own, shared = found.best("own ranks"), found.best("shared")
-    assert own is not None
-    assert shared is not None
+    one, found, own, shared = two_places()
     parts = {name: 0.999 * value for name, value in shared.time.parts.items()}
     first = replace(own, time=replace(shared.time, **parts))
     text = report_of(one, replace(found, fitting=(first, shared)), shown=1)

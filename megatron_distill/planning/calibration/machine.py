@@ -29,13 +29,14 @@ from megatron_distill.models.attention_kernels.tiles import attend
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.frozen_head import row_statistics
 from megatron_distill.ops.topk import select
-from megatron_distill.planning.calibration_links import measure_links
-from megatron_distill.planning.calibration_neighbours import (
+from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
+from megatron_distill.planning.calibration.links import measure_links
+from megatron_distill.planning.calibration.neighbours import (
     busy_seconds,
     measured_beside,
     own_seconds,
 )
-from megatron_distill.planning.calibration_rounds import reduced
+from megatron_distill.planning.calibration.rounds import reduced
 from megatron_distill.planning.curves import Curve
 from megatron_distill.planning.device import (
     CALIBRATED,
@@ -44,7 +45,6 @@ from megatron_distill.planning.device import (
     DeviceProfile,
     Precision,
 )
-from megatron_distill.planning.forked_ranks import ForkedRanks
 from megatron_distill.runtime.segments import Segments
 
 __all__ = ["measure_machine"]

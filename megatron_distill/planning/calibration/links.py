@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_distill.errors import TrainingError
+from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
 from megatron_distill.planning.device import Link
-from megatron_distill.planning.forked_ranks import ForkedRanks
 
 __all__ = ["measure_links"]
 

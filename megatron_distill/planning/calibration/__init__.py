@@ -1,0 +1,1 @@
+"""Rates of a machine, measured here."""
