@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import nsmallest
-from math import inf, log2
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import islice
+from math import inf
 from typing import Final
 
 from megatron_distill.models.flops import balanced_stages, step_flops_per_token
@@ -17,7 +18,7 @@ from megatron_distill.planning.memory import (
     memory_need,
     teacher_rank_need,
 )
-from megatron_distill.planning.missing import LONG, Missing, Reasons, sizes_of, way_out
+from megatron_distill.planning.missing import LONG, Missing, Reasons, way_out
 from megatron_distill.planning.operations import Recomputed
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, PlannedRun, TeacherPlace
@@ -29,7 +30,7 @@ from megatron_distill.planning.step_time import (
 )
 from megatron_distill.runtime.layout import Layout
 
-__all__ = ["Capture", "Planned", "Ranking", "Search", "layout_name", "nearest", "planned"]
+__all__ = ["Capture", "Planned", "Ranking", "Search", "layout_name", "planned"]
 
 _VIRTUAL: Final = (None, 2, 4)
 _CONTEXT: Final = (1, 2, 4, 8)
@@ -122,45 +123,51 @@ class Search:
         missing = self._reasons.missing(self.run, self.device, self.devices, times, shown=shown)
         return Ranking(tuple(found), tuple(missing), self._tried)
 
-    def _fitting(self, choices: Iterator[Choice]) -> Iterator[Planned]:
-        """Evaluate choices; recomputation is tried only where memory asks for it."""
-        for choice, need in self._that_fit(choices, is_noted=True):
+    def _fitting(self, sizes: Iterator[Iterator[Choice]]) -> Iterator[Planned]:
+        """Evaluate the first choice of each layout and micro-batch that fits."""
+        for choice, need in self._that_fit(sizes, is_noted=True):
             yield self._timed(choice, need)
 
     def _that_fit(
-        self, choices: Iterator[Choice], *, is_noted: bool
+        self, sizes: Iterator[Iterator[Choice]], *, is_noted: bool
     ) -> Iterator[tuple[Choice, MemoryNeed]]:
-        """Yield the choices that fit; is_noted: others' need of memory is a reason."""
-        done: set[tuple[Layout, int]] = set()
-        for choice in choices:
-            key = (choice.layout, choice.micro_batch_size)
-            if key in done:
-                continue
-            self._tried += 1
-            # The whole need is shown of popular layouts alone.
-            is_shown = is_noted and self._reasons.names(self.run, choice.layout)
-            need = self._need(choice, is_whole=is_shown)
-            if self._fits(need):
-                done.add(key)
-                yield choice, need
-            elif is_shown:
-                self._reasons.note_memory(choice, need)
+        """Yield the first choice of each that fits; is_noted: others' need is a reason."""
+        for choices in sizes:
+            for choice in choices:
+                # The whole need is shown of popular layouts alone.
+                is_shown = is_noted and self._reasons.names(self.run, choice.layout)
+                need = self._need(choice, is_whole=is_shown)
+                if self._fits(need):
+                    yield choice, need
+                    break
+                if is_shown:
+                    self._reasons.note_memory(choice, need)
 
-    def _fastest(self, choices: Iterator[Choice]) -> list[Planned]:
+    def _fastest(self, sizes: Iterator[Iterator[Choice]]) -> list[Planned]:
         """Evaluate choices whose teacher is still to be added, or a store, the fastest alone.
 
         These are all of the `_PARTNERS` fastest layouts, and some more.
         """
-        fitting = [
-            (least_seconds(self.run, choice, self.device), number, choice, need)
-            for number, (choice, need) in enumerate(self._that_fit(choices, is_noted=False))
-        ]
+        waiting = []
+        for number, choices in enumerate(sizes):
+            first = next(choices)
+            least = least_seconds(self.run, first, self.device)
+            waiting.append((least, number, first, choices))
+        heapify(waiting)
         found: dict[int, Planned] = {}
         times: dict[Layout, float] = {}
         enough = inf
-        for least, number, choice, need in sorted(fitting, key=lambda one: one[:2]):
+        while waiting:
+            least, number, choice, others = heappop(waiting)
             if least > enough:
                 break
+            need = self._need(choice)
+            if not self._fits(need):
+                # With more recomputation it takes longer.
+                for more in islice(others, 1):
+                    least = least_seconds(self.run, more, self.device)
+                    heappush(waiting, (least, number, more, others))
+                continue
             found[number] = self._timed(choice, need)
             known = times.get(choice.layout, inf)
             times[choice.layout] = min(known, found[number].time.total)
@@ -207,6 +214,7 @@ class Search:
 
     def _need(self, choice: Choice, *, is_whole: bool = False) -> MemoryNeed:
         """Return the need of memory, of which one that does not fit is whole only if asked for."""
+        self._tried += 1
         enough = inf if is_whole else USABLE * self.device.memory_bytes
         numbers = _student_numbers(self.run, choice)
         return memory_need(self.run, choice, self.device, numbers, enough=enough)
@@ -218,8 +226,8 @@ class Search:
         numbers = _student_numbers(self.run, choice)
         return Planned(choice, step_time(self.run, choice, self.device, numbers), need)
 
-    def _choices(self, ranks: int, place: TeacherPlace) -> Iterator[Choice]:
-        """Yield the student's choices with the least recomputation first."""
+    def _choices(self, ranks: int, place: TeacherPlace) -> Iterator[Iterator[Choice]]:
+        """Yield the student's choices of each layout and micro-batch."""
         for layout in self._layouts(ranks):
             problem = self._problem(layout, place)
             if problem is not None:
@@ -232,30 +240,25 @@ class Search:
                 micro_batches = self.run.global_batch_size // (replicas * size)
                 if layout.virtual_pipeline and micro_batches % layout.pipeline:
                     continue
-                for recompute, modules in _RECOMPUTED:
-                    yield self._choice(layout, ranks, size, recompute, modules, place)
+                yield self._choices_of(layout, ranks, size, place)
 
-    def _choice(
-        self,
-        layout: Layout,
-        ranks: int,
-        size: int,
-        recompute: Recomputed,
-        modules: tuple[str, ...],
-        place: TeacherPlace,
-    ) -> Choice:
-        choice = Choice(
-            layout=layout,
-            ranks=ranks,
-            micro_batch_size=size,
-            layers=(),
-            recompute=recompute,
-            modules=modules,
-            place=place,
-        )
-        if place == "shared":
-            choice = self._with_teacher(choice, layout.without_virtual_stages(), 0)
-        return self._with_stages(choice)
+    def _choices_of(
+        self, layout: Layout, ranks: int, size: int, place: TeacherPlace
+    ) -> Iterator[Choice]:
+        """Yield the choices with the least recomputation first: more only where memory asks."""
+        for recompute, modules in _RECOMPUTED:
+            choice = Choice(
+                layout=layout,
+                ranks=ranks,
+                micro_batch_size=size,
+                layers=(),
+                recompute=recompute,
+                modules=modules,
+                place=place,
+            )
+            if place == "shared":
+                choice = self._with_teacher(choice, layout.without_virtual_stages(), 0)
+            yield self._with_stages(choice)
 
     def _with_stages(self, choice: Choice) -> Choice:
         """Return the choice with the layers of the student's stages that a run has then."""
@@ -384,7 +387,6 @@ class Search:
     def _all_fitting(self, choices: Iterable[Choice]) -> list[Planned]:
         found = []
         for choice in choices:
-            self._tried += 1
             need = self._need(choice)
             if self._fits(need):
                 found.append(self._timed(choice, need))
@@ -476,23 +478,3 @@ def layout_name(layout: Layout, data: int) -> str:
     parts += [f"CP{layout.context}"] if layout.context > 1 else []
     parts += [f"EP{layout.expert}"] if layout.expert > 1 else []
     return " ".join([*parts, f"DP{data}"])
-
-
-def nearest(found: Sequence[Planned], wanted: Choice, *, count: int) -> list[Planned]:
-    """Return the choices that differ least from `wanted`: sizes, micro-batch and recomputation."""
-
-    def distance(one: Planned) -> tuple[float, float]:
-        here, there = one.choice, wanted
-        sizes = zip(
-            (*sizes_of(here.layout), here.layout.virtual_pipeline or 1),
-            (*sizes_of(there.layout), there.layout.virtual_pipeline or 1),
-            strict=True,
-        )
-        far = sum(abs(log2(a / b)) for a, b in sizes)
-        far += abs(log2(here.micro_batch_size / there.micro_batch_size)) / 2
-        far += (here.recompute != there.recompute) / 2
-        far += 2 * (here.place != there.place)
-        far += here.teacher_layout != there.teacher_layout
-        return far, one.time.total
-
-    return sorted(found, key=distance)[:count]

@@ -144,22 +144,35 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
 
 
 def least_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
-    """Return a time that no step of the choice goes below, from the work of few of its stages."""
+    """Return a time that no step of the choice goes below, from the work of few of its stages.
+
+    The other stages count once, with the bubble that they make before and behind these.
+    """
     if device.core_share < 1.0:
         return 0.0  # a waiting stage lends its cores
     rank, last = student_rank(run, choice, device), choice.layout.pipeline - 1
     times, precision = _layer_times(run, rank), run.precision
     ahead, back = device.factor("forward", precision), device.factor("backward", precision)
+    message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
+
+    def seconds(layers: range) -> float:
+        passes = _partly_recomputed(choice, times, layers)
+        return passes.forward_seconds * ahead + passes.backward_seconds * back
+
     heads = _known_heads(run, choice, rank)
     of_heads = heads.forward_seconds + heads.backward_seconds
-    most = 0.0
-    for stage in {0, last // 2, last}:
-        seconds = of_heads * device.factor("loss", precision) if stage == last else 0.0
-        for chunk in choice.chunk_layers(stage):
-            passes = _partly_recomputed(choice, times, chunk)
-            seconds += passes.forward_seconds * ahead + passes.backward_seconds * back
-        most = max(most, seconds)
-    return (1 - _ROUNDED) * choice.micro_batches(run) * most
+    of_heads *= device.factor("loss", precision)
+    of_stages = {
+        stage: sum(map(seconds, choice.chunk_layers(stage))) + of_heads * (stage == last) + message
+        for stage in (0, last // 2, last)
+    }
+    chunks = choice.layout.virtual_pipeline or 1
+    # The path through the last stage passes all others; through another one not always.
+    slowest = of_stages[last] if chunks == 1 else max(of_stages.values())
+    others = seconds(range(run.student.num_layers)) + of_heads + (last + 1) * message - slowest
+    through = choice.micro_batches(run) * slowest + max(0.0, others) / chunks
+    longest = max(through, choice.micro_batches(run) * max(of_stages.values()))
+    return (1 - _ROUNDED) * longest
 
 
 def _layer_times(run: PlannedRun, rank: Rank) -> LayerTimes:

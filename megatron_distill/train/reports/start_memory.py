@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import log2
 
 import torch
 
@@ -17,9 +18,10 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.pipeline_stages import even_layers
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.planning.memory import USABLE, MemoryNeed, teacher_rank_need
+from megatron_distill.planning.missing import sizes_of
 from megatron_distill.planning.report import changed_settings, choice_name, need_in_words
 from megatron_distill.planning.run import Choice, PlannedRun
-from megatron_distill.planning.search import Planned, Search, layout_name, nearest, planned
+from megatron_distill.planning.search import Planned, Search, layout_name, planned
 from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import Device
@@ -38,6 +40,7 @@ __all__ = [
     "RankMemory",
     "capture_memory_warning",
     "memory_warning",
+    "nearest",
     "refuse_beyond_memory",
     "warn_of_capture_memory",
     "warn_of_memory",
@@ -300,3 +303,23 @@ def _size(count: float) -> str:
 def _unit(count: float) -> tuple[str, int]:
     """Return the largest unit of which so many bytes are one or more, and its bytes."""
     return next((unit for unit in _UNITS if count >= unit[1]), _UNITS[-1])
+
+
+def nearest(found: Sequence[Planned], wanted: Choice, *, count: int) -> list[Planned]:
+    """Return the choices that differ least from `wanted`: sizes, micro-batch and recomputation."""
+
+    def distance(one: Planned) -> tuple[float, float]:
+        here, there = one.choice, wanted
+        sizes = zip(
+            (*sizes_of(here.layout), here.layout.virtual_pipeline or 1),
+            (*sizes_of(there.layout), there.layout.virtual_pipeline or 1),
+            strict=True,
+        )
+        far = sum(abs(log2(a / b)) for a, b in sizes)
+        far += abs(log2(here.micro_batch_size / there.micro_batch_size)) / 2
+        far += (here.recompute != there.recompute) / 2
+        far += 2 * (here.place != there.place)
+        far += here.teacher_layout != there.teacher_layout
+        return far, one.time.total
+
+    return sorted(found, key=distance)[:count]
