@@ -5,7 +5,7 @@ python benchmarks/generate.py --batches 1 16 --widths 128          # some sizes
 
 Random models of the Llama family in fp32 on one thread, greedy, prompts of unequal length. The
 peers are `transformers.generate` with its cache, and a forward pass over the whole text per token.
-The latter is left out of long texts where it would take minutes.
+Where the latter would take minutes for a long text, some of its passes are measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ BATCHES = (1, 4, 16, 64)  # rows
 TOKENS = 512
 SHORT = 64
 PROMPTS = (17, 32, 24, 9)
-RECOMPUTED = 75.0  # seconds of recomputing a long text, as estimated, beyond which it is left out
+RECOMPUTED = 75.0  # seconds of recomputing a long text, as estimated, for which it is whole
+PASSES = 9  # of a longer one
 EARLY, LATE = slice(56, 73), slice(184, 201)  # of the new tokens, around 64 and 192
 PROFILED = 16  # rows
 PARTS = {  # of a step, and the operators of each
@@ -55,8 +58,9 @@ oneDNN's.
 
 `growth` is the time per token around the 192nd new token over that around the 64th, the lower of
 two runs, of ours and of `transformers`: the cache that a step reads grows in both. Recomputation of
-{tokens} tokens is one run. It is `-` where it would take over {limit:.0f} s, by the time of {short}
-tokens and the positions that its passes read.
+{tokens} tokens is one run. With `~` it would take over {limit:.0f} s, by the time of {short} tokens
+and the positions that its passes read: then {passes} of its passes at equal distances are measured,
+and the others are interpolated.
 """
 _PARTS_NOTE = """\
 us of a step of {rows} rows, a mean over {tokens} new tokens: of torch's operators as its profiler
@@ -107,7 +111,7 @@ def main() -> int:
     text = "\n".join(
         [
             f"# Text with a cache, {SHORT} and {arguments.tokens} new tokens\n",
-            _NOTE.format(tokens=arguments.tokens, limit=RECOMPUTED, short=SHORT),
+            _NOTE.format(tokens=arguments.tokens, limit=RECOMPUTED, short=SHORT, passes=PASSES),
             *(f"* {name}: {value}" for name, value in environment.items()),
             "",
             f"| width | rows | ours, {SHORT} tokens | transformers | ratio | recompute | ratio "
@@ -150,16 +154,13 @@ def _measured(
         rows = prompts(batch)
         short, near, recomputed = _rates((ours, peer, recompute), rows, SHORT)
         own, other = _rates((ours, peer), rows, tokens)
-        whole = None
-        if _recomputing(rows, tokens, recomputed) <= RECOMPUTED:
-            alone = Subject("ours", lambda rows, count: ours.write(rows[:1], count))
-            _, whole = _rates((alone, recompute), rows, tokens, runs=1)
+        whole, about = _recomputed(ours, recompute, rows, tokens, short_rate=recomputed)
         cells = [
             str(width), str(batch),
             f"{short:,.0f}", f"{near:,.0f}", f"{short / near:.2f}x",
             f"{recomputed:,.0f}", f"{short / recomputed:.1f}x",
             f"{own:,.0f}", f"{other:,.0f}", f"{own / other:.2f}x",
-            *(("-", "-") if whole is None else (f"{whole:,.0f}", f"{own / whole:.1f}x")),
+            f"{about}{whole:,.0f}", f"{own / whole:.1f}x",
             f"{_growth(rows, partial(_timed, model)):.2f}x",
             f"{_growth(rows, partial(_peer_timed, reference)):.2f}x",
         ]  # fmt: skip
@@ -193,11 +194,36 @@ def _parts(
     return "| " + " | ".join(cells) + " |"
 
 
-def _recomputing(rows: Sequence[tuple[int, ...]], tokens: int, short_rate: float) -> float:
-    """Return the seconds of recomputing a text, in proportion to the positions of its passes."""
+def _recomputed(
+    ours: Subject,
+    recompute: Subject,
+    rows: Sequence[tuple[int, ...]],
+    tokens: int,
+    *,
+    short_rate: float,
+) -> tuple[float, str]:
+    """Return tokens per second of recomputing a text, and `~` where passes are interpolated.
+
+    short_rate: of a short text, from which the time is estimated.
+    """
     given = len(rows[0])
     positions, short = (sum(range(given, given + count)) for count in (tokens, SHORT))
-    return len(rows) * SHORT / short_rate * positions / short
+    alone = Subject("ours", lambda rows, count: ours.write(rows[:1], count))
+    if len(rows) * SHORT / short_rate * positions / short <= RECOMPUTED:
+        return _rates((alone, recompute), rows, tokens, runs=1)[1], ""
+    ids = tuple(alone.write(rows, tokens))
+    step = (tokens - 1) / (PASSES - 1)
+    written = [round(number * step) for number in range(PASSES)]
+    seconds = []
+    for count in written:
+        began = time.process_time()
+        found = recompute.write([rows[0] + ids[:count]] * len(rows), 1)
+        seconds.append(time.process_time() - began)
+        assert found == [ids[count]], "they write different texts"
+    pairs = zip(pairwise(written), pairwise(seconds), strict=True)
+    between = sum((last - first) * mean(times) for (first, last), times in pairs)
+    # Between the middles of the first and of the last pass, half of each of which is left.
+    return len(rows) * tokens / (between + (seconds[0] + seconds[-1]) / 2), "~"
 
 
 def _rates(
