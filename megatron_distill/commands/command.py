@@ -185,11 +185,8 @@ def model_world(
 
     with launch.together("configuration"):
         config = configuration()
-    with joined_world(
-        **config.runtime.of_world(),
-        splits_layers=config.parallel.splits_layers,
-        launch=launch,
-    ) as device:
+    # Text is written and scored without messages that are launched ahead of what hides them.
+    with joined_world(**config.runtime.of_world(), launch=launch) as device:
         yield config, device
 
 

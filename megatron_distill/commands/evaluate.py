@@ -223,11 +223,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         _require_different(tasks)
         against = {str(path): _read_items(path) for path in arguments.against}
     with (
-        joined_world(
-            **config.runtime.of_world(),
-            splits_layers=config.parallel.splits_layers,
-            launch=launch,
-        ) as device,
+        joined_world(**config.runtime.of_world(), launch=launch) as device,
         TerminationRequest() as request,
     ):
         from megatron_distill.train.assemble.evaluation import evaluate_weights

@@ -115,6 +115,7 @@ class EngineAttention(TorchAttention):
     ) -> Tensor:
         """Return [s, b, n, d]; `rule` is that of the engine's own configuration."""
         assert rule.softcap is None
+        assert rule.dropout or not (self.training and self.rule.dropout), "the engine would drop"
         (packed,) = segments.packed
         documents = PackedSeqParams(
             qkv_format="thd",

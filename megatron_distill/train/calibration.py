@@ -33,8 +33,9 @@ def token_figures(found: TokenComparison, weights: Tensor) -> Figures:
     nothing = torch.full_like(found.confidence, torch.nan)
     agrees = nothing if found.teacher_top is None else found.student_top == found.teacher_top
     rows = [weights, found.confidence, found.is_label, agrees]
-    figures: Figures = torch.stack([row.double() for row in rows])[:, weights > 0].cpu().numpy()
-    return figures
+    # One copy: a choice on the device would be another wait for it.
+    figures: Figures = torch.stack([row.double() for row in rows]).cpu().numpy()
+    return figures[:, figures[0] > 0]
 
 
 def equal_mass_error(weights: Figures, confidence: Figures, right: Figures) -> float:

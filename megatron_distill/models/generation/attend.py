@@ -7,13 +7,14 @@ r query heads for each, d head size. S most new positions of a row, m = r S, K k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_distill.models.attention import TorchAttention
 from megatron_distill.models.attention_kernels.blocked import BLOCK_BYTES
@@ -21,17 +22,41 @@ from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.generation.cache import (
     Cache,
     LayerCache,
+    aligned,
     as_mask,
     integers,
     multiplies_all_heads,
 )
 from megatron_distill.runtime.segments import Segments
 
-__all__ = ["Append", "Core", "Extend", "FirstRows", "Keys", "Step", "attend_to", "step_for"]
+__all__ = [
+    "Append",
+    "Core",
+    "Extend",
+    "FirstRows",
+    "Keys",
+    "Step",
+    "attend_to",
+    "reading",
+    "step_for",
+]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _SHORT = 128  # positions of rows that a CPU pads to one length
 # Of so many scores products of all heads at once cost less than torch's fused attention.
 _FEW_SCORES = 2**20
+_ANY_LENGTH: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def reading(request: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return a request without gradients, in which torch's fused attention is not cuDNN's.
+
+    cuDNN, torch's first choice on some GPUs, builds a plan for each number of keys and keeps all of
+    them: a tenth of a second and more, in every step of a text.
+    """
+    return torch.inference_mode()(sdpa_kernel(_ANY_LENGTH)(request))
 
 
 @dataclass(frozen=True)
@@ -409,7 +434,8 @@ class Extend(_NewPositions):
             columns = slice(start, start + count)
             seen = _for_heads(self._seen(rule.window, keys.shape[2])[:, columns], repeats)
             if rule.softcap is None:
-                seen = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -math.inf)
+                added = query.new_zeros(*seen.shape[:-1], aligned(seen.shape[-1]))
+                seen = added[..., : seen.shape[-1]].masked_fill_(~seen, -math.inf)
             if count < self.most:  # one block at a time
                 self._masks.clear()
             self._masks[kind] = seen

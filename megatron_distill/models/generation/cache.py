@@ -25,6 +25,7 @@ __all__ = [
     "KeyShape",
     "LayerCache",
     "Prefix",
+    "aligned",
     "as_mask",
     "bytes_per_row",
     "integers",
@@ -35,6 +36,11 @@ __all__ = [
 
 # Rows of a mask begin at multiples of so many numbers, or CUDA's kernels copy it for each layer.
 _ALIGNED = 16
+
+
+def aligned(numbers: int) -> int:
+    """Return the numbers of a mask's row in memory."""
+    return -(-numbers // _ALIGNED) * _ALIGNED
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
@@ -324,8 +330,7 @@ class Cache:
         """
         kind = slots, copies, dtype
         if kind not in self._masks:
-            width = -(-slots // _ALIGNED) * _ALIGNED
-            index = torch.arange(width, device=self.starts_b.device)
+            index = torch.arange(aligned(slots), device=self.starts_b.device)
             self._masks[kind] = as_mask(
                 index >= self.starts_b.repeat_interleave(copies)[:, None], dtype
             )[..., :slots]

@@ -97,7 +97,12 @@ class ExpertLayer:
         output, bias = self.experts(x_NH.index_select(0, position), routing.sum(dim=0), weights)
         if bias is not None:
             output = output + bias
-        return torch.zeros_like(x_NH).index_add_(0, position, output)
+        if self.expert_group.size() == 1:  # k rows of each position, side by side
+            order = position.argsort(stable=True)
+            rows = output.index_select(0, order)
+            return rows.view(x_NH.shape[0], self.per_position, -1).sum(1)
+        # In the order of the rows also on a GPU, unlike `index_add_`: equal runs write equal texts.
+        return torch.zeros_like(x_NH).index_put_((position,), output, accumulate=True)
 
     def _of_all(self, x_NH: Tensor) -> Tensor:
         assert self.shared is not None

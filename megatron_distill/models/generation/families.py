@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import ceil
 from typing import Final
 
-__all__ = ["PrefixFamily", "deal", "families_of"]
+__all__ = ["PrefixFamily", "deal", "families_of", "saves_enough"]
 
 # A shared beginning costs a pass of its own, and attention in two parts: it is used where it saves
 # this part of the positions of its rows.
@@ -44,6 +44,11 @@ class _Node:
         self.chosen += child.chosen
 
 
+def saves_enough(saved: int, whole: int) -> bool:
+    """Return whether a shared beginning pays that saves so many of all positions of its rows."""
+    return saved >= _LEAST_SAVED * whole
+
+
 def families_of(rows: Sequence[tuple[int, ...]], *, copies: int = 1) -> list[PrefixFamily]:
     """Divide rows into families such that the most positions are saved.
 
@@ -64,7 +69,7 @@ def families_of(rows: Sequence[tuple[int, ...]], *, copies: int = 1) -> list[Pre
             closed.take(node)
             saved = (stop - closed.first - copies) * closed.depth
             whole = before[stop] - before[closed.first]
-            if saved > closed.saved and saved >= _LEAST_SAVED * whole:
+            if saved > closed.saved and saves_enough(saved, whole):
                 closed.saved, closed.chosen = saved, [(closed.first, stop, closed.depth)]
             node = closed
         if nodes and nodes[-1].depth == depth:

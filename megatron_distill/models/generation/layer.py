@@ -161,7 +161,8 @@ class HeadNorm:
         if query.bias is not None:
             assert key.bias is not None
             biases = rows(query.bias, key.bias)
-        gains = rows(query.weight, key.weight)
+        # Numbers of 16 bits are rounded once, behind the gain, as the model's own norms are.
+        gains = rows(query.weight, key.weight).float()
         rms = None if query.rms is None else RootMeanSquare.of(gains, query.eps)
         return cls(gains, biases, query.eps, rms)
 

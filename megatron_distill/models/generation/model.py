@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_distill.errors import CheckpointError, ConfigError
 from megatron_distill.models.architecture import Architecture
-from megatron_distill.models.generation.attend import Append, Step, step_for
+from megatron_distill.models.generation.attend import Append, Step, reading, step_for
 from megatron_distill.models.generation.batches import (
     PREFILL_POSITIONS,
     RankBatches,
@@ -94,7 +94,7 @@ class CachedGPT:
         """The most positions of a row."""
         return self.architecture.max_position_embeddings
 
-    @torch.inference_mode()
+    @reading
     def write(
         self,
         rows: Sequence[WriteRow],
@@ -141,7 +141,7 @@ class CachedGPT:
         empty = Written((), (), "length", None if self.decode is None else "")
         return [found.get(index, empty) for index in range(len(rows))]
 
-    @torch.inference_mode()
+    @reading
     def score(
         self,
         rows: Sequence[ScoreRow],

@@ -30,6 +30,8 @@ from megatron_distill.signals import HiddenState
 
 __all__ = ["ModelChunk", "Stage"]
 
+# Tensors on their way to other stages: rows in flight have one each, and their drawn ids.
+_SENDS_PER_STAGE = 2
 _PAIRED_SHARE = 0.25  # of the bytes of copies: those for products save more time
 
 
@@ -212,8 +214,7 @@ class Stage:
         hidden_NH = hidden_NH.contiguous()
         work = dist.isend(hidden_NH, group=group, group_dst=(group.rank() + 1) % group.size())
         assert work is not None
-        self._sends = [(sent, part) for sent, part in self._sends if not sent.is_completed()]
-        self._sends.append((work, hidden_NH))
+        self._hold(work, hidden_NH)
 
     def broadcast(self, values: Tensor) -> None:
         """Send the last stage's values to all stages; the last stage does not wait.
@@ -224,8 +225,17 @@ class Stage:
         is_source = self.groups.is_last_stage
         work = dist.broadcast(values, group=group, group_src=group.size() - 1, async_op=is_source)
         if is_source:
-            self._sends = [(sent, part) for sent, part in self._sends if not sent.is_completed()]
-            self._sends.append((work, values))
+            self._hold(work, values)
+
+    def _hold(self, work: dist.Work, tensor: Tensor) -> None:
+        """Keep a tensor until it has arrived; the oldest is waited for where many are on their way.
+
+        The stage after takes them in this order, and has all that it needs for the oldest.
+        """
+        self._sends = [(sent, part) for sent, part in self._sends if not sent.is_completed()]
+        self._sends.append((work, tensor))
+        while len(self._sends) > _SENDS_PER_STAGE * self.groups.pipeline.size():
+            self._sends.pop(0)[0].wait()
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""

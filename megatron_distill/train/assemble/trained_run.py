@@ -245,8 +245,11 @@ def text_writer(
         execution = Execution(PRECISIONS[config.train.precision], device.torch_device)
 
         def build() -> CachedGPT:
+            chunks = source.build(execution, groups=groups, seed=config.seed)
+            for chunk in chunks:
+                chunk.freeze()
             return CachedGPT(
-                source.build(execution, groups=groups, seed=config.seed),
+                chunks,
                 source.architecture,
                 groups,
                 device.torch_device,

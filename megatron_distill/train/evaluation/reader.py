@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_distill.models.generation.attend import step_for
+from megatron_distill.models.generation.attend import Append, Step, step_for
 from megatron_distill.models.generation.cache import (
     Cache,
     KeyShape,
@@ -90,7 +90,16 @@ class Reader:
         if not flat:
             return None
         ids_N = integers(flat, self.stage.device)
-        step = step_for(self.cache, [len(row) for row in rows])
+        return self._through(ids_N, step_for(self.cache, [len(row) for row in rows]))
+
+    def read_next(self, ids_b: Tensor) -> Tensor | None:
+        """Read one new id of each row, as `read`; the host does not wait for them."""
+        assert self.cache is not None
+        if any(shape.window for shape in self.stage.key_shapes):  # the cache has no ring
+            return self._through(ids_b, step_for(self.cache, [1] * self.cache.rows))
+        return self._through(ids_b, Append(self.cache))
+
+    def _through(self, ids_N: Tensor, step: Step) -> Tensor | None:
         hidden_NH = None
         for number in range(len(self.stage.chunks)):
             hidden_NH = self.stage.run(number, ids_N, step)

@@ -16,6 +16,7 @@ from megatron_distill.evaluation.requests import (
     WrittenText,
     model_input,
 )
+from megatron_distill.models.generation.families import saves_enough
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.generation.request import Sampling, ScoreRow, Stops, WriteRow
 from megatron_distill.runtime.collectives import any_rank
@@ -92,6 +93,17 @@ def _rows(
     return [(context, sorted(answers.items())) for context, answers in sorted(rows.items())]
 
 
+def _shared_beginning(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
+    """Return the ids with which all prompts begin if it pays to compute them once.
+
+    Each row has a token of its own. limit: of the ids that are written.
+    """
+    shared = commonprefix([prompt[:-1] for prompt in prompts])
+    saved = (len(prompts) - 1) * len(shared)
+    whole = sum(map(len, prompts)) + len(prompts) * limit
+    return tuple(shared) if saved and saves_enough(saved, whole) else ()
+
+
 @dataclass(frozen=True)
 class ModelWriter:
     """Continues prompts with a model in any layout; see `Writer`.
@@ -117,7 +129,7 @@ class ModelWriter:
         samples: Sequence[int] | None = None,
         advanced: Callable[[int], None] | None = None,
     ) -> list[WrittenText]:
-        """Return the texts; see `Writer`. A beginning that all prompts share is computed once.
+        """Return the texts; see `Writer`. A long beginning that all prompts share is computed once.
 
         Collective: those of `CachedGPT.write`, and per `rows` one all-reduce of 8 bytes.
         """
@@ -127,8 +139,7 @@ class ModelWriter:
         self._raise_if_stopped()
         for first in range(0, len(prompts), self.rows):
             part = [tuple(prompt) for prompt in prompts[first : first + self.rows]]
-            # Each row has a token of its own.
-            shared = commonprefix([prompt[:-1] for prompt in part]) if len(part) > 1 else ()
+            shared = _shared_beginning(part, limit)
             rows = [
                 WriteRow(prompt[len(shared) :], numbers[first + place], limit)
                 for place, prompt in enumerate(part)

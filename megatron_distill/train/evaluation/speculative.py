@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distill.losses.comparison import compare_with_logits
+from megatron_distill.models.generation.attend import reading
 from megatron_distill.models.generation.batches import RowSize, batches_of
 from megatron_distill.models.generation.cache import integers
 from megatron_distill.models.generation.draw import draw, draw_keys, gumbel_noise, row_key
@@ -101,7 +102,7 @@ def _mean(
     return {name: mean} if error is None else {name: mean, f"{name}_stderr": error}
 
 
-@torch.inference_mode()
+@reading
 def speculate(
     teacher: CachedGPT,
     student: CachedGPT,
@@ -266,7 +267,7 @@ class _Speculation:
         drafted: list[Tensor] = []
         hidden: list[Tensor] = []
         for place in range(self.draft + 1):
-            hidden_bH = self.student.read([[token] for token in ids_b.tolist()])
+            hidden_bH = self.student.read_next(ids_b)
             if place == self.draft:
                 break
             if hidden_bH is not None:

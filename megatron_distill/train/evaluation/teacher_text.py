@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.losses.comparison import compare_with_logits
+from megatron_distill.models.generation.attend import reading
 from megatron_distill.models.generation.batches import RowSize, batches_of
 from megatron_distill.models.generation.cache import integers
 from megatron_distill.models.generation.model import CachedGPT
@@ -92,7 +93,7 @@ def _beginnings(batch: Batch) -> list[tuple[int, dict[int, int]]]:
     return found
 
 
-@torch.inference_mode()
+@reading
 def compare_texts(
     teacher: CachedGPT, student: CachedGPT, texts: Sequence[Text]
 ) -> dict[str, object]:

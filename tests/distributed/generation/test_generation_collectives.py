@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
@@ -223,6 +224,38 @@ def test_messages_back_have_a_group_of_their_own(pool: Pool, stages: dict[str, i
         assert len(found["on"]) == 1
         assert len(found["back"]) == 1
         assert not found["on"] & found["back"]
+
+
+def _on_their_way(rank: int, world: int) -> int:
+    """Score many batches where the last stage is slow; returns the most sends on their way."""
+    from megatron_distill.models.generation.stage import Stage
+
+    most, hold = 0, Stage._hold
+
+    def counted(stage: Stage, *sent: Any) -> None:
+        nonlocal most
+        hold(stage, *sent)
+        most = max(most, len(stage._sends))
+
+    run = Stage.run
+
+    def slow(stage: Stage, *given: Any) -> Tensor | None:
+        time.sleep(0.05 * rank)
+        return run(stage, *given)
+
+    with (
+        megatron_groups(pipeline=2) as groups,
+        patch.object(Stage, "_hold", counted),
+        patch.object(Stage, "run", slow),
+    ):
+        model = writer_of(small_architecture(), groups)
+        rows = [ScoreRow((row, row + 1), ((row,),)) for row in range(12)]
+        model.score(rows, batch_positions=2)
+    return most
+
+
+def test_a_stage_waits_for_a_slow_one_before_its_sends_fill_the_memory(pool: Pool) -> None:
+    assert pool.run(2, _on_their_way)[0] == 4
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.generation import attend, linear
 from megatron_distill.models.generation.attend import Core, FirstRows, attend_once
 from megatron_distill.models.generation.cache import Cache, KeyShape
-from megatron_distill.models.generation.layer import RootMeanSquare
+from megatron_distill.models.generation.layer import GenerationNorm, HeadNorm, RootMeanSquare
 from megatron_distill.models.generation.linear import COPIED_BYTES, Limits, Linear, WeightCopies
 from megatron_distill.models.generation.rotation import (
     paired_order,
@@ -31,6 +31,30 @@ def test_a_norm_has_its_eps_below_the_root(gains: tuple[int, ...]) -> None:
         expected = F.rms_norm(x.double(), (6,), eps=1e-5) * gain.double()
         found = RootMeanSquare.of(gain, 1e-5)(x)
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-12)
+
+
+def test_norms_of_heads_in_bf16_round_once() -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(64, generator=generator).bfloat16() for _ in range(2))
+    norms = [GenerationNorm(one, None, 1e-6, RootMeanSquare.of(one, 1e-6)) for one in (query, key)]
+    heads = torch.randn(50, 2, 4, 64, generator=generator).bfloat16()
+    norm = HeadNorm.of(*norms, 3, None)
+    assert norm is not None
+    gains = torch.stack([query] * 3 + [key])
+    expected = F.rms_norm(heads.float(), (64,), eps=1e-6) * gains.float()
+    assert torch.equal(norm(heads), expected.bfloat16())
+
+
+def test_a_request_has_no_kernel_with_a_plan_for_each_length() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+
+    def request(places: int) -> tuple[int, bool, bool]:
+        cuda = torch.backends.cuda
+        kernels = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+        return places, torch.is_inference_mode_enabled() and all(kernels), cuda.cudnn_sdp_enabled()
+
+    assert attend.reading(request)(3) == (3, True, False)
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before is True
 
 
 @pytest.mark.parametrize("is_masked", [False, True])

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from operator import add
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_distill.models.generation.batches import RowSize, batches_of, plan_batches
 from megatron_distill.models.generation.families import deal, families_of
+from megatron_distill.train.evaluation.scoring import _shared_beginning
 
 rows_of_ids = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple), max_size=9)
 Rows = Sequence[tuple[int, ...]]
@@ -26,6 +28,20 @@ def _most_saved(rows: Rows, copies: int, members: Sequence[int], depth: int) -> 
         if len(rows[row]) > depth + 1:
             parts[rows[row][depth]].append(row)
     return max(own, sum(_most_saved(rows, copies, one, depth + 1) for one in parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("length", "limit", "is_shared"),
+    [(1, 20, False), (5, 20, False), (40, 20, True), (40, 800, False)],
+    ids=str,
+)
+def test_a_short_beginning_is_written_with_each_row(
+    length: int, limit: int, is_shared: bool
+) -> None:
+    beginning = tuple(range(length))
+    prompts = [(*beginning, 90 + row, *range(50, 60)) for row in range(4)]
+    assert _shared_beginning(prompts, limit) == (beginning if is_shared else ())
+    assert _shared_beginning(prompts[:1], limit) == ()
 
 
 @given(rows_of_ids, st.integers(1, 3))
