@@ -5,9 +5,14 @@ probabilities p and student probabilities q of a token:
 
     forward KL  sum p log(p / q)      reverse KL  sum q log(q / p)
     overlap     sum min(p, q)         Brier       sum (q - onehot(label))^2
+    JS          sum (p log(p / m) + q log(q / m)) / 2,  m = (p + q) / 2
+    top-k       share of the k most probable ids of one model that are those of the other, too
 
 The overlap is one less the total variation. It is the probability that speculative sampling accepts
 a token that the student drafts (Leviathan et al. 2023, Theorem 3.5).
+
+The most probable ids are chosen among the raw outputs, which the scale and the soft-cap leave in
+their order. Ties go to the lowest id.
 """
 
 from __future__ import annotations
@@ -22,14 +27,19 @@ from torch import Tensor
 
 from megatron_distill.losses.checks import check_columns, check_per_token, resolve_shard
 from megatron_distill.ops.log_softmax import log_normalizer
+from megatron_distill.ops.row_math import descending
+from megatron_distill.ops.topk import select
 from megatron_distill.ops.vocab import VocabShard
 from megatron_distill.ops.workspace import chunk_tokens_for
-from megatron_distill.signals import LogitSource, TopK
+from megatron_distill.signals import LogitRule, LogitSource, TopK
 
 __all__ = ["TokenComparison", "compare_student", "compare_with_ids", "compare_with_logits"]
 
-# fp64 logits of both models and their products: so many matrices of a chunk beside one of fp32.
-_MATRICES = 8
+# fp64 log-probabilities and probabilities of both models, and two products: as so many matrices of
+# a chunk in fp32.
+_MATRICES = 12
+# Sizes of the sets of most probable ids, and the figures of what the models share of them.
+_SHARED = {5: "top5_overlap", 20: "top20_overlap"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,10 @@ class TokenComparison:
         teacher_top: the teacher's most probable id, where there is a teacher.
         overlap: ``sum min(p, q)``, the least it can be where few ids of the teacher are known.
         overlap_most: the most it can be; equal to ``overlap`` where both are known.
+        js_divergence: in nats, the least it can be where few ids of the teacher are known.
+        js_divergence_most: the most it can be; equal to it where both are known.
+        top5_overlap, top20_overlap: share of so many most probable ids, or of the vocabulary if
+            that has fewer, that both models have; NaN where fewer ids of the teacher are known.
         forward_kl, reverse_kl: in nats, where both are known.
         teacher_entropy: in nats, where it is known.
     """
@@ -59,9 +73,22 @@ class TokenComparison:
     teacher_top: Tensor | None = None
     overlap: Tensor | None = None
     overlap_most: Tensor | None = None
+    js_divergence: Tensor | None = None
+    js_divergence_most: Tensor | None = None
+    top5_overlap: Tensor | None = None
+    top20_overlap: Tensor | None = None
     forward_kl: Tensor | None = None
     reverse_kl: Tensor | None = None
     teacher_entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A model on n tokens: fp64 ``[n, V]`` of this rank's real columns, and top ids ``[n, k]``."""
+
+    log_probs: Tensor
+    probs: Tensor
+    top_ids: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,11 +98,16 @@ class _Reader:
     shard: VocabShard
     group: dist.ProcessGroup | None
 
-    def log_probs(self, source: LogitSource, rows: Tensor) -> Tensor:
-        """``[n, V]`` fp64 of the rows ``[n]``; V are this rank's real columns."""
+    def read(self, source: LogitSource, rows: Tensor, k: int) -> _Read:
+        """The rows ``[n]`` of a model, with its k most probable ids."""
         raw = source.outputs(lambda values: values.index_select(0, rows), self.shard.real_width)
+        (chosen,) = select(
+            raw, LogitRule(), self.shard, self.group, k=k, temperatures=(1.0,), normalised=False
+        )
         logits = source.rule.apply_(raw.to(torch.float64, copy=True))
-        return logits.sub_(log_normalizer(logits, self.group).unsqueeze(1))
+        del raw
+        log_probs = logits.sub_(log_normalizer(logits, self.group).unsqueeze(1))
+        return _Read(log_probs, log_probs.exp(), chosen.ids)
 
     def summed(self, local: list[Tensor]) -> list[Tensor]:
         """Sums over the ranks."""
@@ -91,26 +123,10 @@ class _Reader:
         found = log_probs.gather(1, self.shard.local(ids))
         return found.masked_fill(~self.shard.owns(ids), 0.0)
 
-    def top(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The most probable id ``[n]`` of all ranks, the lowest of equal ones, and its value."""
-        lowest = log_probs.new_full((log_probs.shape[0],), -math.inf)
-        column = torch.zeros(lowest.shape, dtype=torch.int64, device=lowest.device)
-        if self.shard.real_width:
-            lowest, column = log_probs.max(1)
-            # `max` promises no order among equal values.
-            column = (log_probs == lowest.unsqueeze(1)).int().argmax(1)
-        ids = column + self.shard.start
-        if self.group is None:
-            return ids, lowest
-        local = torch.stack((lowest, ids.to(lowest.dtype)))
-        world = dist.get_world_size(self.group)
-        gathered = local.new_empty(world * 2, local.shape[1])
-        dist.all_gather_into_tensor(gathered, local, group=self.group)
-        values, owners = gathered.view(world, 2, -1).unbind(1)
-        best = values.amax(0)
-        # Ids are exact in fp64.
-        winners = owners.masked_fill(values < best, math.inf).amin(0)
-        return winners.long(), best
+    def most(self, known: int) -> int:
+        """The most ids that `_shared` compares where so many of the teacher are known."""
+        sizes = [min(k, self.shard.size) for k in _SHARED]
+        return max([k for k in sizes if k <= known], default=1)
 
 
 def compare_with_logits(
@@ -127,8 +143,8 @@ def compare_with_logits(
 
     Shapes: labels ``[N]`` int64 global ids, rows ``[n]`` int64 -> figures ``[n]``. No gradient.
 
-    Collective: over ``group`` per token four all-gathers of 16 bytes (normalisers, top ids) and one
-    all-reduce of 56.
+    Collective: over ``group`` per token and model one all-gather of 16 bytes for the normaliser and
+    one of 8 per top id and 8 more (twice that of fp64 logits). Also one all-reduce of 72 bytes.
 
     Raises:
         ValueError: shapes, shard or group do not fit together.
@@ -137,20 +153,22 @@ def compare_with_logits(
     check_columns(teacher.width, reader.shard, group)
 
     def of(chunk: Tensor) -> dict[str, Tensor]:
-        own, given = reader.log_probs(student, chunk), reader.log_probs(teacher, chunk)
-        figures, (forward, reverse, overlap, entropy) = _of_student(
-            reader,
-            own,
-            labels[chunk],
-            [_gap(given, own), _gap(own, given), _overlap(given, own), -_mean_log(given)],
-        )
+        most = reader.most(reader.shard.size)
+        own, given = reader.read(student, chunk, most), reader.read(teacher, chunk, most)
+        alone = _sums_of_one(reader, own, labels[chunk])
+        between = _sums_of_both(own, given)
+        figures, sums = _of_student(reader, own, labels[chunk], [*alone, *between])
+        forward, reverse, entropy, overlap, divergence = sums
         return figures | {
-            "teacher_top": reader.top(given)[0],
+            "teacher_top": given.top_ids[:, 0],
             "overlap": overlap,
             "overlap_most": overlap,
+            "js_divergence": divergence,
+            "js_divergence_most": divergence,
             "forward_kl": forward,
             "reverse_kl": reverse,
             "teacher_entropy": entropy,
+            **_shared(own.top_ids, given.top_ids, reader.shard.size),
         }
 
     return _in_chunks(of, rows, chunk_tokens)
@@ -169,10 +187,11 @@ def compare_with_ids(
     """Compare the student with the teacher's probabilities of a few ids, at temperature one.
 
     As `compare_with_logits`. The overlap lies between its sum over the ids, and that sum with the
-    smaller of both models' remaining masses.
+    smaller of both models' remaining masses. The Jensen-Shannon divergence is least if all further
+    ids are like one, and at most what it is if no further id has a probability of both models.
 
-    Collective: over ``group`` per token one all-gather of 16 bytes for the normaliser, one of 16
-    for the top id. Also one all-reduce of 24 bytes and 8 per id.
+    Collective: over ``group`` per token one all-gather of 16 bytes for the normaliser, and one of 8
+    per top id and 8 more. Also one all-reduce of 32 bytes and 8 per id.
 
     Raises:
         ValueError: as `compare_with_logits`.
@@ -181,19 +200,19 @@ def compare_with_ids(
 
     def of(chunk: Tensor) -> dict[str, Tensor]:
         part = teacher.map(lambda values: values.index_select(0, chunk))
-        own = reader.log_probs(student, chunk)
-        figures, at_ids = _of_student(
-            reader, own, labels[chunk], list(reader.at(own, part.ids).unbind(1))
-        )
+        own = reader.read(student, chunk, reader.most(part.ids.shape[1]))
+        alone = _sums_of_one(reader, own, labels[chunk])
+        local = reader.at(own.log_probs, part.ids).unbind(1)
+        figures, at_ids = _of_student(reader, own, labels[chunk], [*alone, *local])
         given = part.log_probs.double()  # -inf at ids that are not in the top-k
-        shares = torch.stack(at_ids, 1).masked_fill(given == -math.inf, -math.inf).exp()
-        least = torch.minimum(given.exp(), shares).sum(1)
-        rest = torch.minimum(part.log_tail.double().exp(), (1.0 - shares.sum(1)).clamp_(min=0.0))
-        teacher_top = part.ids.gather(1, given.argmax(1, keepdim=True)).squeeze(1)
+        log_shares = torch.stack(at_ids, 1).masked_fill(given == -math.inf, -math.inf)
+        # Stored values of different ids may be equal, and are then in their order.
+        kept, places = descending(given)
+        ids = part.ids.gather(1, places)
         return figures | {
-            "teacher_top": teacher_top,
-            "overlap": least,
-            "overlap_most": least + rest,
+            "teacher_top": ids[:, 0],
+            **_bounds(log_shares, given, part.log_tail.double()),
+            **_shared(own.top_ids, ids, reader.shard.size, kept),
         }
 
     return _in_chunks(of, rows, chunk_tokens)
@@ -210,12 +229,13 @@ def compare_student(
 ) -> TokenComparison:
     """Figures of the student against the labels, without a teacher; as `compare_with_logits`.
 
-    Collective: over ``group`` per token two all-gathers of 16 bytes and one all-reduce of 24.
+    Collective: over ``group`` per token two all-gathers of 16 bytes and one all-reduce of 32.
     """
     reader, chunk_tokens = _prepared(student, labels, shard, group, chunk_tokens)
 
     def of(chunk: Tensor) -> dict[str, Tensor]:
-        return _of_student(reader, reader.log_probs(student, chunk), labels[chunk], [])[0]
+        own = reader.read(student, chunk, 1)
+        return _of_student(reader, own, labels[chunk], _sums_of_one(reader, own, labels[chunk]))[0]
 
     return _in_chunks(of, rows, chunk_tokens)
 
@@ -234,21 +254,34 @@ def _prepared(
     return _Reader(whole, group), chunk_tokens
 
 
+def _sums_of_one(reader: _Reader, own: _Read, labels: Tensor) -> list[Tensor]:
+    """This rank's shares of log-probabilities of label and top id, squares and entropy ``[n]``."""
+    ids = torch.stack([labels, own.top_ids[:, 0]], 1)
+    at_ids = reader.at(own.log_probs, ids).unbind(1)
+    return [*at_ids, (own.probs * own.probs).sum(1), -_mean(own, own.log_probs)]
+
+
+def _sums_of_both(own: _Read, given: _Read) -> list[Tensor]:
+    """This rank's sums ``[n]`` of both KLs, entropy, overlap and JS; overwrites probabilities."""
+    log_ratio = given.log_probs - own.log_probs
+    forward, reverse = _mean(given, log_ratio), -_mean(own, log_ratio)
+    entropy, overlap = -_mean(given, given.log_probs), torch.minimum(given.probs, own.probs).sum(1)
+    divergence = _jensen_shannon_(given.probs, own.probs, log_ratio).sum(1)
+    return [forward, reverse, entropy, overlap, divergence]
+
+
 def _of_student(
-    reader: _Reader, own: Tensor, labels: Tensor, more: list[Tensor]
+    reader: _Reader, own: _Read, labels: Tensor, local: list[Tensor]
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Figures without a teacher, and the sums over the ranks of further values ``[n]``."""
-    label = reader.at(own, labels.unsqueeze(1)).squeeze(1)
-    squares = own.mul(2.0).exp_().sum(1)
-    label, squares, entropy, *sums = reader.summed([label, squares, -_mean_log(own), *more])
-    top, value = reader.top(own)
+    """Figures without a teacher from `_sums_of_one`, and the sums of all that are after these."""
+    label, top, squares, entropy, *sums = reader.summed(local)
     figures = {
         "label_nll": -label,
         "brier": squares - 2.0 * label.exp() + 1.0,
         "student_entropy": entropy,
-        "student_top": top,
-        "confidence": value.exp(),
-        "is_label": top == labels,
+        "student_top": own.top_ids[:, 0],
+        "confidence": top.exp(),
+        "is_label": own.top_ids[:, 0] == labels,
     }
     return figures, sums
 
@@ -263,16 +296,57 @@ def _in_chunks(
     return TokenComparison(**{name: torch.cat([one[name] for one in found]) for name in found[0]})
 
 
-def _gap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``sum p (log p - log q)`` ``[n]`` of this rank's columns; zero where p is."""
-    return (log_p.exp() * (log_p - log_q)).masked_fill_(log_p == -math.inf, 0.0).sum(1)
+def _mean(of: _Read, values: Tensor) -> Tensor:
+    """``sum p values`` ``[n]`` of this rank's columns; zero where p is."""
+    return (of.probs * values).masked_fill_(of.log_probs == -math.inf, 0.0).sum(1)
 
 
-def _mean_log(log_p: Tensor) -> Tensor:
-    """``sum p log p`` ``[n]`` of this rank's columns."""
-    return (log_p.exp() * log_p).masked_fill_(log_p == -math.inf, 0.0).sum(1)
+def _jensen_shannon_(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
+    """Summands of the divergence from ``log(p / q)``, at least zero; overwrites all three.
+
+    With the larger one of both factored out, so that nothing overflows, and equal values give zero.
+    """
+    smaller, gap = torch.minimum(p, q), log_ratio.abs_()
+    total = p.add_(q)
+    far = torch.mul(smaller, gap, out=q).masked_fill_(smaller == 0, 0.0)
+    near = gap.neg_().expm1_().div_(2.0).log1p_().neg_().mul_(total).masked_fill_(total == 0, 0.0)
+    return near.sub_(far).div_(2.0)
 
 
-def _overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``sum min(p, q)`` ``[n]`` of this rank's columns."""
-    return torch.minimum(log_p, log_q).exp_().sum(1)
+def _bounds(log_q: Tensor, log_p: Tensor, log_tail: Tensor) -> dict[str, Tensor]:
+    """Overlap and divergence, least and most, from log-probabilities ``[n, K]`` of some ids.
+
+    log_tail: of the mass of all further ids in p.
+    """
+    p, q, tail = log_p.exp(), log_q.exp(), log_tail.exp()
+    own_tail = (1.0 - q.sum(1)).clamp_(min=0.0)
+    overlap = torch.minimum(p, q).sum(1)
+    log_ratio = torch.cat([log_p - log_q, (log_tail - own_tail.log()).unsqueeze(1)], 1)
+    p, q = torch.cat([p, tail.unsqueeze(1)], 1), torch.cat([q, own_tail.unsqueeze(1)], 1)
+    summands = _jensen_shannon_(p, q, log_ratio)
+    apart = (tail + own_tail) * (math.log(2.0) / 2.0)
+    return {
+        "overlap": overlap,
+        "overlap_most": overlap + torch.minimum(tail, own_tail),
+        "js_divergence": summands.sum(1),
+        "js_divergence_most": summands[:, :-1].sum(1) + apart,
+    }
+
+
+def _shared(own: Tensor, given: Tensor, size: int, kept: Tensor | None = None) -> dict[str, Tensor]:
+    """Of each size of `_SHARED` the share of most probable ids that both have; NaN if unknown.
+
+    own, given: ids, most probable first. kept: log-probabilities of the given ones, -inf of those
+    that are none. size: of the vocabulary.
+    """
+    figures: dict[str, Tensor] = {}
+    for wanted, name in _SHARED.items():
+        k = min(wanted, size)
+        if k > given.shape[1]:
+            figures[name] = torch.full_like(given[:, 0], math.nan, dtype=torch.float64)
+            continue
+        share = (own[:, :k, None] == given[:, None, :k]).any(2).sum(1).double() / k
+        if kept is not None:
+            share.masked_fill_(kept[:, k - 1] == -math.inf, math.nan)
+        figures[name] = share
+    return figures

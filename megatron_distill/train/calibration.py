@@ -1,28 +1,21 @@
-"""Calibration errors over bins of equal mass, in which each bin has the same weight of tokens.
+"""Figures of single tokens, and their calibration errors over bins of equal mass.
 
-In bins of equal width a confident model has most of its tokens in the last one, whose mean hides
-differences within it (adaptive calibration error: Nixon et al., arXiv 1904.01685, section 3). The
-bounds depend on all tokens, so sums over batches are not enough: each token's figures are kept.
+The bounds of these bins depend on all tokens, so sums over batches are not enough: each token's
+figures are kept.
 
 Shapes: n tokens of a batch, on the host.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_distill.evaluation.calibration import Figures, equal_mass_error
 from megatron_distill.losses.comparison import TokenComparison
 
-__all__ = ["BINS", "Figures", "equal_mass_error", "equal_mass_errors", "token_figures"]
-
-BINS: Final = 15  # as usual for calibration errors
-
-Figures = NDArray[np.float64]
+__all__ = ["equal_mass_errors", "token_figures"]
 
 
 def token_figures(found: TokenComparison, weights: Tensor) -> Figures:
@@ -36,18 +29,6 @@ def token_figures(found: TokenComparison, weights: Tensor) -> Figures:
     # One copy: a choice on the device would be another wait for it.
     figures: Figures = torch.stack([row.double() for row in rows]).cpu().numpy()
     return figures[:, figures[0] > 0]
-
-
-def equal_mass_error(weights: Figures, confidence: Figures, right: Figures) -> float:
-    """Return the sum over `BINS` bins of share * abs(accuracy - confidence).
-
-    A token is in the bin of the middle of its weight, in the order of confidence.
-    """
-    order = np.lexsort((right, confidence))
-    weights, gaps = weights[order], (weights * (right - confidence))[order]
-    ends = weights.cumsum()
-    bins = ((ends - weights / 2) * BINS / ends[-1]).astype(np.int64).clip(max=BINS - 1)
-    return float(np.abs(np.bincount(bins, gaps, BINS)).sum() / ends[-1])
 
 
 def equal_mass_errors(tokens: Figures) -> dict[str, float]:

@@ -106,7 +106,7 @@ class EvaluationConfig(Section):
 
 # Of a task, ends of the names of measures whose smallest value is the best; of a validation, parts
 # of the names of figures whose largest value is: all others are losses, divergences or entropies.
-_SMALL_IS_GOOD: Final = ("perplexity", "bits_per_byte")
+_SMALL_IS_GOOD: Final = ("perplexity", "bits_per_byte", "calibration_error")
 _LARGE_IS_GOOD: Final = ("agreement", "mass")
 
 
@@ -121,8 +121,8 @@ class KeepBestConfig(Section):
     mode: Literal["max", "min"] | None = Field(
         default=None,
         description="Whether the largest or the smallest value is the best. null: the smallest of "
-        "a validation, except agreement and mass; the largest of a task, except perplexities and "
-        "bits per byte.",
+        "a validation, except agreement and mass; the largest of a task, except perplexities, "
+        "bits per byte and calibration errors.",
     )
 
     @property

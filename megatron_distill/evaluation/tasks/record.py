@@ -20,7 +20,7 @@ _SHIPPED: Final = Path(__file__).with_name("shipped")
 
 # The names under which a kind's results are reported, the first one is the usual one to compare.
 MEASURES: Final[Mapping[str, tuple[str, ...]]] = {
-    "multiple_choice": ("acc", "acc_norm", "letter_mass", "acc_where_mass"),
+    "multiple_choice": ("acc", "acc_norm", "calibration_error", "letter_mass", "acc_where_mass"),
     "generation": ("exact_match",),
     "perplexity": ("bits_per_byte", "byte_perplexity", "word_perplexity", "token_perplexity"),
 }

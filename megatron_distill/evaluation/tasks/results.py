@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from megatron_distill.evaluation.calibration import item_gaps
 from megatron_distill.evaluation.requests import Score, WrittenText
 from megatron_distill.evaluation.tasks.graders import BOXED, grader_versions
 from megatron_distill.evaluation.tasks.grading import Graded
@@ -108,11 +109,16 @@ def _means(measures: Mapping[str, Floats]) -> dict[str, ItemValues]:
 
 
 class _Choices(NamedTuple):
-    """The choices of a model by item; the items with a score that is no number are wrong."""
+    """The choices of a model by item; the items with a score that is no number are wrong.
+
+    confidence: the chosen one's share of all choices' probability; not a number where no choice has
+    a score.
+    """
 
     right: Floats
     right_by_length: Floats
     mass: Floats
+    confidence: Floats
     not_finite: int
 
 
@@ -120,6 +126,7 @@ def _chosen(prepared: PreparedTask, scores: Sequence[Score]) -> _Choices:
     right: list[bool] = []
     right_by_length: list[bool] = []
     mass: list[float] = []
+    confidence: list[float] = []
     not_finite = first = 0
     for item in prepared.items:
         part = [score.log_prob for score in scores[first : first + item.requests]]
@@ -134,18 +141,25 @@ def _chosen(prepared: PreparedTask, scores: Sequence[Score]) -> _Choices:
         lengths = np.maximum(1, np.array(item.lengths))
         right_by_length.append(is_finite and int((log_probs / lengths).argmax()) == item.right)
         mass.append(float(np.exp(log_probs).sum()))
+        shares = np.exp(log_probs - log_probs[chosen]) if is_finite else np.array([np.nan])
+        confidence.append(float(1.0 / shares.sum()))
     hits, by_length = np.array(right, float), np.array(right_by_length, float)
-    return _Choices(hits, by_length, np.array(mass), not_finite)
+    return _Choices(hits, by_length, np.array(mass), np.array(confidence), not_finite)
 
 
 def _of_choices(prepared: PreparedTask, scores: Sequence[Score]) -> dict[str, Any]:
-    hits, by_length, masses, not_finite = _chosen(prepared, scores)
+    hits, by_length, masses, confidence, not_finite = _chosen(prepared, scores)
     found: dict[str, Any] = {
         "acc": float(hits.mean()),
         "acc_stderr": stderr_of(hits),
         "acc_norm": float(by_length.mean()),
         "acc_norm_stderr": stderr_of(by_length),
     }
+    known = np.isfinite(confidence)
+    if known.any():
+        gaps = item_gaps(confidence[known], hits[known])
+        found["calibration_error"] = float(gaps.mean())
+        found["calibration_error_stderr"] = stderr_of(gaps)
     if prepared.is_single:
         found["letter_mass"] = float(masses.mean())
         found["letter_mass_stderr"] = stderr_of(masses)

@@ -28,7 +28,14 @@ from megatron_distill.train.checkpoint.description import Description, resolve_c
 from megatron_distill.train.checkpoint.reader import MappedChunks, load_shards
 from megatron_distill.train.checkpoint.state import replicated_shards
 from megatron_distill.train.comparison import compare_held_out
-from megatron_distill.train.evaluation.speculative import RULES, block_figures, speculate
+from megatron_distill.train.evaluation.draft_speedup import best_draft, draft_cost, speedup_of
+from megatron_distill.train.evaluation.speculative import (
+    RULES,
+    AcceptanceRule,
+    Speculated,
+    block_figures,
+    speculate,
+)
 from megatron_distill.train.evaluation.teacher_text import Text, compare_texts, held_out_prompts
 from megatron_distill.train.evaluation.text_hash import hash_of_ids
 from megatron_distill.train.features import FeatureLosses
@@ -50,9 +57,9 @@ def evaluate(
     """Return the held-out figures of the student, and of its teacher if the configuration has one.
 
     Names, including `sources` and `teachers`, are those of the `validation` objects of a run's
-    metrics; `comparison` has the figures of `compare_held_out`. `teacher_text`: the same figures on
-    texts that the teacher writes, `comparison_on_teacher_text`. `drafts`: lengths of drafts that
-    `speculative` has the measured tokens per verification of.
+    metrics; `comparison` has the figures of `compare_held_out` and `best_draft`. `teacher_text`:
+    the same figures on texts that the teacher writes, `comparison_on_teacher_text`. `drafts`:
+    lengths of drafts that `speculative` has the measured tokens per verification of.
 
     Raises a MegatronDistillError on all ranks together.
     """
@@ -83,7 +90,8 @@ def evaluate(
             found["sources"] = sources
         if teachers:
             found["teachers"] = teachers
-        found["comparison"] = compare_held_out(student, held_out)
+        compared = compare_held_out(student, held_out)
+        found["comparison"] = compared | best_draft(compared, cost=_draft_cost(opened))
         if teacher is not None:
             found |= _on_own_texts(
                 config, opened, teacher, student, held_out, teacher_text=teacher_text, drafts=drafts
@@ -145,6 +153,7 @@ def _on_own_texts(
     length = config.data.sequence_length
     prompts = held_out_prompts(held_out.steps, groups, most=max(1, length // 4))
     tokens = min(_NEW_TOKENS, max(1, length // 2))
+    cost = _draft_cost(opened)
     found: dict[str, object] = {}
     with evaluating(student), awake(opened, "teacher", teacher):
         if teacher_text:
@@ -155,30 +164,44 @@ def _on_own_texts(
                 stops=Stops(ids=stop_ids),
             )
             texts = [Text(row.ids, text.ids) for row, text in zip(rows, written, strict=True)]
-            found["comparison_on_teacher_text"] = compare_texts(verifier, drafter, texts)
+            compared = compare_texts(verifier, drafter, texts)
+            found["comparison_on_teacher_text"] = compared | best_draft(compared, cost=cost)
         if drafts:
+            write = partial(
+                speculate,
+                verifier,
+                drafter,
+                prompts,
+                tokens=tokens,
+                seed=config.seed,
+                stop_ids=stop_ids,
+            )
             prompt_hash = hash_of_ids([(ids,) for ids in prompts])
             found["speculative"] = {
                 rule: {
-                    str(draft): block_figures(
-                        speculate(
-                            verifier,
-                            drafter,
-                            prompts,
-                            draft=draft,
-                            tokens=tokens,
-                            rule=rule,
-                            seed=config.seed,
-                            stop_ids=stop_ids,
-                        ),
-                        rule,
-                    )
-                    | {"prompt_hash": prompt_hash}
+                    str(draft): _drafted(write, draft, rule, cost) | {"prompt_hash": prompt_hash}
                     for draft in drafts
                 }
                 for rule in RULES
             }
     return found
+
+
+def _drafted(
+    write: Callable[..., list[Speculated]], draft: int, rule: AcceptanceRule, cost: float | None
+) -> dict[str, object]:
+    """Return the figures of drafts of one length, with their speed-up."""
+    figures = block_figures(write(draft=draft, rule=rule), rule)
+    return {**figures, **speedup_of(figures, draft=draft, cost=cost)}
+
+
+def _draft_cost(opened: OpenRun) -> float | None:
+    """Return the cost of the student's step over that of a single live teacher."""
+    teacher = opened.teacher.shapes.get("teacher")
+    if teacher is None:
+        return None
+    length = opened.samples.data.sequence_length
+    return draft_cost(opened.student.architecture, teacher, sequence_length=length)
 
 
 def _teacher_beside(opened: OpenRun) -> OnlineTeacher:

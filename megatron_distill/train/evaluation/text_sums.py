@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distill.evaluation.calibration import BINS, Figures, signed_gaps
 from megatron_distill.losses.comparison import TokenComparison
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.train.calibration import BINS, Figures, equal_mass_errors
+from megatron_distill.train.calibration import equal_mass_errors
 
 __all__ = [
     "LONGEST_DRAFT",
@@ -44,6 +45,8 @@ __all__ = [
 LONGEST_DRAFT: Final = 8
 _FIGURES = ("label_nll", "brier", "student_entropy", "teacher_entropy", "forward_kl", "reverse_kl")
 _ACCEPTED = ("overlap", "overlap_most")
+_DIVERGED = ("js_divergence", "js_divergence_most")
+_SHARED = ("top5_overlap", "top20_overlap")
 _OF_BIN = ("count", "confidence", "label", "teacher")
 
 
@@ -55,7 +58,8 @@ def _names() -> tuple[str, ...]:
     ]
     bins = [f"{name}@bin{number}" for name in _OF_BIN for number in range(BINS)]
     weights = ("tokens", "weight", "weight_beside", "weight_whole")
-    return (*weights, *_FIGURES, "agreement", *_ACCEPTED, *blocks, *bins)
+    figures = (*_FIGURES, "agreement", *_ACCEPTED, *_DIVERGED, *_SHARED)
+    return (*weights, *figures, *blocks, *bins)
 
 
 SUM_NAMES: Final = _names()
@@ -89,7 +93,7 @@ def token_sums(
 
     whole = of_texts(weights)
     sums = {"tokens": of_texts((weights > 0).to(weights.dtype)), "weight": whole}
-    for name in (*_FIGURES, *_ACCEPTED):
+    for name in (*_FIGURES, *_ACCEPTED, *_DIVERGED, *_SHARED):
         values = getattr(found, name)
         if values is not None:
             # A token of weight zero may hold anything.
@@ -226,6 +230,8 @@ def summary_of(sums: Figures) -> dict[str, object]:
     means["calibration_error"] = _signed_gaps(columns, "label")
     if is_beside:
         means["top1_agreement"] = columns["agreement"]
+        # Not a number where a label has too few ids of the teacher.
+        means |= {name: columns[name] for name in _SHARED if not np.isnan(columns[name]).any()}
         means["calibration_error_to_teacher"] = _signed_gaps(columns, "teacher")
     if is_whole:
         means |= {name: columns[name] for name in ("forward_kl", "reverse_kl", "teacher_entropy")}
@@ -233,9 +239,11 @@ def summary_of(sums: Figures) -> dict[str, object]:
     for name, values in means.items():
         figures |= _with_error(name, _bounds([values], weights))
     if is_beside:
-        kinds = _ACCEPTED[:1] if is_whole else _ACCEPTED  # equal by construction
-        accepted = _bounds([columns[kind] for kind in kinds], weights)
-        figures |= _with_error("acceptance", accepted) | _of_blocks(columns, kinds)
+        ends = 1 if is_whole else 2  # equal by construction
+        diverged = _bounds([columns[kind] for kind in _DIVERGED[:ends]], weights)
+        accepted = _bounds([columns[kind] for kind in _ACCEPTED[:ends]], weights)
+        figures |= _with_error("js_divergence", diverged) | _with_error("acceptance", accepted)
+        figures |= _of_blocks(columns, _ACCEPTED[:ends])
     figures["calibration"] = _reliability(columns)
     return figures
 
@@ -275,16 +283,10 @@ def _of_blocks(columns: Mapping[str, Figures], kinds: Sequence[str]) -> dict[str
 
 
 def _signed_gaps(columns: Mapping[str, Figures], right: str) -> Figures:
-    """Of each text the gaps of the bins, with the sign that a bin has over all texts.
-
-    Their sum over the texts is the sum of the bins' absolute gaps. Between changes of sign the
-    calibration error is linear in them, so that its error is that of a mean.
-    """
-    gaps = np.stack(
-        [columns[f"{right}@bin{n}"] - columns[f"confidence@bin{n}"] for n in range(BINS)]
+    """Of each text the gaps of the bins, with the sign that a bin has over all texts."""
+    return signed_gaps(
+        np.stack([columns[f"{right}@bin{n}"] - columns[f"confidence@bin{n}"] for n in range(BINS)])
     )
-    signed: Figures = np.sign(gaps.sum(1)) @ gaps
-    return signed
 
 
 def _reliability(columns: Mapping[str, Figures]) -> list[dict[str, object]]:

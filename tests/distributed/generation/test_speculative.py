@@ -106,7 +106,10 @@ def test_blocks_and_figures_are_the_same_in_every_layout(
             assert [text.ids for text in found[name]] == [text.ids for text in alone[name]]
             assert _expected(found[name]) == pytest.approx(_expected(alone[name]), abs=1e-4)
         assert found["compared"].keys() == alone["compared"].keys()
-        for name in ("acceptance", "forward_kl", "reverse_kl", "top1_agreement", "label_nll"):
+        for name in (
+            *("acceptance", "forward_kl", "reverse_kl", "js_divergence", "label_nll"),
+            *("top1_agreement", "top5_overlap", "top20_overlap"),
+        ):
             for one in (name, f"{name}_stderr"):
                 assert found["compared"][one] == pytest.approx(alone["compared"][one], abs=1e-5)
         for name in ("tokens_per_verification", "tokens_per_verification_stderr"):
@@ -150,6 +153,10 @@ def test_figures_on_texts_of_the_teacher_equal_dense_ones(pool: Pool) -> None:
     overlaps = [torch.minimum(p, q).sum(1) for p, q in both]
     acceptance = float(torch.cat(overlaps).mean())
     assert found["acceptance"] == pytest.approx(acceptance, abs=1e-6)
+    middle = [(p, q, (p + q) / 2) for p, q in both]
+    divergences = [(p * (p / m).log() + q * (q / m).log()).sum(1) / 2 for p, q, m in middle]
+    assert found["js_divergence"] == pytest.approx(float(torch.cat(divergences).mean()), abs=1e-6)
+    assert found["js_divergence_stderr"] == pytest.approx(_error(divergences), abs=1e-6)
     forward = [(p * (p / q).log()).sum(1) for p, q in both]
     assert found["forward_kl"] == pytest.approx(float(torch.cat(forward).mean()), abs=1e-6)
     assert found["acceptance_stderr"] == pytest.approx(_error(overlaps), abs=1e-6)

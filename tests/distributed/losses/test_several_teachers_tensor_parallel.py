@@ -79,12 +79,17 @@ def _compared(rank: int, world: int) -> dict[str, torch.Tensor]:
     found = {name: value for name, value in vars(whole).items() if value is not None}
     assert few.overlap is not None
     assert few.overlap_most is not None
-    return {**found, "stored_overlap": few.overlap, "stored_overlap_most": few.overlap_most}
+    of_ids = {f"stored_{name}": value for name, value in vars(few).items() if value is not None}
+    itself = compare_with_logits(
+        DenseLogits(student), DenseLogits(student), labels, rows, chunk_tokens=3, **split
+    )
+    own = {f"own_{name}": value for name, value in vars(itself).items() if value is not None}
+    return {**found, **of_ids, **own}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_figures_of_shards_are_those_of_the_whole_softmaxes(pool: Pool, world: int) -> None:
-    """Divergences both ways, entropies, Brier score, tops and acceptance, on every rank."""
+    """Divergences, entropies, Brier score, tops, shared ids and acceptance, on every rank."""
     rows, labels = [0, 1, 3, 6], np.array([0, 1, 3, 6]) * 3
     q, p = _softmax(_logits(1))[rows], _softmax(_logits(2))[rows]
     wanted = _reference(q, p, labels)
@@ -97,6 +102,14 @@ def test_figures_of_shards_are_those_of_the_whole_softmaxes(pool: Pool, world: i
         assert (found["stored_overlap"].numpy() <= wanted["overlap"] + 1e-6).all()
         assert (found["stored_overlap_most"].numpy() >= wanted["overlap"] - 1e-6).all()
         assert (found["stored_overlap"] < found["stored_overlap_most"]).any()
+        divergence = wanted["js_divergence"]
+        assert (found["stored_js_divergence"].numpy() <= divergence + 1e-6).all()
+        assert (found["stored_js_divergence_most"].numpy() >= divergence - 1e-6).all()
+        np.testing.assert_array_equal(found["stored_top5_overlap"], wanted["top5_overlap"])
+        assert found["stored_top20_overlap"].isnan().all(), "it has five ids"
+        assert not found["own_js_divergence"].any()
+        for name in ("own_top5_overlap", "own_top20_overlap"):
+            assert (found[name] == 1).all()
 
 
 DEVICE = torch.device("cpu")

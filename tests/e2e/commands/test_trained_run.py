@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import runpy
 import shutil
@@ -89,11 +90,20 @@ def test_an_evaluation_repeats_the_runs_own_validation(
     assert errors["1"] == pytest.approx(compared["acceptance_stderr"], rel=1e-6)
     on_own = on_one_rank["comparison_on_teacher_text"]
     assert on_own.keys() == compared.keys()
+    for one in (compared, on_own):
+        best, cost = one["best_draft"], one["draft_cost"]
+        per_check = one["tokens_per_verification"][str(best)]
+        assert one["expected_speedup"] == pytest.approx(per_check / (best * cost + 1))
+        assert 0 < one["js_divergence"] < math.log(2)
+        assert 0 <= one["top5_overlap"] <= 1
+        assert 0 <= one["top20_overlap"] <= 1
     for name in ("label_nll", "label_nll_stderr", "text_hash"):
         assert on_own[name] != compared[name]
     sampled = on_one_rank["speculative"]["sampled"]["2"]
     gap = sampled["tokens_per_verification"] - sampled["expected"]
     assert abs(gap) < 4 * sampled["stderr"]
+    speedup = sampled["tokens_per_verification"] / (2 * sampled["draft_cost"] + 1)
+    assert sampled["expected_speedup"] == pytest.approx(speedup)
     assert on_one_rank["speculative"]["greedy"]["2"]["blocks"] > 10
 
 
@@ -145,6 +155,11 @@ def test_a_student_drafts_for_itself_without_a_rejection(pool: Pool, trained: Pa
     assert compared["acceptance"] == pytest.approx(1.0, abs=1e-6)
     assert compared["forward_kl"] == pytest.approx(0.0, abs=1e-9)
     assert compared["entropy_gap"] == pytest.approx(0.0, abs=1e-7)
+    assert compared["js_divergence"] == pytest.approx(0.0, abs=1e-9)
+    assert compared["top5_overlap"] == compared["top20_overlap"] == 1.0
+    # A draft by the teacher's equal costs as much as it saves.
+    assert (compared["draft_cost"], compared["best_draft"]) == (1.0, 1)
+    assert compared["expected_speedup"] == pytest.approx(1.0, rel=1e-6)
     for name in ("acceptance", "forward_kl", "entropy_gap", "top1_agreement"):
         assert compared[f"{name}_stderr"] == pytest.approx(0.0, abs=1e-7)
     drafts = compared["tokens_per_verification"]

@@ -121,6 +121,8 @@ def test_training_is_bit_identical_with_and_without(
     assert [(step, set(found)) for step, found in later] == [(2, {"student"}), (4, {"student"})]
     for results in (*first.values(), *(found["student"] for _, found in later)):
         assert results["quiz"]["n"] == 14
+        assert 0 <= results["quiz"]["calibration_error"] <= 1
+        assert results["quiz"]["calibration_error_stderr"] > 0
         assert set(results["quiz"]["groups"]) == {"0", "1"}
         assert results["prose"]["bits_per_byte"] > 0
         assert results["write"]["n"] == 5
@@ -367,6 +369,8 @@ def test_results_of_a_finished_run_are_those_of_any_layout(
                 assert measured["prompt_hash"] == results["quiz"]["prompt_hash"]
                 for name in ("acc", "acc_norm", "n"):
                     assert measured[name] == results["quiz"][name], (role, name)
+                for name in ("calibration_error", "calibration_error_stderr"):
+                    assert measured[name] == pytest.approx(results["quiz"][name], abs=1e-5)
 
 
 def _flat(found: Any, named: str = "") -> dict[str, Any]:

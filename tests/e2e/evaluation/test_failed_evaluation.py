@@ -55,7 +55,8 @@ def test_an_evaluation_that_fails_loses_no_step(
     endings = pool.run(world, _failing, dense, [f"output={whole}", *given], 9)
     text = "checkpoint.keep_best.metric = 'quiz.letter_mass' is not in the results of quiz, so"
     assert [(error, log.count(text)) for error, log in endings] == [("", 1), ("", 0)][:world]
-    assert "give one of quiz.acc, quiz.acc_norm, prose.bits_per_byte" in endings[0][1]
+    given = "quiz.acc, quiz.acc_norm, quiz.calibration_error, prose.bits_per_byte"
+    assert f"give one of {given}" in endings[0][1]
     assert evaluations(output) == evaluations(whole)
     assert saved(output, 2) == saved(whole, 2)
 

@@ -210,7 +210,9 @@ def test_held_out_samples_of_the_store_are_measured_beside_the_teacher(
     ends = compared["tokens_per_verification_stderr"]["1"]
     assert compared["acceptance_stderr"] == pytest.approx(ends), "one for each end"
     assert compared["blocks"]["1"] == compared["tokens"] > 11, "a block begins at every label"
-    assert "forward_kl" not in compared
+    least, most = compared["js_divergence"]
+    assert 0.0 < least < most < 0.7
+    assert not {"forward_kl", "expected_speedup"} & compared.keys()
     # Joined with a corpus, the store has no records of held-out text.
     joined = [ONE_TERM, f"teacher.store={capture()}", "validation.samples=8"]
     run(pool, 1, dense, tmp_path / "joined", *SHORT, *joined)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_distill.evaluation.calibration import BINS, equal_mass_error
 from megatron_distill.losses.comparison import compare_with_logits
 from megatron_distill.signals import DenseLogits
-from megatron_distill.train.calibration import BINS, equal_mass_error, token_figures
+from megatron_distill.train.calibration import token_figures
 from megatron_distill.train.evaluation.text_sums import (
     LONGEST_DRAFT,
     block_sums,

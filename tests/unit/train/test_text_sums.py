@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_distill.evaluation.calibration import BINS
 from megatron_distill.losses.comparison import compare_with_ids, compare_with_logits
 from megatron_distill.signals import DenseLogits, TopK
-from megatron_distill.train.calibration import BINS
 from megatron_distill.train.evaluation.speculative import DraftedBlock, Speculated, block_figures
 from megatron_distill.train.evaluation.text_sums import (
     block_sums,
@@ -19,6 +19,7 @@ from megatron_distill.train.evaluation.text_sums import (
     table_of,
     token_sums,
 )
+from tests.unit.losses.test_comparison import _shared_ids
 
 _LENGTHS, _SIZE, _LONGEST = (9, 1, 14, 4, 0, 6), 13, 14
 
@@ -76,7 +77,11 @@ def test_errors_are_those_of_the_ratio_of_sums_over_texts() -> None:
     gaps = hits - q.max(1)
     bins = (q.max(1) * BINS).astype(int)
     signs = np.sign([(weights * gaps)[bins == number].sum() for number in range(BINS)])
+    m = (p + q) / 2
     by_token = {
+        "js_divergence": (p * np.log(p / m) + q * np.log(q / m)).sum(1) / 2,
+        "top5_overlap": _shared_ids(q, p, 5),
+        "top20_overlap": np.ones(len(q)),
         "forward_kl": (p * np.log(p / q)).sum(1),
         "reverse_kl": (q * np.log(q / p)).sum(1),
         "acceptance": np.minimum(p, q).sum(1),
@@ -120,6 +125,13 @@ def test_ends_of_an_interval_have_errors_of_their_own() -> None:
         sums = [float((weights * values.numpy())[one].sum()) for one in own]
         error = figures["acceptance_stderr"][place]
         assert error == pytest.approx(_error(sums, sizes), rel=1e-9)
+    assert found.js_divergence is not None
+    assert found.js_divergence_most is not None
+    divergences = (found.js_divergence.numpy(), found.js_divergence_most.numpy())
+    means = [float((weights * values).sum() / weights.sum()) for values in divergences]
+    assert figures["js_divergence"] == pytest.approx(means, rel=1e-9)
+    assert len(figures["js_divergence_stderr"]) == 2
+    assert not {"top5_overlap", "top20_overlap"} & figures.keys(), "three ids are stored"
     # Blocks of one draft begin at every label, each of weight one.
     ends = figures["tokens_per_verification_stderr"]["1"]
     assert len(ends) == 2
@@ -130,10 +142,37 @@ def test_a_model_beside_itself_has_no_error() -> None:
     case = _random()
     logits, rows = DenseLogits(case["student"]), torch.arange(sum(_LENGTHS))
     figures = _figures(case, compare_with_logits(logits, logits, case["labels"], rows))
-    for name in ("forward_kl", "reverse_kl", "top1_agreement", "entropy_gap", "acceptance"):
+    assert figures["js_divergence"] == 0
+    assert figures["top5_overlap"] == figures["top20_overlap"] == 1
+    for name in (
+        *("forward_kl", "reverse_kl", "js_divergence", "top1_agreement", "top5_overlap"),
+        *("entropy_gap", "acceptance"),
+    ):
         assert figures[f"{name}_stderr"] == pytest.approx(0.0, abs=1e-15), name
     errors = figures["tokens_per_verification_stderr"]
     assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-14)
+
+
+def test_masked_tokens_add_nothing_to_shared_ids_and_divergences() -> None:
+    """A token of weight zero may be of another store, with few ids, or no number at all."""
+    case = _random()
+    rows, kept = torch.arange(sum(_LENGTHS)), torch.arange(sum(_LENGTHS)) % 3 > 0
+    case["weights"] = case["weights"] * kept
+    teacher, log_probs = case["teacher"], case["teacher"].log_softmax(1)
+    given, ids = log_probs.sort(dim=1, descending=True, stable=True)
+    given, ids = given[:, :8], ids[:, :8]
+    stored = TopK(ids, given.masked_fill(~kept[:, None], -torch.inf), 1 - given.exp().sum(1))
+    labels = case["labels"]
+    whole = compare_with_logits(DenseLogits(case["student"]), DenseLogits(teacher), labels, rows)
+    broken = teacher.masked_fill(~kept[:, None], torch.nan)
+    found = compare_with_logits(DenseLogits(case["student"]), DenseLogits(broken), labels, rows)
+    few = compare_with_ids(DenseLogits(case["student"]), stored, labels, rows)
+    assert few.top5_overlap is not None
+    assert few.top5_overlap.isnan().any()
+    wanted = _figures(case, whole)
+    for name in ("js_divergence", "top5_overlap", "top20_overlap", "js_divergence_stderr"):
+        assert _figures(case, found)[name] == pytest.approx(wanted[name], rel=1e-12), name
+    assert _figures(case, few)["top5_overlap"] == pytest.approx(wanted["top5_overlap"])
 
 
 def test_errors_of_real_drafts_are_over_texts() -> None:

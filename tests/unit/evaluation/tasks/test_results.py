@@ -82,6 +82,50 @@ def test_choices_by_length_ties_and_values_that_are_not_numbers(tmp_path: Path) 
     assert task_result(task, broken)["not_finite"] == 1
 
 
+def test_the_calibration_error_is_that_of_the_softmax_of_the_choices(tmp_path: Path) -> None:
+    """Against bins in loops, with the standard error of their signed gaps."""
+    task = prepared(tmp_path)
+    generator = np.random.default_rng(4)
+    log_probs = generator.normal(-40.0, 1.5, (len(task.items), 4))
+    log_probs[3] = -700.0, -900.0, -745.0, -701.0  # whose exponentials are no numbers
+    found = task_result(task, [Score(float(one), False) for one in log_probs.ravel()])
+    bins: dict[int, list[tuple[float, float]]] = {}
+    for item, row in zip(task.items, log_probs, strict=True):
+        confidence = 1.0 / math.fsum(math.exp(one - row.max()) for one in row)
+        own = (float(row.argmax() == item.right), confidence)
+        bins.setdefault(min(14, int(confidence * 15)), []).append(own)
+    gaps, error = [], 0.0
+    for pairs in bins.values():
+        accuracy, confidence = (sum(one[place] for one in pairs) / len(pairs) for place in (0, 1))
+        error += abs(accuracy - confidence) * len(pairs) / len(task.items)
+        gaps += [math.copysign(1, accuracy - confidence) * (a - c) for a, c in pairs]
+    assert len(bins) > 2
+    assert found["calibration_error"] == pytest.approx(error, rel=1e-12)
+    expected = np.std(gaps, ddof=1) / math.sqrt(len(gaps))
+    assert found["calibration_error_stderr"] == pytest.approx(expected, rel=1e-12)
+    assert "calibration_error" not in found["groups"]["virology"]
+
+
+def test_a_calibrated_model_has_no_calibration_error(tmp_path: Path) -> None:
+    """Half of the items are right, all with a confidence of one half; or no item has a score."""
+    task = prepared(tmp_path)
+    rows: list[float] = []
+    for number, item in enumerate(task.items):
+        row, half = [-math.inf] * item.requests, math.log(0.5)
+        right, wrong = item.right, (item.right + 1) % item.requests
+        row[right], row[wrong] = half, half
+        row[right if number % 2 else wrong] += 1e-12
+        rows += row
+    found = task_result(task, [Score(one, False) for one in rows])
+    assert found["acc"] == 0.5
+    assert found["calibration_error"] == pytest.approx(0.0, abs=1e-9)
+    first = task.items[0].requests
+    some = [Score(math.nan if place < first else -1.0, False) for place in range(len(rows))]
+    assert task_result(task, some)["calibration_error"] > 0, "the item without a score is left out"
+    none = [Score(math.nan, False)] * len(rows)
+    assert not [name for name in task_result(task, none) if "calibration" in name]
+
+
 def test_prompts_lose_whole_examples_then_tokens_and_both_are_counted(tmp_path: Path) -> None:
     whole = prepared(tmp_path)
     longest = max(len(one.context) for one in whole.requests)

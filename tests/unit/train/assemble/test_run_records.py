@@ -73,6 +73,7 @@ def test_a_store_of_one_source_must_have_all_that_the_run_reads_of_it(
         ("prose.bits_per_byte", "min"),
         ("prose.word_perplexity", "min"),
         ("mmlu.acc", "max"),
+        ("mmlu.calibration_error", "min"),
         ("gsm8k.exact_match", "max"),
     ],
 )
