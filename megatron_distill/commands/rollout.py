@@ -19,6 +19,7 @@ from megatron_distill.commands.generate import (
 )
 from megatron_distill.errors import counted
 from megatron_distill.launching.records import other_content
+from megatron_distill.runtime.folder_lock import LOCK_FILE, refuse_holder
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
@@ -96,7 +97,13 @@ def _write(arguments: argparse.Namespace, launch: Launch, termination: Terminati
     from megatron_distill.runtime.lone_failure import tell_unfinished
 
     warn_of_draws(arguments, launch)
-    read = partial(configuration, arguments, launch.size)
+
+
+    def read() -> RunConfig:
+        if launch.rank == 0:
+            refuse_holder(arguments.output / LOCK_FILE, named=f"--output {arguments.output}")
+        return configuration(arguments, launch.size)
+
     with model_world(launch, read) as (config, device):
         found = _rollouts(arguments, config, device, termination)
     if found is None:

@@ -6,7 +6,6 @@ A failure is followed by another launch as long as launches bring new checkpoint
 from __future__ import annotations
 
 import math
-import os
 import re
 import signal
 import subprocess
@@ -268,7 +267,7 @@ def _held(launches: Launches, job: Scheduler) -> Iterator[None]:
             )
         yield
     finally:
-        os.close(lock)
+        lock.close()
 
 
 def _launch(
