@@ -98,7 +98,6 @@ def _write(arguments: argparse.Namespace, launch: Launch, termination: Terminati
 
     warn_of_draws(arguments, launch)
 
-
     def read() -> RunConfig:
         if launch.rank == 0:
             refuse_holder(arguments.output / LOCK_FILE, named=f"--output {arguments.output}")
@@ -125,6 +124,7 @@ def _rollouts(
     """
     import torch.distributed as dist
 
+    from megatron_distill.launching.grace import measured_looks
     from megatron_distill.rollouts.folder import RolloutFolder
     from megatron_distill.rollouts.write import FirstRank, write_parts
     from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
@@ -145,6 +145,7 @@ def _rollouts(
                 settings |= {**tokens.identity, **_settings(arguments, config)}
                 folder = held.enter_context(closing(RolloutFolder(arguments.output, settings)))
                 first = FirstRank(work, tokens, folder, positions=found.positions)
+        looked = measured_looks(lambda: termination.received)
         weights = found.digest()
         with together():
             if first is not None:
@@ -154,8 +155,9 @@ def _rollouts(
             build=found.build,
             log_probs=forward_log_probs,
             first=first,
-            stop_requested=lambda: termination.received,
+            stop_requested=looked,
         )
+        looked()  # the log-probabilities are compared behind the last look
         return from_first_rank(lambda: _known(first).finish()) if is_whole else None
 
 

@@ -116,7 +116,7 @@ def _run(given: argparse.Namespace) -> int:
         cpus_per_node=given.cpus_per_node,
         memory_per_node=given.memory_per_node,
         python=given.image_python,
-        stop_seconds=given.grace_seconds or grace_seconds(launches.results) or USUAL_SECONDS,
+        stop_seconds=given.grace_seconds or grace_seconds(launches.measured) or USUAL_SECONDS,
         rules=rules,
     )
     sys.stdout.write(yaml.safe_dump(job_set(demand, program), sort_keys=False, width=1000))

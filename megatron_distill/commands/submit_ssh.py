@@ -178,7 +178,7 @@ def _shown(hosts: Hosts, program: Program, policy: Policy) -> str:
     words = program.on_node(
         launches.folder.resolve() / "LAUNCH",
         endpoint=f"{address}:PORT",
-        stop_seconds=max(USUAL_SECONDS, grace_seconds(launches.results) or 0.0),
+        stop_seconds=max(USUAL_SECONDS, grace_seconds(launches.measured) or 0.0),
         options=hosts.node_options,
         ranks_per_node=count,
     )

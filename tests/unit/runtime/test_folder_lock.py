@@ -34,9 +34,7 @@ def let_go_later(held: folder_lock.FolderLock) -> None:
     threading.Timer(0.5, held.close).start()
 
 
-def test_a_live_holder_is_named_within_seconds(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_holder_is_named_within_seconds(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     held, began = take_lock(lock, named=NAMED), time.monotonic()
     monkeypatch.setenv("SLURM_JOB_ID", "13")
