@@ -145,7 +145,7 @@ def _rollouts(
                 settings |= {**tokens.identity, **_settings(arguments, config)}
                 folder = held.enter_context(closing(RolloutFolder(arguments.output, settings)))
                 first = FirstRank(work, tokens, folder, positions=found.positions)
-        looked = measured_looks(lambda: termination.received)
+        look = measured_looks(lambda: termination.received)
         weights = found.digest()
         with together():
             if first is not None:
@@ -155,9 +155,9 @@ def _rollouts(
             build=found.build,
             log_probs=forward_log_probs,
             first=first,
-            stop_requested=looked,
+            stop_requested=look,
         )
-        looked()  # the log-probabilities are compared behind the last look
+        look()  # the log-probabilities are compared behind the last look
         return from_first_rank(lambda: _known(first).finish()) if is_whole else None
 
 

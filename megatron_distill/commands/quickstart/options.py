@@ -26,7 +26,7 @@ from megatron_distill.evaluation.child_runs import (
     processes_here,
     write_json,
 )
-from megatron_distill.runtime.torchrun import available_cores
+from megatron_distill.runtime.torchrun import available_cores, processor_name
 
 __all__ = [
     "STOPPED_STATUS",
@@ -215,7 +215,4 @@ def spread(values: Sequence[float]) -> Mapping[str, float]:
 def _hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    about = Path("/proc/cpuinfo")
-    names = about.read_text().splitlines() if about.exists() else []
-    model = next((line.split(":")[1] for line in names if line.startswith("model name")), "CPU")
-    return f"{model.strip()}, {available_cores()} cores"
+    return f"{processor_name()}, {available_cores()} cores"
