@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_distill.commands.command import PROGRAM, Command, keep_result, no_file
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.log import get_logger
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="with --run: the device of the run")
     parser.add_argument(
         "--document-length",
-        type=int,
+        type=whole_number("512"),
         metavar="TOKENS",
         help="with --run: as for `plan` (one document per sample)",
     )

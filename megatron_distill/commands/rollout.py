@@ -18,6 +18,7 @@ from megatron_distill.commands.generate import (
     writer_objection,
 )
 from megatron_distill.errors import counted
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.launching.records import other_content
 from megatron_distill.runtime.folder_lock import LOCK_FILE, refuse_holder
 from megatron_distill.runtime.termination import TerminationRequest
@@ -55,15 +56,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--system", metavar="TEXT", help="system message, where a conversation has none"
     )
     parser.add_argument(
-        "--samples", type=int, default=1, help="texts of each prompt (default: %(default)s)"
+        "--samples",
+        type=whole_number("4"),
+        default=1,
+        help="texts of each prompt (default: %(default)s)",
     )
-    parser.add_argument("--limit", type=int, metavar="ROWS", help="only the first rows")
     parser.add_argument(
-        "--part-rows", type=int, default=256, metavar="ROWS",
+        "--limit", type=whole_number("500"), metavar="ROWS", help="only the first rows"
+    )
+    parser.add_argument(
+        "--part-rows", type=whole_number("256"), default=256, metavar="ROWS",
         help="prompts of a part, which is saved whole (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--check-texts", type=int, default=8, metavar="TEXTS",
+        "--check-texts", type=whole_number("8"), default=8, metavar="TEXTS",
         help="compare log-probabilities of so many texts with the forward pass of training, at "
         "the end (default: %(default)s; 0: none)",
     )  # fmt: skip
