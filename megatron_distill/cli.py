@@ -13,6 +13,7 @@ from typing import Final
 
 from megatron_distill import __version__
 from megatron_distill.commands.command import PROGRAM, Command
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.launching.standard_output import status_with_output
 
 __all__ = ["main"]
@@ -149,10 +150,13 @@ def _without_processes(
 ) -> tuple[int | None, Sequence[str]]:
     """Return the number of ranks to start, and the words without it, wherever it stands."""
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="start N ranks on this machine; not in torchrun"
+        "--processes",
+        type=whole_number("2"),
+        metavar="N",
+        help="start N ranks on this machine; not in torchrun",
     )
     option = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
-    option.add_argument("--processes", type=int)
+    option.add_argument("--processes", type=whole_number("2"))
     found, others = option.parse_known_args(words)
     if found.processes is None:
         return None, words

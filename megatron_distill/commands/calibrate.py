@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_distill.commands.command import PROGRAM, Command, keep_result, no_file
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.log import get_logger
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="with --run: the device of the run")
     parser.add_argument(
         "--document-length",
-        type=int,
+        type=whole_number("512"),
         metavar="TOKENS",
         help="with --run: as for `plan` (one document per sample)",
     )
@@ -121,7 +123,8 @@ def _refined(folder: Path, name: str, document_length: int | None) -> DeviceProf
     lines = [f"{steps} of {measured.step:.3f} s on {devices}; factors:"]
     lines += [f"  {phase} {factor:.2f}" for phase, factor in found.runs[0].factors.items()]
     sys.stdout.write("\n".join(lines) + "\n")
-    _warn_of_far(found.runs[0].factors, folder, device)
+    _warn_of_models(measured, folder, device)
+    _warn_of_far(found.runs[0].factors, measured, folder, device)
     return found.model_copy(update={"name": f"{device.name}-refined"})
 
 
@@ -130,8 +133,13 @@ def _require_same_kind(
 ) -> None:
     """Raise ConfigError where the run's files say that it ran on another kind of device."""
     runtime = config.runtime
-    kind, reason = device.kind, ""
-    if runtime.device != "auto":
+    kind: str = device.kind
+    reason = ""
+    if measured.ran_on:
+        for own, model in measured.ran_on:
+            if own in _KINDS and own != device.kind:
+                kind, reason = own, f"{model}, as its log names it"
+    elif runtime.device != "auto":
         kind = "cpu" if runtime.device == "cpu" else "gpu"
         reason = f"runtime.device = {runtime.device!r}"
     elif runtime.backend == "nccl":
@@ -146,18 +154,44 @@ def _require_same_kind(
         )
 
 
-def _warn_of_far(factors: Mapping[Phase, float], folder: Path, device: DeviceProfile) -> None:
-    """Warn of factors that a device's own runs hardly have; the files do not name the device."""
+def _warn_of_models(measured: MeasuredSteps, folder: Path, device: DeviceProfile) -> None:
+    """Warn of a run on another model of GPU; the title of a CPU names none."""
+    for kind, model in measured.ran_on:
+        if kind == "gpu" and not _is_model(model, device.title):
+            _LOGGER.warning(
+                "--run %s ran on %s, and --device %s is %s: use the result for plans of the former "
+                "alone, or give the device of the run",
+                *(folder, model, device.name, device.title),
+            )
+
+
+def _is_model(name: str, title: str) -> bool:
+    """Return whether a GPU, as CUDA names it, is the one of a title such as NVIDIA L40S 48 GB."""
+    if name == title:
+        return True
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    model = re.search(r"\b[A-Z]+\d+[A-Z]*\b", title.upper())
+    sizes = [re.search(r"(\d+) ?GB", text) for text in (name, title)]
+    differ = all(sizes) and len({size[1] for size in sizes if size}) > 1
+    return model is not None and model[0] in words and not differ
+
+
+def _warn_of_far(
+    factors: Mapping[Phase, float], measured: MeasuredSteps, folder: Path, device: DeviceProfile
+) -> None:
+    """Warn of factors that a device's own runs hardly have."""
     far = [
         f"{phase} {factor:.2f}"
         for phase, factor in factors.items()
         if not 1 / _FAR <= factor <= _FAR
     ]
     if far:
+        models = " and ".join(model for _, model in measured.ran_on)
+        where = f"It ran on {models}" if models else "Its files do not say on which device it ran"
         _LOGGER.warning(
-            "--run %s: factors beyond %g or below 1/%g: %s. Its files do not say on which device "
-            "it ran: use the result only if that was %s (--device %s)",
-            folder, _FAR, _FAR, ", ".join(far), device.title, device.name,
+            "--run %s: factors beyond %g or below 1/%g: %s. %s: use the result only if that was %s "
+            "(--device %s)",
+            folder, _FAR, _FAR, ", ".join(far), where, device.title, device.name,
         )  # fmt: skip
 
 

@@ -27,7 +27,13 @@ def _capture(config: CaptureConfig, device: Device, termination: TerminationRequ
     return run_capture(config, device, termination)
 
 
-COMMAND = Job(load=_load, run=_capture).command(
+def _lock(config: CaptureConfig) -> tuple[Path, str]:
+    from megatron_distill.train.capture.order import lock_of_job
+
+    return lock_of_job(Path(config.store.path), config.store.job)
+
+
+COMMAND = Job(load=_load, run=_capture, lock=_lock).command(
     description="""Run a teacher once and store its top-k or sampled log-probabilities.
 
     megatron-distill capture cache.yaml store.k=128

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_distill.commands.command import Command, spelled, with_launch
 from megatron_distill.errors import CheckpointError
+from megatron_distill.launching.option_numbers import whole_number
 
 if TYPE_CHECKING:
     from megatron_distill.runtime.launch import Launch
@@ -44,8 +45,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     other = verify.add_mutually_exclusive_group(required=True)
     other.add_argument("--checkpoint", metavar="CKPT")
     other.add_argument("--against", type=Path, metavar="DIR", help="another Hugging Face folder")
-    verify.add_argument("--tokens", type=int, default=64, help="length of the compared sequences")
-    verify.add_argument("--sequences", type=int, default=4, help="number of sequences")
+    verify.add_argument(
+        "--tokens", type=whole_number("200"), default=64, help="length of the compared sequences"
+    )
+    verify.add_argument(
+        "--sequences", type=whole_number("4"), default=4, help="number of sequences"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from megatron_distill.commands.command import (
 )
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.evaluation.lm_eval_offline import forbid_downloads
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     STUDENT_ALONE,
@@ -56,7 +57,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_harness_arguments(parser)
     parser.add_argument(
         "--limit",
-        type=int,
+        type=whole_number("500"),
         metavar="ITEMS",
         help="items of each task: with --tasks at even distances, with --lm-eval the first ones",
     )
@@ -90,7 +91,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative",
         nargs="+",
-        type=int,
+        type=whole_number("4"),
         default=[],
         metavar="TOKENS",
         help="measure the tokens per verification of drafts of that many tokens, e.g. 2 4 8",
@@ -108,7 +109,7 @@ def _add_harness_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", metavar="DIR", help="with --lm-eval: folder of more tasks")
     parser.add_argument(
         "--num-fewshot",
-        type=int,
+        type=whole_number("5"),
         metavar="SHOTS",
         help="with --lm-eval: examples in front of each item, where a task does not forbid them",
     )

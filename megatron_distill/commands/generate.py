@@ -22,6 +22,7 @@ from megatron_distill.commands.command import (
     with_launch,
 )
 from megatron_distill.errors import FROM_THE_HUB, CheckpointError, ConfigError, counted
+from megatron_distill.launching.option_numbers import number, whole_number
 from megatron_distill.train.assemble.trained_config import (
     NO_RUN,
     STUDENT_ALONE,
@@ -62,20 +63,31 @@ def add_writer_arguments(
         "--tokenizer", type=Path, metavar="DIR", help="of --checkpoint; left out: its own copy"
     )
     parser.add_argument(
-        "--tokens", type=int, default=tokens, help="most tokens to write (default: %(default)s)"
+        "--tokens",
+        type=whole_number("200"),
+        default=tokens,
+        help="most tokens to write (default: %(default)s)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=temperature, help="0: greedy (default: %(default)s)"
+        "--temperature",
+        type=number("0.7"),
+        default=temperature,
+        help="0: greedy (default: %(default)s)",
     )
-    parser.add_argument("--top-k", type=int, help="draw from that many likeliest tokens")
     parser.add_argument(
-        "--top-p", type=float, default=top_p,
+        "--top-k", type=whole_number("50"), help="draw from that many likeliest tokens"
+    )
+    parser.add_argument(
+        "--top-p", type=number("0.95"), default=top_p,
         help="draw from the likeliest tokens of this probability (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="draw from tokens with this share of the largest"
+        "--min-p",
+        type=number("0.05"),
+        default=0.0,
+        help="draw from tokens with this share of the largest",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole_number("1"), default=0)
     parser.add_argument(
         "--stop",
         action="append",

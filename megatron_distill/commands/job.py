@@ -21,6 +21,7 @@ from megatron_distill.commands.command import Command, with_launch
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.node_view import sources_digest
 from megatron_distill.log import get_logger
+from megatron_distill.runtime.folder_lock import refuse_holder
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
@@ -53,13 +54,15 @@ class Job(Generic[J]):
 
     `layout` describes its ranks, from their number and those of teachers alone; None: there is no
     `--print-layout`. `plan` describes the layouts that fit a number of devices of a name; None:
-    there is no `--plan`.
+    there is no `--plan`. `lock` names the file that a start of the job locks, and its folder for
+    messages.
     """
 
     load: Callable[[Path, Sequence[str]], J]
     run: Callable[[J, Device, TerminationRequest], bool]
     layout: Callable[[J, int, TeacherRanks], str] | None = None
     plan: Callable[[J, int, str], str] | None = None
+    lock: Callable[[J], tuple[Path, str]] | None = None
 
     def command(self, *, description: str, example: str) -> Command:
         """Return the job as a command; `example` shows changes to its configuration."""
@@ -134,6 +137,9 @@ class Job(Generic[J]):
             teachers = teacher_ranks(config, ranks_per_node=local_ranks)
             check_layout(config, launch.size, teachers=teachers)
             if launch.rank == 0:
+                if self.lock is not None:
+                    lock, named = self.lock(config)
+                    refuse_holder(lock, named=named)
                 for warning in load_warnings(path, overrides, type(config)):
                     _LOGGER.warning("%s", warning)
         parallel = config.parallel

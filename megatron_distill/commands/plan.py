@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.job import config_file
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.log import get_logger
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the YAML file of a run, here or shipped")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the run")
     parser.add_argument(
-        "--devices", type=_whole("64"), required=True, metavar="N", help="number of devices"
+        "--devices", type=whole_number("64"), required=True, metavar="N", help="number of devices"
     )
     parser.add_argument(
         "--device", required=True, metavar="NAME", help="a shipped device, or a YAML file"
@@ -44,35 +45,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--row",
-        type=_whole("2"),
+        type=whole_number("2"),
         metavar="N",
         help="with --simulate: row of the table, 0: as configured (1)",
     )
     parser.add_argument(
         "--document-length",
-        type=_whole("512"),
+        type=whole_number("512"),
         metavar="TOKENS",
         help="of the documents in a sample, sum of squares over sum (one document per sample)",
     )
     parser.add_argument(
         "--shown",
-        type=_whole("20"),
+        type=whole_number("20"),
         default=_SHOWN,
         metavar="N",
         help=f"layouts to show ({_SHOWN})",
     )
-
-
-def _whole(example: str) -> Callable[[str], int]:
-    """Return a reader of a whole number, whose error shows an example of one."""
-
-    def read(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text}: give a whole number, as {example}") from None
-
-    return read
 
 
 def _check(given: argparse.Namespace) -> str | None:

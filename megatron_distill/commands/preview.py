@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.job import config_file
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.option_numbers import whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,10 +27,16 @@ _AROUND_ROWS: Final = 4  # lines of a terminal for the title and the head of a t
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the YAML file of a run, here or shipped")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the run")
-    parser.add_argument("--samples", type=int, default=4, help="samples to print (4)")
-    parser.add_argument("--counted", type=int, default=256, help="samples to count over (256)")
-    parser.add_argument("--chunks", type=int, default=None, help="rows per sample (the terminal's)")
-    parser.add_argument("--width", type=int, default=None, help="columns (the terminal's)")
+    parser.add_argument("--samples", type=whole_number("4"), default=4, help="samples to print (4)")
+    parser.add_argument(
+        "--counted", type=whole_number("256"), default=256, help="samples to count over (256)"
+    )
+    parser.add_argument(
+        "--chunks", type=whole_number("2"), default=None, help="rows per sample (the terminal's)"
+    )
+    parser.add_argument(
+        "--width", type=whole_number("100"), default=None, help="columns (the terminal's)"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

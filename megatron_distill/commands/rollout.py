@@ -18,7 +18,9 @@ from megatron_distill.commands.generate import (
     writer_objection,
 )
 from megatron_distill.errors import counted
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.launching.records import other_content
+from megatron_distill.runtime.folder_lock import LOCK_FILE, refuse_holder
 from megatron_distill.runtime.termination import TerminationRequest
 
 if TYPE_CHECKING:
@@ -54,15 +56,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--system", metavar="TEXT", help="system message, where a conversation has none"
     )
     parser.add_argument(
-        "--samples", type=int, default=1, help="texts of each prompt (default: %(default)s)"
+        "--samples",
+        type=whole_number("4"),
+        default=1,
+        help="texts of each prompt (default: %(default)s)",
     )
-    parser.add_argument("--limit", type=int, metavar="ROWS", help="only the first rows")
     parser.add_argument(
-        "--part-rows", type=int, default=256, metavar="ROWS",
+        "--limit", type=whole_number("500"), metavar="ROWS", help="only the first rows"
+    )
+    parser.add_argument(
+        "--part-rows", type=whole_number("256"), default=256, metavar="ROWS",
         help="prompts of a part, which is saved whole (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--check-texts", type=int, default=8, metavar="TEXTS",
+        "--check-texts", type=whole_number("8"), default=8, metavar="TEXTS",
         help="compare log-probabilities of so many texts with the forward pass of training, at "
         "the end (default: %(default)s; 0: none)",
     )  # fmt: skip
@@ -96,7 +103,12 @@ def _write(arguments: argparse.Namespace, launch: Launch, termination: Terminati
     from megatron_distill.runtime.lone_failure import tell_unfinished
 
     warn_of_draws(arguments, launch)
-    read = partial(configuration, arguments, launch.size)
+
+    def read() -> RunConfig:
+        if launch.rank == 0:
+            refuse_holder(arguments.output / LOCK_FILE, named=f"--output {arguments.output}")
+        return configuration(arguments, launch.size)
+
     with model_world(launch, read) as (config, device):
         found = _rollouts(arguments, config, device, termination)
     if found is None:
@@ -118,6 +130,7 @@ def _rollouts(
     """
     import torch.distributed as dist
 
+    from megatron_distill.launching.grace import measured_looks
     from megatron_distill.rollouts.folder import RolloutFolder
     from megatron_distill.rollouts.write import FirstRank, write_parts
     from megatron_distill.runtime.collectives import from_first_rank, on_first_rank, together
@@ -138,6 +151,7 @@ def _rollouts(
                 settings |= {**tokens.identity, **_settings(arguments, config)}
                 folder = held.enter_context(closing(RolloutFolder(arguments.output, settings)))
                 first = FirstRank(work, tokens, folder, positions=found.positions)
+        look = measured_looks(lambda: termination.received)
         weights = found.digest()
         with together():
             if first is not None:
@@ -147,8 +161,9 @@ def _rollouts(
             build=found.build,
             log_probs=forward_log_probs,
             first=first,
-            stop_requested=lambda: termination.received,
+            stop_requested=look,
         )
+        look()  # the log-probabilities are compared behind the last look
         return from_first_rank(lambda: _known(first).finish()) if is_whole else None
 
 

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from megatron_distill.commands.command import Command, spelled
 from megatron_distill.errors import counted
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.runtime.progress import ProgressReporter
 from megatron_distill.store import (
     UNKNOWN,
@@ -49,12 +50,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--from", dest="source", choices=("maxtext",), required=True)
     convert.add_argument("files", nargs="+", type=Path, metavar="FILE", help="in this order")
     convert.add_argument("--to", dest="store", type=Path, required=True, metavar="DIR")
-    convert.add_argument("--vocab-size", type=int, required=True, help="real ids of the teacher")
+    convert.add_argument(
+        "--vocab-size", type=whole_number("32000"), required=True, help="real ids of the teacher"
+    )
     convert.add_argument("--teacher", default=UNKNOWN, help="digest of the teacher's weights")
     convert.add_argument("--tokenizer", default=UNKNOWN, help="digest of the tokenizer")
     convert.add_argument("--dataset", default=UNKNOWN, help="digest of the data")
     convert.add_argument("--codec", choices=("f32", "f16", "u8"), default="u8")
-    convert.add_argument("--samples-per-shard", type=int, default=1024)
+    convert.add_argument("--samples-per-shard", type=whole_number("1024"), default=1024)
     convert.set_defaults(action=_convert)
 
 

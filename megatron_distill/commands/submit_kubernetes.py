@@ -22,6 +22,7 @@ from megatron_distill.commands.submitted_layout import (
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.kubernetes import PodDemand, job_set
+from megatron_distill.launching.option_numbers import number, whole_number
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import Launches
 
@@ -43,8 +44,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name", default="megatron-distill", help="name of the JobSet (default: %(default)s)"
     )
     parser.add_argument("--namespace", metavar="NAME")
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of pods")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N")
+    parser.add_argument(
+        "--nodes", type=whole_number("4"), required=True, metavar="N", help="number of pods"
+    )
+    parser.add_argument("--gpus-per-node", type=whole_number("8"), metavar="N")
     parser.add_argument("--cpus-per-node", metavar="QUANTITY", help="e.g. 64")
     parser.add_argument("--memory-per-node", metavar="QUANTITY", help="e.g. 512Gi")
     parser.add_argument("--image", required=True)
@@ -62,10 +65,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the program in the pods (default: this one)",
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="default: --gpus-per-node, else 1"
+        "--ranks-per-node",
+        type=whole_number("8"),
+        metavar="N",
+        help="default: --gpus-per-node, else 1",
     )
-    parser.add_argument("--max-starts", type=int, default=3, metavar="N")
-    parser.add_argument("--grace-seconds", type=float, metavar="S")
+    parser.add_argument("--max-starts", type=whole_number("3"), default=3, metavar="N")
+    parser.add_argument("--grace-seconds", type=number("600"), metavar="S")
     add_command(parser)
 
 
@@ -116,7 +122,7 @@ def _run(given: argparse.Namespace) -> int:
         cpus_per_node=given.cpus_per_node,
         memory_per_node=given.memory_per_node,
         python=given.image_python,
-        stop_seconds=given.grace_seconds or grace_seconds(launches.results) or USUAL_SECONDS,
+        stop_seconds=given.grace_seconds or grace_seconds(launches.measured) or USUAL_SECONDS,
         rules=rules,
     )
     sys.stdout.write(yaml.safe_dump(job_set(demand, program), sort_keys=False, width=1000))

@@ -27,6 +27,7 @@ from megatron_distill.launching.batch_script import (
     batch_script,
     option_objection,
 )
+from megatron_distill.launching.option_numbers import whole_number
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import (
     Launches,
@@ -57,13 +58,16 @@ the command itself follow `--`."""
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     demand = parser.add_argument_group("demands, as sbatch takes them")
-    demand.add_argument("--nodes", type=int, required=True, metavar="N")
+    demand.add_argument("--nodes", type=whole_number("4"), required=True, metavar="N")
     demand.add_argument("--time", metavar="LIMIT", help="e.g. 24:00:00; 24:00 is 24 minutes")
     for name in ("partition", "account", "qos"):
         demand.add_argument(f"--{name}", metavar=name.upper())
     demand.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="e.g. 8 or a100:8")
     demand.add_argument(
-        "--cpus-per-task", type=int, metavar="N", help="CPU cores of all ranks of a node"
+        "--cpus-per-task",
+        type=whole_number("8"),
+        metavar="N",
+        help="CPU cores of all ranks of a node",
     )
     demand.add_argument(
         "--job-name", metavar="NAME",
@@ -75,14 +79,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     rules = parser.add_argument_group("rules of the job")
     rules.add_argument(
-        "--spare-nodes", type=int, default=0, metavar="N", help="nodes to replace bad ones"
+        "--spare-nodes",
+        type=whole_number("1"),
+        default=0,
+        metavar="N",
+        help="nodes to replace bad ones",
     )
     rules.add_argument(
-        "--chain", type=int, default=1, metavar="N",
+        "--chain", type=whole_number("5"), default=1, metavar="N",
         help="jobs one after the other (singleton), where requeues are not allowed",
     )  # fmt: skip
     rules.add_argument(
-        "--array", type=int, default=1, metavar="N", help="like --chain, as tasks of one array"
+        "--array",
+        type=whole_number("5"),
+        default=1,
+        metavar="N",
+        help="like --chain, as tasks of one array",
     )
     add_rules(parser)
     add_command(parser)

@@ -19,6 +19,7 @@ from megatron_distill.commands.submitted_layout import (
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
+from megatron_distill.launching.option_numbers import number, whole_number
 from megatron_distill.launching.program import NoAnswerError, Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.ssh import FIRST_PAUSE, PORTS, SSH, Hosts, command_on, ranks_on
@@ -44,20 +45,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="[USER@]NAME or [USER@]NAME=ADDRESS of each machine",
     )
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: one per GPU")
     parser.add_argument(
-        "--max-starts", type=int, default=3, metavar="N",
+        "--ranks-per-node", type=whole_number("8"), metavar="N", help="default: one per GPU"
+    )
+    parser.add_argument(
+        "--max-starts", type=whole_number("3"), default=3, metavar="N",
         help="launches without a new checkpoint before the end (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--pause", type=float, default=FIRST_PAUSE, metavar="SECONDS",
+        "--pause", type=number("15"), default=FIRST_PAUSE, metavar="SECONDS",
         help="wait before the next launch; four times as long after each without a new checkpoint, "
         "at most 15 minutes (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--no-requeue", action="store_true", help="launch once")
     parser.add_argument(
         "--spare-hosts",
-        type=int,
+        type=whole_number("1"),
         default=0,
         metavar="N",
         help="hosts kept to replace bad ones: the last of --hosts",
@@ -66,7 +69,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-command", metavar="COMMAND", help="shell command; a host is bad if it fails"
     )
     parser.add_argument(
-        "--health-seconds", type=float, default=HEALTH_SECONDS, metavar="S",
+        "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
         help="time limit of the host checks (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
@@ -178,7 +181,7 @@ def _shown(hosts: Hosts, program: Program, policy: Policy) -> str:
     words = program.on_node(
         launches.folder.resolve() / "LAUNCH",
         endpoint=f"{address}:PORT",
-        stop_seconds=max(USUAL_SECONDS, grace_seconds(launches.results) or 0.0),
+        stop_seconds=max(USUAL_SECONDS, grace_seconds(launches.measured) or 0.0),
         options=hosts.node_options,
         ranks_per_node=count,
     )

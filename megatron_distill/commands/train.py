@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_distill.commands.job import Job
+from megatron_distill.runtime.folder_lock import LOCK_FILE
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig, TeacherRanks
@@ -39,7 +40,11 @@ def _plan(config: RunConfig, devices: int, device: str) -> str:
     return plan_of(config, devices, device)
 
 
-COMMAND = Job(load=_load, run=_train, layout=_layout, plan=_plan).command(
+def _lock(config: RunConfig) -> tuple[Path, str]:
+    return Path(config.output) / LOCK_FILE, f"output={config.output}"
+
+
+COMMAND = Job(load=_load, run=_train, layout=_layout, plan=_plan, lock=_lock).command(
     description="""Train a student, with a teacher or without.
 
     megatron-distill train tiny.yaml train.steps=10

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from megatron_distill.commands.command import Command
 from megatron_distill.errors import DataError, counted
+from megatron_distill.launching.option_numbers import whole_number
 
 if TYPE_CHECKING:
     from megatron_distill.align.vocabulary_map import VocabularyMap
@@ -43,7 +44,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect = actions.add_parser("inspect", help="print coverage, and rows of given tokens")
     inspect.add_argument("map", type=Path, metavar="FILE")
     inspect.add_argument("tokens", nargs="*", metavar="TOKEN", help="text of a student token")
-    inspect.add_argument("--ids", nargs="+", type=int, default=[], metavar="ID")
+    inspect.add_argument("--ids", nargs="+", type=whole_number("17"), default=[], metavar="ID")
     _add_tokenizers(inspect, required=False)
     _add_texts(inspect)
     inspect.set_defaults(action=_inspect)

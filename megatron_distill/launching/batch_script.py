@@ -110,7 +110,7 @@ def batch_script(
     comment = " ".join(shlex.join(program.spelled).split())
     excluded = [one.node for one in bad_nodes(launches.folder)]
     lines = ["#!/usr/bin/env bash", f"# {comment}", *_demands(demand, excluded)]
-    warned = grace or grace_seconds(launches.results) or USUAL_SECONDS
+    warned = grace or grace_seconds(launches.measured) or USUAL_SECONDS
     limit = None if demand.time is None else limit_seconds(demand.time)
     if limit is not None and limit <= warned:
         raise ConfigError(

@@ -1,17 +1,20 @@
-"""The time that a stop needs: step, validation and save, as a run or a capture measured them."""
+"""The time that a stop needs, from what earlier jobs measured: steps, validations and saves."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from megatron_distill.runtime.atomic_files import replace_file
+from megatron_distill.runtime.folder_lock import LAUNCH_VARIABLE
 
 __all__ = [
     "USUAL_SECONDS",
@@ -19,6 +22,7 @@ __all__ = [
     "grace_seconds",
     "is_number",
     "is_step",
+    "measured_looks",
     "newest_records",
     "save_seconds",
 ]
@@ -31,26 +35,27 @@ _STEPS: Final = 100
 _TAIL_BYTES: Final = 1_000_000
 
 
-def grace_seconds(results: Path) -> float | None:
+def grace_seconds(measured: Path) -> float | None:
     """Return twice the longest recent step and save and the last validation, and a minute.
 
+    measured: the folder of a run, of a store, or of a command's records, see `Launches.measured`.
     None: nothing is measured.
     """
-    steps = [float(one["step_seconds"]) for one in newest_records(results) if is_step(one)]
-    steps = steps or _longest_of_capture(results)
+    steps = [float(one["step_seconds"]) for one in newest_records(measured) if is_step(one)]
+    steps = steps or _longest_in(measured)
     if not steps:
         return None
-    folders = (results / "checkpoints").glob("step_*")
+    folders = (measured / "checkpoints").glob("step_*")
     saves = max((save_seconds(folder) or 0.0 for folder in folders), default=0.0)
-    needed = max(steps[-_STEPS:]) + _validation_seconds(results) + saves
+    needed = max(steps[-_STEPS:]) + _validation_seconds(measured) + saves
     return 2.0 * needed + _MARGIN_SECONDS
 
 
 class LongestStep:
-    """Writes the longest step of a capture into its working folder, for later launches."""
+    """Writes the longest step of a capture or an evaluation into a folder, for later launches."""
 
-    def __init__(self, working: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = working / _LONGEST_STEP
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = folder / _LONGEST_STEP
         self._clock = clock
         self._ended: float | None = None
         self._longest = max(_steps_in(self._file), default=0.0)
@@ -70,8 +75,32 @@ class LongestStep:
                 replace_file(self._file, json.dumps({"step_seconds": seconds}).encode())
 
 
-def _longest_of_capture(store: Path) -> list[float]:
-    return [one for file in store.glob(f"*/{_LONGEST_STEP}") for one in _steps_in(file)]
+def measured_looks(requested: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a look at a request to stop that writes the longest time between two looks.
+
+    For later launches of a command that reads a model, into the folder of its records, on the first
+    rank of a launch. Elsewhere it is the look alone.
+    """
+    launch = os.environ.get(LAUNCH_VARIABLE)
+    if launch is None or os.environ.get("RANK", "0") != "0":
+        return requested
+    steps = _longest_step(Path(launch).parent)
+
+    def look() -> bool:
+        steps.end_step()
+        return requested()
+
+    return look
+
+
+@cache  # one for all models of a command: it also builds the next one between two looks
+def _longest_step(folder: Path) -> LongestStep:
+    return LongestStep(folder)
+
+
+def _longest_in(folder: Path) -> list[float]:
+    files = [*folder.glob(_LONGEST_STEP), *folder.glob(f"*/{_LONGEST_STEP}")]
+    return [one for file in files for one in _steps_in(file)]
 
 
 def _steps_in(file: Path) -> list[float]:

@@ -34,6 +34,7 @@ from megatron_distill.launching.records import (
     Status,
     write_record,
 )
+from megatron_distill.runtime.folder_lock import LAUNCH_VARIABLE
 from megatron_distill.runtime.local_ranks import FirstFailure, first_failure
 from megatron_distill.runtime.lone_failure import LOST_PEER_STATUS, unfinished_file
 
@@ -76,6 +77,7 @@ class RankLogs(LogsSpecs):
                 logs.tee_stdouts[local_rank] = logs.stdouts[local_rank]
                 logs.tee_stderrs[local_rank] = logs.stderrs[local_rank]
             logs.error_files[local_rank] = str(base.with_suffix(".json"))
+            environment[LAUNCH_VARIABLE] = str(self._folder)
             environment["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
         # A JobSet that is applied again has the launches' names of the one before.
         for file in logs.error_files.values():

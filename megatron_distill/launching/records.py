@@ -218,6 +218,12 @@ class Launches:
         units = {"store.path": "shard", "--output": "part"}
         return next((unit for start, unit in units.items() if self.named.startswith(start)), "step")
 
+    @property
+    def measured(self) -> Path:
+        """The folder with the times of its steps: its records where it reads a model."""
+        is_reader = self.folder.name.startswith(f"{LAUNCHES}_")
+        return self.folder if is_reader or self.unit == "part" else self.results
+
     def of(self, launch: LaunchRecord) -> Path:
         """Return the folder of one launch."""
         return self.folder / launch.name

@@ -13,6 +13,7 @@ from typing import Final
 
 from megatron_distill import log
 from megatron_distill.errors import ConfigError
+from megatron_distill.launching.option_numbers import number, whole_number
 from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.slurm import Container, SlurmJob
@@ -26,10 +27,10 @@ _IMPORT_SECONDS: Final = 300.0  # of the checks, in which pyxis imports the imag
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the rules of a job, which `megatron-distill submit slurm` has as well."""
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="default: one per GPU, else 1"
+        "--ranks-per-node", type=whole_number("8"), metavar="N", help="default: one per GPU, else 1"
     )
     parser.add_argument(
-        "--max-starts", type=int, default=3, metavar="N",
+        "--max-starts", type=whole_number("3"), default=3, metavar="N",
         help="launches without a new checkpoint before the job gives up (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -41,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shell command; a node on which it fails is excluded",
     )
     parser.add_argument(
-        "--health-seconds", type=float, metavar="S",
+        "--health-seconds", type=number("120"), metavar="S",
         help=f"time limit of the node checks (default: {HEALTH_SECONDS:g}, with --container "
         f"{_IMPORT_SECONDS:g}, which includes importing the image)",
     )  # fmt: skip
     parser.add_argument(
-        "--grace-seconds", type=float, metavar="S",
+        "--grace-seconds", type=number("600"), metavar="S",
         help="time kept for a save before the time limit (default: from measured steps and saves)",
     )  # fmt: skip
     parser.add_argument("--container", metavar="IMAGE", help="image that pyxis starts on each node")
@@ -65,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     add_folder(parser)
     parser.add_argument(
-        "--wanted-nodes", type=int, metavar="N", help="nodes that run ranks; the others are spare"
+        "--wanted-nodes",
+        type=whole_number("4"),
+        metavar="N",
+        help="nodes that run ranks; the others are spare",
     )
     parser.add_argument(
         "--submission", help="id of the submission; its launches are counted together"

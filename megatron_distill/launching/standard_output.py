@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: a full disk, or a reader that left early.
+"""Standard output, and error, that cannot be written: a full disk, or a reader that left early.
 
 A failed write raises nothing: ranks would have to learn of it, in the middle of a collective. The
 work goes on, and the command's end tells of it.
@@ -10,7 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, Final, TextIO, cast
 
 from megatron_distill.runtime.termination import BROKEN_PIPE_STATUS
@@ -70,20 +70,41 @@ class _Output:
         return getattr(self._stream, name)
 
 
+class _Messages(_Output):
+    """Standard error, which goes on after a full disk: a later line may have space again."""
+
+    def write(self, text: str) -> int:
+        """Write, unless the reader has left."""
+        self._try_again()
+        return super().write(text)
+
+    def flush(self) -> None:
+        """Flush, unless the reader has left."""
+        self._try_again()
+        super().flush()
+
+    def _try_again(self) -> None:
+        if not isinstance(self.failure, BrokenPipeError):
+            self.failure = None
+
+
 def status_with_output(work: Callable[[], int]) -> int:
     """Do a program's work and return its exit status, also where standard output failed.
 
     A full disk is one line on standard error. A pipe without a reader is silent, as in other
-    programs: the status tells of it.
+    programs: the status tells of it. Standard error that cannot be written is no failure.
     """
-    output = _Output(sys.stdout)
+    output, messages = _Output(sys.stdout), _Messages(sys.stderr)
     ended: SystemExit | None = None
-    with redirect_stdout(cast("TextIO", output)):
+    with redirect_stdout(cast("TextIO", output)), redirect_stderr(cast("TextIO", messages)):
         try:
             status = work()
         except SystemExit as end:  # argparse, after its help or wrong arguments
             ended, status = end, end.code if isinstance(end.code, int) else 0
     output.flush()
+    messages.flush()
+    if messages.failure is not None:
+        messages.give_up()
     if output.failure is None:
         if ended is not None:
             raise ended
@@ -105,4 +126,5 @@ def _tell(text: str) -> None:
 
         if tell_torchrun(text):
             return
-    sys.stderr.write(f"{text}\n")
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")

@@ -6,7 +6,6 @@ A failure is followed by another launch as long as launches bring new checkpoint
 from __future__ import annotations
 
 import math
-import os
 import re
 import signal
 import subprocess
@@ -268,7 +267,7 @@ def _held(launches: Launches, job: Scheduler) -> Iterator[None]:
             )
         yield
     finally:
-        os.close(lock)
+        lock.close()
 
 
 def _launch(
@@ -379,7 +378,7 @@ def _run_ranks(
     words = program.on_node(
         folder.resolve(),
         endpoint=job.endpoint(launch.addresses[0]),
-        stop_seconds=_stop_seconds(job, policy, launches.results),
+        stop_seconds=_stop_seconds(job, policy, launches.measured),
         options=job.node_options,
         ranks_per_node=policy.ranks_per_node,
     )
@@ -392,7 +391,7 @@ def _run_ranks(
         launch.progress,
         folder,
     )
-    status, was_told = _wait(job, command, policy, launches.results, stop)
+    status, was_told = _wait(job, command, policy, launches.measured, stop)
     found = [
         read_record(folder / "nodes" / f"{index}.json", NodeOutcome)
         for index in range(len(launch.nodes))
@@ -408,19 +407,19 @@ def _run_ranks(
     return Outcome(result, reason, progress, now)
 
 
-def _stop_seconds(job: Scheduler, policy: Policy, results: Path) -> float:
+def _stop_seconds(job: Scheduler, policy: Policy, measured: Path) -> float:
     """Return the seconds after which a node kills ranks that were told to save.
 
     Never less than the time that `_wait` leaves them before the end of the job: measured steps and
     saves may become longer within a launch.
     """
-    known = policy.grace_seconds or grace_seconds(results) or 0.0
+    known = policy.grace_seconds or grace_seconds(measured) or 0.0
     half = 0.0 if job.end is None else (job.end - time.time()) / 2
     return max(USUAL_SECONDS, known, half)
 
 
 def _wait(
-    job: Scheduler, command: Sequence[str], policy: Policy, results: Path, stop: _Stop
+    job: Scheduler, command: Sequence[str], policy: Policy, measured: Path, stop: _Stop
 ) -> tuple[int, bool]:
     """Wait for the ranks; return the step's status, and whether they were told to stop."""
     step = subprocess.Popen(command, start_new_session=True)
@@ -435,7 +434,7 @@ def _wait(
             continue
         if job.end is not None and time.monotonic() - looked > _MEASURE_SECONDS:
             looked = time.monotonic()
-            grace = policy.grace_seconds or grace_seconds(results) or USUAL_SECONDS
+            grace = policy.grace_seconds or grace_seconds(measured) or USUAL_SECONDS
             deadline = job.end - min(grace, (job.end - begun) / 2)
         if stop.received or time.time() >= deadline:
             source = "signal" if stop.is_near_end else "clock"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from megatron_distill.errors import DataError
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
@@ -45,7 +45,8 @@ _LEAST: Final = 0.005
 class MeasuredSteps:
     """Of a run's steps: seconds of each phase on the first rank, and of the step.
 
-    has_mfu: they have the share of the peak of a GPU that the run knew by its name.
+    has_mfu: they have the share of the peak of a GPU that the run knew by its name. ran_on: kind
+    and model of the first rank's device, `cpu` or `gpu`, of each start; logs from before have none.
     """
 
     phases: Mapping[Phase, float]
@@ -54,6 +55,7 @@ class MeasuredSteps:
     tokens_per_second: float
     tflops_per_device: float
     has_mfu: bool = False
+    ran_on: tuple[tuple[str, str], ...] = ()
 
     def devices(self, flops_per_token: float) -> int:
         """Return the number of devices of the run, which its log has by its FLOPs alone."""
@@ -85,6 +87,7 @@ def read_steps(
             continue  # the last line of a run that is being written
         if isinstance(record, dict) and "timers" in record and "step_seconds" in record:
             records.append(record)
+    ran_on = tuple(dict.fromkeys(filter(None, map(_device_of, records))))
     records = records[warm:]
     if not records:
         raise DataError(
@@ -101,7 +104,16 @@ def read_steps(
         middle([record["tokens_per_second"] for record in records]),
         middle([record["tflops_per_device"] for record in records]),
         any("mfu" in record for record in records),
+        ran_on,
     )
+
+
+def _device_of(record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return kind and model of the device in a step's record; None: it is not a start's first."""
+    found = record.get("device")
+    if not isinstance(found, Mapping):
+        return None
+    return str(found.get("kind")), str(found.get("name"))
 
 
 def refined(

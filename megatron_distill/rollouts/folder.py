@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -13,11 +12,10 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.records import ROLLOUTS, complete_parts
 from megatron_distill.rollouts.check import LogProbCheck
 from megatron_distill.runtime.atomic_files import replace_file, write_errors
-from megatron_distill.runtime.folder_lock import take_lock
+from megatron_distill.runtime.folder_lock import LOCK_FILE, FolderLock, take_lock
 
 __all__ = ["RolloutFolder", "Totals"]
 
-_LOCK: Final = ".lock"
 _SUMS: Final = "sums"
 _CHECK: Final = "log_prob_check"
 _VERSION: Final = 1
@@ -56,7 +54,8 @@ class RolloutFolder:
         self._settings: dict[str, Any] = {}
         with write_errors(path, ConfigError):
             (path / _SUMS).mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = take_lock(path / _LOCK, named=f"--output {path}")
+            lock = take_lock(path / LOCK_FILE, named=f"--output {path}")
+        self._lock: FolderLock | None = lock
         try:
             self.require(version=_VERSION, **settings)
         except ConfigError:
@@ -66,7 +65,7 @@ class RolloutFolder:
     def close(self) -> None:
         """Let another process have the folder."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
     def require(self, **settings: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Final
@@ -39,6 +40,7 @@ class TerminationRequest:
         self._ends_the_process = False
         self._note = note if os.environ.get("RANK", "0") == "0" else ""
         self._previous: dict[int, object] = {}
+        self.actions: list[Callable[[], None]] = []  # once, at the first signal
 
     def __enter__(self) -> TerminationRequest:
         for number in stop_signals():
@@ -67,7 +69,14 @@ class TerminationRequest:
             # Not through a stream, which the signal may have found in the middle of a write.
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, f"\n{self._note}{again}\n".encode())
+        self.record(number)
+
+    def record(self, number: int) -> None:
+        """Record a signal, and take the actions that wait for the first one."""
         self.signal_number = number
+        actions, self.actions = self.actions, []
+        for action in actions:
+            action()
 
     def expect_from_torchrun(self) -> None:
         """Deliver SIGTERM to this process when its parent torchrun ends.
@@ -137,7 +146,27 @@ def request_termination() -> None:
     """Record a signal that another process of the launch had, as if it were this one's."""
     request = _request()
     if request is not None and not request.received:
-        request.signal_number = signal.SIGTERM
+        request.record(signal.SIGTERM)
+
+
+def when_requested(action: Callable[[], None]) -> Callable[[], None]:
+    """Take an action at the first signal of the request in force here; return what forgets it.
+
+    The action runs in the signal's handler. Without a request in force there is none.
+    """
+    request = _request()
+    if request is None:
+        return lambda: None
+    if request.received:
+        action()
+    else:
+        request.actions.append(action)
+
+    def forget() -> None:
+        with suppress(ValueError):
+            request.actions.remove(action)
+
+    return forget
 
 
 def _request() -> TerminationRequest | None:

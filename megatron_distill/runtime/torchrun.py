@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -18,6 +20,7 @@ from megatron_distill.runtime.termination import stop_signals
 __all__ = [
     "ChildOutcome",
     "available_cores",
+    "processor_name",
     "protect_script_options",
     "run_child",
     "run_ranks",
@@ -96,6 +99,14 @@ def available_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return the model of the CPU as Linux names it, elsewhere its architecture."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text(errors="replace").splitlines() if about.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or f"{platform.machine()} CPU"
 
 
 def run_child(

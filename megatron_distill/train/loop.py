@@ -174,12 +174,13 @@ def _train(
             stopping, peak_bytes, answers = _vote(termination, log, parts)
         phases = timers.end_step()
         seconds = time.perf_counter() - started
-        if step == first:
-            _tell_start(clock, state, seconds)
         last = step == plan.steps
         parts.profiler.after_step(step)
         record = _record(parts, report, batches, seconds, phases, peak_bytes)
         record |= {"answer_bytes": answers} if answers else {}
+        if step == first:
+            _tell_start(clock, state, seconds)
+            record["device"] = parts.throughput.device
         log.write({**record, "balance": dict(balance)} if balance else record)
         # A validation may take longer than the time that the signal leaves. The last one is not
         # made up by a later start, and comes first.

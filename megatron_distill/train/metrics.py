@@ -160,10 +160,19 @@ class JsonLinesSink:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def close(self, **_: object) -> None:
-        """Close the file; bytes that a full disk refused are lost, and raised an error before."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close the file; bytes that a full disk refused are lost, and raised an error before.
+
+        Without saves, nothing else finds that the folder was removed.
+        """
         with suppress(OSError):
             self._file.close()
+        if not failed and not self._path.exists():
+            logger.warning(
+                "%s is gone, removed or renamed since the start of this run, and its figures with "
+                "it; start it again, and leave the folder in place",
+                self._path,
+            )
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,13 +41,12 @@ from megatron_distill.models.hugging_face.assets import (
 )
 from megatron_distill.runtime.atomic_files import replace_file, whole_folder
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.folder_lock import take_lock
+from megatron_distill.runtime.folder_lock import LOCK_FILE, FolderLock, take_lock
 from megatron_distill.train.checkpoint.description import assets_of, resolve_checkpoint
 from megatron_distill.train.reports.log_file import name_of_earlier
 
 _LOGGER = get_logger(__name__)
 SETTINGS_FILE: Final = "config.yaml"  # of the newest start of a run
-_LOCK_FILE: Final = ".lock"
 
 
 @contextmanager
@@ -61,13 +59,13 @@ def run_folder(output: str) -> Iterator[Path]:
     Collective: world, one all-gather of a short object per rank.
     """
     folder = Path(output)
-    lock: int | None = None
+    lock: FolderLock | None = None
     try:
         with together():
             if dist.get_rank() == 0:
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    lock = take_lock(folder / _LOCK_FILE, named=f"output={output}")
+                    lock = take_lock(folder / LOCK_FILE, named=f"output={output}")
                 except OSError as error:
                     raise ConfigError(
                         f"output={output}: cannot write there ({error.strerror}); name a folder "
@@ -76,7 +74,7 @@ def run_folder(output: str) -> Iterator[Path]:
         yield folder
     finally:
         if lock is not None:
-            os.close(lock)
+            lock.close()
 
 
 class FolderAsFound:

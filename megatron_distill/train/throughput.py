@@ -17,6 +17,7 @@ from megatron_distill.models.flops import step_flops_per_token
 from megatron_distill.models.sharded_weights import resident_numbers
 from megatron_distill.ops.workspace import chunk_tokens_for
 from megatron_distill.runtime.layout import Layout
+from megatron_distill.runtime.torchrun import processor_name
 
 __all__ = [
     "MemoryOfRank",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _FP32: Final = 4
+_CPU: Final = "cpu"
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,16 @@ class Throughput:
             tokens_per_step=global_batch_size * sequence_length,
             flops_per_token=flops.total,
             num_devices=num_devices,
-            device_name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
+            device_name=torch.cuda.get_device_name(device) if on_cuda else _CPU,
             precision=precision,
         )
+
+    @property
+    def device(self) -> dict[str, str]:
+        """The kind and the model of the device, for the log."""
+        is_cpu = self.device_name == _CPU
+        name = processor_name() if is_cpu else self.device_name
+        return {"kind": "cpu" if is_cpu else "gpu", "name": name}
 
     def figures(self, seconds: float) -> dict[str, float]:
         """Return tokens/s, model TFLOP/s per device and, where the device's peak is known, MFU."""

@@ -26,7 +26,8 @@ from megatron_distill.evaluation.child_runs import (
     processes_here,
     write_json,
 )
-from megatron_distill.runtime.torchrun import available_cores
+from megatron_distill.launching.option_numbers import whole_number, whole_numbers
+from megatron_distill.runtime.torchrun import available_cores, processor_name
 
 __all__ = [
     "STOPPED_STATUS",
@@ -85,18 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: Path, example: str
     parser.add_argument(
         "--output", type=Path, default=output, help="folder of all runs (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, help="in place of the files' seed")
-    parser.add_argument("--seeds", type=_numbers, help="everything once per seed, e.g. 1,2,3")
-    parser.add_argument("--steps", type=int, help="in place of train.steps, in all runs")
+    parser.add_argument("--seed", type=whole_number("1"), help="in place of the files' seed")
+    parser.add_argument(
+        "--seeds", type=whole_numbers("1,2,3"), help="everything once per seed, e.g. 1,2,3"
+    )
+    parser.add_argument(
+        "--steps", type=whole_number("200"), help="in place of train.steps, in all runs"
+    )
     parser.add_argument("--fresh", action="store_true", help="delete earlier runs first")
     parser.add_argument("--result", type=Path, help="write the outcome of every seed as JSON")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help=f"changes to all runs, e.g. {example}"
     )
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def seeds_of(arguments: argparse.Namespace) -> Sequence[int | None]:
@@ -215,7 +216,4 @@ def spread(values: Sequence[float]) -> Mapping[str, float]:
 def _hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    about = Path("/proc/cpuinfo")
-    names = about.read_text().splitlines() if about.exists() else []
-    model = next((line.split(":")[1] for line in names if line.startswith("model name")), "CPU")
-    return f"{model.strip()}, {available_cores()} cores"
+    return f"{processor_name()}, {available_cores()} cores"

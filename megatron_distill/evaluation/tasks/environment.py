@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, Final
 
-from jinja2 import StrictUndefined, TemplateRuntimeError
+from jinja2 import StrictUndefined, TemplateRuntimeError, nodes
+from jinja2.runtime import Context
 from jinja2.sandbox import SandboxedEnvironment
 
 __all__ = ["NullTextError", "task_environment"]
@@ -19,21 +20,64 @@ _OF_TEXTS: Final = (
 )  # fmt: skip
 
 
+# Of these, filters that write their arguments, too.
+_OF_WRITTEN: Final = ("format", "replace")
+_IN_A_TEXT: Final = "written_in_a_text"  # no name of a filter that a template has
+
+
 class NullTextError(TemplateRuntimeError):
     """A template writes a null."""
+
+
+class _TaskEnvironment(SandboxedEnvironment):
+    """An environment whose operators and methods of texts take no null."""
+
+    intercepted_binops = frozenset({"%"})
+
+    def _generate(self, source: nodes.Template, *given: Any, **named: Any) -> str:
+        for joined in source.find_all(nodes.Concat):
+            joined.nodes = [
+                nodes.Filter(one, _IN_A_TEXT, [], [], None, None, lineno=one.lineno)
+                for one in joined.nodes
+            ]
+        return super()._generate(source, *given, **named)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return the result of an operator; raises NullTextError for a null in a text."""
+        if isinstance(left, str):
+            if isinstance(right, Mapping):
+                right = _Values(right)
+            else:
+                _require(right if isinstance(right, tuple) else (right,))
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return the sandboxed `str.format` of a text, None for anything else."""
+        found = super().wrap_str_format(value)
+        return None if found is None else _without_nulls(found)
+
+
+class _Values(dict[Any, Any]):
+    """Values by name, without nulls."""
+
+    def __getitem__(self, name: Any) -> Any:
+        return _written(super().__getitem__(name))
 
 
 def task_environment() -> SandboxedEnvironment:
     """Return an environment that refuses missing columns, and nulls that are written.
 
-    Alone, or as the value of a filter of texts; operators such as `~` take them. A template may
+    Alone, as the value of a filter of texts, or in a text by `~`, `%` and `format`. A template may
     test a null, or replace it: `{{ x or "" }}`. Rendering raises NullTextError.
     """
-    found = SandboxedEnvironment(
+    found = _TaskEnvironment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_written
     )
     for name in _OF_TEXTS:
         found.filters[name] = _without_null(found.filters[name])
+    for name in _OF_WRITTEN:
+        found.filters[name] = _without_nulls(found.filters[name])
+    found.filters[_IN_A_TEXT] = _written
     found.filters["regex_replace"] = _without_null(_regex_replace)
     return found
 
@@ -42,6 +86,22 @@ def _written(value: Any) -> Any:
     if value is None:
         raise NullTextError("writes a null")
     return value
+
+
+def _require(values: Iterable[Any]) -> None:
+    for value in values:
+        _written(value)
+
+
+def _without_nulls(writer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter or a method that refuses a null among its arguments."""
+
+    @wraps(writer)
+    def checked(*given: Any, **named: Any) -> Any:
+        _require((*given, *named.values()))
+        return writer(*given, **named)
+
+    return checked
 
 
 def _without_null(filter_of_text: Callable[..., Any]) -> Callable[..., Any]:

@@ -192,7 +192,11 @@ class TaskTemplates:
         if not group:
             return ""
         values = self._values(row)
-        return str(values[group] if group in values else self._expression("group", group, row))
+        if values.get(group) is not None:
+            return str(values[group])
+        if group in values:
+            raise self._missing(f"group = {group!r} has no value", row)
+        return str(self._expression("group", group, row))
 
     def pool_of(self, row: TaskRow) -> str:
         """Return the group whose rows are the row's examples; empty where it is all rows."""

@@ -293,7 +293,7 @@ def _value(key: str, value: Any, place: str) -> Any:
             is_layout = key == "layouts"
             return tuple(_values(one, f"{place}: layouts") if is_layout else one for one in value)
     elif key == "columns":
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and None not in (*value, *value.values()):
             return {str(name): str(column) for name, column in value.items()}
     elif (
         (isinstance(value, str) and (key in _TEXTS or key == "choices"))
@@ -301,6 +301,10 @@ def _value(key: str, value: Any, place: str) -> Any:
         or (isinstance(value, int) and not isinstance(value, bool) and key in _NUMBERS)
     ):
         return value
+    if value is None:
+        raise ConfigError(
+            f"{place}: {key} = null, which YAML reads for ~ and for nothing; give {_wanted(key)}"
+        )
     raise ConfigError(f"{place}: {key} = {value!r} has the wrong type; give {_wanted(key)}")
 
 

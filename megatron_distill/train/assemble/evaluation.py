@@ -25,12 +25,14 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.evaluation.tasks.paired import TaskItems, differences
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.evaluation.tasks.record import Task
+from megatron_distill.launching.grace import measured_looks
 from megatron_distill.log import get_logger
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.sharded_weights import has_sharded_weights
 from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
 from megatron_distill.runtime.launch import PRECISIONS, Device
+from megatron_distill.runtime.termination import is_requested
 from megatron_distill.train.assemble.alignment import own_tokens
 from megatron_distill.train.assemble.distillation import OpenRun
 from megatron_distill.train.assemble.evaluated_model import evaluated_model, without_texts
@@ -342,6 +344,7 @@ class Resolved:
             tokenizer=role.tokenizer,
             vocabulary=role.vocabulary,
             writes=writes,
+            stop_requested=measured_looks(is_requested),
         )
 
 

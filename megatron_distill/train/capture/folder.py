@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -18,10 +17,10 @@ from megatron_distill.data.tokenizers.open import Tokenizer, holds_tokenizer
 from megatron_distill.errors import StoreError, counted
 from megatron_distill.runtime.atomic_files import whole_folder, write_errors
 from megatron_distill.runtime.collectives import together
-from megatron_distill.runtime.folder_lock import take_lock
+from megatron_distill.runtime.folder_lock import FolderLock, take_lock
 from megatron_distill.store import Manifest, Plan, StoreWriter, tokenizer_folder
 from megatron_distill.store.plan import MANIFEST, PLAN
-from megatron_distill.train.capture.order import working_folder
+from megatron_distill.train.capture.order import lock_of_job, working_folder
 from megatron_distill.train.run_folder import write_tokenizer
 
 # Files of other nodes may take a while to appear on a network file system.
@@ -98,19 +97,19 @@ def held_for_job(folder: Path, job: int) -> Iterator[None]:
 
     Collective: world, one all-gather of a short object per rank.
     """
-    lock: int | None = None
+    lock: FolderLock | None = None
     try:
         with together():
             if dist.get_rank() == 0:
                 working = working_folder(folder)
                 with write_errors(working):
                     working.mkdir(exist_ok=True)
-                    named = f"store.path={folder} store.job={job}"
-                    lock = take_lock(working / f"job-{job}.lock", named=named)
+                    path, named = lock_of_job(folder, job)
+                    lock = take_lock(path, named=named)
         yield
     finally:
         if lock is not None:
-            os.close(lock)
+            lock.close()
 
 
 def keep_tokenizer(store: Path, tokenizer: Tokenizer) -> None:

@@ -186,6 +186,11 @@ def working_folder(store: Path) -> Path:
     return store / "capture"
 
 
+def lock_of_job(store: Path, job: int) -> tuple[Path, str]:
+    """Return the file that one of a store's jobs locks, and the job's name for messages."""
+    return working_folder(store) / f"job-{job}.lock", f"store.path={store} store.job={job}"
+
+
 class StreamPositions:
     """States of the stream by the shard that begins there, one sealed file each.
 

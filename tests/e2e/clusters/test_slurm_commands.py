@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_distill.launching.grace import grace_seconds
 from megatron_distill.launching.records import Launches, Status, bad_nodes
 from megatron_distill.launching.run_status import read_status
 from tests.distributed.pool import Pool
@@ -127,6 +128,8 @@ def test_rollouts_that_were_warned_go_on_to_the_same_texts_and_are_then_done(
     assert "Traceback" not in job.log
     status = read_status(output)
     assert (status.state, status.step, status.steps) == ("done", 24, 24)
+    # Measured by the ranks' looks at the signal, for the next job; a step of the run says nothing.
+    assert 60.0 < (grace_seconds(output / "launches") or 0.0) < 300.0
     (again,) = cluster.submit_by_command(words, logs=output / "launches")
     assert again.wait_for_end() == "COMPLETED 0:0", again.log
     assert "nothing to do" in again.log

@@ -165,5 +165,5 @@ def impatient(rank: int, world: int, config: Path, output: Path) -> str:
     configure(rank, config, (), world)
     from megatron_distill.runtime import folder_lock
 
-    with patch.object(folder_lock, "_PATIENCE_SECONDS", 0.5):
+    with patch.object(folder_lock, "_MOMENT_SECONDS", 0.5):
         return failure_here(rank, world, config, [f"output={output}"])

@@ -33,7 +33,7 @@ FIRST, LAST = 1e-6, 1e-4
 # Seconds, bytes and what a live teacher costs are not what a course is compared by.
 MEASURED = {
     *("step_seconds", "teacher_seconds", "timers", "tokens_per_second", "peak_memory_bytes"),
-    *("model_flops_per_second", "tflops_per_device", "mfu"),
+    *("model_flops_per_second", "tflops_per_device", "mfu", "device"),
 }
 ALL_TERMS = f"""objective.terms=[
     {{divergence: forward_kl, weight: 1.0, top_k: {K}}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 from pathlib import Path
 
@@ -22,6 +23,15 @@ _REFUSED: dict[tuple[str, ...], str] = {
     (*_TASKS, "--json", "{folder}"): "{folder} is a folder; name a file in it",
     (*_TASKS, "--items", "{folder}/none/x.json"): "the folder {folder}/none is not there; make it",
     (*_TASKS, "--limit", "0"): "--limit 0: give 1 item or more, or leave it out for all",
+    (*_TASKS, "--limit", "abc"): "argument --limit: abc: give a whole number, as 500",
+    ("evaluate", "runs/first", "--speculative", "2", "x"): "--speculative: x: give a whole number",
+    (*_TEXT, "--temperature", "warm"): "argument --temperature: warm: give a number, as 0.7",
+    ("submit", "slurm", "a.yaml", "--nodes", "abc"): "--nodes: abc: give a whole number, as 4",
+    ("submit", "slurm", "a.yaml", "--nodes", "1", "--grace-seconds", "5m"): "5m: give a number, as",
+    ("submit", "ssh", "a.yaml", "--hosts", "a", "--pause", "no"): "--pause: no: give a number, as",
+    ("submit", "kubernetes", "a.yaml", "--nodes", "1.5"): "--nodes: 1.5: give a whole number, as",
+    ("plan", "a.yaml", "--devices", "8.0"): "--devices: 8.0: give a whole number, as 64",
+    ("calibrate", "--run", "a", "--document-length", "x"): "x: give a whole number, as 512",
     ("evaluate", "runs/first", "--limit", "3"): "--limit is the number of items of tasks; add --ta",
     (
         *_TASKS,
@@ -175,3 +185,13 @@ def test_an_interruption_ends_with_the_status_of_its_signal(
     command = Command(description="", add_arguments=lambda parser: None, run=run)
     assert command.execute(argparse.Namespace()) == status
     assert capsys.readouterr().err == "stopped\n"
+
+
+def test_every_number_of_a_command_has_an_error_with_an_example() -> None:
+    package = ROOT / "megatron_distill"
+    files = [package / "cli.py", package / "launching" / "slurm_job.py"]
+    files += (package / "commands").rglob("*.py")
+    bare = re.compile(r"\btype=(int|float)\b")
+    # That of a job on its node, whose words a program has written.
+    found = {file.name for file in files if bare.search(file.read_text())} - {"preflight.py"}
+    assert found == set()

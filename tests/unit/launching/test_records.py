@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.grace import LongestStep, grace_seconds
+from megatron_distill.launching import grace
+from megatron_distill.launching.grace import LongestStep, grace_seconds, measured_looks
 from megatron_distill.launching.records import (
     BadNode,
     Launches,
@@ -180,13 +182,42 @@ def test_the_grace_of_a_capture_follows_from_its_longest_step_after_the_first(
     working.mkdir(parents=True)
     now = 0.0
     steps = LongestStep(working, clock=lambda: now)
-    for seconds, grace in ((900.0, None), (100.0, 260.0), (20.0, 260.0), (150.0, 360.0)):
+    for seconds, expected in ((900.0, None), (100.0, 260.0), (20.0, 260.0), (150.0, 360.0)):
         now += seconds
         steps.end_step()
-        assert grace_seconds(tmp_path / "store") == grace
+        assert grace_seconds(tmp_path / "store") == expected
     (working / "longest_step.json").write_text("[]")
     assert grace_seconds(tmp_path / "store") is None
     shutil.rmtree(working)  # another job has finished the store
     now += 500.0
     steps.end_step()
     assert not working.exists()
+
+
+def test_the_grace_of_a_command_that_reads_a_model_follows_from_its_own_looks_at_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "launches_evaluate" / "7-0").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 2.0}\n')
+    launches = Launches(run / "launches_evaluate", run, "evaluate run")
+    assert grace_seconds(launches.measured) is None  # a step of its training says nothing
+    now = 0.0
+    monkeypatch.setattr(grace, "LongestStep", partial(LongestStep, clock=lambda: now))
+    for variable, rank in ((None, "0"), (run / "launches_evaluate" / "7-0", "1")):
+        if variable is not None:
+            monkeypatch.setenv("DISTILL_LAUNCH", str(variable))
+        monkeypatch.setenv("RANK", rank)
+        looked = measured_looks(lambda: False)
+        for _ in range(3):
+            assert not looked()
+            now += 50.0
+    assert grace_seconds(launches.measured) is None
+    monkeypatch.setenv("RANK", "0")
+    for seconds in (900.0, 100.0, 20.0):  # with the start; a batch; the next model of the command
+        now += seconds
+        assert measured_looks(lambda: True)()
+    assert grace_seconds(launches.measured) == 260.0
+    written = Launches(run / "launches", run, "--output run")
+    assert written.measured == run / "launches"
+    assert Launches(run / "launches", run, "output=run").measured == run

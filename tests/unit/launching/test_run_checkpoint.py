@@ -103,9 +103,9 @@ def test_a_run_that_ended_before_its_last_save_is_not_done(tmp_path: Path) -> No
     run = begin(tmp_path / "run", steps_done=40)
     words = "stopped: at step 40; the next start goes on from step 20"
     assert line_of(run, "state") == words
-    descriptor = take_lock(run / ".lock", named="output=run")
+    held = take_lock(run / ".lock", named="output=run")
     assert read_status(run).state == "running"
-    os.close(descriptor)
+    held.close()
     (no_checkpoint(run) / "checkpoints" / "step_0000040.partial").mkdir()
     assert line_of(run, "state") == (
         "stopped: at step 40; nothing is saved: the next start begins at step 0"

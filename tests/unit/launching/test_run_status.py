@@ -124,9 +124,9 @@ def test_a_run_that_holds_its_lock_is_running_however_long_its_step(tmp_path: Pa
 
 def test_a_run_that_ended_on_this_host_has_stopped_at_once(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=25, changed=time.time())
-    descriptor = take_lock(run / ".lock", named="output=run")
+    held = take_lock(run / ".lock", named="output=run")
     assert read_status(run).state == "running"
-    os.close(descriptor)
+    held.close()
     assert read_status(run).state == "stopped"
     # Whether a process of another host still runs can only be told by what it writes.
     (run / ".lock").write_text("process 7 on another-host\n")

@@ -43,6 +43,41 @@ def test_a_reader_that_left_early_is_told_by_the_status_alone() -> None:
         os.close(writer)
 
 
+MESSAGES = """
+import sys
+from megatron_distill.launching.standard_output import status_with_output
+def work():
+    for number in range(3):
+        sys.stderr.write(f"line {number}\\n")
+    sys.stdout.write("the result\\n" * int(sys.argv[1]))
+    return 0
+sys.exit(status_with_output(work))
+"""
+
+
+@pytest.mark.parametrize(("results", "status"), [(0, 0), (1, 141)])
+def test_a_reader_of_both_streams_that_left_early_is_silent(results: int, status: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-c", MESSAGES, str(results)]
+    try:
+        done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=writer, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == status
+
+
+@pytest.mark.parametrize("device", ["/dev/full", None])
+def test_messages_that_cannot_be_written_cost_no_result(device: str | None) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    file = os.open(device, os.O_WRONLY) if device else writer
+    words = [sys.executable, "-c", MESSAGES, "1"]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=file, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stdout) == (0, b"the result\n")
+
+
 class Failing(io.StringIO):
     """A stream whose disk is full, at the first write or at the end."""
 

@@ -270,7 +270,7 @@ def test_a_folder_of_another_kind_or_with_damaged_records_is_refused(tmp_path: P
 def test_a_second_process_is_refused_while_the_first_holds_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_distill.runtime.folder_lock._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_distill.runtime.folder_lock._MOMENT_SECONDS", 0.0)
     first = RolloutFolder(tmp_path, SETTINGS)
     with pytest.raises(ConfigError, match=f"--output {tmp_path}"):
         RolloutFolder(tmp_path, SETTINGS)

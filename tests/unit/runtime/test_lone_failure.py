@@ -206,13 +206,14 @@ def test_a_wait_for_a_checkpoint_and_a_computation_run(monkeypatch: pytest.Monke
 
 def test_a_signal_to_stop_ends_the_wait(tmp_path: Path) -> None:
     held = take_lock(tmp_path / "lock", named="output=runs/a", holder="job 7 on n1")
+    (tmp_path / "lock").write_text("job 7 on n1\nending\n")
     began = time.monotonic()
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         with TerminationRequest() as request, pytest.raises(ConfigError) as refused:
             take_lock(tmp_path / "lock", named="output=runs/a")
     finally:
-        os.close(held)
+        held.close()
     assert request.received
     assert time.monotonic() - began < 30
     assert str(refused.value).startswith("output=runs/a: another run (job 7 on n1) is writing")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,26 @@ def read(path: Path) -> list[dict[str, object]]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "metrics.jsonl"
+
+
+def test_a_log_that_was_removed_is_told_at_the_end_of_a_run(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one with checkpoint.save=false, whose saves do not find that."""
+    monkeypatch.setattr(logging.getLogger("megatron_distill"), "propagate", True)
+    for number, (is_removed, failed) in enumerate([(False, False), (True, True), (True, False)]):
+        log = path.with_name(str(number)) / "metrics.jsonl"
+        sink = JsonLinesSink(log, resume_step=0)
+        sink.write(step_record(1))
+        if is_removed:
+            shutil.rmtree(log.parent)
+        assert not caplog.messages
+        sink.close(failed=failed)
+    (text,) = {*caplog.messages}
+    assert text == (
+        f"{log} is gone, removed or renamed since the start of this run, and its figures with it; "
+        "start it again, and leave the folder in place"
+    )
 
 
 def test_a_record_is_in_the_file_before_the_log_is_closed(path: Path) -> None:

@@ -262,42 +262,6 @@ def test_a_row_without_an_answer_key_is_refused(
         items(tmp_path, named, [row], 0)
 
 
-CHOICE = {"kind": "multiple_choice", "question": "{{ q }}", "choices": "c", "answer": "right"}
-NULLS = [
-    ({"kind": "perplexity", "text": "{{ q }}"}, {"q": None}, "null columns: q"),
-    ({"kind": "perplexity", "text": "{{ q | trim }}"}, {"q": None}, "null columns: q"),
-    ({"kind": "perplexity", "text": "{{ q | join(' ') }}"}, {"q": ["a", None]}, "of a column"),
-    ({"kind": "perplexity", "text": "{{ q.a }}"}, {"q": {"a": None}}, "inside of a column"),
-    (CHOICE, {"q": None, "c": ["a", "b"], "right": 0}, "writes a null .null columns: q.; correct"),
-    (CHOICE, {"q": "1?", "c": ["a", None], "right": 0}, r"choices = 'c' gives a null .*reject"),
-    (
-        {**CHOICE, "choices": ["{{ q }}", "{{ c }}"]},
-        {"q": "1?", "c": None, "right": 0},
-        "'{{ c }}' writes a null .null columns: c.; correct or remove the row",
-    ),
-]
-
-
-@pytest.mark.parametrize(("task", "row", "message"), NULLS, ids=lambda one: str(one)[:20])
-def test_a_null_is_never_written_as_text(
-    tmp_path: Path, task: dict[str, Any], row: dict[str, Any], message: str
-) -> None:
-    lines(tmp_path / "a.jsonl", [row])
-    (tmp_path / "mine.yaml").write_text(
-        json.dumps({**task, "files": ["a.jsonl"], "folder": str(tmp_path)})
-    )
-    with pytest.raises(DataError, match=rf"task mine: \S+a\.jsonl:1: .*{message}"):
-        read_task(load_task(str(tmp_path / "mine.yaml")))
-
-
-def test_a_null_that_a_template_tests_or_replaces_is_no_error(tmp_path: Path) -> None:
-    lines(tmp_path / "a.jsonl", [{"q": "1?", "hint": None, "c": ["no", "yes", None], "right": 0}])
-    question = "{% if hint %}{{ hint }} {% endif %}{{ q }}{{ hint or '' }}"
-    choices = "c | reject('none') | list"
-    (found,) = read_task(own_task(tmp_path, question=question, choices=choices))
-    assert (found.prompt.text, found.choices) == ("1?", ("no", "yes"))
-
-
 def test_an_answer_that_is_an_index_and_another_choice_is_refused(tmp_path: Path) -> None:
     """CSV files have no numbers: 1 is the index of "2" here, or the text of the last choice."""
     table = "q,a,b,c,d,right\nOne?,x,y,2,1,2\nWhat is 1+1?,3,2,0,1,1\n"
@@ -375,6 +339,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"shot": 4}, ConfigError, "'shot' is not a key of a task; the keys are"),
     ({"shots": "4"}, ConfigError, "shots = '4' has the wrong type; give a whole number"),
     ({"choices": [False, True]}, ConfigError, "choices = .* or a list of texts, in quotes: .no."),
+    ({"question": None}, ConfigError, "question = null, which YAML reads .*; give a text, in quo"),
+    ({"choices": [None, "a"]}, ConfigError, r"choices = \[None, 'a'\] has the wrong type; give an"),
+    (
+        {"columns": {"q": None}},
+        ConfigError,
+        r"columns = {'q': None} has the wrong type; give a map",
+    ),
     ({"answer": 1}, ConfigError, "answer = 1 has the wrong type; give a text, in quotes"),
     ({"format": "text"}, ConfigError, "format = 'text'; give one of jsonl, json, parquet"),
     ({"layouts": [{"file": "a"}]}, ConfigError, "layouts: 'file' is not a key of a task"),
