@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -60,9 +59,9 @@ class Job(Generic[J]):
 
     load: Callable[[Path, Sequence[str]], J]
     run: Callable[[J, Device, TerminationRequest], bool]
+    lock: Callable[[J], tuple[Path, str]]
     layout: Callable[[J, int, TeacherRanks], str] | None = None
     plan: Callable[[J, int, str], str] | None = None
-    lock: Callable[[J], tuple[Path, str]] | None = None
 
     def command(self, *, description: str, example: str) -> Command:
         """Return the job as a command; `example` shows changes to its configuration."""
@@ -127,19 +126,16 @@ class Job(Generic[J]):
         self, given: argparse.Namespace, launch: Launch, termination: TerminationRequest
     ) -> None:
         from megatron_distill.config import check_layout, load_warnings, teacher_ranks
-        from megatron_distill.runtime.launch import joined_world
+        from megatron_distill.runtime.launch import joined_world, local_size
         from megatron_distill.runtime.lone_failure import tell_unfinished
 
         with launch.together("configuration"):
             path, overrides = file_and_overrides(given)
             config = self.load(path, overrides)
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            teachers = teacher_ranks(config, ranks_per_node=local_ranks)
+            teachers = teacher_ranks(config, ranks_per_node=local_size())
             check_layout(config, launch.size, teachers=teachers)
             if launch.rank == 0:
-                if self.lock is not None:
-                    lock, named = self.lock(config)
-                    refuse_holder(lock, named=named)
+                refuse_holder(*self.lock(config))
                 for warning in load_warnings(path, overrides, type(config)):
                     _LOGGER.warning("%s", warning)
         parallel = config.parallel

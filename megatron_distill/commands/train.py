@@ -40,11 +40,13 @@ def _plan(config: RunConfig, devices: int, device: str) -> str:
     return plan_of(config, devices, device)
 
 
-def _lock(config: RunConfig) -> tuple[Path, str]:
-    return Path(config.output) / LOCK_FILE, f"output={config.output}"
-
-
-COMMAND = Job(load=_load, run=_train, layout=_layout, plan=_plan, lock=_lock).command(
+COMMAND = Job(
+    load=_load,
+    run=_train,
+    layout=_layout,
+    plan=_plan,
+    lock=lambda config: (Path(config.output) / LOCK_FILE, f"output={config.output}"),
+).command(
     description="""Train a student, with a teacher or without.
 
     megatron-distill train tiny.yaml train.steps=10

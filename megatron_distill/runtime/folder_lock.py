@@ -96,7 +96,7 @@ def take_lock(
     return FolderLock(descriptor, holder or f"process {os.getpid()}{_launch()}{_here()}")
 
 
-def refuse_holder(path: Path, *, named: str) -> None:
+def refuse_holder(path: Path, named: str) -> None:
     """Raise ConfigError if a process that goes on holds the lock of a file.
 
     Before the slow part of a start, which takes the lock later. Of a process that is to end

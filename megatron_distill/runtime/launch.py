@@ -99,6 +99,11 @@ def _compute_capability() -> int | None:
     return None if failed else major.value
 
 
+def local_size() -> int:
+    """Return the ranks of this launch on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 _MESSAGE_SECONDS = 10.0
 _MEETING_SECONDS = 600.0  # the slowest rank may still be importing from a shared disk
 _LOOK_SECONDS = (0.01, 1.0)  # between looks at the store, first and most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import Planned, Search, layout_name, planned
 from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
-from megatron_distill.runtime.launch import Device
+from megatron_distill.runtime.launch import Device, local_size
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of
 from megatron_distill.train.reports.planned_run import (
@@ -224,7 +223,7 @@ def _capture_choice(layout: Layout, layers: tuple[int, ...], ranks: int, size: i
 
 def _own_memory(device: torch.device) -> RankMemory:
     """Return the memory of this rank's device, or its share of the host's."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = local_size()
     if device.type != "cuda":
         return _share_of_host(local)
     properties = torch.cuda.get_device_properties(device)
