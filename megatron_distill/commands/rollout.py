@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_distill.commands.command import Command, model_world, note, with_launch
+from megatron_distill.commands.command import Command, note, with_launch
 from megatron_distill.commands.generate import (
     add_writer_arguments,
-    configuration,
     sampling_of,
     warn_of_draws,
     writer_objection,
+    writer_world,
 )
 from megatron_distill.errors import counted
 from megatron_distill.launching.records import other_content
@@ -96,8 +96,7 @@ def _write(arguments: argparse.Namespace, launch: Launch, termination: Terminati
     from megatron_distill.runtime.lone_failure import tell_unfinished
 
     warn_of_draws(arguments, launch)
-    read = partial(configuration, arguments, launch.size)
-    with model_world(launch, read) as (config, device):
+    with writer_world(arguments, launch) as (config, device):
         found = _rollouts(arguments, config, device, termination)
     if found is None:
         tell_unfinished()

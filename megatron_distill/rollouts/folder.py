@@ -22,7 +22,11 @@ _SUMS: Final = "sums"
 _CHECK: Final = "log_prob_check"
 _VERSION: Final = 1
 # Of settings that no option is named after.
-_CAUSES: Final = {"rows": " (rows of --prompts, at most --limit)", "weights": " (of the model)"}
+_CAUSES: Final = {
+    "rows": " (rows of --prompts, at most --limit)",
+    "weights": " (of the model)",
+    "precision": " (train.precision=fp32 or bf16; without it that of the device)",
+}
 
 
 @dataclass(frozen=True)
