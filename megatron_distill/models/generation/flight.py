@@ -63,15 +63,20 @@ class RowText:
         """Whether the row goes on."""
         return self.index is not None and self.ended is None
 
-    def push(self, token: int, log_prob: float) -> None:
-        """Add a drawn id."""
-        self.ids.append(token)
-        self.log_probs.append(log_prob)
-        if token in self.stops.ids:
+    def extend(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Add drawn ids, up to the row's end."""
+        tokens = tokens[: self.limit - len(self.ids)]
+        stop = next((place for place, token in enumerate(tokens) if token in self.stops.ids), None)
+        taken = len(tokens) if stop is None else stop + 1
+        if self.stream is not None and self.stops.strings:
+            count = self.stream.extend(tokens[:stop])
+            if self.stream.is_stopped:
+                taken, self.ended = count, "string"
+        self.ids += tokens[:taken]
+        self.log_probs += [min(one, 0.0) for one in log_probs[:taken]]
+        if self.ended is None and stop is not None:
             self.ended = "id"
-        elif self.stream is not None and self.stops.strings and self.stream.push(token):
-            self.ended = "string"
-        elif len(self.ids) >= self.limit:
+        elif self.ended is None and len(self.ids) >= self.limit:
             self.ended = "length"
 
     def written(self) -> Written:
@@ -79,9 +84,8 @@ class RowText:
         assert self.ended is not None
         text = None
         if self.stream is not None:
-            if not self.stops.strings:
-                for token in self.ids[: -1 if self.ended == "id" else None]:
-                    self.stream.push(token)
+            if not self.stops.strings:  # no text was needed earlier
+                self.stream.extend(self.ids[: -1 if self.ended == "id" else None])
             text = self.stream.finish()
         return Written(tuple(self.ids), tuple(self.log_probs), self.ended, text)
 
@@ -137,12 +141,9 @@ class Flight:
             if not row.is_live:
                 continue
             before = len(row.ids)
-            for ids, log_probs in drawn:
-                log_prob = log_probs[place]
-                is_broken |= not math.isfinite(log_prob)
-                row.push(ids[place], min(log_prob, 0.0))
-                if row.ended is not None:
-                    break
+            own = [log_probs[place] for _, log_probs in drawn]
+            row.extend([ids[place] for ids, _ in drawn], own)
+            is_broken |= not all(map(math.isfinite, own[: len(row.ids) - before]))
             if on_tokens is not None:
                 new = row.ids[before : -1 if row.ended == "id" else None]
                 if new:
