@@ -34,6 +34,8 @@ __all__ = ["COMMAND"]
 
 T = TypeVar("T")
 
+_ROWS = 256  # of a part, for each data and context rank
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_writer_arguments(parser, tokens=512, temperature=1.0, top_p=1.0)
@@ -58,8 +60,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="ROWS", help="only the first rows")
     parser.add_argument(
-        "--part-rows", type=int, default=256, metavar="ROWS",
-        help="prompts of a part, which is saved whole (default: %(default)s)",
+        "--part-rows", type=int, metavar="ROWS",
+        help="prompts of a part, which is saved whole (default: 256 for each data and context "
+        "rank, or those of the parts in --output)",
     )  # fmt: skip
     parser.add_argument(
         "--check-texts", type=int, default=8, metavar="TEXTS",
@@ -135,6 +138,7 @@ def _rollouts(
                 _, tokens, digest = _known(looked)
                 settings = {"prompts": digest, "rows": work.rows, "positions": found.positions}
                 settings |= {**tokens.identity, **_settings(arguments, config)}
+                settings["part_rows"] = work.part_rows
                 folder = held.enter_context(closing(RolloutFolder(arguments.output, settings)))
                 first = FirstRank(work, tokens, folder, positions=found.positions)
         weights = found.digest()
@@ -167,11 +171,21 @@ def _look(
         most_tokens=arguments.tokens,
         sampling=sampling_of(arguments),
         strings=tuple(arguments.stop),
-        part_rows=arguments.part_rows,
+        part_rows=arguments.part_rows or _part_rows(arguments.output, config),
         keeps_truncated=not arguments.drop_truncated,
         checked_texts=arguments.check_texts,
     )
     return work, tokens, prompts.digest()
+
+
+def _part_rows(output: Path, config: RunConfig) -> int:
+    """Return the rows of a part where none are named: in another layout those of the first one."""
+    import torch.distributed as dist
+
+    from megatron_distill.rollouts.folder import settings_of_parts
+
+    ranks = dist.get_world_size() // (config.parallel.tensor * config.parallel.pipeline)
+    return int(settings_of_parts(output).get("part_rows", _ROWS * ranks))
 
 
 def _known(found: T | None) -> T:
@@ -182,7 +196,7 @@ def _known(found: T | None) -> T:
 def _settings(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """Return what determines the texts, besides the prompts and the weights."""
     named = ["key", "chat", "system", "samples", "tokens", "temperature", "top_k"]
-    named += ["top_p", "min_p", "seed", "stop", "part_rows", "drop_truncated"]
+    named += ["top_p", "min_p", "seed", "stop", "drop_truncated"]
     found = {name: getattr(arguments, name) for name in named}
     return {**found, "precision": config.train.precision}
 
