@@ -34,6 +34,7 @@ from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, 
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
 from megatron_distill.models.generation.families import PrefixFamily, deal, families_of
 from megatron_distill.models.generation.flight import Flight, RowText
+from megatron_distill.models.generation.memory import CACHE_GIB, draw_bytes
 from megatron_distill.models.generation.pace import PACES, Questions
 from megatron_distill.models.generation.request import (
     AnswerScore,
@@ -86,7 +87,7 @@ class CachedGPT:
     groups: Groups
     device: torch.device
     vocab_size: int | None = None
-    cache_gib: float = 4.0
+    cache_gib: float = CACHE_GIB
     decode: Decode | None = None
 
     @property
@@ -104,9 +105,11 @@ class CachedGPT:
         prefix: Sequence[int] = (),
         on_tokens: OnTokens | None = None,
         stop_requested: Callable[[], bool] | None = None,
+        batch_positions: int = PREFILL_POSITIONS,
     ) -> list[Written]:
         """Continue each row; `on_tokens` is called on the ranks that compute the row.
 
+        `batch_positions`: as in `score`.
         `stop_requested`, once true on a rank, stays so. It is asked every 16 steps, and then all
         ranks end their rows as they are.
 
@@ -128,7 +131,7 @@ class CachedGPT:
             for index in written
         }
         sizes = [RowSize(len(rows[index].ids), limits[index] + run.pace.spare) for index in written]
-        run.take(prefix, sizes, run.planned(sizes, prefix))
+        run.take(prefix, sizes, run.planned(sizes, prefix, positions=batch_positions))
         for number in range(run.plan.most):
             if run.questions.is_stopped:
                 break
@@ -274,7 +277,9 @@ class _GenerationRun:
             stages *= self.groups.pipeline.size()
             dist.all_gather_object(stages, self.stage.key_shapes, group=self.groups.pipeline)
         is_capped = model.architecture.attention_softcap is not None
-        self.key_bytes = KeyBytes(stages, self.stage.dtype, is_capped)
+        # Groups of rows draw one after the other.
+        drawn = -(-draw_bytes(self.stage.shard.width, sampling) // self.groups.pipeline.size())
+        self.key_bytes = KeyBytes(stages, self.stage.dtype, is_capped, drawn)
         self.prefix: Prefix | None = None
         self.finished: list[RowText] = []
         self.is_broken = False

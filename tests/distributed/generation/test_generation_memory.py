@@ -141,6 +141,32 @@ def test_keys_and_values_stay_within_the_bound(
             assert 0.5 < found[name] <= 1.0, found
 
 
+def _passes(rank: int, world: int, most: int) -> tuple[list[int], list[Any]]:
+    with megatron_groups() as groups:
+        from megatron_distill.models.generation.stage import Stage
+
+        model = writer_of(small_architecture(max_position_embeddings=64), groups)
+        found: list[int] = []
+        real = Stage.run
+
+        def run(stage: Stage, number: int, ids_N: Tensor, step: Any) -> Tensor | None:
+            found.append(len(ids_N))
+            return real(stage, number, ids_N, step)
+
+        rows = [WriteRow((7,) * (20 - row), row, 3) for row in range(6)]
+        with patch.object(Stage, "run", run):
+            written = model.write(rows, sampling=Sampling(), stops=Stops(), batch_positions=most)
+        return found, [one.ids for one in written]
+
+
+def test_prompts_are_read_in_passes_of_as_many_positions_as_asked(pool: Pool) -> None:
+    ((whole, expected),) = pool.run(1, _passes, 2**14)
+    ((parts, ids),) = pool.run(1, _passes, 40)
+    assert max(whole) >= 6 * 15
+    assert 15 <= max(parts) <= 40
+    assert ids == expected
+
+
 def _copies_after_a_request(rank: int, world: int) -> tuple[int, bool]:
     """Bytes of the copies of weights in a request, and whether they outlive it."""
     with megatron_groups() as groups:
