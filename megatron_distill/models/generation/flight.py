@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_distill.models.generation.attend import Step
 from megatron_distill.models.generation.cache import Cache, integers
 from megatron_distill.models.generation.draw import Drawn
 from megatron_distill.models.generation.request import (
@@ -24,7 +25,7 @@ from megatron_distill.models.generation.request import (
 from megatron_distill.models.generation.text import Decode, TextStream
 from megatron_distill.runtime.host_copy import HostCopy
 
-__all__ = ["Flight", "RowText"]
+__all__ = ["Beginning", "Flight", "RowText"]
 
 # Ended rows are dropped once they are this share: each drop copies the rows that go on.
 _DROPPED_SHARE = 0.25
@@ -174,3 +175,23 @@ class Flight:
         self.cache.reduce_to(alive)
         self.row_keys_b, self.ids_b = self.row_keys_b[index], self.ids_b[index]
         self.history = [Drawn(*(part[index] for part in drawn)) for drawn in self.history]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first step of a flight: its ids, and the last position of each row among them.
+
+    copies: of each row, the row of the cache that it begins with; None: its own.
+    """
+
+    flight: Flight
+    ids_N: Tensor
+    step: Step
+    ends_b: Tensor
+    copies: Sequence[int] | None
+
+    def finish(self) -> None:
+        """Store the keys of the step, and give each row its own; one layer at a time is twice."""
+        self.step.finish()
+        if self.copies is not None:
+            self.flight.cache.reduce_to(self.copies)
