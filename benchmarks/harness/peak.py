@@ -118,7 +118,8 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> StepPeak:
 
 def _has_memory(thing: object) -> bool:
     """Return whether a thing is a tensor with memory: those of shapes alone have none."""
-    return isinstance(thing, Tensor) and not isinstance(thing, FakeTensor)
+    kind = type(thing)  # `isinstance` asks what a weak proxy stands for, which may be gone
+    return issubclass(kind, Tensor) and not issubclass(kind, FakeTensor)
 
 
 class LiveStorages(TorchDispatchMode):

@@ -35,6 +35,7 @@ from megatron_distill.train.assemble.trained_config import (
     load_trained_run,
     load_weights,
     run_and_overrides,
+    weights_on,
 )
 
 if TYPE_CHECKING:
@@ -230,6 +231,9 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
         from megatron_distill.train.assemble.evaluation import evaluate_weights
         from megatron_distill.train.assemble.harness import evaluate_by_harness
 
+        if arguments.hf or arguments.checkpoint:
+            config, said = weights_on(config, device.kind)
+            note(launch, *said)
         try:
             if arguments.lm_eval:
                 found = evaluate_by_harness(

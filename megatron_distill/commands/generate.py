@@ -6,8 +6,8 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,8 @@ from megatron_distill.train.assemble.trained_config import (
     load_trained_run,
     load_weights,
     run_and_overrides,
+    weights_on,
+    weights_precision,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_distill.data.chat.encode import EncodedPrompt
     from megatron_distill.data.tokenizers.open import Tokenizer
     from megatron_distill.models.generation import Sampling
-    from megatron_distill.runtime.launch import Launch
+    from megatron_distill.runtime.launch import Device, Launch
 
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "sampling_of",
     "warn_of_draws",
     "writer_objection",
+    "writer_world",
 ]
 
 
@@ -204,7 +207,7 @@ def configuration(arguments: argparse.Namespace, world_size: int) -> RunConfig:
                 f"--hf {folder}: no config.json is there; give a Hugging Face folder "
                 f"({FROM_THE_HUB})"
             )
-        own = ["train.precision=fp32"]
+        own = []
         if arguments.tokenizer is not None:
             _require_tokenizer(arguments.tokenizer)
             own.append(f"data.tokenizer.path={arguments.tokenizer}")
@@ -213,6 +216,22 @@ def configuration(arguments: argparse.Namespace, world_size: int) -> RunConfig:
     run, overrides = run_and_overrides(arguments)
     assert run is not None, "the check asks for one"
     return load_trained_run(run, overrides, world_size=world_size, own=STUDENT_ALONE)
+
+
+@contextmanager
+def writer_world(
+    arguments: argparse.Namespace, launch: Launch
+) -> Iterator[tuple[RunConfig, Device]]:
+    """Yield the settings of the model that writes, with the precision of weights on this device.
+
+    Every rank must call this; raises as `configuration`, on all ranks together.
+    """
+    read = partial(configuration, arguments, launch.size)
+    with model_world(launch, read) as (config, device):
+        if arguments.hf is not None or arguments.checkpoint is not None:
+            config, said = weights_on(config, device.kind)
+            note(launch, *said)
+        yield config, device
 
 
 def _require_tokenizer(path: Path) -> None:
@@ -232,8 +251,7 @@ def _write(arguments: argparse.Namespace, launch: Launch) -> tuple[str | None, s
 
     Every rank must call this.
     """
-    read = partial(configuration, arguments, launch.size)
-    with model_world(launch, read) as (config, device):
+    with writer_world(arguments, launch) as (config, device):
         from megatron_distill.models.generation import Stops, WriteRow
         from megatron_distill.train.assemble.trained_run import text_writer
 
@@ -331,10 +349,19 @@ def _shared_prompt(
 
 
 def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> tuple[str, str]:
+    import torch
+
     from megatron_distill.evaluation.generate import write_text
+    from megatron_distill.models.hugging_face.assets import weights_dtype
+    from megatron_distill.runtime.launch import PRECISIONS
 
     if arguments.run or arguments.words or launch.size > 1:
         raise ConfigError("--transformers runs in one process and takes no key=value")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # That of our own text, to compare with.
+    precision, reason = weights_precision(device, weights_dtype(arguments.hf), None)
+    if reason is not None:
+        note(launch, f"{arguments.hf}: read in {precision} ({reason})")
     text = write_text(
         arguments.hf,
         arguments.prompt,
@@ -343,6 +370,8 @@ def _write_by_transformers(arguments: argparse.Namespace, launch: Launch) -> tup
         chat=arguments.chat,
         system=arguments.system,
         stops=tuple(arguments.stop),
+        device=device,
+        dtype=PRECISIONS[precision],
     )
     return text, counted(len(text), "character")
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_distill.commands.command import Command, model_world, note, with_launch
+from megatron_distill.commands.command import Command, note, with_launch
 from megatron_distill.commands.generate import (
     add_writer_arguments,
-    configuration,
     sampling_of,
     warn_of_draws,
     writer_objection,
+    writer_world,
 )
 from megatron_distill.errors import counted
 from megatron_distill.launching.option_numbers import whole_number
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND"]
 
 T = TypeVar("T")
+
+_ROWS = 256  # of a part, for each data and context rank
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +67,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=whole_number("500"), metavar="ROWS", help="only the first rows"
     )
     parser.add_argument(
-        "--part-rows", type=whole_number("256"), default=256, metavar="ROWS",
-        help="prompts of a part, which is saved whole (default: %(default)s)",
+        "--part-rows", type=whole_number("256"), metavar="ROWS",
+        help="prompts of a part, which is saved whole (default: 256 for each data and context "
+        "rank, or those of the parts in --output)",
     )  # fmt: skip
     parser.add_argument(
         "--check-texts", type=whole_number("8"), default=8, metavar="TEXTS",
@@ -103,13 +106,10 @@ def _write(arguments: argparse.Namespace, launch: Launch, termination: Terminati
     from megatron_distill.runtime.lone_failure import tell_unfinished
 
     warn_of_draws(arguments, launch)
-
-    def read() -> RunConfig:
+    with launch.together("folder"):
         if launch.rank == 0:
-            refuse_holder(arguments.output / LOCK_FILE, named=f"--output {arguments.output}")
-        return configuration(arguments, launch.size)
-
-    with model_world(launch, read) as (config, device):
+            refuse_holder(arguments.output / LOCK_FILE, f"--output {arguments.output}")
+    with writer_world(arguments, launch) as (config, device):
         found = _rollouts(arguments, config, device, termination)
     if found is None:
         tell_unfinished()
@@ -149,6 +149,7 @@ def _rollouts(
                 _, tokens, digest = _known(looked)
                 settings = {"prompts": digest, "rows": work.rows, "positions": found.positions}
                 settings |= {**tokens.identity, **_settings(arguments, config)}
+                settings["part_rows"] = work.part_rows
                 folder = held.enter_context(closing(RolloutFolder(arguments.output, settings)))
                 first = FirstRank(work, tokens, folder, positions=found.positions)
         look = measured_looks(lambda: termination.received)
@@ -183,11 +184,21 @@ def _look(
         most_tokens=arguments.tokens,
         sampling=sampling_of(arguments),
         strings=tuple(arguments.stop),
-        part_rows=arguments.part_rows,
+        part_rows=arguments.part_rows or _part_rows(arguments.output, config),
         keeps_truncated=not arguments.drop_truncated,
         checked_texts=arguments.check_texts,
     )
     return work, tokens, prompts.digest()
+
+
+def _part_rows(output: Path, config: RunConfig) -> int:
+    """Return the rows of a part where none are named: in another layout those of the first one."""
+    import torch.distributed as dist
+
+    from megatron_distill.rollouts.folder import settings_of_parts
+
+    ranks = dist.get_world_size() // (config.parallel.tensor * config.parallel.pipeline)
+    return int(settings_of_parts(output).get("part_rows", _ROWS * ranks))
 
 
 def _known(found: T | None) -> T:
@@ -198,7 +209,7 @@ def _known(found: T | None) -> T:
 def _settings(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """Return what determines the texts, besides the prompts and the weights."""
     named = ["key", "chat", "system", "samples", "tokens", "temperature", "top_k"]
-    named += ["top_p", "min_p", "seed", "stop", "part_rows", "drop_truncated"]
+    named += ["top_p", "min_p", "seed", "stop", "drop_truncated"]
     found = {name: getattr(arguments, name) for name in named}
     return {**found, "precision": config.train.precision}
 

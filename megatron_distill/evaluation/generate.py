@@ -28,6 +28,8 @@ def write_text(
     chat: bool = False,
     system: str | None = None,
     stops: tuple[str, ...] = (),
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> str:
     """Return the prompt and at most `tokens` more by the model and the tokenizer of a folder.
 
@@ -38,7 +40,7 @@ def write_text(
     end it, for `chat` also the end-of-turn token, or the first of `stops`. Raises CheckpointError,
     DataError or ConfigError if the folder is unusable or the prompt is empty.
     """
-    tokenizer, model = _open_folder(folder)
+    tokenizer, model = _open_folder(folder, dtype)
     opened = (
         chat_prompt(tokenizer, prompt, system=system) if chat else plain_prompt(tokenizer, prompt)
     )
@@ -62,7 +64,9 @@ def write_text(
     room = model.config.max_position_embeddings - len(ids)
     if room <= 0:
         raise ConfigError(f"--prompt has {len(ids)} tokens, the model's positions; shorten it")
-    (written,) = model.eval().generate(torch.tensor([ids]), max_new_tokens=min(tokens, room), **how)
+    given = torch.tensor([ids], device=device)
+    most = min(tokens, room)
+    (written,) = model.to(device).eval().generate(given, max_new_tokens=most, **how)
     response = written.tolist()[len(ids) :]
     if response[-1] in opened.stop_ids:
         response.pop()
@@ -73,7 +77,7 @@ def write_text(
     return text[: min(ends, default=len(text))]
 
 
-def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:
+def _open_folder(folder: Path, dtype: torch.dtype) -> tuple[Tokenizer, Any]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -87,7 +91,7 @@ def _open_folder(folder: Path) -> tuple[Tokenizer, Any]:
     tokenizer = load_tokenizer(folder, named="--hf")
     with _load_errors(folder):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype="auto", local_files_only=True
+            folder, config=config, dtype=dtype, local_files_only=True
         )
     return tokenizer, model
 

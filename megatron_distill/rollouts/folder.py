@@ -14,13 +14,17 @@ from megatron_distill.rollouts.check import LogProbCheck
 from megatron_distill.runtime.atomic_files import replace_file, write_errors
 from megatron_distill.runtime.folder_lock import LOCK_FILE, FolderLock, take_lock
 
-__all__ = ["RolloutFolder", "Totals"]
+__all__ = ["RolloutFolder", "Totals", "settings_of_parts"]
 
 _SUMS: Final = "sums"
 _CHECK: Final = "log_prob_check"
 _VERSION: Final = 1
 # Of settings that no option is named after.
-_CAUSES: Final = {"rows": " (rows of --prompts, at most --limit)", "weights": " (of the model)"}
+_CAUSES: Final = {
+    "rows": " (rows of --prompts, at most --limit)",
+    "weights": " (of the model)",
+    "precision": " (train.precision=fp32 or bf16; without it that of the device)",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,17 @@ class Totals:
     def __add__(self, other: Totals) -> Totals:
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Totals(*(mine + theirs for mine, theirs in pairs))
+
+
+def settings_of_parts(path: Path) -> dict[str, Any]:
+    """Return the settings of the parts in a folder, none without a part; raises ConfigError."""
+    file = path / ROLLOUTS
+    if not complete_parts(path) or not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["settings"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} is damaged; name another --output") from None
 
 
 class RolloutFolder:
@@ -74,7 +89,7 @@ class RolloutFolder:
         Without a part, a start that failed or was stopped binds nothing. Raises ConfigError.
         """
         has_parts = bool(complete_parts(self.path))
-        file, there = self.path / ROLLOUTS, self._there() if has_parts else {}
+        file, there = self.path / ROLLOUTS, settings_of_parts(self.path)
         for key, value in settings.items():
             if key in there and there[key] != value:
                 raise ConfigError(
@@ -90,15 +105,6 @@ class RolloutFolder:
         if self._settings != there:
             with write_errors(self.path, ConfigError):
                 self._write_record({})
-
-    def _there(self) -> dict[str, Any]:
-        file = self.path / ROLLOUTS
-        if not file.is_file():
-            return {}
-        try:
-            return dict(json.loads(file.read_text(encoding="utf-8"))["settings"])
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{file} is damaged; name another --output") from None
 
     def _write_record(self, more: Mapping[str, Any]) -> None:
         text = json.dumps({"settings": self._settings, **more}, indent=1)

@@ -43,8 +43,8 @@ class RolloutWork:
         rows: of the file that are used, the first ones.
         samples: texts of each prompt, which differ by their draws.
         most_tokens: of a text.
-        strings: that end a text.
         part_rows: prompts of a part.
+        strings: that end a text.
         keeps_truncated: whether texts that end at their length are saved.
         checked_texts: most texts of a start whose log-probabilities are computed again; 0: none.
     """
@@ -54,8 +54,8 @@ class RolloutWork:
     samples: int
     most_tokens: int
     sampling: Sampling
+    part_rows: int
     strings: tuple[str, ...] = ()
-    part_rows: int = 256
     keeps_truncated: bool = True
     checked_texts: int = 0
 

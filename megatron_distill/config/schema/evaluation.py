@@ -14,11 +14,12 @@ __all__ = ["EvaluationConfig", "GenerationConfig", "KeepBestConfig", "TaskConfig
 class GenerationConfig(Section):
     """Writing and scoring text."""
 
-    cache_gib: float = Field(
-        default=4.0,
+    cache_gib: float | None = Field(
+        default=None,
         gt=0,
         description="GiB of keys and values on each rank; it bounds the rows written at once. "
-        "docs/generation.md",
+        "null: 4 in training and on a CPU; in `generate`, `rollout` and `evaluate` half of the "
+        "free memory of the GPU with the least. docs/generation.md",
     )
 
 

@@ -12,12 +12,14 @@ __all__ = [
     "RowSize",
     "batches_of",
     "capacity_of",
+    "deal_rows",
     "plan_batches",
-    "split_rows",
 ]
 
 # New positions of one forward pass: bounds the memory of activations.
 PREFILL_POSITIONS = 2**14
+# Kinds for each group of rows, from which on none is divided: groups differ by a quarter at most.
+_RUNS = 4
 
 
 RowBytes = Callable[[int, int], int]
@@ -28,12 +30,14 @@ RowBytes = Callable[[int, int], int]
 class RowSize:
     """The positions that a row begins with, and those that it may add.
 
-    continued: new positions of all copies of a row in one later pass.
+    continued: new positions of all copies of a row in one later pass. kind: rows of one number
+    begin with the same ids, which are read once for those of a group; None: with others.
     """
 
     given: int
     added: int
     continued: int = 0
+    kind: int | None = None
 
     @property
     def total(self) -> int:
@@ -55,18 +59,22 @@ def batches_of(
     positions and those of copies `positions`.
     """
     batches: list[list[int]] = []
+    kinds: set[int | None] = set()
     given = added = total = continued = 0
     for row in rows:
         size = sizes[row]
         given, added = max(given, size.given), max(added, size.added)
-        total, continued = total + size.given, continued + size.continued
+        total, continued = total + size.given * (size.kind not in kinds), continued + size.continued
         rows_then = len(batches[-1]) + 1 if batches else 1
         is_small = max(total, continued) <= positions
         if batches and is_small and rows_then * row_bytes(given, added) <= cache_bytes:
             batches[-1].append(row)
-            continue
-        batches.append([row])
-        given, added, total, continued = size.given, size.added, size.given, size.continued
+        else:
+            batches.append([row])
+            kinds.clear()
+            given, added, total, continued = size.given, size.added, size.given, size.continued
+        if size.kind is not None:
+            kinds.add(size.kind)
     return batches
 
 
@@ -75,9 +83,21 @@ def capacity_of(sizes: Sequence[RowSize]) -> int:
     return max(size.given for size in sizes) + max(size.added for size in sizes)
 
 
-def split_rows(rows: Sequence[int], parts: int) -> list[list[int]]:
-    """Deal rows into at most `parts` groups of nearly equal numbers."""
-    return [list(rows[start::parts]) for start in range(min(parts, len(rows)))]
+def deal_rows(rows: Sequence[int], sizes: Sequence[RowSize], parts: int) -> list[list[int]]:
+    """Deal rows into `parts` groups of nearly equal numbers; some are empty where rows are few.
+
+    Neighbours of one kind stay together where there are several kinds for each group.
+    """
+    runs: list[list[int]] = []
+    for row in rows:
+        kind = sizes[row].kind
+        if runs and kind is not None and sizes[runs[-1][0]].kind == kind:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    if len(runs) < _RUNS * parts:
+        runs = [[row] for row in rows]
+    return [[row for run in runs[start::parts] for row in run] for start in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -119,15 +139,16 @@ def plan_batches(
         most_added = max((size.added for size in sizes), default=0)
         sizes = [replace(size, added=most_added) for size in sizes]
     everyone = []
-    for other in range(ranks):
+    for own in deal_rows(order, sizes, ranks):
         found = batches_of(
             sizes,
-            order[other::ranks],
+            own,
             row_bytes=row_bytes,
             cache_bytes=cache_bytes,
             positions=positions,
         )
-        everyone.append([split_rows(batch, groups) for batch in found])
+        split = [deal_rows(batch, sizes, min(groups, len(batch))) for batch in found]
+        everyone.append(split)
     if in_step:
         most = max(len(batches) for batches in everyone)
         for batches in everyone:

@@ -111,12 +111,13 @@ def _fp32_bytes(numbers: int, dtype: torch.dtype, *, is_capped: bool) -> int:
 class KeyBytes:
     """Bytes of keys and values on the pipeline stage that needs the most for them.
 
-    is_capped: as in `layer_bytes_per_row`.
+    is_capped: as in `layer_bytes_per_row`. drawn: bytes of the draw of one row's next id.
     """
 
     stages: Sequence[Sequence[KeyShape]]
     dtype: torch.dtype
     is_capped: bool
+    drawn: int = 0
 
     def shared(self, prefix: int) -> int:
         """Return the bytes of a prefix of all rows: its cache, and an fp32 copy of a layer."""
@@ -144,7 +145,7 @@ class KeyBytes:
             elif copies:
                 # One store is copied: its rows that go on, or its keys in fp32, which take no more.
                 whole = layer_bytes_per_row(shapes, given + added, self.dtype, is_capped=False)
-                found.append(row + whole)
+                found.append(row + max(whole, self.drawn))
         return max(found)
 
     def _layer(self, shapes: Sequence[KeyShape], positions: int, prefix: int) -> int:

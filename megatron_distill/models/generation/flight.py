@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_distill.models.generation.attend import Step
 from megatron_distill.models.generation.cache import Cache, integers
 from megatron_distill.models.generation.draw import Drawn
 from megatron_distill.models.generation.request import (
@@ -24,7 +25,7 @@ from megatron_distill.models.generation.request import (
 from megatron_distill.models.generation.text import Decode, TextStream
 from megatron_distill.runtime.host_copy import HostCopy
 
-__all__ = ["Flight", "RowText"]
+__all__ = ["Beginning", "Flight", "RowText"]
 
 # Ended rows are dropped once they are this share: each drop copies the rows that go on.
 _DROPPED_SHARE = 0.25
@@ -63,15 +64,20 @@ class RowText:
         """Whether the row goes on."""
         return self.index is not None and self.ended is None
 
-    def push(self, token: int, log_prob: float) -> None:
-        """Add a drawn id."""
-        self.ids.append(token)
-        self.log_probs.append(log_prob)
-        if token in self.stops.ids:
+    def extend(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Add drawn ids, up to the row's end."""
+        tokens = tokens[: self.limit - len(self.ids)]
+        stop = next((place for place, token in enumerate(tokens) if token in self.stops.ids), None)
+        taken = len(tokens) if stop is None else stop + 1
+        if self.stream is not None and self.stops.strings:
+            count = self.stream.extend(tokens[:stop])
+            if self.stream.is_stopped:
+                taken, self.ended = count, "string"
+        self.ids += tokens[:taken]
+        self.log_probs += [min(one, 0.0) for one in log_probs[:taken]]
+        if self.ended is None and stop is not None:
             self.ended = "id"
-        elif self.stream is not None and self.stops.strings and self.stream.push(token):
-            self.ended = "string"
-        elif len(self.ids) >= self.limit:
+        elif self.ended is None and len(self.ids) >= self.limit:
             self.ended = "length"
 
     def written(self) -> Written:
@@ -79,9 +85,8 @@ class RowText:
         assert self.ended is not None
         text = None
         if self.stream is not None:
-            if not self.stops.strings:
-                for token in self.ids[: -1 if self.ended == "id" else None]:
-                    self.stream.push(token)
+            if not self.stops.strings:  # no text was needed earlier
+                self.stream.extend(self.ids[: -1 if self.ended == "id" else None])
             text = self.stream.finish()
         return Written(tuple(self.ids), tuple(self.log_probs), self.ended, text)
 
@@ -137,12 +142,9 @@ class Flight:
             if not row.is_live:
                 continue
             before = len(row.ids)
-            for ids, log_probs in drawn:
-                log_prob = log_probs[place]
-                is_broken |= not math.isfinite(log_prob)
-                row.push(ids[place], min(log_prob, 0.0))
-                if row.ended is not None:
-                    break
+            own = [log_probs[place] for _, log_probs in drawn]
+            row.extend([ids[place] for ids, _ in drawn], own)
+            is_broken |= not all(map(math.isfinite, own[: len(row.ids) - before]))
             if on_tokens is not None:
                 new = row.ids[before : -1 if row.ended == "id" else None]
                 if new:
@@ -173,3 +175,23 @@ class Flight:
         self.cache.reduce_to(alive)
         self.row_keys_b, self.ids_b = self.row_keys_b[index], self.ids_b[index]
         self.history = [Drawn(*(part[index] for part in drawn)) for drawn in self.history]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first step of a flight: its ids, and the last position of each row among them.
+
+    copies: of each row, the row of the cache that it begins with; None: its own.
+    """
+
+    flight: Flight
+    ids_N: Tensor
+    step: Step
+    ends_b: Tensor
+    copies: Sequence[int] | None
+
+    def finish(self) -> None:
+        """Store the keys of the step, and give each row its own; one layer at a time is twice."""
+        self.step.finish()
+        if self.copies is not None:
+            self.flight.cache.reduce_to(self.copies)

@@ -33,7 +33,8 @@ from megatron_distill.models.generation.batches import (
 from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, Prefix, integers
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
 from megatron_distill.models.generation.families import PrefixFamily, deal, families_of
-from megatron_distill.models.generation.flight import Flight, RowText
+from megatron_distill.models.generation.flight import Beginning, Flight, RowText
+from megatron_distill.models.generation.memory import CACHE_GIB, draw_bytes
 from megatron_distill.models.generation.pace import PACES, Questions
 from megatron_distill.models.generation.request import (
     AnswerScore,
@@ -86,7 +87,7 @@ class CachedGPT:
     groups: Groups
     device: torch.device
     vocab_size: int | None = None
-    cache_gib: float = 4.0
+    cache_gib: float = CACHE_GIB
     decode: Decode | None = None
 
     @property
@@ -104,9 +105,11 @@ class CachedGPT:
         prefix: Sequence[int] = (),
         on_tokens: OnTokens | None = None,
         stop_requested: Callable[[], bool] | None = None,
+        batch_positions: int = PREFILL_POSITIONS,
     ) -> list[Written]:
         """Continue each row; `on_tokens` is called on the ranks that compute the row.
 
+        `batch_positions`: as in `score`.
         `stop_requested`, once true on a rank, stays so. It is asked every 16 steps, and then all
         ranks end their rows as they are.
 
@@ -127,8 +130,17 @@ class CachedGPT:
             index: RowText.of(index, rows[index], limits[index], stops, self.decode, prefix)
             for index in written
         }
-        sizes = [RowSize(len(rows[index].ids), limits[index] + run.pace.spare) for index in written]
-        run.take(prefix, sizes, run.planned(sizes, prefix))
+        kinds: dict[tuple[int, ...], int] = {}
+        sizes = [
+            RowSize(
+                len(ids := rows[index].ids),
+                limits[index] + run.pace.spare,
+                # In step all ranks read as many positions, known by the lengths alone.
+                kind=None if run.in_step else kinds.setdefault(ids, len(kinds)),
+            )
+            for index in written
+        ]
+        run.take(prefix, sizes, run.planned(sizes, prefix, positions=batch_positions))
         for number in range(run.plan.most):
             if run.questions.is_stopped:
                 break
@@ -274,7 +286,9 @@ class _GenerationRun:
             stages *= self.groups.pipeline.size()
             dist.all_gather_object(stages, self.stage.key_shapes, group=self.groups.pipeline)
         is_capped = model.architecture.attention_softcap is not None
-        self.key_bytes = KeyBytes(stages, self.stage.dtype, is_capped)
+        # Groups of rows draw one after the other.
+        drawn = -(-draw_bytes(self.stage.shard.width, sampling) // self.groups.pipeline.size())
+        self.key_bytes = KeyBytes(stages, self.stage.dtype, is_capped, drawn)
         self.prefix: Prefix | None = None
         self.finished: list[RowText] = []
         self.is_broken = False
@@ -359,7 +373,7 @@ class _GenerationRun:
 
     def begin(
         self, batch: int, group: int, texts: list[RowText], requests: Sequence[WriteRow]
-    ) -> _Beginning:
+    ) -> Beginning:
         """Prepare the first step of a group of rows."""
         ids = [requests[text.index].ids for text in texts if text.index is not None]
         keys = [
@@ -367,32 +381,36 @@ class _GenerationRun:
             for text in texts
             if text.index is not None
         ]
-        padding = 0
+        padding, unique = 0, ids if self.in_step else list(dict.fromkeys(ids))
         if not texts:  # a row that only keeps the ranks in step
             texts = [RowText(None, 0, Stops(), ended="length")]
-            ids, keys = [(0,)], [0]
+            unique, keys = [(0,)], [0]
         if self.in_step:
             longest = self.plan.largest(
                 batch, group, lambda rows: max(1, sum(self.sizes[row].given for row in rows))
             )
-            padding = longest - sum(map(len, ids))
+            padding = longest - sum(map(len, unique))
         added = max((text.limit for text in texts), default=0) + self.pace.spare
         if self.in_step:  # the rows of other ranks may be longer
             added = max(size.added for size in self.sizes)
-        cache = self.empty_cache(len(ids), max(map(len, ids)) + added)
-        flat = [token for row in ids for token in row] + [0] * padding
+        cache = self.empty_cache(len(unique), max(map(len, unique)) + added)
+        flat = [token for row in unique for token in row] + [0] * padding
         flight = Flight(
             texts,
             cache,
             integers(keys, self.device),
-            torch.zeros(len(ids), dtype=torch.int64, device=self.device),
+            torch.zeros(len(texts), dtype=torch.int64, device=self.device),
         )
-        counts = [len(row) for row in ids]
-        ends = integers(counts, self.device).cumsum(0) - 1
+        counts = [len(row) for row in unique]
+        ends, copies = integers(counts, self.device).cumsum(0) - 1, None
+        if len(unique) < len(texts):  # samples of a prompt, which is read once
+            places = {row: place for place, row in enumerate(unique)}
+            copies = [places[row] for row in ids]
+            ends = ends[integers(copies, self.device)]
         step = step_for(cache, counts, padding)
-        return _Beginning(flight, integers(flat, self.device), step, ends)
+        return Beginning(flight, integers(flat, self.device), step, ends, copies)
 
-    def first(self, beginnings: Sequence[_Beginning]) -> list[Flight]:
+    def first(self, beginnings: Sequence[Beginning]) -> list[Flight]:
         """Run the given positions of all groups, and draw the first ids."""
         for number in range(len(self.stage.chunks)):
             for start in beginnings:
@@ -401,7 +419,7 @@ class _GenerationRun:
                     positions_b = start.step.positions_N[start.ends_b]
                     self._draw(start.flight, hidden_NH[start.ends_b], positions_b)
         for start in beginnings:
-            start.step.finish()
+            start.finish()
         return [start.flight for start in beginnings]
 
     def go_on(self, flights: Sequence[Flight]) -> None:
@@ -480,13 +498,3 @@ class _GenerationRun:
                 (most,) = highest(rows, device=self.device, group=self.groups.data_context)
                 flight.padding = most - rows
             flight.ids_b = torch.nn.functional.pad(flight.ids_b[:rows], (0, flight.padding))
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    """The first step of a flight: its ids, and the last position of each row among them."""
-
-    flight: Flight
-    ids_N: Tensor
-    step: Step
-    ends_b: Tensor

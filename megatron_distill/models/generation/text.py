@@ -10,8 +10,9 @@ __all__ = ["Decode", "TextStream"]
 Decode = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# Ids that are decoded again with the new ones, so that joining characters come out right.
-_CONTEXT = 4
+# Ids that are decoded again with the new ones, so that joining characters come out right: at least,
+# and before their first ones are left out. More take longer; leaving some out takes a decode.
+_CONTEXT, _MOST = 4, 8
 
 
 @dataclass
@@ -28,27 +29,36 @@ class TextStream:
     context: Sequence[int] = ()  # ids before the text, of which the last few are decoded with it
     text: str = ""
     is_stopped: bool = False
-    _ids: list[int] = field(default_factory=list)
-    _start: int = 0  # of the ids that are decoded again
-    _settled: int = 0  # ids whose text is complete
+    _ids: list[int] = field(default_factory=list)  # those that are decoded with the next ones
+    _before: str = ""  # the text of those of them whose text is complete
     _is_finished: bool = False
     _given: int = 0  # characters returned by `new_text`
 
     def __post_init__(self) -> None:
-        self._ids = list(self.context)[-_CONTEXT:]
-        self._settled = len(self._ids)
+        self._keep_last(list(self.context))
 
     def push(self, token: int) -> bool:
         """Add an id; returns whether a stop string is complete. The text then ends before it."""
         self._ids.append(token)
-        if self._settle(last=False):
-            self._find_stop()
+        self._settle(last=False)
         return self.is_stopped
+
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Add ids, up to the one that completes a stop string; returns how many.
+
+        The text is that of `push` for each of them.
+        """
+        if len(tokens) > 1 and self._took_together(tokens):
+            return len(tokens)
+        for count, token in enumerate(tokens, 1):
+            if self.push(token):
+                return count
+        return len(tokens)
 
     def finish(self) -> str:
         """Return the whole text, an unfinished character included."""
-        if not self.is_stopped and self._settle(last=True):
-            self._find_stop()
+        if not self.is_stopped:
+            self._settle(last=True)
         self._is_finished = True
         return self.text
 
@@ -60,22 +70,55 @@ class TextStream:
         new, self._given = self.text[self._given : end], max(self._given, end)
         return new
 
-    def _settle(self, *, last: bool) -> bool:
-        before = self.decode(self._ids[self._start : self._settled])
-        now = self.decode(self._ids[self._start :])
-        if len(now) <= len(before) or (now.endswith(_UNFINISHED) and not last):
+    def _took_together(self, tokens: Sequence[int]) -> bool:
+        """Add ids whose characters are whole, and end no stop string; else none: returns False."""
+        ids = [*self._ids, *tokens]
+        now = self.decode(ids)
+        new = now[len(self._before) :]
+        if not new or _UNFINISHED in new or self._stops(new):
             return False
-        self.text += now[len(before) :]
-        self._settled = len(self._ids)
-        self._start = max(0, self._settled - _CONTEXT)
+        self.text += new
+        self._ids, self._before = ids, now
+        self._keep_short()
         return True
 
-    def _find_stop(self) -> None:
-        found = [self.text.find(string) for string in self.strings]
-        places = [place for place in found if place >= 0]
+    def _settle(self, *, last: bool) -> None:
+        """Take the text of all ids, once it is complete."""
+        now = self.decode(self._ids)
+        if len(now) <= len(self._before) or (now.endswith(_UNFINISHED) and not last):
+            return
+        new = now[len(self._before) :]
+        places = self._stops(new)
+        self.text += new
         if places:
             self.text = self.text[: min(places)]
             self.is_stopped = True
+        self._before = now
+        self._keep_short()
+
+    def _stops(self, new: str) -> list[int]:
+        """Return where stop strings begin that new text completes, in the text with it."""
+        found = []
+        for string in self.strings:
+            start = max(0, len(self.text) - len(string) + 1)
+            place = (self.text[start:] + new).find(string)
+            if place >= 0:
+                found.append(start + place)
+        return found
+
+    def _keep_short(self) -> None:
+        if len(self._ids) > _MOST:
+            self._keep_last(self._ids)
+
+    def _keep_last(self, ids: list[int]) -> None:
+        """Keep the last few ids, from the beginning of a character on where one is near."""
+        for count in range(_CONTEXT, 2 * _CONTEXT):
+            self._ids = ids[-count:]
+            self._before = self.decode(self._ids)
+            if not self._before.startswith(_UNFINISHED) or count >= len(ids):
+                return
+        self._ids = ids[-_CONTEXT:]
+        self._before = self.decode(self._ids)
 
 
 def _begun(text: str, string: str) -> int:

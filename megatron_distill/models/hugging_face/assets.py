@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,27 @@ def choose_family(architecture: Architecture, assets: Path, *, wanted: str | Non
         else:
             return family
     raise CheckpointError("no supported family matches this model:\n  " + "\n  ".join(reasons))
+
+
+def weights_dtype(folder: Path) -> str | None:
+    """The type of a folder's weights as torch spells it, from config.json or else from the files.
+
+    None: neither tells.
+    """
+    with suppress(CheckpointError):
+        entries = _original(folder)
+        for found in (entries, entries.get("text_config")):
+            stated = isinstance(found, Mapping) and (found.get("dtype") or found.get("torch_dtype"))
+            if isinstance(stated, str) and stated != "auto":
+                return stated.removeprefix("torch.")
+    from megatron_distill.models.hugging_face.safetensors_files import SafetensorsFolder
+
+    with suppress(CheckpointError):
+        files = SafetensorsFolder(folder)
+        return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(
+            files.dtype(min(files.names)) if files.names else ""
+        )
+    return None
 
 
 def write_config(

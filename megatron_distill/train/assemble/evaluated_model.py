@@ -14,6 +14,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer, Vocabulary
 from megatron_distill.evaluation.tasks.prepared import PreparedTask
 from megatron_distill.log import get_logger
 from megatron_distill.models.architecture import Architecture
+from megatron_distill.models.generation.memory import CACHE_GIB
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import HiddenStateGPT, vocab_shard
 from megatron_distill.models.sharded_weights import has_sharded_weights
@@ -27,6 +28,8 @@ from megatron_distill.train.evaluation.scoring import ModelScorer, ModelWriter
 __all__ = ["evaluated_model", "shared_tokenizer", "without_texts"]
 
 _LOGGER = get_logger(__name__)
+
+_ROWS = 256  # prompts of one call, per data and context rank
 
 
 def without_texts(
@@ -51,7 +54,7 @@ def evaluated_model(
     tasks: Sequence[PreparedTask],
     *,
     section: EvaluationConfig,
-    cache_gib: float,
+    cache_gib: float | None,
     groups: Groups,
     device: torch.device,
     tokenizer: Tokenizer | None,
@@ -62,8 +65,8 @@ def evaluated_model(
 ) -> EvaluatedModel:
     """Return the model of these chunks with its scorer, and its writer if a task needs one.
 
-    vocabulary: of its tokenizer. writes: it writes text without a task. stop_requested: whether
-    this rank is to stop; None: whether it had a signal.
+    vocabulary: of its tokenizer. cache_gib: None: that in training. writes: it writes text without
+    a task. stop_requested: whether this rank is to stop; None: whether it had a signal.
 
     Collective: with a writer that of `shared_tokenizer`, as stop strings need it everywhere.
     """
@@ -81,12 +84,13 @@ def evaluated_model(
         groups,
         device,
         vocab_size=vocabulary.size,
-        cache_gib=cache_gib,
+        cache_gib=CACHE_GIB if cache_gib is None else cache_gib,
     )
     writer: ModelWriter | None = None
     if writes or any(task.task.kind == "generation" for task in tasks):
         decoding = replace(cached, decode=shared_tokenizer(tokenizer).decode)
-        writer = ModelWriter(decoding, stop_requested=asked)
+        rows = _ROWS * groups.data_context.size()
+        writer = ModelWriter(decoding, rows, section.batch_tokens, stop_requested=asked)
     own = ModelScorer(cached, *settings)
     return EvaluatedModel(
         role, own, tasks, in_use, writer, tokenizer=vocabulary.identity, stop_requested=asked

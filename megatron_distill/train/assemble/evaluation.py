@@ -28,6 +28,7 @@ from megatron_distill.evaluation.tasks.record import Task
 from megatron_distill.launching.grace import measured_looks
 from megatron_distill.log import get_logger
 from megatron_distill.models.execution import Execution
+from megatron_distill.models.generation.memory import free_cache_gib
 from megatron_distill.models.sharded_weights import has_sharded_weights
 from megatron_distill.runtime.collectives import from_first_rank
 from megatron_distill.runtime.groups import Groups
@@ -322,10 +323,13 @@ class Resolved:
         section: EvaluationConfig,
         groups: Groups,
         *,
-        cache_gib: float,
+        cache_gib: float | None,
         writes: bool = False,
     ) -> EvaluatedModel:
-        """Read the weights; `writes`: the model writes text whatever its tasks are."""
+        """Read the weights; `writes`: the model writes text whatever its tasks are.
+
+        cache_gib: None: that of `free_cache_gib`.
+        """
         role, shape = self.role, self.source.architecture
         execution = role.execution
         (model,) = self.source.build(execution, groups=groups, seed=role.seed, interleaved=False)
@@ -338,7 +342,7 @@ class Resolved:
             shape,
             tasks,
             section=section,
-            cache_gib=cache_gib,
+            cache_gib=free_cache_gib(cache_gib, execution.device, groups.world),
             groups=groups,
             device=execution.device,
             tokenizer=role.tokenizer,

@@ -392,7 +392,7 @@ def _served_steps(
 
 def _evaluated(
     section: EvaluationConfig,
-    cache_gib: float,
+    cache_gib: float | None,
     opened: _Opened,
     device: Device,
     tasks: tuple[PreparedTask, ...],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Final, Literal
 
 from megatron_distill.config import (
     ModelConfig,
@@ -15,7 +17,7 @@ from megatron_distill.config import (
     load_config,
     own_layouts,
 )
-from megatron_distill.errors import ConfigError
+from megatron_distill.errors import CheckpointError, ConfigError
 
 __all__ = [
     "NO_RUN",
@@ -24,9 +26,15 @@ __all__ = [
     "load_trained_run",
     "load_weights",
     "run_and_overrides",
+    "weights_on",
+    "weights_precision",
 ]
 
+Precision = Literal["fp32", "bf16"]
+
 NO_RUN = "give the output folder of a run, e.g. runs/first"
+
+_TYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
 
 # Overrides that leave the student of a run.
 STUDENT_ALONE = ("teacher=null", "teachers=null", "objective.terms=[]")
@@ -144,6 +152,54 @@ def load_weights(
     config = config_of(content, overrides, named=f"--{kind} {path}", own=own)
     check_layout(config, world_size)
     return config
+
+
+def weights_precision(
+    device: str, files: str | None, asked: Precision | None
+) -> tuple[Precision, str | None]:
+    """The precision of weights without a run, and why; None: as asked, or fp32 of a CPU.
+
+    device: "cpu" or "cuda". files: type of the weights in their files, None if unknown. A GPU has
+    16 bits, also of 32 in the files; fp16 becomes bf16, which has the range of fp32.
+    """
+    if asked is not None or device == "cpu":
+        return asked or "fp32", None
+    if files == "bfloat16":
+        return "bf16", "as in its files"
+    return "bf16", f"{files or 'an unknown type'} in its files"
+
+
+def weights_on(config: RunConfig, device: str) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the configuration of `load_weights` with the precision of a device, and what to say.
+
+    A precision that an override set stays.
+    """
+    asked = config.train.precision if "precision" in config.train.model_fields_set else None
+    files = None
+    if asked is None and device != "cpu":
+        files = _stored_type(config.student)
+    precision, reason = weights_precision(device, files, asked)
+    train = config.train.model_copy(update={"precision": precision})
+    config = config.model_copy(update={"train": train})
+    if reason is None:
+        return config, ()
+    source = config.student.hf or config.student.checkpoint
+    return config, (f"{source}: read in {precision} ({reason}); for fp32 train.precision=fp32",)
+
+
+def _stored_type(model: ModelConfig) -> str | None:
+    """Return the type of the weights in their files as torch spells it; None: unknown."""
+    from megatron_distill.models.hugging_face.assets import weights_dtype
+
+    if model.hf is not None:
+        return weights_dtype(Path(model.hf).expanduser())
+    from megatron_distill.train.checkpoint.description import Description, resolve_checkpoint
+
+    assert model.checkpoint is not None, "the weights are in one or the other"
+    with suppress(CheckpointError):  # whoever reads the weights names it
+        found = Description.read(resolve_checkpoint(model.checkpoint)).configuration
+        return _TYPES.get(found.get("train", {}).get("precision"))
+    return None
 
 
 def _own_tokenizer(kind: str, path: str) -> str:

@@ -13,6 +13,7 @@ from megatron_distill.data.tokenizers.open import Tokenizer
 from megatron_distill.errors import ConfigError
 from megatron_distill.models.execution import Execution
 from megatron_distill.models.generation import Sampling, Stops, WriteRow
+from megatron_distill.models.generation.memory import free_cache_gib
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.gpt import HiddenStateGPT
 from megatron_distill.models.sharded_weights import has_sharded_weights
@@ -138,14 +139,12 @@ def _on_own_texts(
 ) -> dict[str, object]:
     """Return the figures on continuations of the held-out prompts; see `evaluate`."""
     groups, device = opened.site.groups, opened.site.execution.device
-    size, cache_gib = opened.vocabulary.size, config.generation.cache_gib
     drafter = CachedGPT(
         student.chunks,
         opened.student.architecture,
         groups,
         device,
-        vocab_size=size,
-        cache_gib=cache_gib,
+        vocab_size=opened.vocabulary.size,
     )
     verifier = replace(drafter, chunks=[teacher.model], architecture=teacher.architecture)
     tokenizer = opened.samples.tokenizer
@@ -156,6 +155,8 @@ def _on_own_texts(
     cost = _draft_cost(opened)
     found: dict[str, object] = {}
     with evaluating(student), awake(opened, "teacher", teacher):
+        cache_gib = free_cache_gib(config.generation.cache_gib, device, groups.world)
+        drafter, verifier = (replace(one, cache_gib=cache_gib) for one in (drafter, verifier))
         if teacher_text:
             rows = [WriteRow(ids, number, tokens) for number, ids in enumerate(prompts)]
             written = verifier.write(
@@ -277,7 +278,9 @@ def text_writer(
                 groups,
                 device.torch_device,
                 vocab_size=vocabulary.size,
-                cache_gib=config.generation.cache_gib,
+                cache_gib=free_cache_gib(
+                    config.generation.cache_gib, device.torch_device, groups.world
+                ),
                 decode=None if tokenizer is None else tokenizer.decode,
             )
 

@@ -16,6 +16,7 @@ from megatron_distill.evaluation.requests import (
     WrittenText,
     model_input,
 )
+from megatron_distill.models.generation.batches import PREFILL_POSITIONS
 from megatron_distill.models.generation.families import saves_enough
 from megatron_distill.models.generation.model import CachedGPT
 from megatron_distill.models.generation.request import Sampling, ScoreRow, Stops, WriteRow
@@ -111,11 +112,13 @@ class ModelWriter:
     Attributes:
         model: with the text of ids, which stop strings need.
         rows: prompts of one call of the model.
+        batch_tokens: new positions of one pass.
         stop_requested: whether this rank has been asked to stop; once true, it stays so.
     """
 
     model: CachedGPT
     rows: int = 256
+    batch_tokens: int = PREFILL_POSITIONS
     stop_requested: Callable[[], bool] = lambda: False
 
     def write(
@@ -150,6 +153,7 @@ class ModelWriter:
                 stops=ends,
                 prefix=shared,
                 stop_requested=self.stop_requested,
+                batch_positions=self.batch_tokens,
             )
             self._raise_if_stopped()  # the texts of some ranks may have ended early
             found += [WrittenText(one.text or "", one.ended == "length") for one in written]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow
+from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow, Written
 from tests.distributed.megatron_world import megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
 from tests.reference.tracing import Watch
@@ -139,6 +139,71 @@ def test_keys_and_values_stay_within_the_bound(
         assert found["score"] == 0.0, "keys without a continuation are not stored"
         for name in set(found) - {"batches", "score"}:
             assert 0.5 < found[name] <= 1.0, found
+
+
+def _passes(
+    rank: int, world: int, layout: dict[str, Any], rows: list[WriteRow], most: int, window: int
+) -> tuple[list[int], list[Written], list[Written]]:
+    """Positions of each pass over prompts, and the texts of all rows together and of each alone."""
+    with megatron_groups(**layout) as groups:
+        from megatron_distill.models.generation.attend import Append
+        from megatron_distill.models.generation.stage import Stage
+
+        changes = {"sliding_window": window, "sliding_layers": (0, 2)} if window else {}
+        shape = small_architecture(max_position_embeddings=64, **changes)
+        model = writer_of(shape, groups)
+        found: list[int] = []
+        real = Stage.run
+
+        def run(stage: Stage, number: int, ids_N: Tensor, step: Any) -> Tensor | None:
+            if not isinstance(step, Append):
+                found.append(len(ids_N))
+            return real(stage, number, ids_N, step)
+
+        sampling = Sampling(temperature=1.0, top_k=20)
+        with patch.object(Stage, "run", run):
+            written = model.write(rows, sampling=sampling, stops=Stops(), batch_positions=most)
+        alone = [model.write([row], sampling=sampling, stops=Stops())[0] for row in rows]
+        return found, written, alone
+
+
+def _require_equal(written: list[Written], alone: list[Written]) -> None:
+    for one, other in zip(written, alone, strict=True):
+        assert one.ids == other.ids
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def test_prompts_are_read_in_passes_of_as_many_positions_as_asked(pool: Pool) -> None:
+    rows = [WriteRow((7,) * (20 - row), row, 3) for row in range(6)]
+    ((whole, *_),) = pool.run(1, _passes, {}, rows, 2**14, 0)
+    ((parts, written, alone),) = pool.run(1, _passes, {}, rows, 40, 0)
+    assert max(whole) >= 6 * 15
+    assert 15 <= max(parts) <= 40
+    _require_equal(written, alone)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), (2, {}), (2, {"pipeline": 2})], ids=["one", "DP2", "PP2"]
+)
+def test_a_prompt_of_several_samples_is_read_once(
+    pool: Pool, world: int, layout: dict[str, Any], window: int
+) -> None:
+    """Its samples are dealt to one data rank, and to one group of a pipeline."""
+    prompts = [tuple(range(3, 20 + number % 3)) for number in range(12)]
+    prompts = [(number, *ids) for number, ids in enumerate(prompts)]
+    rows = [
+        WriteRow(ids, 4 * number + sample, 5)
+        for number, ids in enumerate(prompts)
+        for sample in range(4)
+    ]
+    once = sum(map(len, prompts))
+    found = pool.run(world, _passes, layout, rows, once, window)
+    for passes, written, alone in found:
+        share = sum(passes) / once
+        assert share <= 0.6 if world > 1 and not layout else share == 1.0
+        assert len({one.ids for one in written}) > len(prompts), "samples differ"
+        _require_equal(written, alone)
 
 
 def _copies_after_a_request(rank: int, world: int) -> tuple[int, bool]:

@@ -167,6 +167,24 @@ def test_missing_parts_are_written_and_no_others(
     assert "its rollouts have prompts = sha256:" in message(rollout(pool, *changed))
 
 
+def test_a_part_has_as_many_rows_for_each_data_rank_and_the_same_in_another_layout(
+    pool: Pool, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "a"
+    words = ("--hf", model, "--prompts", prompts, "--output", output, "--tokens", 2)
+    for world, layout in ((2, ()), (1, ()), (2, ("parallel.tensor=2",))):
+        endings = rollout(pool, *words, *layout, world=world)
+        assert endings[0].status == 0, endings[0].stderr
+        settings = json.loads((output / "rollouts.json").read_text())["settings"]
+        assert settings["part_rows"] == 512, "that of the part that is there"
+    refused = rollout(pool, *words, "--part-rows", 256)
+    assert "its rollouts have part_rows = 512, not 256" in message(refused)
+    (output / "part-00000.jsonl").unlink()
+    rollout(pool, *words)
+    settings = json.loads((output / "rollouts.json").read_text())["settings"]
+    assert settings["part_rows"] == 256, "a start without a part binds nothing"
+
+
 def test_texts_that_end_at_their_length_and_prompts_that_are_too_long_are_counted(
     pool: Pool, model: Path, tmp_path: Path
 ) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_distill import cli
 from megatron_distill.cli import main
 from megatron_distill.commands.evaluate import _write_out
 from megatron_distill.commands.generate import _Terminal
 from megatron_distill.data.tokenizers.open import train_bpe
+from megatron_distill.evaluation import generate as transformers_text
 
 
 def test_each_call_shows_certain_text_and_the_end_shows_the_rest(
@@ -78,6 +81,33 @@ def test_options_of_draws_without_effect_warn(
     told = capsys.readouterr().err
     warning = f"warning: {idle}: no effect with --temperature 0\n"
     assert warning in told if idle else "no effect" not in told
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "stated", "place"),
+    [
+        (False, "bfloat16", ("cpu", torch.float32)),
+        (True, "bfloat16", ("cuda", torch.bfloat16)),
+        (True, "float32", ("cuda", torch.bfloat16)),
+    ],
+)
+def test_transformers_has_the_device_and_the_precision_of_our_own_text(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_gpu: bool,
+    stated: str,
+    place: tuple[str, torch.dtype],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": stated}))
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(
+        transformers_text, "write_text", lambda *_, **given: found.update(given) or "text"
+    )
+    assert main(["generate", "--hf", str(tmp_path), "--transformers"]) == 0
+    assert (found["device"], found["dtype"]) == place
+    assert (f"{tmp_path}: read in bf16 (" in capsys.readouterr().err) == has_gpu
 
 
 def test_an_interruption_while_a_command_is_imported_leaves_no_trace(
