@@ -28,6 +28,7 @@ __all__ = [
     "aligned",
     "as_mask",
     "bytes_per_row",
+    "copies_prefix",
     "integers",
     "layer_bytes_per_row",
     "multiplies_all_heads",
@@ -53,6 +54,15 @@ def as_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is not torch.bool:
         seen = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
     return seen[:, None, None]
+
+
+def copies_prefix(device: torch.device) -> bool:
+    """Return whether rows that write begin with copies of their prefix.
+
+    A GPU attends to one store of keys in one kernel. Two take some twenty, which copy both in fp32.
+    A CPU multiplies the queries of all rows with the keys of the prefix at once.
+    """
+    return device.type == "cuda"
 
 
 def multiplies_all_heads(dtype: torch.dtype, device: torch.device) -> bool:
@@ -112,12 +122,14 @@ class KeyBytes:
     """Bytes of keys and values on the pipeline stage that needs the most for them.
 
     is_capped: as in `layer_bytes_per_row`. drawn: bytes of the draw of one row's next id.
+    copies_prefix: rows begin with a copy of the prefix, see `Cache.empty`.
     """
 
     stages: Sequence[Sequence[KeyShape]]
     dtype: torch.dtype
     is_capped: bool
     drawn: int = 0
+    copies_prefix: bool = False
 
     def shared(self, prefix: int) -> int:
         """Return the bytes of a prefix of all rows: its cache, and an fp32 copy of a layer."""
@@ -135,8 +147,9 @@ class KeyBytes:
         with it. Then `copies - 1` copies of the row are continued, or steps of one position follow.
         """
         found = []
+        copied = prefix if self.copies_prefix else 0
         for shapes in self.stages:
-            row = bytes_per_row(shapes, given + added, self.dtype) if copies else 0
+            row = bytes_per_row(shapes, copied + given + added, self.dtype) if copies else 0
             first = self._layer(shapes, given, prefix) if prefix else 0
             found.append(row + first)
             if copies > 1:
@@ -144,7 +157,9 @@ class KeyBytes:
                 found += [copies * row, (copies - 1) * (row + later)]
             elif copies:
                 # One store is copied: its rows that go on, or its keys in fp32, which take no more.
-                whole = layer_bytes_per_row(shapes, given + added, self.dtype, is_capped=False)
+                whole = layer_bytes_per_row(
+                    shapes, copied + given + added, self.dtype, is_capped=False
+                )
                 found.append(row + max(whole, self.drawn))
         return max(found)
 
@@ -286,16 +301,24 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device,
         prefix: Prefix | None = None,
+        copies_prefix: bool = False,
     ) -> Cache:
         """Allocate the memory of `rows` with up to `capacity` positions after the prefix.
 
-        With a capacity of 0 one step may run, whose keys and values are not stored.
+        With a capacity of 0 one step may run, whose keys and values are not stored. copies_prefix:
+        each row begins with a copy of the prefix, and its steps know of none.
         """
+        length = 0 if prefix is None or not copies_prefix else prefix.length
+        capacity += length
         layers = [
             LayerCache.empty(shape, rows, capacity, dtype=dtype, device=device) for shape in shapes
         ]
         starts_b = torch.zeros(rows, dtype=torch.int64, device=device)
-        return cls(layers, [0] * rows, starts_b, prefix=prefix)
+        if prefix is None or not copies_prefix:
+            return cls(layers, [0] * rows, starts_b, prefix=prefix)
+        for layer, pairs in zip(layers, prefix.layers, strict=True):
+            layer.replace(pairs, length)
+        return cls(layers, [0] * rows, starts_b, length)
 
     @property
     def rows(self) -> int:

@@ -30,7 +30,14 @@ from megatron_distill.models.generation.batches import (
     capacity_of,
     plan_batches,
 )
-from megatron_distill.models.generation.cache import Cache, KeyBytes, KeyShape, Prefix, integers
+from megatron_distill.models.generation.cache import (
+    Cache,
+    KeyBytes,
+    KeyShape,
+    Prefix,
+    copies_prefix,
+    integers,
+)
 from megatron_distill.models.generation.draw import Drawn, draw, draw_keys, row_key
 from megatron_distill.models.generation.families import PrefixFamily, deal, families_of
 from megatron_distill.models.generation.flight import Beginning, Flight, RowText
@@ -44,6 +51,8 @@ from megatron_distill.models.generation.request import (
     Stops,
     WriteRow,
     Written,
+    check_answers,
+    check_rows,
 )
 from megatron_distill.models.generation.scoring import (
     Found,
@@ -173,10 +182,11 @@ class CachedGPT:
         position of an answer and 8 per id. At the end the scores over the pipeline and the data x
         context group. With `between` one all-reduce of 8 bytes in the world.
         """
-        self._check_answers(rows)
+        tokens = self.architecture.vocab_size if self.vocab_size is None else self.vocab_size
+        check_answers(rows, tokens=tokens)
         longest = [max(len(answer) for answer in row.answers) - 1 for row in rows]
         self._check([(row.context, more) for row, more in zip(rows, longest, strict=True)], prefix)
-        run = _GenerationRun(self, Sampling(), None)
+        run = _GenerationRun(self, Sampling(), None, writes=False)
         families = run.families(rows, prefix)
         parts = [
             Scoring(
@@ -217,36 +227,9 @@ class CachedGPT:
         }
         return [merged[index] for index in range(len(rows))]
 
-    def _check_answers(self, rows: Iterable[ScoreRow]) -> None:
-        """Raise ConfigError for answers that are missing, or that the model never writes."""
-        known = self.architecture.vocab_size if self.vocab_size is None else self.vocab_size
-        for row in rows:
-            if not row.answers or not all(row.answers):
-                raise ConfigError("a row to score has no answer, or an empty one; leave it out")
-            for answer in row.answers:
-                if not 0 <= min(answer) <= max(answer) < known:
-                    raise ConfigError(
-                        f"an answer has token id {min(answer) if min(answer) < 0 else max(answer)}"
-                        f", and there are {known:,} ids; use the model's tokenizer"
-                    )
-
     def _check(self, rows: Iterable[tuple[Sequence[int], int]], prefix: Sequence[int]) -> None:
-        """Raise ConfigError for rows that the model cannot read; the same on every rank."""
-        rows_of_model = self.architecture.vocab_size
-        for ids, more in rows:
-            length = len(prefix) + len(ids) + more
-            if not ids:
-                raise ConfigError("a row has no token after the shared prefix; give it one")
-            if length > self.positions:
-                raise ConfigError(
-                    f"a row has {length:,} tokens, and the model has {self.positions:,} positions "
-                    "(max_position_embeddings); shorten the row"
-                )
-            if not 0 <= min(ids) <= max(ids) < rows_of_model:
-                raise ConfigError(
-                    f"a row has token id {min(ids) if min(ids) < 0 else max(ids)}, and the model "
-                    f"has {rows_of_model:,} ids; use the model's tokenizer"
-                )
+        ids = self.architecture.vocab_size
+        check_rows(rows, prefix=len(prefix), positions=self.positions, ids=ids)
 
     def _gathered(self, finished: list[RowText], is_broken: bool) -> dict[int, Written]:
         own = {row.index: row.written() for row in finished if row.index is not None}
@@ -267,6 +250,8 @@ class _GenerationRun:
         sampling: Sampling,
         on_tokens: OnTokens | None,
         stop_requested: Callable[[], bool] | None = None,
+        *,
+        writes: bool = True,
     ) -> None:
         self.model, self.sampling, self.on_tokens = model, sampling, on_tokens
         self.groups, self.device = model.groups, model.device
@@ -288,7 +273,8 @@ class _GenerationRun:
         is_capped = model.architecture.attention_softcap is not None
         # Groups of rows draw one after the other.
         drawn = -(-draw_bytes(self.stage.shard.width, sampling) // self.groups.pipeline.size())
-        self.key_bytes = KeyBytes(stages, self.stage.dtype, is_capped, drawn)
+        copies = writes and copies_prefix(self.device)
+        self.key_bytes = KeyBytes(stages, self.stage.dtype, is_capped, drawn, copies)
         self.prefix: Prefix | None = None
         self.finished: list[RowText] = []
         self.is_broken = False
@@ -358,6 +344,7 @@ class _GenerationRun:
             dtype=self.stage.dtype,
             device=self.device,
             prefix=self.prefix,
+            copies_prefix=self.key_bytes.copies_prefix,
         )
 
     def write(

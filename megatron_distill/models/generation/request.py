@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,8 @@ __all__ = [
     "Stops",
     "WriteRow",
     "Written",
+    "check_answers",
+    "check_rows",
 ]
 
 Ending = Literal["id", "string", "length"]
@@ -120,3 +122,42 @@ class AnswerScore:
 
 OnTokens = Callable[[int, Sequence[int]], None]
 """Called with a row's index and its next written ids, without a stop id; on every rank."""
+
+
+def check_answers(rows: Iterable[ScoreRow], *, tokens: int) -> None:
+    """Raise ConfigError for answers that are missing, or that the model never writes.
+
+    tokens: ids that it writes.
+    """
+    for row in rows:
+        if not row.answers or not all(row.answers):
+            raise ConfigError("a row to score has no answer, or an empty one; leave it out")
+        for answer in row.answers:
+            if not 0 <= min(answer) <= max(answer) < tokens:
+                raise ConfigError(
+                    f"an answer has token id {min(answer) if min(answer) < 0 else max(answer)}"
+                    f", and there are {tokens:,} ids; use the model's tokenizer"
+                )
+
+
+def check_rows(
+    rows: Iterable[tuple[Sequence[int], int]], *, prefix: int, positions: int, ids: int
+) -> None:
+    """Raise ConfigError for rows that a model with so many positions and ids cannot read.
+
+    rows: ids, and how many positions more are read. prefix: the tokens before each row.
+    """
+    for row, more in rows:
+        length = prefix + len(row) + more
+        if not row:
+            raise ConfigError("a row has no token after the shared prefix; give it one")
+        if length > positions:
+            raise ConfigError(
+                f"a row has {length:,} tokens, and the model has {positions:,} positions "
+                "(max_position_embeddings); shorten the row"
+            )
+        if not 0 <= min(row) <= max(row) < ids:
+            raise ConfigError(
+                f"a row has token id {min(row) if min(row) < 0 else max(row)}, and the model "
+                f"has {ids:,} ids; use the model's tokenizer"
+            )

@@ -61,19 +61,30 @@ def _opened(folder: Path, groups: Groups) -> CachedGPT:
     return CachedGPT(chunks, shape, groups, torch.device("cpu"))
 
 
+def copied_prefixes(*, are_copied: bool = True) -> Any:
+    """Let rows begin with copies of their prefix, as on a GPU."""
+    from megatron_distill.models.generation import model
+
+    return patch.object(model, "copies_prefix", lambda _: are_copied)
+
+
 def _of_folder(rank: int, world: int, folder: Path, prefix: tuple[int, ...]) -> dict[str, Any]:
     with megatron_groups() as groups:
         found = _opened(folder, groups)
         rows = [WriteRow(ids, sample, 64) for sample, ids in enumerate(prompts())]
         greedy = {"sampling": Sampling(), "stops": Stops()}
         alone = found.write(rows, **greedy)
-        after = found.write([WriteRow(row.ids, 0, 24) for row in rows], **greedy, prefix=prefix)
+        again = [WriteRow(row.ids, 0, 24) for row in rows]
+        after = found.write(again, **greedy, prefix=prefix)
+        with copied_prefixes():
+            copied = found.write(again, **greedy, prefix=prefix)
         answers = [((4,), text.ids[:30], (9, 8, 7), (5, 6)) for text in alone]
         scored = [ScoreRow(row.ids, several) for row, several in zip(rows, answers, strict=True)]
         one = [ScoreRow((7,), (ids,)) for ids in prompts()]
         return {
             "alone": alone,
             "after": after,
+            "copied": copied,
             "answers": answers,
             "scores": found.score(scored),
             "scores after": found.score(scored, prefix=prefix),
@@ -128,10 +139,12 @@ def test_every_family_writes_and_scores_as_transformers(
         expected, is_greedy = theirs.log_probs(context, text.ids)  # recomputed, without a cache
         assert is_greedy
         close(text.log_probs, expected)
-    for context, text in zip(prompts(), ours["after"], strict=True):
+    for context, text, copied in zip(prompts(), ours["after"], ours["copied"], strict=True):
         expected, is_greedy = theirs.log_probs((*prefix, *context), text.ids)
         assert is_greedy
+        assert copied.ids == text.ids
         close(text.log_probs, expected)
+        close(copied.log_probs, expected)
     for before, key in (((), "scores"), (prefix, "scores after")):
         for context, answers, scores in zip(prompts(), ours["answers"], ours[key], strict=True):
             for answer, score in zip(answers, scores, strict=True):
@@ -165,6 +178,7 @@ def looking(interval: int, delay: int) -> Iterator[None]:
             linear.WeightCopies, "__init__", lambda copies: vars(copies).update(left=copied)
         ),
         patch.object(attend, "_SHORT", short),
+        copied_prefixes(are_copied=bool(delay)),
     ):
         yield
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_distill.models.generation import Sampling, ScoreRow, Stops, WriteRow, Written
+from tests.distributed.generation.test_generation import copied_prefixes
 from tests.distributed.megatron_world import megatron_groups, small_architecture, writer_of
 from tests.distributed.pool import Pool
 from tests.reference.tracing import Watch
@@ -92,11 +93,12 @@ def _peaks(
         rows += [WriteRow((9,) * 5, row, 8 + row) for row in range(12)]
         found = {}
         shared = (1,) * prefix
-        with Stores() as stores:
-            model.write(rows, sampling=Sampling(temperature=1.0), stops=Stops(), prefix=shared)
-        found["write"] = stores.peak / bound
-        found["batches"] = stores.stores / (2 * shape.num_layers / groups.pipeline.size())
-        assert not stores.live
+        for name in ("write", "write after copies") if prefix else ("write",):
+            with Stores() as stores, copied_prefixes(are_copied=name != "write"):
+                model.write(rows, sampling=Sampling(temperature=1.0), stops=Stops(), prefix=shared)
+            found[name] = stores.peak / bound
+            found["batches"] = stores.stores / (2 * shape.num_layers / groups.pipeline.size())
+            assert not stores.live
         contexts = [(first, *row.ids[1:]) for first, row in enumerate(rows)]  # that share nothing
         answers = {"score": ((1, 2, 3),), "score copies": ((1, 2), (2, 3))}
         for name, several in answers.items():
