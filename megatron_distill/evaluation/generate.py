@@ -65,8 +65,14 @@ def write_text(
     if room <= 0:
         raise ConfigError(f"--prompt has {len(ids)} tokens, the model's positions; shorten it")
     given = torch.tensor([ids], device=device)
-    most = min(tokens, room)
-    (written,) = model.to(device).eval().generate(given, max_new_tokens=most, **how)
+    try:
+        model = model.to(device).eval()
+        (written,) = model.generate(given, max_new_tokens=min(tokens, room), **how)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--transformers writes on one GPU, which {folder} does not fit; set "
+            "CUDA_VISIBLE_DEVICES= (empty) to write on the CPU"
+        ) from error
     response = written.tolist()[len(ids) :]
     if response[-1] in opened.stop_ids:
         response.pop()

@@ -32,6 +32,7 @@ _LONGEST_STEP: Final = "longest_step.json"
 _NOTEWORTHY: Final = 1.1  # times as long as the longest one before
 _MARGIN_SECONDS: Final = 60.0  # Slurm may signal a minute early, and processes take time to end
 _STEPS: Final = 100
+_LAUNCHES: Final = 8  # the last ones that measured: a slow hour does not count for ever
 _TAIL_BYTES: Final = 1_000_000
 
 
@@ -78,13 +79,13 @@ class LongestStep:
 def measured_looks(requested: Callable[[], bool]) -> Callable[[], bool]:
     """Return a look at a request to stop that writes the longest time between two looks.
 
-    For later launches of a command that reads a model, into the folder of its records, on the first
-    rank of a launch. Elsewhere it is the look alone.
+    For later launches of a command that reads a model, into the records of this one, on its first
+    rank. Elsewhere it is the look alone.
     """
     launch = os.environ.get(LAUNCH_VARIABLE)
     if launch is None or os.environ.get("RANK", "0") != "0":
         return requested
-    steps = _longest_step(Path(launch).parent)
+    steps = _longest_step(Path(launch))
 
     def look() -> bool:
         steps.end_step()
@@ -100,7 +101,14 @@ def _longest_step(folder: Path) -> LongestStep:
 
 def _longest_in(folder: Path) -> list[float]:
     files = [*folder.glob(_LONGEST_STEP), *folder.glob(f"*/{_LONGEST_STEP}")]
-    return [one for file in files for one in _steps_in(file)]
+    newest = sorted(files, key=_written_at)[-_LAUNCHES:]
+    return [one for file in newest for one in _steps_in(file)]
+
+
+def _written_at(file: Path) -> float:
+    with suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0
 
 
 def _steps_in(file: Path) -> list[float]:

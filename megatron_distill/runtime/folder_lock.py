@@ -78,8 +78,9 @@ def take_lock(
             patience, ends = patience_seconds, _is_to_end(descriptor)
             if patience is None:
                 patience = _PATIENCE_SECONDS if ends else _MOMENT_SECONDS
-            if time.monotonic() - began > patience or is_requested():
-                refusal = _refusal(descriptor, named, waited=patience if is_announced else None)
+            waited = time.monotonic() - began
+            if waited > patience or is_requested():
+                refusal = _refusal(descriptor, named, waited=waited if is_announced else None)
                 os.close(descriptor)
                 raise refusal from None
             if ends and not is_announced:

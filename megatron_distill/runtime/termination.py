@@ -157,15 +157,15 @@ def when_requested(action: Callable[[], None]) -> Callable[[], None]:
     request = _request()
     if request is None:
         return lambda: None
-    if request.received:
-        action()
-    else:
-        request.actions.append(action)
 
     def forget() -> None:
         with suppress(ValueError):
             request.actions.remove(action)
 
+    request.actions.append(action)
+    if request.received and action in request.actions:  # before it was one of them
+        forget()
+        action()
     return forget
 
 

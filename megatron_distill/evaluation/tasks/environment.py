@@ -20,8 +20,6 @@ _OF_TEXTS: Final = (
 )  # fmt: skip
 
 
-# Of these, filters that write their arguments, too.
-_OF_WRITTEN: Final = ("format", "replace")
 _IN_A_TEXT: Final = "written_in_a_text"  # no name of a filter that a template has
 
 
@@ -75,8 +73,8 @@ def task_environment() -> SandboxedEnvironment:
     )
     for name in _OF_TEXTS:
         found.filters[name] = _without_null(found.filters[name])
-    for name in _OF_WRITTEN:
-        found.filters[name] = _without_nulls(found.filters[name])
+    found.filters["format"] = _without_nulls(found.filters["format"])
+    found.filters["replace"] = _replacing(found.filters["replace"])
     found.filters[_IN_A_TEXT] = _written
     found.filters["regex_replace"] = _without_null(_regex_replace)
     return found
@@ -100,6 +98,17 @@ def _without_nulls(writer: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*given: Any, **named: Any) -> Any:
         _require((*given, *named.values()))
         return writer(*given, **named)
+
+    return checked
+
+
+def _replacing(replace: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the filter `replace` that refuses a null as the old or the new text."""
+
+    @wraps(replace)
+    def checked(context: Any, text: Any, old: Any, new: Any, count: Any = None) -> Any:
+        _require((old, new))
+        return replace(context, text, old, new, count)
 
     return checked
 

@@ -18,7 +18,7 @@ __all__ = [
 
 # New positions of one forward pass: bounds the memory of activations.
 PREFILL_POSITIONS = 2**14
-# Kinds for each group of rows, from which on none is divided: groups differ by a quarter at most.
+# Runs of rows of one kind in a group, where they are as long as they may be.
 _RUNS = 4
 
 
@@ -86,17 +86,17 @@ def capacity_of(sizes: Sequence[RowSize]) -> int:
 def deal_rows(rows: Sequence[int], sizes: Sequence[RowSize], parts: int) -> list[list[int]]:
     """Deal rows into `parts` groups of nearly equal numbers; some are empty where rows are few.
 
-    Neighbours of one kind stay together where there are several kinds for each group.
+    Neighbours of one kind stay together, in runs of a quarter of a group at most.
     """
+    most = max(1, len(rows) // (_RUNS * parts))
     runs: list[list[int]] = []
     for row in rows:
         kind = sizes[row].kind
-        if runs and kind is not None and sizes[runs[-1][0]].kind == kind:
+        joins = bool(runs) and kind is not None and sizes[runs[-1][0]].kind == kind
+        if joins and len(runs[-1]) < most:
             runs[-1].append(row)
         else:
             runs.append([row])
-    if len(runs) < _RUNS * parts:
-        runs = [[row] for row in rows]
     return [[row for run in runs[start::parts] for row in run] for start in range(parts)]
 
 

@@ -100,9 +100,12 @@ class ExpertLayer:
         if self.expert_group.size() == 1:  # k rows of each position, side by side
             order = position.argsort(stable=True)
             rows = output.index_select(0, order)
-            return rows.view(x_NH.shape[0], self.per_position, -1).sum(1)
-        # In the order of the rows also on a GPU, unlike `index_add_`: equal runs write equal texts.
-        return torch.zeros_like(x_NH).index_put_((position,), output, accumulate=True)
+            return rows.view(x_NH.shape[0], self.per_position, x_NH.shape[1]).sum(1)
+        sums = torch.zeros_like(x_NH)
+        if x_NH.device.type == "cpu":
+            return sums.index_add_(0, position, output)
+        # On a GPU this one adds in the order of the rows: equal runs write equal texts.
+        return sums.index_put_((position,), output, accumulate=True)
 
     def _of_all(self, x_NH: Tensor) -> Tensor:
         assert self.shared is not None

@@ -218,6 +218,11 @@ def test_the_grace_of_a_command_that_reads_a_model_follows_from_its_own_looks_at
         now += seconds
         assert measured_looks(lambda: True)()
     assert grace_seconds(launches.measured) == 260.0
+    for number in range(8):  # later launches had no such hour
+        file = run / "launches_evaluate" / f"8-{number}" / "longest_step.json"
+        file.parent.mkdir()
+        file.write_text('{"step_seconds": 10.0}')
+    assert grace_seconds(launches.measured) == 80.0
     written = Launches(run / "launches", run, "--output run")
     assert written.measured == run / "launches"
     assert Launches(run / "launches", run, "output=run").measured == run

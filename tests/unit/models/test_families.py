@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_distill.models.generation.batches import RowSize, batches_of, plan_batches
+from megatron_distill.models.generation.batches import RowSize, batches_of, deal_rows, plan_batches
 from megatron_distill.models.generation.families import deal, families_of
 from megatron_distill.train.evaluation.scoring import _shared_beginning
 
@@ -121,3 +121,14 @@ def test_ranks_in_step_bound_the_positions_of_copies_too() -> None:
         positions=40,
     )
     assert [batch[0] for batch in plan.mine] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(("copies", "others"), [(500, 32), (8, 256), (64, 0), (3, 0)], ids=str)
+def test_groups_of_rows_are_alike_however_often_a_prompt_is_there(copies: int, others: int) -> None:
+    parts = 8
+    sizes = [RowSize(9, 4, kind=0)] * copies + [RowSize(9, 4, kind=1 + n) for n in range(others)]
+    rows = range(len(sizes))
+    found = deal_rows(rows, sizes, parts)
+    assert sorted(row for group in found for row in group) == list(rows)
+    counts = [len(group) for group in found]
+    assert max(counts) - min(counts) <= max(1, len(sizes) // (4 * parts))

@@ -54,8 +54,9 @@ def test_operators_and_filters_that_take_no_null_write_as_before(tmp_path: Path)
     lines(tmp_path / "a.jsonl", [{"q": "1?", "n": 7, "m": {"x": "y", "z": None}, "c": ["a", "b"],
                                   "right": 0}])  # fmt: skip
     question = "{{ q ~ n ~ (n % 4) ~ '%02d' % n ~ '%s%s' % (q, n) ~ '%(x)s' % m ~ '{}'.format(n) }}"
+    question += "{{ 'abab' | replace('a', 'c', none) ~ 'abab' | replace('a', 'c', count=1) }}"
     (found,) = read_task(own_task(tmp_path, question=question, choices="c"))
-    assert found.prompt.text == "1?73071?7y7"
+    assert found.prompt.text == "1?73071?7y7cbcbcbab"
 
 
 def test_a_null_that_a_template_tests_or_replaces_is_no_error(tmp_path: Path) -> None:
