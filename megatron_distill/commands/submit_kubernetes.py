@@ -107,7 +107,7 @@ def _run(given: argparse.Namespace) -> int:
     rules = ["--max-starts", str(given.max_starts), "--ranks-per-node", str(ranks)]
     rules += [] if given.folder is None else ["--folder", given.folder]
     # Models and data are on the claims of the pods.
-    check_submission(program, nodes=given.nodes, ranks=ranks, run=None)
+    check_submission(program, nodes=given.nodes, ranks=ranks, run=None, device=given.device)
     work_folder = given.work_folder or str(Path.cwd())
     claims = [tuple(claim.split(":", 1)) for claim in given.claim]
     _check_claims(launches, work_folder, [folder for _, folder in claims])

@@ -170,7 +170,8 @@ def _run(given: argparse.Namespace) -> int:
     ranks = given.ranks_per_node
     if ranks is None and given.gpus_per_node is not None:
         ranks = int(given.gpus_per_node.rpartition(":")[2])
-    check_submission(program, nodes=given.nodes, ranks=ranks, run=[sys.executable])
+    run, device = [sys.executable], given.device
+    check_submission(program, nodes=given.nodes, ranks=ranks, run=run, device=device)
     submission = time.strftime("%Y%m%d-%H%M%S")
     script = batch_script(
         _demand(given, launches),

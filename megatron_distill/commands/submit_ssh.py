@@ -214,14 +214,16 @@ def _check(hosts: Hosts, program: Program, given: argparse.Namespace) -> None:
     """
     if given.dry_run:
         run = [sys.executable]
-        check_submission(program, nodes=hosts.wanted, ranks=given.ranks_per_node, run=run)
+        ranks = given.ranks_per_node
+        check_submission(program, nodes=hosts.wanted, ranks=ranks, run=run, device=given.device)
         return
     silent: dict[str, str] = {}
     for host in hosts.names:
         run = [*hosts.on_nodes([host]), sys.executable]
         try:
             ranks = ranks_on(run, given=given.ranks_per_node)
-            check_submission(program, nodes=hosts.wanted, ranks=ranks, run=run)
+            count, device = hosts.wanted, given.device
+            check_submission(program, nodes=count, ranks=ranks, run=run, device=device)
             break
         except NoAnswerError as error:
             silent[host] = error.last_line

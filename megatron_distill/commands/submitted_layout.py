@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 from megatron_distill.commands import capture, train
 from megatron_distill.commands.job import file_and_overrides
+from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program, add_folder
+from megatron_distill.log import get_logger
 
 __all__ = ["add_command", "check_submission", "empty_health", "missing_words"]
+
+_LOGGER = get_logger(__name__)
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +24,11 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     add_folder(parser)
+    parser.add_argument(
+        "--device", metavar="NAME",
+        help="a device of `plan`, as h100-80gb: refuse a run or a capture that its memory does "
+        "not hold",
+    )  # fmt: skip
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG key=value",
         help="arguments of the command; its options follow --",
@@ -46,18 +55,33 @@ def missing_words(given: argparse.Namespace) -> str | None:
 
 
 def check_submission(
-    program: Program, *, nodes: int, ranks: int | None, run: Sequence[str] | None
+    program: Program,
+    *,
+    nodes: int,
+    ranks: int | None,
+    run: Sequence[str] | None,
+    device: str | None,
 ) -> None:
     """Raise ConfigError, with key and value, unless the layout fits `ranks` of each node.
 
     ranks: None: known on the nodes alone, and not checked. run: starts Python where the models are,
-    whose shapes are checked as well for `train`; None: they may not be seen from here.
+    whose shapes are checked as well for `train`; None: they may not be seen from here. device:
+    whose memory has to hold each rank; None: the ranks compare it with their own.
     """
-    if ranks is None or program.command not in ("train", "capture"):
+    if program.command not in ("train", "capture"):
+        if device is not None:
+            _LOGGER.warning("--device %s: has no effect with %s", device, program.command)
+        return
+    if ranks is None:
+        if device is not None:
+            raise ConfigError(
+                f"--device {device}: the ranks of a node are not known here; give --ranks-per-node"
+            )
         return
     if program.command == "train" and run is not None:
         program.check_layout(run, nodes=nodes, ranks=ranks)
-        return
+        if device is None:
+            return
     from megatron_distill.config import (
         check_layout,
         load_capture_config,
@@ -72,3 +96,7 @@ def check_submission(
     config = load(file, overrides)
     teachers = teacher_ranks(config, ranks_per_node=ranks)
     check_layout(config, nodes * ranks, teachers=teachers)
+    if device is not None:
+        from megatron_distill.train.reports.memory_check import refuse_beyond_device
+
+        refuse_beyond_device(config, device, nodes=nodes, local=ranks)

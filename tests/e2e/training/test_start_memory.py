@@ -32,6 +32,7 @@ def started(
     from megatron_distill.planning.device import load_device
     from megatron_distill.train.assemble import run as assembly
     from megatron_distill.train.reports import start_memory
+    from megatron_distill.train.reports.memory_check import RankMemory
 
     happened: list[str] = []
     build = assembly.open_run
@@ -42,7 +43,7 @@ def started(
 
     update = {"memory_gib": gib, "kind": kind, "reserved_gib": 0.0, "title": "a small machine"}
     small = load_device("h100-80gb").model_copy(update=update)
-    machine = start_memory.RankMemory(small, is_limit=kind == "gpu")
+    machine = RankMemory(small, is_limit=kind == "gpu")
     logger, handler = logging.getLogger(start_memory.__name__), _Noted(happened)
     logger.addHandler(handler)
     try:

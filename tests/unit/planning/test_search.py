@@ -32,7 +32,7 @@ from megatron_distill.planning.search import (
 from megatron_distill.planning.step_time import least_seconds, step_time
 from megatron_distill.runtime.groups import Layout
 from megatron_distill.train.assemble.shapes import layout_of
-from megatron_distill.train.reports.start_memory import nearest
+from megatron_distill.train.reports.memory_check import nearest
 from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
 
 DEVICE = load_device("h100-80gb")

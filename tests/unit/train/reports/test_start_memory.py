@@ -18,12 +18,15 @@ from megatron_distill.models.parameters import parameters, places
 from megatron_distill.planning.device import load_device
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.reports import start_memory
-from megatron_distill.train.reports.planned_run import open_shapes
-from megatron_distill.train.reports.start_memory import (
+from megatron_distill.train.reports.memory_check import (
     RankMemory,
+    capture_memory_warning,
     memory_warning,
-    refuse_beyond_memory,
+    refuse_beyond_device,
 )
+from megatron_distill.train.reports.planned_run import open_shapes
+from megatron_distill.train.reports.start_memory import refuse_beyond_memory
+from tests.guards.source_tree import ROOT
 from tests.unit.commands.test_plan import RUN, SEVERAL
 from tests.unit.train.reports.test_planned_run import UNREAD, run_config
 
@@ -236,7 +239,7 @@ def test_a_capture_that_does_not_fit_gets_layouts_that_do(
 
     def warning(gib: float, kind: str = "gpu") -> str | None:
         small = machine(gib, kind)
-        return start_memory.capture_memory_warning(capture, shape, small, layout=layout, ranks=4)
+        return capture_memory_warning(capture, shape, small, layout=layout, ranks=4)
 
     assert warning(20 * weights) is None
     text = warning(1.5 * weights)
@@ -252,3 +255,15 @@ def test_a_capture_that_does_not_fit_gets_layouts_that_do(
     monkeypatch.setenv("SLURM_MEM_PER_NODE", str(int(512 * weights)))
     with pytest.raises(ConfigError, match=r"of this capture needs .* \(SLURM_MEM_PER_NODE="):
         refuse_beyond_memory(capture, nodes=4, local=1)
+
+
+def test_a_submission_for_a_device_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    wide = run_config(tmp_path, ["train.micro_batch_size=8"])
+    refuse_beyond_device(wide, "h100-80gb", nodes=4, local=2)
+    device = yaml.safe_load((ROOT / "megatron_distill/planning/devices/l40s.yaml").read_text())
+    small = tmp_path / "small.yaml"
+    small.write_text(yaml.safe_dump(device | {"memory_gib": 3.0, "reserved_gib": 0.5}))
+    with pytest.raises(ConfigError, match=r"(?s)needs .* has 3.0 GiB.* nearest layouts .*; set "):
+        refuse_beyond_device(wide, str(small), nodes=4, local=2)
+    with pytest.raises(ConfigError, match="there is no device h9"):
+        refuse_beyond_device(wide, "h9", nodes=4, local=2)
