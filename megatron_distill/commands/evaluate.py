@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -254,7 +255,7 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
             raise KeyboardInterrupt(request.signal_number or signal.SIGINT) from None
     if launch.rank == 0:
         _write_results({"model": str(named)}, dict(found or {}), arguments)
-    place = "" if arguments.json is None else f"; the results are in {arguments.json}"
+    place = _place("results", arguments.json)
     note(
         launch,
         f"{named}: {', '.join(arguments.lm_eval or [task.name for task in tasks])} in "
@@ -265,6 +266,10 @@ def _evaluate_tasks(arguments: argparse.Namespace, launch: Launch) -> None:
 def _named_task(given: str, limit: int | None) -> tuple[str, dict[str, object]]:
     """Return the task of a word of --tasks and the changes to it."""
     named, equals, folder = given.partition("=")
+    if equals and re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", named) and not Path(named).is_file():
+        raise ConfigError(
+            f"--tasks {given}: this is a setting; write settings (key=value) before --tasks"
+        )
     changes: dict[str, object] = {"folder": folder} if equals else {}
     return named, {**changes, **({} if limit is None else {"limit": limit})}
 
@@ -327,13 +332,37 @@ def _write_results(
         raise failure
 
 
-def _write_out(figures: Mapping[str, object], path: Path | None) -> None:
-    """Write figures as JSON to a file, or to standard output."""
-    text = _text_of(figures)
-    if path is None:
-        sys.stdout.write(text)
+def _write_out(figures: Mapping[str, Any], path: Path | None) -> None:
+    """Write figures as JSON to a file, as tables to a terminal, else as JSON to standard output."""
+    if path is not None:
+        keep_result(path, _text_of(figures))
+    elif sys.stdout.isatty():
+        _show(figures)
     else:
-        keep_result(path, text)
+        sys.stdout.write(_text_of(figures))
+
+
+def _show(figures: Mapping[str, Any]) -> None:
+    """Print the figures as tables: those of the harness as its own."""
+    from rich.console import Console
+
+    from megatron_distill.evaluation.result_tables import result_tables
+
+    if "configs" in figures:
+        from lm_eval.utils import make_table
+
+        sys.stdout.write(f"{make_table(figures)}\n")
+        return
+    console = Console()
+    for table in result_tables(figures):
+        console.print(table)
+
+
+def _place(kind: str, path: Path | None) -> str:
+    """Return where the figures are, or how to get all of them after the tables."""
+    if path is not None:
+        return f"; the {kind} are in {path}"
+    return "; all of them as JSON: --json FILE" if sys.stdout.isatty() else ""
 
 
 def _text_of(figures: Mapping[str, object]) -> str:
@@ -364,7 +393,7 @@ def _evaluate(arguments: argparse.Namespace, launch: Launch) -> None:
         )
     if launch.rank == 0:
         _write_out(figures, arguments.json)
-    place = "" if arguments.json is None else f"; the figures are in {arguments.json}"
+    place = _place("figures", arguments.json)
     note(
         launch,
         f"{run}: evaluated on {counted(config.validation.samples, 'held-out sequence')} of "

@@ -90,7 +90,9 @@ def add_writer_arguments(
         default=0.0,
         help="draw from tokens with this share of the largest",
     )
-    parser.add_argument("--seed", type=whole_number("1"), default=0)
+    parser.add_argument(
+        "--seed", type=whole_number("1"), default=0, help="of the draws (default: %(default)s)"
+    )
     parser.add_argument(
         "--stop",
         action="append",
@@ -102,7 +104,7 @@ def add_writer_arguments(
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_writer_arguments(parser, tokens=200, temperature=0.7, top_p=0.95)
-    parser.add_argument("--prompt", default="def ", help="text to continue")
+    parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -144,8 +146,11 @@ def _wrong_number(arguments: argparse.Namespace) -> str | None:
     """Return the error of an option out of its range, before torch is loaded; None: none."""
     top_k = arguments.top_k
     ranges = {
-        "tokens": (arguments.tokens >= 0, "0 or more"),
-        "temperature": (0 <= arguments.temperature < math.inf, "0 (greedy) or more"),
+        "tokens": (arguments.tokens > 0, "1 or more"),
+        "temperature": (
+            0 <= arguments.temperature < math.inf,
+            "0 (greedy) or a finite number",
+        ),
         "top-k": (top_k is None or top_k > 0, "1 or more, or leave it out for all tokens"),
         "top-p": (0 < arguments.top_p <= 1, "a number above 0, at most 1"),
         "min-p": (0 <= arguments.min_p <= 1, "a number from 0 to 1"),

@@ -15,7 +15,7 @@ def whole_number(example: str) -> Callable[[str], int]:
         try:
             return int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text}: give a whole number, as {example}") from None
+            raise _wrong(text, f"give a whole number, as {example}") from None
 
     return read
 
@@ -27,8 +27,8 @@ def whole_numbers(example: str) -> Callable[[str], list[int]]:
         try:
             return [int(part) for part in text.split(",")]
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text}: give whole numbers with commas between them, as {example}"
+            raise _wrong(
+                text, f"give whole numbers with commas between them, as {example}"
             ) from None
 
     return read
@@ -41,6 +41,13 @@ def number(example: str) -> Callable[[str], float]:
         try:
             return float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text}: give a number, as {example}") from None
+            raise _wrong(text, f"give a number, as {example}") from None
 
     return read
+
+
+def _wrong(text: str, wanted: str) -> argparse.ArgumentTypeError:
+    """Return the error of a word; settings may have come too late."""
+    if "=" in text:
+        wanted += ", and write settings (key=value) before the option"
+    return argparse.ArgumentTypeError(f"{text}: {wanted}")

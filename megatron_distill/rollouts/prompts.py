@@ -137,6 +137,8 @@ class PromptFile:
         if content.get(_MESSAGES) is not None:
             return self._conversation(number, content)
         text = content.get(self.key)
+        if text is None and self.key in content:
+            raise self._bad(number, f"{self.key!r} is null; correct or remove the row")
         if text is None:
             is_table = _FORMATS[self.path.suffix] in ("parquet", "arrow")
             known = table_columns(self.path) if is_table else content

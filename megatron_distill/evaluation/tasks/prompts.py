@@ -195,7 +195,7 @@ class TaskTemplates:
         if values.get(group) is not None:
             return str(values[group])
         if group in values:
-            raise self._missing(f"group = {group!r} has no value", row)
+            raise self._null(group, row)
         return str(self._expression("group", group, row))
 
     def pool_of(self, row: TaskRow) -> str:
@@ -287,7 +287,7 @@ class TaskTemplates:
         except NullTextError as error:
             raise self._null(template, row) from error
         except _OF_TEMPLATES as error:
-            raise self._missing(f"{self._key_of(template)}: {error}", row) from error
+            raise self._wrong(self._key_of(template), template, error, row) from error
 
     def _key_of(self, template: str) -> str:
         """Return the key of the task that has this template."""
@@ -301,7 +301,7 @@ class TaskTemplates:
         except NullTextError as error:
             raise self._null(source, row) from error
         except _OF_TEMPLATES as error:
-            raise self._missing(f"{key}: {error}", row) from error
+            raise self._wrong(key, source, error, row) from error
         if isinstance(found, StrictUndefined) or found is None:
             raise self._missing(f"{key} = {source!r} has no value", row)
         return found
@@ -314,8 +314,17 @@ class TaskTemplates:
             "or remove the row, or give a text for a null: {{ x or '' }}, or {% if x %}"
         )
 
+    def _wrong(self, key: str, template: str, error: Exception, row: TaskRow) -> DataError:
+        """Return the error of a template that cannot be rendered."""
+        if "NoneType" in str(error):  # `+` and comparisons, which Python refuses itself
+            return self._null(template, row)
+        return self._missing(f"{key}: {error}", row)
+
     def _missing(self, reason: str, row: TaskRow) -> DataError:
         names = ", ".join(columns_of(row)) or "none"
+        for name, column in self._task.columns.items():
+            if column not in row.values:
+                reason += f"; columns.{name}: {column!r} is none of this row's columns"
         return DataError(
             f"task {self._task.name}: {row.place}: {reason} (its columns: {names}); name the "
             f"column under `columns`, or correct the template in {self._task.place}"

@@ -152,6 +152,7 @@ def _on_own_texts(
     length = config.data.sequence_length
     prompts = held_out_prompts(held_out.steps, groups, most=max(1, length // 4))
     tokens = min(_NEW_TOKENS, max(1, length // 2))
+    _require_room(drafts, prompts, min(drafter.positions, verifier.positions))
     cost = _draft_cost(opened)
     found: dict[str, object] = {}
     with evaluating(student), awake(opened, "teacher", teacher):
@@ -188,6 +189,19 @@ def _on_own_texts(
     return found
 
 
+def _require_room(
+    drafts: Sequence[int], prompts: Sequence[tuple[int, ...]], positions: int
+) -> None:
+    """Raise ConfigError for drafts that are too long for a block after every prompt."""
+    most = positions - min(map(len, prompts), default=0) - 2
+    for draft in drafts:
+        if draft > most:
+            raise ConfigError(
+                f"--speculative {draft}: no held-out prompt leaves room for such a draft in the "
+                f"{positions:,} positions of both models; give {most} at most"
+            )
+
+
 def _drafted(
     write: Callable[..., list[Speculated]], draft: int, rule: AcceptanceRule, cost: float | None
 ) -> dict[str, object]:
@@ -212,7 +226,8 @@ def _teacher_beside(opened: OpenRun) -> OnlineTeacher:
     if teacher is None:
         raise ConfigError(
             f"{named} read and write with the run's teacher, and no single live one is on the "
-            "student's ranks; give its weights, teacher.hf or teacher.checkpoint"
+            "student's ranks; give its weights, teacher.hf or teacher.checkpoint, and set "
+            "teacher.store=null"
         )
     if opened.teacher.aligned is not None:
         raise ConfigError(f"{named}: the teacher has another tokenizer; leave them out")

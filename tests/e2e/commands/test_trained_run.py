@@ -107,6 +107,13 @@ def test_an_evaluation_repeats_the_runs_own_validation(
     assert on_one_rank["speculative"]["greedy"]["2"]["blocks"] > 10
 
 
+def test_drafts_beyond_the_positions_are_refused(pool: Pool, trained: Path) -> None:
+    ending = call_alone(pool, EVALUATE, trained / "student", "--speculative", 2, 5000)
+    assert ending.status == 1
+    assert "--speculative 5000: no held-out prompt leaves room for such a draft" in ending.stderr
+    assert "positions of both models; give " in ending.stderr
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -112,6 +112,7 @@ def test_a_document_begins_with_the_begin_of_text_token_where_training_has_it() 
             r"row 1: has no 'messages' and no 'prompt' \(it has: text\); name the col",
         ),
         ([{"prompt": 3}], "row 1: 'prompt' is a number, not text; correct it"),
+        ([{"prompt": None}], "row 1: 'prompt' is null; correct or remove the row"),
         (
             [{"prompt": "a"}, {"messages": [USER]}],
             "row 2: is a conversation, and the first row a t",

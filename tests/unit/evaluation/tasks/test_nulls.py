@@ -27,7 +27,17 @@ NULLS = [
     ({"kind": "perplexity", "text": "{{ '{}'.format(q) }}"}, {"q": None}, "null columns: q"),
     ({"kind": "perplexity", "text": "{{ 'a' | replace('a', q) }}"}, {"q": None}, "columns: q"),
     ({**CHOICE, "answer": "'a' ~ q"}, {"q": None, "c": ["a", "b"], "right": 0}, "writes a null"),
-    ({**CHOICE, "group": "g"}, {"q": "1?", "c": ["a", "b"], "right": 0, "g": None}, "group = 'g' "),
+    (
+        {**CHOICE, "group": "g"},
+        {"q": "1?", "c": ["a", "b"], "right": 0, "g": None},
+        "'g' writes a null .null columns: g.; correct or remove the row",
+    ),
+    ({"kind": "perplexity", "text": "{{ 'a' + q }}"}, {"q": None}, "null columns: q.; correct or"),
+    (
+        {"kind": "perplexity", "text": "{{ p }}", "columns": {"p": "nope"}},
+        {"q": "a"},
+        "'p' is undefined; columns.p: 'nope' is none of this row's columns",
+    ),
     (CHOICE, {"q": None, "c": ["a", "b"], "right": 0}, "writes a null .null columns: q.; correct"),
     (CHOICE, {"q": "1?", "c": ["a", None], "right": 0}, r"choices = 'c' gives a null .*reject"),
     (
