@@ -343,16 +343,11 @@ def _write_out(figures: Mapping[str, Any], path: Path | None) -> None:
 
 
 def _show(figures: Mapping[str, Any]) -> None:
-    """Print the figures as tables: those of the harness as its own."""
+    """Print the figures as tables."""
     from rich.console import Console
 
     from megatron_distill.evaluation.result_tables import result_tables
 
-    if "configs" in figures:
-        from lm_eval.utils import make_table
-
-        sys.stdout.write(f"{make_table(figures)}\n")
-        return
     console = Console()
     for table in result_tables(figures):
         console.print(table)

@@ -21,7 +21,12 @@ Figures = Mapping[str, Any]
 
 
 def result_tables(figures: Figures) -> list[Table]:
-    """Return the tables of what `evaluate` has found: of tasks, or of held-out text."""
+    """Return the tables of what `evaluate` has found: of tasks, or of held-out text.
+
+    Results of lm-evaluation-harness are in its form, with `configs`.
+    """
+    if "configs" in figures:
+        return [_of_harness(figures)]
     if "results" in figures:
         return [_of_tasks(figures["results"], figures.get("student_minus", {}))]
     tables = [_of_losses(figures)]
@@ -59,6 +64,23 @@ def _of_tasks(results: Figures, minus: Figures) -> Table:
     }
     found.caption = "\n".join(sorted(reserved)) or None
     found.caption_justify = "left"
+    return found
+
+
+def _of_harness(figures: Figures) -> Table:
+    """Return a row per task and metric of the harness, with the filter of the answers."""
+    found = _table("task", "metric", "filter", "items", "value")
+    found.columns[1].justify = found.columns[2].justify = "left"
+    for task, own in figures["results"].items():
+        counted = figures.get("n-samples", {}).get(task, {}).get("effective")
+        for name, value in own.items():
+            metric, comma, kind = name.partition(",")
+            if not comma or metric.endswith(_ERROR) or not _is_number(value):
+                continue
+            error = own.get(f"{metric}{_ERROR},{kind}")
+            shown = _with_error(value, error if _is_number(error) else None)
+            items = "" if counted is None else f"{counted:,}"
+            found.add_row(task, metric, kind if kind != "none" else "", items, shown)
     return found
 
 

@@ -84,6 +84,15 @@ def test_results_of_tasks_stand_beside_the_teacher_s_with_their_difference() -> 
     assert "truncated" not in {word for row in rows for word in row}
 
 
+def test_results_of_the_harness_have_their_metrics_and_filters() -> None:
+    own = {"alias": "math", "sample_len": 3, "exact_match,flexible": 0.5}
+    own |= {"exact_match_stderr,flexible": 0.25, "acc,none": 0.75, "acc_stderr,none": "N/A"}
+    counts = {"math": {"original": 9, "effective": 3}}
+    rows = rows_of({"results": {"math": own}, "configs": {}, "n-samples": counts})
+    assert ["math", "exact_match", "flexible", "3", "0.5000", "+-", "0.2500"] in rows
+    assert ["math", "acc", "3", "0.7500"] in rows
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_terminal_has_tables_and_a_pipe_json(
     tmp_path: Path,
