@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Final, Literal
 
 from megatron_distill.models.architecture import Architecture
@@ -234,7 +235,7 @@ class LayerTimes:
 
     def __init__(self, shape: Architecture, rank: Rank, *, is_teacher: bool = False) -> None:
         self._shape, self._rank = shape, rank
-        self._more = _layer_seconds(rank, is_teacher=is_teacher)
+        self._more = _layer_seconds(rank, shape.hidden_size, is_teacher=is_teacher)
         self._layers: dict[LayerTraits, _LayerTimes] = {}
         self._known: dict[object, Passes] = {}
         self._counts: dict[tuple[int, int], Counts] = {}
@@ -315,17 +316,20 @@ class _LayerTimes:
     feed_forward: float  # forward, its element-wise work included
 
 
-def _layer_seconds(rank: Rank, *, is_teacher: bool) -> tuple[float, float]:
-    """Return the time of a layer of any size beyond its work, forward and backward.
+def _layer_seconds(rank: Rank, width: int, *, is_teacher: bool) -> tuple[float, float]:
+    """Return the time of a layer of this width beyond its work, forward and backward.
 
-    As measured: `layer_us`. Else what a layer of `calibrate`'s steps took longer on several
-    threads: `DeviceProfile.layer_excess`.
+    As measured: `layer_us`. A state that is smaller than those of `calibrate`'s second run, of half
+    the width and half the tokens, evicts less of a layer's code, and takes its share of that time.
+    Else what a layer of `calibrate`'s steps took longer on several threads:
+    `DeviceProfile.layer_excess`.
     """
     device, shape = rank.device, CALIBRATED_TEACHER if is_teacher else CALIBRATED_STUDENT
     phase: Phase = "teacher" if is_teacher else "forward"
     measured = device.layer_seconds(phase), device.layer_seconds("backward")
     if any(measured):
-        return measured
+        part = min(1.0, 4 * rank.tokens * width / (prod(CALIBRATED_TOKENS) * shape.hidden_size))
+        return measured[0] * part, measured[1] * part
     ahead = device.layer_excess(phase, rank.precision)
     back = 0.0 if is_teacher else device.layer_excess("backward", rank.precision)
     if not (ahead or back):

@@ -146,7 +146,7 @@ def test_steps_of_two_sizes_tell_a_layer_s_own_time_from_its_work(
 
     def seconds(device: DeviceProfile, hidden: int) -> tuple[PlannedRun, Choice, dict[Any, float]]:
         shape = llama(4, hidden, 3 * hidden, 8, 4, vocab_size=4096)
-        run = run_of(shape, teacher=shape, sequence_length=256, precision="fp32",
+        run = run_of(shape, teacher=shape, sequence_length=512, precision="fp32",
                      global_batch_size=ranks)  # fmt: skip
         choice = Choice(
             layout=layout, ranks=ranks, micro_batch_size=1, layers=(4,), place="shared",
@@ -172,6 +172,25 @@ def test_steps_of_two_sizes_tell_a_layer_s_own_time_from_its_work(
     assert (again.layer_us, again.step_factors) == (found.layer_us, found.step_factors)
 
 
+@pytest.mark.parametrize(("hidden", "part"), [(320, 1.0), (160, 1.0), (80, 0.5), (20, 0.125)])
+def test_a_small_layer_takes_its_share_of_the_time_of_any_layer(hidden: int, part: float) -> None:
+    """Of states of 384 tokens and so many numbers: `calibrate` measured 160 and 320."""
+    fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 1, "kernel_us": 2.0}
+    plain = DeviceProfile.model_validate(fields)
+    own = {"layer_us": {"one rank": {"forward": 300.0, "backward": 900.0}}}
+    measured = DeviceProfile.model_validate(fields | own)
+    shape = llama(4, hidden, 3 * hidden, 4, 4, vocab_size=4096)
+    run = run_of(shape, sequence_length=384, precision="fp32", global_batch_size=1)
+    choice = Choice(layout=Layout(), ranks=1, micro_batch_size=1, layers=(4,), place="none")
+    numbers = stage_numbers(shape, Layout(), (4,))
+    before, after = (
+        phase_seconds(run, choice, one.shared_by(1), numbers) for one in (plain, measured)
+    )
+    for phase, us in (("forward", 300.0), ("backward", 900.0)):
+        added = after[phase] - before[phase]  # type: ignore[index]
+        assert added == pytest.approx(4 * us * 1e-6 * part, rel=1e-6), phase
+
+
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (1, 2), (2, 1)])
 def test_the_losses_of_steps_have_the_rate_of_a_logit(ranks: int, threads: int) -> None:
     """In rows that are aliased and others, whatever rates and factors were known before."""
@@ -183,7 +202,7 @@ def test_the_losses_of_steps_have_the_rate_of_a_logit(ranks: int, threads: int) 
 
     def sample(vocabulary: int, speed: float = 1.0) -> Sample:
         shape = llama(4, 256, 704, 8, 4, vocab_size=vocabulary)
-        run = run_of(shape, teacher=shape, sequence_length=256, precision="fp32",
+        run = run_of(shape, teacher=shape, sequence_length=512, precision="fp32",
                      global_batch_size=ranks)  # fmt: skip
         choice = Choice(
             layout=Layout(), ranks=ranks, micro_batch_size=1, layers=(4,), place="shared",
