@@ -184,9 +184,17 @@ def test_prompts_are_read_in_passes_of_as_many_positions_as_asked(pool: Pool) ->
     _require_equal(written, alone)
 
 
-@pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize(
-    ("world", "layout"), [(1, {}), (2, {}), (2, {"pipeline": 2})], ids=["one", "DP2", "PP2"]
+    ("world", "layout", "window"),
+    [
+        (1, {}, 7),
+        (2, {}, 0),
+        (2, {"pipeline": 2}, 0),
+        pytest.param(1, {}, 0, marks=pytest.mark.slow),
+        pytest.param(2, {}, 7, marks=pytest.mark.slow),
+        pytest.param(2, {"pipeline": 2}, 7, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_prompt_of_several_samples_is_read_once(
     pool: Pool, world: int, layout: dict[str, Any], window: int

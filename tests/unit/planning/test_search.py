@@ -149,7 +149,13 @@ def test_the_fastest_layouts_are_tried_with_larger_micro_batches() -> None:
         assert planned(run, halved, DEVICE).time.total > best.time.total
 
 
-@pytest.mark.parametrize("student", [STUDENT, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "student",
+    [
+        pytest.param(STUDENT, id="dense"),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
+    ],
+)
 def test_no_step_is_below_the_bound_that_leaves_slow_layouts_out(student: Architecture) -> None:
     one = search(64, "none", student=student)
     shares = []
