@@ -4,46 +4,37 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TypeVar
 
 __all__ = ["number", "whole_number", "whole_numbers"]
+
+_Value = TypeVar("_Value")
 
 
 def whole_number(example: str) -> Callable[[str], int]:
     """Return a reader of a whole number, whose error shows an example of one."""
-
-    def read(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise _wrong(text, f"give a whole number, as {example}") from None
-
-    return read
+    return _reader(int, f"give a whole number, as {example}")
 
 
 def whole_numbers(example: str) -> Callable[[str], list[int]]:
     """Return a reader of whole numbers with commas between them."""
-
-    def read(text: str) -> list[int]:
-        try:
-            return [int(part) for part in text.split(",")]
-        except ValueError:
-            raise _wrong(
-                text, f"give whole numbers with commas between them, as {example}"
-            ) from None
-
-    return read
+    wanted = f"give whole numbers with commas between them, as {example}"
+    return _reader(lambda text: [int(part) for part in text.split(",")], wanted)
 
 
 def number(example: str) -> Callable[[str], float]:
     """Return a reader of a number, whose error shows an example of one."""
+    return _reader(float, f"give a number, as {example}")
 
-    def read(text: str) -> float:
+
+def _reader(read: Callable[[str], _Value], wanted: str) -> Callable[[str], _Value]:
+    def reader(text: str) -> _Value:
         try:
-            return float(text)
+            return read(text)
         except ValueError:
-            raise _wrong(text, f"give a number, as {example}") from None
+            raise _wrong(text, wanted) from None
 
-    return read
+    return reader
 
 
 def _wrong(text: str, wanted: str) -> argparse.ArgumentTypeError:

@@ -194,6 +194,6 @@ def test_every_number_of_a_command_has_an_error_with_an_example() -> None:
     files = [package / "cli.py", package / "launching" / "slurm_job.py"]
     files += (package / "commands").rglob("*.py")
     bare = re.compile(r"\btype=(int|float)\b")
-    # That of a job on its node, whose words a program has written.
+    # A batch script writes the options of preflight.py.
     found = {file.name for file in files if bare.search(file.read_text())} - {"preflight.py"}
     assert found == set()
