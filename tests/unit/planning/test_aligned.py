@@ -119,7 +119,9 @@ def test_a_loss_takes_its_passes_over_the_logits(alignment: Any) -> None:
         for name in PASSES
     ],
 )
-def test_the_calls_of_a_loss_are_those_of_torch_beyond_its_row_blocks(alignment: Any) -> None:
+def test_the_calls_of_a_loss_are_those_of_torch_beyond_its_row_blocks(
+    alignment: Any, one_thread: None
+) -> None:
     """As of the objective and of one to four tiles; more blocks of rows show what each takes."""
 
     def calls(chunks: int, tile_tokens: int) -> int:
@@ -131,7 +133,8 @@ def test_the_calls_of_a_loss_are_those_of_torch_beyond_its_row_blocks(alignment:
         return sum(one.count for one in record.key_averages() if one.key.startswith("aten::"))
 
     few, many = calls(144, 4096), calls(576, 4096)
-    # Blocks of 218 and 128 rows of the two vocabularies: 259 and 240 rows, then 979 and 961.
+    # One thread takes blocks of 218 and 128 rows of the two vocabularies: of 259 and 240 rows, then
+    # of 979 and 961.
     per_block = (many - few) / ((5 + 8) - (2 + 2))
     # 496 and 486 rows.
     for tile_tokens, tiles, blocks in ((4096, 1, 3 + 4), (256, 2, 4 + 4), (128, 4, 4 + 4)):

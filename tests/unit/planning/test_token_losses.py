@@ -15,6 +15,8 @@ from megatron_distill.planning.run import LossTerm
 from megatron_distill.signals import HiddenState
 from tests.unit.planning.shapes import choice_of, llama, run_of
 
+# Two blocks of the rows that one thread takes. Adaptive KL sorts before the gradient: its buffers
+# meet those of the gradient, as planned, from the second block on.
 TOKENS, VOCABULARY, HIDDEN = 64, 8192, 64
 
 
@@ -63,13 +65,13 @@ QUICK = ("forward_kl", "adaptive_kl", "js_divergence and reverse_kl")
     "case",
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in DIVERGENCES],
 )
-def test_divergences_take_the_planned_row_blocks(case: str) -> None:
+def test_divergences_take_the_planned_row_blocks(case: str, one_thread: None) -> None:
     names = case.split(" and ")
     found = planned(*(LossTerm(divergence=name) for name in names))
     assert found == pytest.approx(measured([Term(name) for name in names]), rel=0.02)
 
 
-def test_a_choice_among_narrow_rows_reads_all_logits_at_once() -> None:
+def test_a_choice_among_narrow_rows_reads_all_logits_at_once(one_thread: None) -> None:
     """Planned together with the row blocks, which a single chunk takes after the choice."""
     peak = measured([Term("forward_kl", top_k=512)])
     whole = planned(LossTerm())
