@@ -25,6 +25,7 @@ from megatron_distill.launching.batch_script import (
     LONGEST_WARNING,
     Demand,
     batch_script,
+    limit_seconds,
     option_objection,
 )
 from megatron_distill.launching.option_numbers import whole_number
@@ -138,7 +139,21 @@ def _objection(given: argparse.Namespace) -> str | None:
         return f"--spare-nodes {given.spare_nodes}: must be 0 or more"
     if given.chain > 1 and given.array > 1:
         return "--chain and --array: choose one"
-    return empty_health(given) or _container_objection(given) or missing_words(given)
+    return (
+        _time_objection(given)
+        or empty_health(given)
+        or _container_objection(given)
+        or missing_words(given)
+    )
+
+
+def _time_objection(given: argparse.Namespace) -> str | None:
+    if given.time is not None:
+        try:
+            limit_seconds(given.time)
+        except ConfigError as error:
+            return str(error)
+    return None
 
 
 def _container_objection(given: argparse.Namespace) -> str | None:

@@ -28,13 +28,18 @@ __all__ = [
 
 LONGEST_WARNING: Final = 65_535  # seconds before the limit, of sbatch --signal
 
-# The forms of a time limit that sbatch takes, as `time` of its manual lists them.
+# The forms of a time limit that sbatch takes, as `time` of its manual lists them. It would also
+# take 24:90, as 25 minutes and a half: its author meant other fields.
+_SIXTIETHS: Final = r"0*[0-5]?\d"
 _LIMIT: Final = re.compile(
-    r"(?P<minutes>\d+)(:(?P<seconds>\d+))?|(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)"
-    r"|(?P<days>\d+)-(?P<hours>\d+)(:(?P<min>\d+)(:(?P<sec>\d+))?)?"
+    rf"(?P<minutes>\d+)(:(?P<seconds>{_SIXTIETHS}))?"
+    rf"|(?P<h>\d+):(?P<m>{_SIXTIETHS}):(?P<s>{_SIXTIETHS})"
+    rf"|(?P<days>\d+)-(?P<hours>\d+)(:(?P<min>{_SIXTIETHS})(:(?P<sec>{_SIXTIETHS}))?)?",
+    re.ASCII,
 )
+_MOST_SECONDS: Final = 2**31 - 1  # of Slurm's integers
 _NO_REQUEUE: Final = "--no-requeue"
-_UNLIMITED: Final = ("0", "INFINITE", "UNLIMITED")
+_UNLIMITED: Final = ("INFINITE", "UNLIMITED")
 _INSTALLED: Final = ("site-packages", "dist-packages")
 # Characters that sbatch takes in a line of #SBATCH as they are.
 _PLAIN: Final = re.compile(r"[\w@%+=:,./\[\]*?~^-]*", re.ASCII)
@@ -147,20 +152,26 @@ def batch_script(
 def limit_seconds(text: str) -> float | None:
     """Return the seconds of a time limit as sbatch reads it; None: there is none.
 
-    Raises ConfigError: sbatch would refuse it.
+    Raises ConfigError: sbatch would refuse it, or read other numbers than its author meant.
     """
     if text.upper() in _UNLIMITED:
         return None
-    found = _LIMIT.fullmatch(text)
+    given, found = f"--time {shlex.quote(text)}", _LIMIT.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"--time {text}: sbatch takes minutes, minutes:seconds, hours:minutes:seconds, or "
-            "days-hours; write 24:00:00 or 1-0 for a day"
+            f"{given}: sbatch takes minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+            "days-hours:minutes, days-hours:minutes:seconds or UNLIMITED, with minutes and "
+            "seconds below 60 behind another number; write 24:00:00 or 1-0 for a day"
         )
     of = {name: int(value or 0) for name, value in found.groupdict().items()}
     hours = 24 * of["days"] + of["hours"] + of["h"]
     minutes = 60 * hours + of["minutes"] + of["m"] + of["min"]
-    return 60.0 * minutes + of["seconds"] + of["s"] + of["sec"]
+    seconds = 60.0 * minutes + of["seconds"] + of["s"] + of["sec"]
+    if seconds > _MOST_SECONDS:
+        raise ConfigError(
+            f"{given}: is more than the 68 years that Slurm counts; write UNLIMITED for no limit"
+        )
+    return seconds or None  # sbatch takes zero for no limit
 
 
 def option_objection(option: str) -> str | None:

@@ -110,18 +110,43 @@ def test_jobs_that_follow_each_other_do_not_requeue_themselves(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("90", 5400), ("24:00", 1440), ("24:00:00", 86400), ("1-0", 86400), ("2-1:30", 178200),
-     ("0-0:5:30", 330), ("1-12:00:00", 129_600), ("0", None), ("UNLIMITED", None)],
+     ("0-0:5:30", 330), ("1-12:00:00", 129_600), ("100:59:59", 363_599), ("90:00", 5400),
+     ("0-48", 172_800), ("35791394", 2_147_483_640), ("0", None), ("0:00:00", None),
+     ("unlimited", None), ("UNLIMITED", None), ("INFINITE", None)],
 )  # fmt: skip
 def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: float | None) -> None:
     assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["24h", "90.5", "1:2:3:4", "1-2-3", "1::5", "1-", "+5", " 90", "", "\u0663", "99:99:99",
+     "1:60:00", "1:00:60", "24:90", "1-2:60", "1-2:00:75", "INFINITY"],
+)  # fmt: skip
+def test_a_time_limit_that_sbatch_refuses_or_misreads_is_refused_with_the_forms(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [TINY, f"output={tmp_path}/a", "--nodes", "1", "--dry-run"]
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", "slurm", *words, f"--time={text}"])
+    assert ended.value.code == 2
+    assert (
+        f"--time {shlex.quote(text)}: sbatch takes minutes, minutes:seconds, "
+        "hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds or "
+        "UNLIMITED, with minutes and seconds below 60 behind another number; write 24:00:00 or "
+        "1-0 for a day"
+    ) in capsys.readouterr().err
+
+
+def test_a_time_limit_beyond_the_seconds_that_slurm_counts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--time 35791395: is more than the 68 years that Slurm"):
+        limit_seconds("35791395")
 
 
 def test_a_time_limit_without_time_for_a_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--time 4:59: is 299 s for Slurm, .* takes 300 of"):
         script(tmp_path, time="4:59")
     assert options(script(tmp_path, time="4:59", grace=60.0))["time"] == "4:59"
-    with pytest.raises(ConfigError, match="--time 24h: sbatch takes minutes"):
-        script(tmp_path, time="24h")
 
 
 def test_a_chain_has_a_name_that_no_other_run_has(
