@@ -125,7 +125,7 @@ class NodePart:
             *self.program,
         ]
         module = [sys.executable, "-m", "megatron_distill.launching.ranks"]
-        place = [str(self.folder), node, str(self.index)]
+        place = [str(self.folder), node, str(self.index), ",".join(self.launch.addresses)]
         return [*module, *place, *protect_script_options(words)]
 
     def _outcome_of(self, ended: ChildOutcome) -> NodeOutcome:

@@ -1,7 +1,7 @@
 """torchrun for the ranks of one node of a launch: a file per rank, and the node's outcome.
 
-`launching.node` starts it as a child process: the launch's folder, the node's name and its place
-among the nodes, then torchrun's arguments.
+`launching.node` starts it as a child process: the launch's folder, the node's name, its place among
+the nodes, their addresses with commas between them, then torchrun's arguments.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 from unittest.mock import patch
 
 import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 from torch.distributed.run import config_from_args, parse_args
@@ -96,20 +97,23 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, _leave_to_ranks)
     # Without its parent the outcome would have no record; the ranks then save and leave.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    found = _run(folder, arguments[3:])
+    found = _run(folder, arguments[3].split(","), arguments[4:])
     outcome = NodeOutcome(node, index, *found)
     write_record(folder / "nodes" / f"{index}.json", outcome)
     return 0
 
 
-def _run(folder: Path, words: Sequence[str]) -> tuple[Status, float, int | None, int, str | None]:
+def _run(
+    folder: Path, addresses: Sequence[str], words: Sequence[str]
+) -> tuple[Status, float, int | None, int, str | None]:
     """Run torchrun; return status, time, first failed rank, order and message."""
     config, program, program_arguments = config_from_args(parse_args(list(words)))
     logs = RankLogs(folder)
     config.logs_specs, config.log_line_prefix_template = logs, " "
     agent = partial(launcher.LocalElasticAgent, exit_barrier_timeout=_LAST_BARRIER_SECONDS)
+    order = patch.object(dynamic_rendezvous, "sorted", partial(_in_order, addresses), create=True)
     try:
-        with patch.object(launcher, "LocalElasticAgent", agent):
+        with patch.object(launcher, "LocalElasticAgent", agent), order:
             launcher.elastic_launch(config=config, entrypoint=program)(*program_arguments)
     except ChildFailedError as error:
         failure = first_failure(error.failures)
@@ -130,6 +134,16 @@ def _run(folder: Path, words: Sequence[str]) -> tuple[Status, float, int | None,
         return Status.FAILED, time.time(), None, 9, message
     unfinished = any(unfinished_file(file).exists() for file in logs.error_files)
     return (Status.UNFINISHED if unfinished else Status.DONE), time.time(), None, 0, None
+
+
+def _in_order(addresses: Sequence[str], nodes: Iterable[Any]) -> list[Any]:
+    """Return torchrun's nodes in the order of the launch, in which they get their ranks.
+
+    torchrun itself sorts them by address, n10 before n9. Neighbours of the scheduler would not be
+    neighbours in rank, and a teacher's nodes not the last.
+    """
+    places = {address: place for place, address in enumerate(addresses)}
+    return sorted(nodes, key=lambda node: (places.get(node.addr, len(places)), node))
 
 
 def _status_of(failure: FirstFailure) -> Status:

@@ -73,6 +73,7 @@ exit $worst
 """,
 }
 # In place of torchrun, with RANKS: its words are written down, and RANKS is the node's outcome.
+# Real ranks write down where they run.
 _TORCHRUN = """\
 import json, os, signal, sys, time
 module = "megatron_distill.launching.ranks"
@@ -80,7 +81,7 @@ def note(*words):
     with open({log!r}, "a") as log:
         log.write({separator!r}.join([*words, ""]) + "\\n")
 if module in sys.orig_argv and "RANKS" in os.environ:
-    folder, node, index, *words = sys.orig_argv[sys.orig_argv.index(module) + 1 :]
+    folder, node, index, _, *words = sys.orig_argv[sys.orig_argv.index(module) + 1 :]
     status, told = os.environ["RANKS"], []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     note("torchrun", node, *words)
@@ -92,6 +93,8 @@ if module in sys.orig_argv and "RANKS" in os.environ:
     with open(f"{{folder}}/nodes/{{index}}.json", "w") as file:
         json.dump(outcome, file)
     os._exit(0)
+if "RANK" in os.environ:
+    note("rank", os.environ["RANK"], os.environ["SLURMD_NODENAME"])
 """
 _GPUS = """\
 case "$1" in

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megatron_distill import log
@@ -17,7 +18,7 @@ from megatron_distill.cli import main
 from megatron_distill.commands.submit_ssh import COMMAND, _hosts
 from megatron_distill.launching.node import NodePart
 from megatron_distill.launching.outcomes import _end_of, classified, report
-from megatron_distill.launching.ranks import _run
+from megatron_distill.launching.ranks import _in_order, _run
 from megatron_distill.launching.records import (
     LOST_PEER,
     LOST_RENDEZVOUS,
@@ -115,6 +116,14 @@ def test_ranks_meet_by_an_id_of_their_launch(tmp_path: Path) -> None:
     assert found == ["--rdzv-id=7-0", "--rdzv-id=7-1", "--rdzv-id=8-0"]
 
 
+def test_nodes_have_ranks_in_the_order_of_the_launch() -> None:
+    """By name n10 would be the first; two nodes of one address are in any order."""
+    addresses = ["n9", "n10", "10.0.0.9", "10.0.0.10", "n9"]
+    nodes = [_NodeDesc(address, pid, 0) for pid, address in enumerate(addresses)]
+    found = [node.addr for node in _in_order(addresses[:4], reversed(nodes))]
+    assert found == ["n9", "n9", "n10", "10.0.0.9", "10.0.0.10"]
+
+
 def test_a_taken_port_of_the_rendezvous_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -122,7 +131,7 @@ def test_a_taken_port_of_the_rendezvous_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
                  "--rdzv-conf=is_host=1", "--local-addr=127.0.0.1", "-m", "json.tool"]  # fmt: skip
-        status, _, _, _, message = _run(tmp_path, words)
+        status, _, _, _, message = _run(tmp_path, ["127.0.0.1"], words)
     assert status is FAILED
     assert message.startswith("error: the nodes did not meet: The server socket has failed")
     assert f"port: {port}" in message

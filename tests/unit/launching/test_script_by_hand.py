@@ -31,25 +31,25 @@ def test_its_ranks_have_the_nodes_the_port_and_the_rendezvous_of_the_job(stand_i
     rules = ("--ranks-per-node", "4", "--grace-seconds", "500")
     done = stand_in.run(
         BY_HAND, *rules, "--", stand_in.program, "a=b c",
-        nodes=("n9", "n10", "n2"), RANKS="done", SLURM_CPUS_PER_TASK="32",
+        nodes=("n2", "n9", "n10"), RANKS="done", SLURM_CPUS_PER_TASK="32",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert stand_in.called("scontrol", "show", "hostnames") == [
         ["scontrol", "show", "hostnames", "n[...]"]
     ]
     settings, checks, ranks = stand_in.called("srun")
-    assert {"--nodes=1", "--nodelist=n9"} <= {*settings}
+    assert {"--nodes=1", "--nodelist=n2"} <= {*settings}
     assert settings[-3:] == [stand_in.program, "a=b c", "--print-config"]
-    every = {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--nodelist=n9,n10,n2"}
+    every = {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--nodelist=n2,n9,n10"}
     for call in (checks, ranks):
         assert every | {"--export=ALL", "--cpus-per-task=32"} <= {*call}
     assert {"--kill-on-bad-exit=0", "--wait=0"} <= {*checks}
     assert {"--kill-on-bad-exit=1", "--wait=60"} <= {*ranks}
-    endpoint = f"127.0.0.9:{stand_in.port}"
+    endpoint = f"127.0.0.2:{stand_in.port}"
     assert ranks[ranks.index("--endpoint") + 1] == endpoint
     assert ranks[ranks.index("--stop-seconds") + 1] == "500.0"
     (launch,) = stand_in.launches.all()
-    assert launch.nodes == ["n9", "n10", "n2"]
+    assert launch.nodes == ["n2", "n9", "n10"]
     found = sorted(stand_in.called("torchrun"), key=lambda call: launch.nodes.index(call[1]))
     for call, is_first in zip(found, (1, 0, 0), strict=True):
         assert call[2:] == [
@@ -111,3 +111,31 @@ def test_without_the_variable_python_is_that_of_the_repository(
         cwd=stand_in.folder, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "-m|megatron_distill.launching.slurm_job|--|a.yaml|x=1 2|"
+
+
+SAYING = """\
+import os, sys
+if "--print-config" in sys.argv:
+    print("output: {run}")
+else:
+    names = ("SLURMD_NODENAME", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR",
+             "TORCHELASTIC_RUN_ID")
+    print(*(os.environ[name] for name in names), *sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_s_ranks_are_in_the_order_of_slurm_s_nodes(stand_in: StandIn) -> None:
+    """A teacher's nodes are the last; by name n10 would come first."""
+    Path(stand_in.program).write_text(SAYING.format(run=stand_in.folder / "run"))
+    words = ("--ranks-per-node", "2", "--", stand_in.program, "a=b c")
+    done = stand_in.run(BY_HAND, *words, nodes=("n2", "n9", "n10"))
+    assert done.returncode == 0, done.stderr
+    (launch,) = stand_in.launches.all()
+    folder = stand_in.launches.of(launch)
+    found = [path.read_text() for path in sorted(folder.glob("rank_*.out"))]
+    assert found == [
+        f"{node} {place} {local} 6 127.0.0.2 {stand_in.job}-0 a=b c\n"
+        for place, node in enumerate(("n2", "n9", "n10"))
+        for local in (0, 1)
+    ]

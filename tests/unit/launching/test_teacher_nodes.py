@@ -97,3 +97,22 @@ def test_a_spare_node_has_a_role_only_where_a_node_before_it_fails(
     found = {call[1]: call for call in stand_in.called("torchrun")}
     for node, is_first in zip(nodes, (1, 0), strict=True):
         assert {"--nnodes=2", meeting, f"--rdzv-conf=is_host={is_first}"} <= {*found[node]}
+
+
+@pytest.mark.slow
+@every_way
+def test_the_student_trains_on_the_first_nodes_of_slurm_and_the_teacher_answers_on_the_last(
+    stand_in: StandIn, way: str
+) -> None:
+    """In real ranks; by name n10 would come first."""
+    own = ("teacher.nodes=1", "train.steps=2", "validation.interval=0", "runtime.threads=1")
+    script, rest = prepared(stand_in, way, settings(stand_in, *own))
+    done = stand_in.run(script, *rest, nodes=("n9", "n10"))
+    assert done.returncode == 0, done.stderr
+    assert {tuple(call[1:]) for call in stand_in.called("rank")} == {("0", "n9"), ("1", "n10")}
+    (launch,) = stand_in.launches.all()
+    assert launch.nodes == ["n9", "n10"]
+    folder = stand_in.launches.of(launch)
+    for rank, name in ((0, "student.0"), (1, "teacher.0")):
+        assert f" {name} " in (folder / f"rank_{rank:05d}.err").read_text()
+    assert stand_in.launches.progress == 2
