@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from megatron_distill.errors import ConfigError
 from megatron_distill.planning.curves import Curve, share
+from megatron_distill.planning.links import Link, Positive, ProfileTable
 from megatron_distill.runtime.atomic_files import replace_file
 
 __all__ = [
     "ALIASED_COLUMNS",
     "CALIBRATED",
     "DeviceProfile",
-    "Link",
     "MeasuredRun",
     "Phase",
     "Precision",
@@ -58,58 +51,13 @@ SEGMENTED_COLUMNS: Final = 192
 SCORED_DOCUMENT: Final = 512
 LONG_DOCUMENT: Final = 2048
 _FOLDER: Final = Path(__file__).parent / "devices"
-Positive = Annotated[float, Field(gt=0)]
 # Sizes that differ by no more than this factor have phases at about the same rates.
 _NEAR: Final = 1.25
 # Characters of a wrong value in a message.
 _SHOWN: Final = 40
 
 
-class _ProfileTable(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Link(_ProfileTable):
-    """A connection of devices.
-
-    devices: that it connects. gb_per_s: of one device in one direction. efficiency: share of it
-    that sums reach. latency_us: of one collective. gather, scatter: time of an all-gather and of a
-    reduce-scatter over half of an all-reduce's. Above 1 for gloo, which scatters no faster than it
-    sums.
-    """
-
-    devices: int = Field(ge=1)
-    gb_per_s: Positive
-    efficiency: float = Field(gt=0, le=1)
-    latency_us: float = Field(ge=0)
-    gather: Positive = 1.0
-    scatter: Positive = 1.0
-
-    def gathered(self, byte_count: float, *, ranks: int) -> float:
-        """Return the time of an all-gather over `ranks` of a tensor of `byte_count` in all."""
-        return self._collective(byte_count, ranks, self.gather)
-
-    def scattered(self, byte_count: float, *, ranks: int) -> float:
-        """Return the time of a reduce-scatter over `ranks` of a tensor of `byte_count` in all."""
-        return self._collective(byte_count, ranks, self.scatter)
-
-    def summed(self, byte_count: float, *, ranks: int) -> float:
-        """Return the time of a sum of `byte_count` over `ranks`."""
-        return self._collective(byte_count, ranks, 2.0)
-
-    def _collective(self, byte_count: float, ranks: int, factor: float) -> float:
-        if ranks < 2 or not byte_count:
-            return 0.0
-        # Of a gather each rank receives all but its own part.
-        moved = factor * byte_count * (ranks - 1) / ranks
-        return self.latency_us * 1e-6 + moved / (self.gb_per_s * 1e9 * self.efficiency)
-
-    def message(self, byte_count: float) -> float:
-        """Return the time of one message between two devices."""
-        return self.latency_us * 1e-6 + byte_count / (self.gb_per_s * 1e9 * self.efficiency)
-
-
-class MeasuredRun(_ProfileTable):
+class MeasuredRun(ProfileTable):
     """Measured over predicted times of a run's phases, and the run that they hold for.
 
     ranks, threads: of a run that share a CPU, and of each of them; 1 on other devices. work: sizes
@@ -143,7 +91,7 @@ class MeasuredRun(_ProfileTable):
         return max((max(pair) / min(pair) for pair in pairs), default=1.0)
 
 
-class DeviceProfile(_ProfileTable):
+class DeviceProfile(ProfileTable):
     """One device, as the planner needs it.
 
     Attributes:

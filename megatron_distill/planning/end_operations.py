@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_distill.planning.run import Choice, LossTerm, PlannedRun
 
 __all__ = [
+    "CALLS_OF_PASSES",
     "embedding_passes",
     "head_messages",
     "head_passes",
@@ -42,6 +43,8 @@ _SEGMENT, _SORT_BYTES = 32, 16 * 8
 # Bytes that the mathematics of a term on few ids moves for each of them, in fp64; and with all
 # further ids as one more, for which the student's logits are also read once more.
 _ID_BYTES, _TAIL_ID_BYTES = 600, 1200
+# Calls of torch on a CPU outside of layers, forward and backward: embedding, positions, last norm.
+CALLS_OF_PASSES: Final = 95, 105
 # Calls of torch in a chunk of the losses on a CPU, as additions of few numbers that take as long.
 # Those of the labels, of divergences between whole logits, of a choice of ids, of a term on ids:
 _CALLS_OF_LABELS, _CALLS_OF_LOGITS, _CALLS_OF_CHOICE, _CALLS_OF_IDS = 300, 370, 200, 350
@@ -64,18 +67,20 @@ def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:
 def embedding_passes(shape: Architecture, rank: Rank, *, trains: bool = True) -> Passes:
     """Return the time of the embedding of a micro-batch on the first stage.
 
-    Its gradient is a matrix like it, zeroed and written, then added to the fp32 sum. Tensor ranks
-    sum the rows of their tokens, or scatter the sum and gather its gradient.
+    With the calls outside of layers on a CPU. Its gradient is a matrix like it, zeroed and written,
+    then added to the fp32 sum. Tensor ranks sum the rows of their tokens, or scatter the sum and
+    gather its gradient.
     """
     split, sequence = rank.layout.tensor, rank.layout.sequence
     link, message = rank.device.link(split), rank.tokens * shape.hidden_size * rank.width
+    ahead_calls, back_calls = map(rank.calls, CALLS_OF_PASSES)
     ahead = (link.scattered if sequence else link.summed)(message, ranks=split)
     if not trains:
-        return Passes(forward_messages=ahead, tensor=ahead)
+        return Passes(ahead_calls, forward_messages=ahead, tensor=ahead)
     back = link.gathered(message, ranks=split) if sequence else 0.0
     numbers = shape.padded_vocab_size(split) / split * shape.hidden_size
     gradient = rank.passes(numbers * (2 * rank.width + 2 * 4), kernels=2)
-    return Passes(0.0, gradient, ahead, back, ahead + back)
+    return Passes(ahead_calls, back_calls + gradient, ahead, back, ahead + back)
 
 
 def head_passes(

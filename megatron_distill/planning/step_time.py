@@ -23,13 +23,10 @@ from megatron_distill.planning.end_operations import (
     measuring_messages,
     measuring_passes,
 )
+from megatron_distill.planning.layers import LayerTimes
 from megatron_distill.planning.losses.aligned import aligned_passes, measuring_aligned_passes
 from megatron_distill.planning.losses.layer_passes import FeatureTimes
-from megatron_distill.planning.operations import (
-    LayerTimes,
-    Passes,
-    Rank,
-)
+from megatron_distill.planning.operations import Passes, Rank
 from megatron_distill.planning.parameters import RankNumbers, stage_numbers
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 from megatron_distill.planning.stages.known import known_of
@@ -357,8 +354,10 @@ def step_time(
     busiest = max(range(len(stages)), key=lambda stage: stages[stage].total)
     slow, layout = stages[busiest], choice.layout
     split = layout.pipeline > 1
-    # Without overlap, half of a micro-batch's two messages each way is waited for.
-    exchange = slow.message if split else 0.0
+    # Without overlap, half of a micro-batch's two messages each way is waited for. Those of more
+    # chunks are sent beside work on a GPU.
+    several = (layout.virtual_pipeline or 1) if device.kind == "cpu" else 1
+    exchange = slow.message * several if split else 0.0
     schedule = _schedule_seconds(stages, choice, micro_batches=micro_batches, exchange=exchange)
     messages = slow.layers + slow.heads
     teacher, teacher_bubble = teacher_seconds(run, choice, device)

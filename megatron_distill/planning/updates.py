@@ -18,6 +18,8 @@ __all__ = ["Updates", "step_updates"]
 # Parameters of a gradient bucket, in Megatron-Core.
 _BUCKET: Final = 40_000_000
 _BUCKET_PER_RANK: Final = 1_000_000
+# Calls of torch in an update: clipping, norms and the outer weights; and the tensors of a layer.
+_CALLS, _CALLS_OF_LAYER = 200, 250
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def step_updates(
         optimizer = state * device.update_ns * 1e-9
     else:
         optimizer = element_seconds(device, state * (touched + 4) + 4.0 * parameters)
+    optimizer += _call_seconds(choice, device)
     edge = 0.0
     if layout.pipeline > 1 and run.student.tied_embeddings:
         rows = run.student.padded_vocab_size(layout.tensor) // layout.tensor
@@ -79,3 +82,12 @@ def step_updates(
     update = device.factor("optimizer", run.precision)
     gathered *= messages if run.overlaps_parameters else update
     return Updates(reduced * messages, gathered, optimizer * update, edge)
+
+
+def _call_seconds(choice: Choice, device: DeviceProfile) -> float:
+    """Return the time of an update's calls of torch on a CPU, of the stage with most layers."""
+    if device.kind != "cpu":
+        return 0.0
+    stages = map(choice.chunk_layers, range(choice.layout.pipeline))
+    layers = max(sum(map(len, chunks)) for chunks in stages)
+    return (_CALLS + layers * _CALLS_OF_LAYER) * device.kernel_us * 1e-6

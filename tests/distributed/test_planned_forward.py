@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_distill.planning.end_operations import CALLS_OF_PASSES
+from megatron_distill.planning.layers import CALLS_OF_EXPERT, CALLS_OF_EXPERTS
 from megatron_distill.planning.operations import CALLS_OF_LAYER
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
@@ -19,11 +21,12 @@ WIDE: dict[str, Any] = {
     "head_size": 8,
     "max_position_embeddings": 128,
 }
+MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 96}
 SHAPES: dict[str, dict[str, Any]] = {
     "gated": {},
     "narrow feed-forward": {"ffn_hidden_size": 48},
     "like GPT-2": {"norm": "layernorm", "activation": "gelu", "positions": "learned"},
-    "experts": {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 96}},
+    "experts": {"moe": MOE},
 }
 ROWS, LENGTH = 4, 128
 
@@ -60,8 +63,11 @@ def test_a_forward_pass_has_the_planned_peak(pool: Pool, layout: dict[str, Any])
             assert 0.93 * measured < planned < 1.2 * measured, (name, planned / measured)
 
 
-def calls_of_passes(rank: int, world: int) -> float:
-    """Calls of torch in one pass of a layer: the mean of a teacher's, and a student's two."""
+EXPERTS = {f"{count} experts": {"moe": {**MOE, "num_experts": count}} for count in (4, 8)}
+
+
+def calls_of_passes(rank: int, world: int) -> dict[str, tuple[float, float]]:
+    """Calls of torch in a layer's two passes of training and outside of layers, by the layers."""
     with megatron_groups() as groups:
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -69,20 +75,32 @@ def calls_of_passes(rank: int, world: int) -> float:
         from megatron_distill.models.gpt import run_model
         from megatron_distill.runtime.batch import Batch
 
-        batch = Batch.untrained(torch.ones((2, 16), dtype=torch.int64))
-        found = []
-        for layers in (2, 6):
-            (model,) = build(small_architecture(num_layers=layers), groups, seed=1)
-            run_model(model, batch, context_size=1).sum().backward()
-            with profile(activities=[ProfilerActivity.CPU]) as record:
-                with torch.no_grad():
-                    run_model(model, batch, context_size=1)
+        torch.manual_seed(1)
+        batch = Batch.untrained(torch.randint(0, 90, (ROWS, LENGTH)))  # every expert has tokens
+        calls: dict[str, tuple[float, float]] = {}
+        for name, changes in ({"dense": {}} | EXPERTS).items():
+            few, many = 2, 6
+            found = {}
+            for layers in (few, many):
+                shape = small_architecture(num_layers=layers, **changes)
+                (model,) = build(shape, groups, seed=1)
                 run_model(model, batch, context_size=1).sum().backward()
-            calls = [one.count for one in record.key_averages() if one.key.startswith("aten::")]
-            found.append(sum(calls))
-        return (found[1] - found[0]) / 4 / 3
+                with profile(activities=[ProfilerActivity.CPU]) as record:
+                    run_model(model, batch, context_size=1).sum().backward()
+                counted = [one for one in record.key_averages() if one.key.startswith("aten::")]
+                found[layers] = sum(one.count for one in counted)
+            of_layer = (found[many] - found[few]) / (many - few)
+            calls[name] = of_layer, found[few] - few * of_layer
+        return calls
 
 
-def test_a_layer_has_the_planned_calls(pool: Pool) -> None:
+def test_passes_have_the_planned_calls(pool: Pool) -> None:
     (found,) = pool.run(1, calls_of_passes)
-    assert found == pytest.approx(CALLS_OF_LAYER, rel=0.1)
+    of_layer, outside = found["dense"]
+    assert of_layer == pytest.approx(2 * CALLS_OF_LAYER, rel=0.1), found
+    # A run has more of them: its batches have documents, and gradients are summed over ranks.
+    assert 0.7 * sum(CALLS_OF_PASSES) < outside < sum(CALLS_OF_PASSES), found
+    for name, (with_experts, _) in found.items():
+        if name != "dense":
+            planned = CALLS_OF_EXPERTS + int(name.split()[0]) * CALLS_OF_EXPERT
+            assert with_experts - of_layer == pytest.approx(2 * planned, rel=0.1), (name, found)

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from megatron_distill.errors import TrainingError
 from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
-from megatron_distill.planning.device import Link
+from megatron_distill.planning.links import Link, NearMessages
 
 __all__ = ["measure_links"]
 
@@ -27,9 +27,11 @@ _RANKS: Final = 2
 _MESSAGES: Final = {2**12: 24, 2**24: 6}
 # On a CPU one of four small sums waits several times as long as the others, for a core: their mean
 # needs many. Other work on the machine delays the slowest.
-_SMALL_SUMS: Final = 96
-_COUNTED, _TYPICAL = 0.95, 0.75  # shares of a CPU's messages, from the fastest on, of a mean
+_SMALL_SUMS: Final = 192
+_COUNTED, _TYPICAL = 0.99, 0.75  # shares of a CPU's messages, from the fastest on, of a mean
 _WORK: Final = (512, 512, 1408)  # a product before each message on a CPU, about half a layer's
+_LITTLE_WORK: Final = (32, 512, 1408)  # of that before messages that follow each other closely
+_PRODUCTS: Final = 8
 _HANG_SECONDS: Final = 300.0  # of all messages; only a hang takes that long
 _RESULT: Final = "seconds"
 
@@ -48,7 +50,8 @@ def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Lin
         else:
             _run_forked(forked, device.type, folder)
         found = (Path(folder) / _RESULT).read_text()
-    latency, small, *small_halves, large, gather, scatter = map(float, found.split())
+    latency, *near = map(float, found.split()[:4])
+    small, *small_halves, large, gather, scatter = map(float, found.split()[4:])
     # A sum sends and receives twice the half of it.
     by_bytes = max(large - small, 1e-9)
     halves = [
@@ -61,10 +64,15 @@ def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Lin
         gb_per_s=max(_MESSAGES) / by_bytes / 1e9,
         efficiency=1.0,
         latency_us=latency * 1e6,
+        near=_near(*near) if any(near) else None,
         gather=halves[0],
         scatter=halves[1],
     )
     return link, link
+
+
+def _near(latency: float, after: float, far: float) -> NearMessages:
+    return NearMessages(latency_us=latency * 1e6, after_us=after * 1e6, far_us=far * 1e6)
 
 
 def _run_forked(forked: ForkedRanks, kind: str, folder: str) -> None:
@@ -104,11 +112,13 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
         world_size=_RANKS,
         device_id=device if kind == "cuda" else None,
     )
-    m, k, n = _WORK
-    operands = (torch.randn(m, k), torch.randn(k, n)) if kind == "cpu" else None
-    small = torch.zeros(min(_MESSAGES) // 4, device=device)
-    sums = _seconds_of(partial(dist.all_reduce, small), _SMALL_SUMS, operands)
-    times = [_mean_of_fastest(sums, _COUNTED)]
+    operands = _operands(_WORK) if kind == "cpu" else None
+    small = partial(dist.all_reduce, torch.zeros(min(_MESSAGES) // 4, device=device))
+    times = [_mean_of_fastest(_seconds_of(small, _SMALL_SUMS, operands), _COUNTED), 0.0, 0.0, 0.0]
+    if operands is not None:
+        little = _operands(_LITTLE_WORK)
+        near = _mean_of_fastest(_seconds_of(small, _SMALL_SUMS, little), _COUNTED)
+        times[1:] = min(times[0], near), _product_seconds(*little), _product_seconds(*operands)
     for count, repeats in _MESSAGES.items():
         message = torch.zeros(count // 4, device=device)
         part = torch.zeros(count // 4 // _RANKS, device=device)
@@ -125,6 +135,18 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     if rank == 0:
         (Path(folder) / _RESULT).write_text(" ".join(map(str, times)))
     dist.destroy_process_group()
+
+
+def _operands(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    m, k, n = shape
+    return torch.randn(m, k), torch.randn(k, n)
+
+
+def _product_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+    began = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        torch.mm(left, right)
+    return (time.perf_counter() - began) / _PRODUCTS
 
 
 def _seconds_of(

@@ -15,17 +15,18 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.planning.curves import share
 from megatron_distill.planning.device import (
     DeviceProfile,
-    Link,
     Precision,
     device_names,
     load_device,
     write_device,
 )
-from megatron_distill.planning.operations import (
+from megatron_distill.planning.end_operations import CALLS_OF_PASSES
+from megatron_distill.planning.layers import (
     CALIBRATED_STUDENT,
     CALIBRATED_TEACHER,
     CALIBRATED_TOKENS,
 )
+from megatron_distill.planning.links import Link, NearMessages
 from megatron_distill.planning.run import Choice
 from megatron_distill.planning.step_time import student_stages, teacher_stages
 from megatron_distill.runtime.layout import Layout
@@ -207,6 +208,41 @@ def test_gathers_and_scatters_have_measured_costs_beside_that_of_a_sum() -> None
     assert plain.summed(1e9, ranks=1) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("after", "latency"),
+    [(None, 900.0), (0.0, 300.0), (1e-4, 300.0), (6e-4, 600.0), (1.1e-3, 900.0), (1.0, 900.0)],
+)
+def test_messages_that_follow_each_other_closely_take_less(
+    after: float | None, latency: float
+) -> None:
+    """From 0.1 ms of work on they take longer, and after 1.1 ms as long as others."""
+    near = NearMessages(latency_us=300.0, after_us=100.0, far_us=1100.0)
+    link = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=900.0, near=near)
+    for collective in (link.summed, link.gathered, link.scattered):
+        of_bytes = collective(1e9, ranks=2) - 900e-6
+        took = collective(1e9, ranks=2, after=after)
+        assert took - of_bytes == pytest.approx(latency * 1e-6, rel=1e-6)
+        assert collective(1e9, ranks=1, after=after) == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "nearer"), [(2, True), (4, False)])
+def test_ranks_that_share_a_core_wait_as_long_for_close_messages(ranks: int, nearer: bool) -> None:
+    """Two cores: four ranks wait until their peers have one."""
+    layout = Layout(tensor=2, sequence=True)
+    fields = load_device("h200").model_dump() | {"kind": "cpu", "cores": 2}
+    far, near = {"latency_us": 900.0}, {"latency_us": 300.0, "after_us": 100.0, "far_us": 5e6}
+    link = fields["node"] | far
+    machines = (
+        DeviceProfile.model_validate(fields | {"node": {**link, "near": own}}).shared_by(ranks)
+        for own in (None, near)
+    )
+    run = run_of(llama(4, 64, 128, 4, 4, vocab_size=128), sequence_length=128, precision="fp32")
+    choice = choice_of((4,), (4,), layout, ranks=ranks, place="none")
+    plain, close = (student_stages(run, choice, one)[0].layers.tensor for one in machines)
+    assert (close < 0.6 * plain) is nearer
+    assert nearer or close == plain
+
+
 def test_factors_of_steps_are_those_of_who_has_the_cores_and_of_the_precision() -> None:
     steps = {"one rank": {"fp32": {"loss": 1.5}}, "several ranks": {"fp32": {"loss": 1.2}}}
     cpu = load_device("h200").model_dump() | {"kind": "cpu", "cores": 4, "step_factors": steps}
@@ -250,7 +286,10 @@ def test_threads_of_one_rank_add_the_same_time_to_layers_of_every_size(factor: f
         of_teacher = seconds(teacher, plain, ranks)[0]
         of_student = seconds(student, plain, ranks)[1]
         before, after = seconds(large, plain, ranks), seconds(large, machine, ranks)
-        sizes = (of_teacher, of_student) if ranks == 1 and factor > 1 else before
+        sizes = before
+        if ranks == 1 and factor > 1:  # calls outside of layers are not those of a layer
+            outside = CALLS_OF_PASSES[0] * plain.kernel_us * 1e-6
+            sizes = (of_teacher - outside, of_student - outside)
         for now, then, size in zip(after, before, sizes, strict=True):
             assert now - then == pytest.approx((factor - 1) * size, rel=1e-6)
 

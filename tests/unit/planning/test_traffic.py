@@ -11,7 +11,8 @@ import pytest
 
 from megatron_distill.models.architecture import MixtureOfExperts
 from megatron_distill.planning.answers import answer_seconds, exchange_seconds
-from megatron_distill.planning.device import Link, load_device
+from megatron_distill.planning.device import load_device
+from megatron_distill.planning.links import Link
 from megatron_distill.planning.losses.layer_messages import moved_layers
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, LayerPair

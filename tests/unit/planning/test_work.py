@@ -14,7 +14,8 @@ import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
 from megatron_distill.planning.batches import batch_seconds
-from megatron_distill.planning.device import DeviceProfile, Link, load_device, reading_seconds
+from megatron_distill.planning.device import DeviceProfile, load_device, reading_seconds
+from megatron_distill.planning.links import Link
 from megatron_distill.planning.losses.layer_passes import pair_work
 from megatron_distill.planning.parameters import stage_numbers
 from megatron_distill.planning.run import Choice, ChunkLoss, LayerPair, LossTerm, PlannedRun
