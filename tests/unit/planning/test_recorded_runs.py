@@ -1,4 +1,4 @@
-"""Recorded steps of the quickstart's runs, with each recipe and from a store, beside plans."""
+"""Recorded steps of the smallest and the quickstart's runs, and from a store, beside plans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.harness.calibrated import loaded, planned_seconds
 from benchmarks.recipes import speed_config, speed_run
 from benchmarks.stores.planned import planned_training
+from benchmarks.tiny import CASES, tiny_config
 from tests.guards.source_tree import ROOT
 
 
@@ -35,6 +36,21 @@ def test_steps_of_the_recipes_are_those_of_plans_of_the_same_hour() -> None:
             name: (
                 median(second for steps in rounds for second in steps),
                 median(planned_seconds(speed_config(name), devices, ranks=speed_run(name)[2])),
+            )
+            for name, rounds in recorded["seconds"].items()
+        }
+    )
+
+
+def test_steps_of_the_smallest_runs_are_those_of_plans_of_the_same_hour() -> None:
+    recorded = record("tiny")
+    devices = loaded(recorded["devices"])
+    assert recorded["seconds"].keys() == CASES.keys()
+    in_tolerance(
+        {
+            name: (
+                median(second for steps in rounds for second in steps),
+                median(planned_seconds(tiny_config(name), devices, ranks=CASES[name][1])),
             )
             for name, rounds in recorded["seconds"].items()
         }
