@@ -28,8 +28,11 @@ __all__ = [
     "CALIBRATED_STUDENT",
     "CALIBRATED_TEACHER",
     "CALIBRATED_TOKENS",
+    "CALLS_OF_CONTEXT",
+    "CALLS_OF_EXCHANGE",
     "CALLS_OF_EXPERT",
     "CALLS_OF_EXPERTS",
+    "CALLS_OF_SEQUENCE",
     "LayerTimes",
 ]
 
@@ -38,8 +41,12 @@ _FUSED_BACKWARD: Final = 2.5
 # Queries of a block of torch's attention on a CPU, by the least length of a document; and keys.
 _QUERY_BLOCKS: Final = ((768, 256), (192, 64), (0, 32))
 _KEY_BLOCK: Final = 512
-# Calls of a pass of a layer's experts: of the router and the order of tokens, and of each expert.
-CALLS_OF_EXPERTS, CALLS_OF_EXPERT = 105, 40
+# Further calls, forward and backward: with sequence parallelism; to gather keys over context ranks.
+# The tiles of a context rank's attention are not counted.
+CALLS_OF_SEQUENCE, CALLS_OF_CONTEXT = (55, 95), (45, 85)
+# Calls of a pass of a layer's experts: of the router and the order of tokens, of each expert, and
+# of the exchange over a group of ranks.
+CALLS_OF_EXPERTS, CALLS_OF_EXPERT, CALLS_OF_EXCHANGE = 105, 40, 55
 # Layers of the run by whose steps `calibrate` refines a CPU, and its sequences of a micro-batch.
 CALIBRATED_STUDENT, CALIBRATED_TEACHER = (
     Architecture(
@@ -203,23 +210,37 @@ def _layer(
     elements += rank.passes(tokens * (queries + keys) * of_element * 2, kernels=2)
     if shape.hidden_dropout:
         elements += rank.passes(2 * whole * hidden * (1 + of_element), kernels=2)
-    calls = rank.calls(CALLS_OF_LAYER)
-    if has_experts and shape.moe is not None:
-        more = CALLS_OF_EXPERTS + shape.moe.num_experts / layout.expert * CALLS_OF_EXPERT
-        calls += rank.calls(more) + beyond * more / CALLS_OF_LAYER
+    ahead, back = (
+        rank.calls(CALLS_OF_LAYER) + rank.calls(more) + beyond * more / CALLS_OF_LAYER
+        for more in _further_calls(shape, layout, has_experts=has_experts)
+    )
     feed_forward, inner_elements = _feed_forward(shape, rank, has_experts=has_experts)
     elements += inner_elements
-    work = products + feed_forward + attention[0] + elements + calls + beyond
+    work = products + feed_forward + attention[0] + elements + ahead + beyond
     tensor, context, expert = _messages(shape, rank, has_experts=has_experts, work=work)
     return _LayerTimes(
         products + feed_forward,
         attention,
-        (elements + calls, 2 * elements + calls),
+        (elements + ahead, 2 * elements + back),
         tensor,
         context,
         expert,
         feed_forward + inner_elements,
     )
+
+
+def _further_calls(
+    shape: Architecture, layout: Layout, *, has_experts: bool
+) -> tuple[float, float]:
+    """Return the calls of a layer's two passes beyond those of a dense one on one rank."""
+    found = [0.0, 0.0]
+    for place in (0, 1):
+        found[place] += CALLS_OF_SEQUENCE[place] * layout.sequence
+        found[place] += CALLS_OF_CONTEXT[place] * (layout.context > 1)
+        if has_experts and shape.moe is not None:
+            found[place] += CALLS_OF_EXPERTS + CALLS_OF_EXCHANGE * (layout.expert > 1)
+            found[place] += shape.moe.num_experts / layout.expert * CALLS_OF_EXPERT
+    return found[0], found[1]
 
 
 def _messages(
@@ -242,8 +263,10 @@ def _messages(
             shown * one(message, ranks=split, after=after)
             for one in (link.gathered, link.scattered)
         )
-        # In backward the gathered inputs are needed again.
-        tensor = (2 * gather + 2 * scatter, 4 * gather + 2 * scatter)
+        # In backward the gathered inputs are needed again. A product hides the wait for them, and
+        # on a CPU not their bytes, which take its core.
+        hidden = 2 * shown * link.waited(after) if device.kind == "cpu" and split > 1 else 0.0
+        tensor = (2 * gather + 2 * scatter, 4 * gather + 2 * scatter - hidden)
     else:
         sums = 2 * shown * link.summed(message, ranks=split, after=after)
         tensor = (sums, sums)

@@ -75,10 +75,14 @@ class Link(ProfileTable):
             return 0.0
         # Of a gather each rank receives all but its own part.
         moved = factor * byte_count * (ranks - 1) / ranks
+        return self.waited(after) + moved / (self.gb_per_s * 1e9 * self.efficiency)
+
+    def waited(self, after: float | None = None) -> float:
+        """Return the time of a collective of no bytes."""
         latency = self.latency_us
         if self.near is not None and after is not None:
             latency -= (latency - self.near.latency_us) * self.near.share(after)
-        return latency * 1e-6 + moved / (self.gb_per_s * 1e9 * self.efficiency)
+        return latency * 1e-6
 
     def message(self, byte_count: float) -> float:
         """Return the time of one message between two devices."""

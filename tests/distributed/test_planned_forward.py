@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_distill.planning.end_operations import CALLS_OF_PASSES
-from megatron_distill.planning.layers import CALLS_OF_EXPERT, CALLS_OF_EXPERTS
+from megatron_distill.planning.layers import (
+    CALLS_OF_CONTEXT,
+    CALLS_OF_EXCHANGE,
+    CALLS_OF_EXPERT,
+    CALLS_OF_EXPERTS,
+    CALLS_OF_SEQUENCE,
+)
 from megatron_distill.planning.operations import CALLS_OF_LAYER
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
 from tests.distributed.pool import Pool
@@ -63,12 +69,11 @@ def test_a_forward_pass_has_the_planned_peak(pool: Pool, layout: dict[str, Any])
             assert 0.93 * measured < planned < 1.2 * measured, (name, planned / measured)
 
 
-EXPERTS = {f"{count} experts": {"moe": {**MOE, "num_experts": count}} for count in (4, 8)}
-
-
-def calls_of_passes(rank: int, world: int) -> dict[str, tuple[float, float]]:
-    """Calls of torch in a layer's two passes of training and outside of layers, by the layers."""
-    with megatron_groups() as groups:
+def calls_of_passes(
+    rank: int, world: int, layout: dict[str, Any], changes: dict[str, Any]
+) -> tuple[float, float]:
+    """Calls of torch in both passes of training: in a layer, and outside of layers."""
+    with megatron_groups(**layout) as groups:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -77,30 +82,71 @@ def calls_of_passes(rank: int, world: int) -> dict[str, tuple[float, float]]:
 
         torch.manual_seed(1)
         batch = Batch.untrained(torch.randint(0, 90, (ROWS, LENGTH)))  # every expert has tokens
-        calls: dict[str, tuple[float, float]] = {}
-        for name, changes in ({"dense": {}} | EXPERTS).items():
-            few, many = 2, 6
-            found = {}
-            for layers in (few, many):
-                shape = small_architecture(num_layers=layers, **changes)
-                (model,) = build(shape, groups, seed=1)
+        few, many = 2, 6
+        found = {}
+        for layers in (few, many):
+            (model,) = build(small_architecture(num_layers=layers, **changes), groups, seed=1)
+
+            def step(model: Any = model) -> None:
                 run_model(model, batch, context_size=1).sum().backward()
-                with profile(activities=[ProfilerActivity.CPU]) as record:
-                    run_model(model, batch, context_size=1).sum().backward()
-                counted = [one for one in record.key_averages() if one.key.startswith("aten::")]
-                found[layers] = sum(one.count for one in counted)
-            of_layer = (found[many] - found[few]) / (many - few)
-            calls[name] = of_layer, found[few] - few * of_layer
-        return calls
+
+            step()
+            with profile(activities=[ProfilerActivity.CPU]) as record:
+                step()
+            counted = [one for one in record.key_averages() if one.key.startswith("aten::")]
+            found[layers] = sum(one.count for one in counted)
+        of_layer = (found[many] - found[few]) / (many - few)
+        return of_layer, found[few] - few * of_layer
 
 
-def test_passes_have_the_planned_calls(pool: Pool) -> None:
-    (found,) = pool.run(1, calls_of_passes)
-    of_layer, outside = found["dense"]
-    assert of_layer == pytest.approx(2 * CALLS_OF_LAYER, rel=0.1), found
-    # A run has more of them: its batches have documents, and gradients are summed over ranks.
-    assert 0.7 * sum(CALLS_OF_PASSES) < outside < sum(CALLS_OF_PASSES), found
-    for name, (with_experts, _) in found.items():
-        if name != "dense":
-            planned = CALLS_OF_EXPERTS + int(name.split()[0]) * CALLS_OF_EXPERT
-            assert with_experts - of_layer == pytest.approx(2 * planned, rel=0.1), (name, found)
+OF_LAYER = 2 * CALLS_OF_LAYER
+OF_EXPERTS = 2 * CALLS_OF_EXPERTS
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "one rank": ({}, {}, OF_LAYER),
+    "tensor ranks": ({"tensor": 2}, {}, OF_LAYER),
+    "with sequence": ({"tensor": 2, "sequence": True}, {}, OF_LAYER + sum(CALLS_OF_SEQUENCE)),
+    "experts": ({}, {"moe": MOE}, OF_LAYER + OF_EXPERTS + 2 * 4 * CALLS_OF_EXPERT),
+    "twice the experts": (
+        {}, {"moe": {**MOE, "num_experts": 8}}, OF_LAYER + OF_EXPERTS + 2 * 8 * CALLS_OF_EXPERT,
+    ),
+    "experts over ranks": (
+        {"expert": 2}, {"moe": MOE},
+        OF_LAYER + OF_EXPERTS + 2 * CALLS_OF_EXCHANGE + 2 * 2 * CALLS_OF_EXPERT,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_passes_have_the_planned_calls(pool: Pool, case: str) -> None:
+    layout, changes, planned = CALLS[case]
+    for of_layer, outside in pool.run(2 if layout else 1, calls_of_passes, layout, changes):
+        assert of_layer == pytest.approx(planned, rel=0.12)
+        # A run has more of them: its batches have documents, and gradients are summed over ranks.
+        assert 0.7 * sum(CALLS_OF_PASSES) < outside < 1.2 * sum(CALLS_OF_PASSES)
+
+
+def calls_of_keys(rank: int, world: int) -> tuple[int, int]:
+    """Calls of torch in which context ranks gather keys, forward and backward."""
+    with megatron_groups(context=world) as groups:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        from megatron_distill.models.context_keys import gathered_keys, saved_in_part
+
+        key, value = (torch.ones((16, 2, 2, 8), requires_grad=True) for _ in range(2))
+        found = []
+        with profile(activities=[ProfilerActivity.CPU]) as ahead:
+            whole = gathered_keys(key, value, groups.context)
+            with saved_in_part(key, value, whole, groups.context):
+                scores = whole[:, 0] * whole[:, 1]
+        with profile(activities=[ProfilerActivity.CPU]) as back:
+            scores.backward(torch.ones_like(scores))
+        for record in (ahead, back):
+            counted = [one for one in record.key_averages() if one.key.startswith("aten::")]
+            found.append(sum(one.count for one in counted))
+        return found[0], found[1]
+
+
+def test_context_ranks_gather_keys_in_the_planned_calls(pool: Pool) -> None:
+    for found in pool.run(2, calls_of_keys):
+        assert found == pytest.approx(CALLS_OF_CONTEXT, rel=0.2)
