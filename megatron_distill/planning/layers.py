@@ -22,6 +22,7 @@ from megatron_distill.planning.operations import (
     layer_kinds,
     slice_of,
 )
+from megatron_distill.planning.stages.known import known_of
 from megatron_distill.runtime.layout import Layout
 
 __all__ = [
@@ -75,7 +76,8 @@ class LayerTimes:
         self._more = _layer_seconds(rank, shape.hidden_size, is_teacher=is_teacher)
         self._layers: dict[LayerTraits, _LayerTimes] = {}
         self._known: dict[object, Passes] = {}
-        self._counts: dict[tuple[int, int], Counts] = {}
+        # Alike on all ranks.
+        self._counts: dict[tuple[int, int], Counts] = known_of((shape,), "kinds of layers", dict)
 
     def passes(
         self,

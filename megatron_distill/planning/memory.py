@@ -16,7 +16,12 @@ from megatron_distill.planning.losses.gathered_layers import gathered_layers
 from megatron_distill.planning.losses.layer_messages import layer_bytes, projector_numbers
 from megatron_distill.planning.losses.token_losses import RowBlocks, id_bytes
 from megatron_distill.planning.operations import LayerTraits, layer_kinds, slice_of
-from megatron_distill.planning.parameters import RankNumbers, fullest_state, stage_numbers
+from megatron_distill.planning.parameters import (
+    RankNumbers,
+    dividing,
+    fullest_state,
+    stage_numbers,
+)
 from megatron_distill.planning.run import Choice, Parts, PlannedRun, teachers_apart
 from megatron_distill.planning.stages.known import known_of
 
@@ -121,7 +126,7 @@ def memory_need(
     same = choice.teacher_layers if choice.is_same_layout else ()
     lasting = known_of(
         (run, device),
-        ("lasting", choice.layout, choice.ranks, choice.layers, same),
+        ("lasting", dividing(choice.layout), choice.layers, same),
         partial(_lasting, run, choice, device, numbers),
     )
     if lasting.total > enough:
@@ -191,7 +196,7 @@ def stage_need(
     """Return the need of one rank of the student's pipeline."""
     weights, gradients, optimizer = known_of(
         (run,),
-        ("states", choice.layout, choice.ranks, choice.layers, stage),
+        ("states", dividing(choice.layout), choice.ranks, choice.layers, stage),
         partial(student_states, run, choice, numbers),
     )
     projectors = _FP32 * projector_numbers(run, choice)  # and as many gradients, and two moments
@@ -374,7 +379,8 @@ def _known_teacher_weights(run: PlannedRun, choice: Choice, stage: int) -> float
     if run.shards_teacher:
         return _teacher_weights(run, choice, stage)
     own = stage if choice.is_same_layout else -1
-    key = ("teacher weights", choice.teacher_layout, choice.teacher_layers, own)
+    assert choice.teacher_layout is not None
+    key = ("teacher weights", dividing(choice.teacher_layout), choice.teacher_layers, own)
     return known_of((run,), key, partial(_teacher_weights, run, choice, stage))
 
 

@@ -14,7 +14,7 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import EXPERT_BIAS, Parameter, parameters
 from megatron_distill.runtime.layout import Layout
 
-__all__ = ["Bucket", "RankNumbers", "fullest_state", "stage_numbers"]
+__all__ = ["Bucket", "RankNumbers", "dividing", "fullest_state", "stage_numbers"]
 
 # Numbers at whose multiples the distributed optimizer begins each tensor in its buffers.
 _TENSOR_START: Final = 64
@@ -103,7 +103,6 @@ class RankNumbers:
         return self.dense + self.experts
 
 
-@lru_cache(maxsize=4096)
 def stage_numbers(
     shape: Architecture, layout: Layout, layers: tuple[int, ...], *, width: int = 2
 ) -> tuple[RankNumbers, ...]:
@@ -112,6 +111,19 @@ def stage_numbers(
     layers: of each stage, virtual ones included, in the order of the forward pass. width: bytes of
     a weight, which decide whether the experts of a layer lie in tensors of all.
     """
+    return _stage_numbers(shape, dividing(layout), layers, width)
+
+
+@lru_cache(maxsize=4096)
+def dividing(layout: Layout) -> Layout:
+    """Return the layout with the sizes alone that divide parameters."""
+    return Layout(layout.tensor, layout.pipeline, expert=layout.expert)
+
+
+@lru_cache(maxsize=4096)
+def _stage_numbers(
+    shape: Architecture, layout: Layout, layers: tuple[int, ...], width: int
+) -> tuple[RankNumbers, ...]:
     everything = parameters(shape)
     per_layer = _layers(shape, layout.tensor, layout.expert, width)
     first = _ends(shape, layout, everything, prefix="embedding.")
@@ -144,7 +156,6 @@ def stage_numbers(
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)
 def fullest_state(
     numbers: RankNumbers, layout: Layout, *, ranks: int, state: int, is_distributed: bool
 ) -> int:
@@ -153,14 +164,21 @@ def fullest_state(
     The distributed optimizer cuts each bucket into equal parts, gaps included, for the ranks with
     the same weights. ranks: of the student. state: bytes of each parameter.
     """
-    parts = [bucket for both in numbers.buckets for bucket in both]
     if not is_distributed:
+        parts = [bucket for both in numbers.buckets for bucket in both]
         return state * numbers.total + _COUNTER * sum(len(bucket.sizes) for bucket in parts)
+    return _fullest_shards(numbers.buckets, dividing(layout), ranks, state)
+
+
+@lru_cache(maxsize=4096)
+def _fullest_shards(
+    buckets: tuple[tuple[Bucket, Bucket], ...], layout: Layout, ranks: int, state: int
+) -> int:
     stage = ranks // layout.pipeline
     kinds = (stage // layout.tensor, layout.tensor), (stage // layout.expert, layout.expert)
     shards = [
         (_shards(bucket, count, state), width)
-        for both in numbers.buckets
+        for both in buckets
         for bucket, (count, width) in zip(both, kinds, strict=True)
         if bucket.sizes
     ]

@@ -323,7 +323,7 @@ class Choice:
         length = run.teacher_length or run.sequence_length
         return self.micro_batch_size * length // self.layout.context
 
-    def chunk_layers(self, rank: int) -> list[range]:
+    def chunk_layers(self, rank: int) -> tuple[range, ...]:
         """Return the layers of each chunk on a pipeline rank of the student."""
         return _chunks(self.layers, self.layout.pipeline, rank)
 
@@ -370,12 +370,8 @@ def _run_with(run: PlannedRun, one: SharedTeacher) -> PlannedRun:
     )
 
 
-def _chunks(layers: tuple[int, ...], pipeline: int, rank: int) -> list[range]:
-    bounds = _bounds(layers)
-    return [range(bounds[stage], bounds[stage + 1]) for stage in range(rank, len(layers), pipeline)]
-
-
-@lru_cache(maxsize=1024)
-def _bounds(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first layer of each stage, and the number of all."""
-    return tuple(accumulate(layers, initial=0))
+@lru_cache(maxsize=4096)
+def _chunks(layers: tuple[int, ...], pipeline: int, rank: int) -> tuple[range, ...]:
+    bounds = tuple(accumulate(layers, initial=0))
+    stages = range(rank, len(layers), pipeline)
+    return tuple(range(bounds[stage], bounds[stage + 1]) for stage in stages)

@@ -67,6 +67,8 @@ class FeatureTimes:
         trains: with the backward pass; else of the pass that measures for the balance.
         """
         pairs = self._choice.compared_layers(self._run)
+        if not pairs:
+            return Passes()
         counts = Counter(pair.loss for pair in pairs if pair.student - 1 in layers)
         total = Passes()
         for loss, count in counts.items():
