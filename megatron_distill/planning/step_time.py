@@ -40,24 +40,26 @@ from megatron_distill.planning.updates import step_updates
 
 if TYPE_CHECKING:
     from megatron_distill.models.architecture import Architecture
+    from megatron_distill.runtime.layout import Layout
 
 __all__ = [
     "StageTimes",
     "StepTime",
     "alternating_seconds",
-    "least_seconds",
+    "known_heads",
+    "layer_times",
     "measuring_stages",
+    "partly_recomputed",
+    "pass_factors",
     "phase_seconds",
     "pipeline_seconds",
+    "stage_message",
     "step_time",
+    "student_rank",
     "student_stages",
     "teacher_seconds",
     "teacher_stages",
 ]
-
-
-# Share of a time that sums of floating-point numbers in another order differ by, and much more.
-_ROUNDED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -112,19 +114,18 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     """Return the student's stages; a teacher that runs within them is not in their times."""
     rank = student_rank(run, choice, device)
     last = choice.layout.pipeline - 1
-    heads = _known_heads(run, choice, rank)
-    precision, loss = run.precision, device.factor("loss", run.precision)
-    factors = device.factor("forward", precision), device.factor("backward", precision)
+    heads = known_heads(run, choice, rank)
+    *factors, loss = pass_factors(run, device)
     heads = heads.scaled(loss, loss)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-    times, between = _layer_times(run, rank), FeatureTimes(run, choice, rank)
+    times, between = layer_times(run, rank), FeatureTimes(run, choice, rank)
     has_features, alike = bool(choice.compared_layers(run)), dict[object, StageTimes]()
     stages = []
     for stage in range(last + 1):
         chunks = choice.chunk_layers(stage)
         key = stage == 0, stage == last, stage * has_features, *map(times.kinds, chunks)
         if key not in alike:
-            chunks_of_stage = [_partly_recomputed(choice, times, chunk) for chunk in chunks]
+            chunks_of_stage = [partly_recomputed(choice, times, chunk) for chunk in chunks]
             if stage == 0:
                 chunks_of_stage[0] += embedding_passes(run.student, rank)
             features = [between.passes(chunk, stage=stage) for chunk in chunks]
@@ -140,46 +141,30 @@ def student_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     return [stage.times(max(busy, device.core_share)) for stage in stages]
 
 
-def least_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
-    """Return a time that no step of the choice goes below, from the work of few of its stages.
-
-    The other stages count once, with the bubble that they make before and behind these.
-    """
-    if device.core_share < 1.0:
-        return 0.0  # a waiting stage lends its cores
-    rank, last = student_rank(run, choice, device), choice.layout.pipeline - 1
-    times, precision = _layer_times(run, rank), run.precision
-    ahead, back = device.factor("forward", precision), device.factor("backward", precision)
-    message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-
-    def seconds(layers: range) -> float:
-        passes = _partly_recomputed(choice, times, layers)
-        return passes.forward_seconds * ahead + passes.backward_seconds * back
-
-    heads = _known_heads(run, choice, rank)
-    of_heads = heads.forward_seconds + heads.backward_seconds
-    of_heads *= device.factor("loss", precision)
-    of_stages = {
-        stage: sum(map(seconds, choice.chunk_layers(stage))) + of_heads * (stage == last) + message
-        for stage in (0, last // 2, last)
-    }
-    chunks = choice.layout.virtual_pipeline or 1
-    # The path through the last stage passes all others; through another one not always.
-    slowest = of_stages[last] if chunks == 1 else max(of_stages.values())
-    others = seconds(range(run.student.num_layers)) + of_heads + (last + 1) * message - slowest
-    through = choice.micro_batches(run) * slowest + max(0.0, others) / chunks
-    longest = max(through, choice.micro_batches(run) * max(of_stages.values()))
-    return (1 - _ROUNDED) * longest
+def pass_factors(run: PlannedRun, device: DeviceProfile) -> tuple[float, float, float]:
+    """Return the measured over the predicted time of forward, backward and losses."""
+    return known_of((run, device), "factors of passes", partial(_factors, run, device))
 
 
-def _layer_times(run: PlannedRun, rank: Rank) -> LayerTimes:
+def _factors(run: PlannedRun, device: DeviceProfile) -> tuple[float, float, float]:
+    phases: tuple[Phase, ...] = ("forward", "backward", "loss")
+    ahead, back, loss = (device.factor(phase, run.precision) for phase in phases)
+    return ahead, back, loss
+
+
+def layer_times(run: PlannedRun, rank: Rank) -> LayerTimes:
     """Return the times of the student's layers; its stages do not change them."""
-    layout = replace(rank.layout, pipeline=1, virtual_pipeline=None)
-    key = ("student's layers", layout, rank.tokens)
+    key = ("student's layers", *_sizes_of_layers(rank.layout), rank.tokens)
     return known_of((run, rank.device), key, partial(LayerTimes, run.student, rank))
 
 
-def _known_heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
+def _sizes_of_layers(layout: Layout) -> tuple[int | bool, ...]:
+    """Return the sizes of a layout that decide the time of a layer."""
+    return layout.tensor, layout.context, layout.expert, layout.sequence
+
+
+def known_heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
+    """Return the heads and losses of a micro-batch on the student's last stage."""
     if run.several:  # replicas decide how many of the teachers run
         return _heads(run, choice, rank)
     key = ("heads", *choice.sizes_of_ends, choice.micro_batch_size)
@@ -187,7 +172,6 @@ def _known_heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
 
 
 def _heads(run: PlannedRun, choice: Choice, rank: Rank) -> Passes:
-    """Return the heads and losses of a micro-batch on the student's last stage."""
     chunks = loss_chunks(run, choice, rank.device)
     if run.is_aligned:
         tokens = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
@@ -212,7 +196,7 @@ def measuring_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
     heads = _measuring_heads(run, choice, rank).scaled(device.factor("loss", run.precision), 1.0)
     factor = device.factor("forward", run.precision)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-    times, between = _layer_times(run, rank), FeatureTimes(run, choice, rank)
+    times, between = layer_times(run, rank), FeatureTimes(run, choice, rank)
     stages = []
     for stage in range(last + 1):
         chunks_of_stage = [
@@ -258,7 +242,8 @@ def measuring_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) ->
     )
 
 
-def _partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passes:
+def partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passes:
+    """Return the time of a chunk's layers with the choice's recomputation."""
     count = choice.recomputed_layers
     if choice.recompute != "full" or count is None or count >= len(chunk):
         return times.passes(chunk, recompute=choice.recompute, modules=choice.modules)
@@ -266,7 +251,7 @@ def _partly_recomputed(choice: Choice, times: LayerTimes, chunk: range) -> Passe
     return first + times.passes(chunk[count:], recompute="none")
 
 
-def teacher_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> list[StageTimes]:
+def teacher_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> Sequence[StageTimes]:
     """Return the stages of a live teacher, without its head unless it sends a top-k.
 
     Of several teachers, the mean time of a micro-batch through those that it needs.
@@ -280,7 +265,19 @@ def teacher_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
     return [sum(stages[1:], start=stages[0]) for stages in zip(*each, strict=True)]
 
 
-def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> list[StageTimes]:
+def _stages_of_one(
+    run: PlannedRun, choice: Choice, device: DeviceProfile
+) -> tuple[StageTimes, ...]:
+    """Return the stages of one teacher; many layouts of a student have the same beside them."""
+    ranks, sent = choice.teacher_ranks or choice.ranks, None
+    if choice.sends_ids(run):
+        sent = choice.layout.tensor, choice.layout.context, bool(choice.layers)
+    key = ("teacher", choice.teacher_layout, choice.teacher_layers, ranks, sent)
+    made = partial(_made_stages, run, choice, device)
+    return known_of((run, device), (*key, choice.micro_batch_size), made)
+
+
+def _made_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> tuple[StageTimes, ...]:
     layout, teacher = choice.teacher_layout, run.teacher
     assert layout is not None
     assert teacher is not None
@@ -303,18 +300,22 @@ def _stages_of_one(run: PlannedRun, choice: Choice, device: DeviceProfile) -> li
         heads = heads.scaled(device.factor(phase, run.precision), 1.0)
     ranks = choice.teacher_ranks or choice.ranks
     message = stage_message(teacher, rank, ranks=ranks) if last else 0.0
-    key = ("teacher's layers", replace(layout, pipeline=1), rank.tokens)
+    key = ("teacher's layers", *_sizes_of_layers(layout), rank.tokens)
     made = partial(LayerTimes, teacher, rank, is_teacher=True)
     times = known_of((run, device), key, made)
-    factor = device.factor("teacher", run.precision)
+    factor, alike = device.factor("teacher", run.precision), dict[object, StageTimes]()
     stages = []
     for stage in range(last + 1):
-        layers = times.passes(choice.teacher_stage(stage), recompute="none", trains=False)
-        if stage == 0:
-            layers += embedding_passes(teacher, rank, trains=False)
-        own = heads if stage == last else Passes()
-        stages.append(StageTimes((layers.scaled(factor, 1.0),), own, message))
-    return stages
+        layers = choice.teacher_stage(stage)
+        kind = stage == 0, stage == last, times.kinds(layers)
+        if kind not in alike:
+            passes = times.passes(layers, recompute="none", trains=False)
+            if stage == 0:
+                passes += embedding_passes(teacher, rank, trains=False)
+            own = heads if stage == last else Passes()
+            alike[kind] = StageTimes((passes.scaled(factor, 1.0),), own, message)
+        stages.append(alike[kind])
+    return tuple(stages)
 
 
 def stage_message(shape: Architecture, rank: Rank, *, ranks: int) -> float:

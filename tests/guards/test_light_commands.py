@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import re
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from tests.guards.source_tree import ROOT
 from tests.unit.commands.test_plan import RUN
@@ -149,14 +152,18 @@ def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> No
     assert seconds < MOST_SECONDS
 
 
-def test_a_plan_of_experts_for_256_ranks_computes_for_less_than_five_seconds(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("devices", "tried"), [("256", 6000), pytest.param("4096", 3000, marks=pytest.mark.slow)]
+)
+def test_a_plan_of_experts_tries_few_choices_and_computes_for_less_than_five_seconds(
+    tmp_path: Path, devices: str, tried: int
 ) -> None:
     config = tmp_path / "experts.yaml"
     config.write_text(EXPERTS)
-    words = ["plan", str(config), "--devices", "256", "--device", "h100-80gb"]
+    words = ["plan", str(config), "--devices", devices, "--device", "h100-80gb"]
     printed, seconds = run_alone(["-m", "megatron_distill.cli", *words])
-    assert "plan for 256 x " in printed
+    (count,) = re.findall(r"^plan for [\d,]+ x .*, ([\d,]+) choices tried$", printed, re.MULTILINE)
+    assert int(count.replace(",", "")) < tried
     assert seconds < MOST_SECONDS
 
 

@@ -16,6 +16,7 @@ from megatron_distill.planning.missing import sizes_of
 from megatron_distill.planning.report import changed_settings, choice_name, need_in_words
 from megatron_distill.planning.run import Choice, PlannedRun
 from megatron_distill.planning.search import Planned, Search, layout_name, planned
+from megatron_distill.planning.tries.choices import Choices
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of
 from megatron_distill.train.reports.planned_run import (
@@ -152,7 +153,7 @@ def capture_memory_warning(
     if wanted.total <= USABLE * device.memory_bytes:
         return None
     rule = shape_rule(config, {"teacher": shape})
-    others = Search(run, device, ranks, rule, ()).teacher_layouts(ranks)
+    others = Choices(run, device, ranks, rule).teacher_layouts(ranks)
     needs = {one: need_in(one) for one in others}
     fitting = [one for one in needs if needs[one].total <= USABLE * device.memory_bytes]
     ways = ". Layouts that fit:" if fitting else _no_layout(ranks)

@@ -43,7 +43,7 @@ from megatron_distill.planning.run import (
     SharedTeacher,
     TeacherPlace,
 )
-from megatron_distill.planning.search import ShapeRule
+from megatron_distill.planning.tries.choices import ShapeRule
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of, read_shape
 
