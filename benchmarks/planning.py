@@ -2,17 +2,18 @@
 
     python benchmarks/planning.py --quiet 0.3           # every layout, three times: half an hour
     python benchmarks/planning.py --cases layouts/TP --rounds 1 --steps 2
-    python benchmarks/planning.py --only memory         # valid on a busy machine too
+    python benchmarks/planning.py --only memory         # valid on a busy machine; planning_peaks
     python benchmarks/planning.py --documents --rounds 1 --steps 3      # over packed documents
     python benchmarks/planning.py --again               # new formulas beside the recorded steps
     python benchmarks/planning.py --again --device this-cpu.yaml    # a newly calibrated device
 
 The cases are those of benchmarks/step.py, or with --documents steps over whole sequences and over
-documents of some 512 tokens. The machine is calibrated before each round and at the
-end, since equal work takes longer at other times of a virtual machine; a prediction is the median
-of those for all these devices. Times are predicted twice: for a device as `megatron-distill
-calibrate` measures it, and refined by the first case as `calibrate --run` refines a device by a
-run, with a factor for each phase. That holds for runs like the first case.
+documents of some 512 tokens. With --only memory they are all of these and further ones; a part of
+them takes its place beside the others of the record. The machine is calibrated before each round
+and at the end, since equal work takes longer at other times of a virtual machine; a prediction is
+the median of those for all these devices. Times are predicted twice: for a device as
+`megatron-distill calibrate` measures it, and refined by the first case as `calibrate --run` refines
+a device by a run, with a factor for each phase. That holds for runs like the first case.
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ from typing import Any
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.quiet import others, run_in_quiet
-from benchmarks.steps.cases import Case, document_cases, layout_cases, peer_cases
+from benchmarks.steps.cases import (
+    Case,
+    document_cases,
+    layout_cases,
+    peer_cases,
+    stage_cases,
+)
 from benchmarks.steps.planned import planned_case, planned_peaks, refined_by_case
 from megatron_distill.commands.calibration_steps import measured_machine
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.planning.device import DeviceProfile, load_device
+from megatron_distill.runtime.torchrun import available_cores
 
 _CHILD_SECONDS = 1800
 _MIB = 2**20
@@ -49,13 +57,23 @@ factors that make the phases of the first row the measured ones, for the rows li
 precision, and layers and heads whose FLOPs per token differ by a quarter at most. `peak` is
 the most bytes of tensors alive at once during a step above those that last from step to step, of
 the rank that has most; `lasting` those: weights of both models, gradients and the optimizer's
-state, with Adam's count of steps for each tensor or part of one.
+state, with Adam's count of steps for each tensor or part of one. The last table has the peaks of
+all ranks; ranks of a stage have one prediction.
 """
 
 
 @dataclass(frozen=True)
+class RankPeak:
+    """Bytes of a step's peak on one rank."""
+
+    stage: int
+    peak: int
+    predicted: float
+
+
+@dataclass(frozen=True)
 class Row:
-    """One case: seconds of a step, and bytes of the rank with the highest peak."""
+    """One case: seconds of a step, bytes of the rank with the highest peak, and peaks of all."""
 
     case: str
     seconds: float
@@ -66,12 +84,14 @@ class Row:
     predicted_peak: float
     lasting: int
     predicted_lasting: float
+    ranks: tuple[RankPeak, ...]
 
 
 def main() -> int:
     """Measure, print, and save the results."""
     arguments = _arguments()
-    chosen = document_cases() if arguments.documents else _cases()
+    has_times = arguments.only != "memory"
+    chosen = _chosen(documents=arguments.documents, has_times=has_times)
     cases = [case for case in chosen if arguments.cases in case.name]
     if not cases:
         names = ", ".join(case.name for case in chosen)
@@ -86,22 +106,38 @@ def main() -> int:
         return _again(arguments.output, given, arguments.record)
     # Before the measurements: it has the load that they met.
     environment = describe("benchmarks/planning.py", sys.argv[1:])
-    has_times = arguments.only != "memory"
     measures = has_times and given is None
     devices = [] if measures else [given or _without_rates()]
     measured: dict[str, list[Any]] = {case.name: [] for case in cases}
     for number in range(arguments.rounds if has_times else 1):
         devices += [measured_machine("cpu")] if measures else []
         for case in cases if number % 2 == 0 else cases[::-1]:
-            result = run_in_quiet(partial(_run, case, arguments.steps), arguments.quiet)
+            steps = arguments.steps if has_times else 1
+            result = run_in_quiet(partial(_run, case, steps), arguments.quiet)
             measured[case.name].append(result)
-            steps = " ".join(f"{seconds:.2f}" for seconds in result["seconds"])
-            sys.stdout.write(f"{case.name} {number + 1}/{arguments.rounds}: {steps} s\n")
+            taken = " ".join(f"{seconds:.2f}" for seconds in result["seconds"])
+            sys.stdout.write(f"{case.name} {number + 1}/{arguments.rounds}: {taken} s\n")
             sys.stdout.flush()
     devices += [measured_machine("cpu")] if measures else []
     file = arguments.output / f"{arguments.record}.json"
+    if not has_times:
+        measured = _with_recorded(file, devices[0], measured)
     _save(file, environment, devices, measured, has_times=has_times)
     return 0
+
+
+def _with_recorded(
+    file: Path, device: DeviceProfile, measured: dict[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Return these measurements of memory with those of further cases in a record, if any.
+
+    Bytes are the same at any hour, for as many cores.
+    """
+    if not file.is_file():
+        return measured
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    of_as_many = kept["devices"][0]["cores"] == device.cores
+    return {**(kept["rounds"] if of_as_many else {}), **measured}
 
 
 def _again(folder: Path, given: DeviceProfile | None, name: str) -> int:
@@ -132,7 +168,7 @@ def _save(
     has_times: bool,
 ) -> None:
     """Print the table of all measured cases, and write the record."""
-    every = [*_cases(), *document_cases()]
+    every = [*_cases(), *document_cases(), *stage_cases()]
     rows = _rows([case for case in every if case.name in measured], measured, devices)
     text = "\n".join(_markdown(environment, devices, rows, has_times=has_times))
     sys.stdout.write(text)
@@ -172,6 +208,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     arguments.record = "planning_documents" if arguments.documents else "planning"
+    if arguments.only == "memory":
+        arguments.record = "planning_peaks"
     return arguments
 
 
@@ -179,10 +217,16 @@ def _cases() -> list[Case]:
     return [*layout_cases(), *peer_cases()]
 
 
+def _chosen(*, documents: bool, has_times: bool) -> list[Case]:
+    if documents:
+        return document_cases()
+    return _cases() if has_times else [*_cases(), *document_cases(), *stage_cases()]
+
+
 def _without_rates() -> DeviceProfile:
     """Return a CPU whose figures of memory are right, and whose rates are not asked for."""
     return load_device("a100-80gb").model_copy(
-        update={"kind": "cpu", "cores": 2, "reserved_gib": 0.0}
+        update={"kind": "cpu", "cores": available_cores(), "reserved_gib": 0.0}
     )
 
 
@@ -229,6 +273,14 @@ def _rows(
                 predicted_peak=peaks[stage][1],
                 lasting=sum(there["persistent"].values()),
                 predicted_lasting=peaks[stage][0],
+                ranks=tuple(
+                    RankPeak(
+                        number // per_stage,
+                        rank["peak"]["tensors"],
+                        peaks[number // per_stage][1],
+                    )
+                    for number, rank in enumerate(ranks)
+                ),
             )
         )
     return rows
@@ -275,7 +327,19 @@ def _markdown(
         cells += [f"{row.predicted_peak / row.peak:.2f}", f"{row.lasting / _MIB:.1f}"]
         cells += [f"{row.predicted_lasting - row.lasting:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    return [*lines, "", *_of_ranks(rows), ""]
+
+
+def _of_ranks(rows: Sequence[Row]) -> list[str]:
+    """Return the table of the peaks of all ranks."""
+    names = ["case", "rank", "stage", "peak MiB", "predicted", "error"]
+    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
+    for row in rows:
+        for number, rank in enumerate(row.ranks):
+            cells = [row.case, str(number), str(rank.stage), f"{rank.peak / _MIB:.1f}"]
+            cells += [f"{rank.predicted / _MIB:.1f}", f"{rank.predicted / rank.peak - 1:+.1%}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _summary(rows: Sequence[Row], *, has_times: bool) -> Iterator[str]:
@@ -286,10 +350,9 @@ def _summary(rows: Sequence[Row], *, has_times: bool) -> Iterator[str]:
         errors["refined times"] = [row.refined_seconds / row.seconds - 1 for row in rows[1:]]
     for name, found in errors.items():
         if found:
-            yield (
-                f"- {name}: mean error {mean(map(abs, found)):.1%}, from {min(found):+.1%} to "
-                f"{max(found):+.1%} over {counted(len(found), 'case')}"
-            )
+            yield _spread(name, found, "case")
+    ranks = [rank for row in rows for rank in row.ranks]
+    yield _spread("peaks of all ranks", [rank.predicted / rank.peak - 1 for rank in ranks], "rank")
     if has_times:
         pairs = list(_distinct_pairs(rows))
         right = sum(a.calibrated_seconds < b.calibrated_seconds for a, b in pairs)
@@ -297,6 +360,14 @@ def _summary(rows: Sequence[Row], *, has_times: bool) -> Iterator[str]:
             f"- order: {right} of {counted(len(pairs), 'pair')} of layouts of one workload and "
             f"precision whose measured times differ by more than {_DISTINCT:.0%}"
         )
+
+
+def _spread(name: str, errors: Sequence[float], unit: str) -> str:
+    """Return a line on errors of predictions."""
+    return (
+        f"- {name}: mean error {mean(map(abs, errors)):.1%}, from {min(errors):+.1%} to "
+        f"{max(errors):+.1%} over {counted(len(errors), unit)}"
+    )
 
 
 def _distinct_pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:

@@ -204,6 +204,28 @@ def document_cases() -> list[Case]:
     ]
 
 
+def stage_cases() -> list[Case]:
+    """Return steps whose memory peaks in passes of stages with a small loss, or in the update."""
+    student, teacher = Body(8, 256, 704, 8, 4), Body(8, 128, 352, 8, 4)
+    stages = Workload("stages", student, teacher, 1024, 256, 2, 8)
+    experts = Body(4, 256, 352, 8, 4, num_experts=4)
+    with_experts = Workload("stages-moe", experts, Body(4, 384, 1024, 8, 4), 1024, 256, 2, 4)
+    update = Workload("update", Body(4, 256, 704, 8, 4), teacher, 32_768, 64, 1, 4)
+    plan = [
+        (stages, Ranks("PP2", 2, pipeline=2), "bf16"),
+        (stages, Ranks("PP2+VPP2", 2, pipeline=2, virtual_pipeline=2), "fp32"),
+        (stages, Ranks("PP4", 4, pipeline=4), "fp32"),
+        (stages, Ranks("PP4+VPP2", 4, pipeline=4, virtual_pipeline=2), "fp32"),
+        (stages, Ranks("TP2xPP2", 4, tensor=2, pipeline=2), "fp32"),
+        (stages, Ranks("TP2xPP2+SP", 4, tensor=2, pipeline=2, sequence=True), "fp32"),
+        (stages, Ranks("CP2xPP2", 4, context=2, pipeline=2), "fp32"),
+        (with_experts, Ranks("PP2", 2, pipeline=2), "fp32"),
+        (update, LAYOUTS["TP1"], "fp32"),
+        (update, LAYOUTS["DP2"], "bf16"),
+    ]
+    return [Case(workload, ranks, precision) for workload, ranks, precision in plan]
+
+
 def quick(case: Case) -> Case:
     """Return a case with few tokens, to test the harness."""
     fields = dict(vars(case.workload))

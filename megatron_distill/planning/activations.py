@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.operations import LayerTraits, layer_kinds, slice_of
@@ -187,7 +188,8 @@ class Activations:
     """Bytes of a pipeline rank's activations.
 
     in_flight: of all chunks that wait for their backward pass, at the most. one: of the last of
-    them. live: within the backward pass of one layer, recomputed tensors and gradients.
+    them. live: within the backward pass of one layer, recomputed tensors and gradients, less the
+    saved tensors that are gone by then.
     """
 
     in_flight: float
@@ -196,13 +198,26 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class _Moment:
+    """Bytes that a moment of a layer's backward pass adds to what its forward pass has saved.
+
+    weights: of the gradient of a matrix, before it is added to the fp32 buffer.
+    """
+
+    per_token: float
+    weights: float = 0.0
+
+
+@dataclass(frozen=True)
 class _ChunkBytes:
-    """Bytes per token of a chunk: kept of all of its layers, and the most within one of them."""
+    """Bytes per token of a chunk: kept of all of its layers, and the most that one computes again.
+
+    moments: of the backward passes of its kinds of layers.
+    """
 
     kept: float
     live: float
-    gradients: float
-    has_experts: bool
+    moments: tuple[_Moment, ...]
 
 
 def _chunks_bytes(
@@ -233,11 +248,14 @@ def _chunk_bytes(
                 run, choice, has_experts=key[0], recomputed=key[1], is_fused=is_fused
             )
         total += known[key].kept
+    moments = (
+        _moments(run, choice, has_experts=has_experts, is_fused=is_fused)
+        for has_experts in {has_experts for has_experts, _ in known}
+    )
     return _ChunkBytes(
         total,
         max((one.live for one in known.values()), default=0.0),
-        max((_gradients(run, choice, has_experts=kind[0]) for kind in known), default=0.0),
-        any(has_experts for has_experts, _ in known),
+        tuple(chain.from_iterable(moments)),
     )
 
 
@@ -247,44 +265,66 @@ def activation_bytes(run: PlannedRun, choice: Choice, stage: int, *, is_fused: b
     1F1B holds min(m, p - stage) micro-batches. With v chunks the first rank holds
     (v - 1) p + 2 (p - 1) + 1 chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
-    layout = choice.layout
-    tokens = choice.micro_batch_size * run.sequence_length / layout.context
+    tokens = choice.micro_batch_size * run.sequence_length / choice.layout.context
     chunks = _chunks_bytes(run, choice, stage, is_fused=is_fused)
     per_chunk = [one.kept * tokens for one in chunks]
-    live = max(one.live for one in chunks) + max(one.gradients for one in chunks)
-    across = layout.tensor if layout.sequence else 1
-    embedded = tokens * run.student.hidden_size * run.width / across
-    per_chunk[0] += embedded * (stage == 0 and layout.pipeline > 1)
+    moments = [
+        moment.per_token * tokens + moment.weights for one in chunks for moment in one.moments
+    ]
+    live = max(one.live for one in chunks) * tokens + max(moments, default=0.0)
     count = choice.micro_batches(run)
-    live *= tokens
-    if any(one.has_experts for one in chunks):
-        live += _expert_gradient(run, choice, is_fused=is_fused)
     return Activations(_in_flight(choice, stage, count, per_chunk), per_chunk[0], live)
 
 
-def _gradients(run: PlannedRun, choice: Choice, *, has_experts: bool) -> float:
-    """Return the bytes per token of gradients within a layer: of its widest part, and hidden."""
-    shape = run.student
-    inner = float(shape.ffn_hidden_size)
-    if has_experts and shape.moe is not None:
-        inner = shape.moe.top_k * shape.moe.ffn_hidden_size
-    widest = (3 if shape.is_gated else 2) * inner / choice.layout.tensor
-    return (widest + 2 * shape.hidden_size) * run.width
+def _moments(
+    run: PlannedRun, choice: Choice, *, has_experts: bool, is_fused: bool
+) -> tuple[_Moment, _Moment, _Moment]:
+    """Return the backward pass of a layer's feed-forward, which comes first.
+
+    Beside the gradient of the layer's output it has those of the product and of the second matrix,
+    while all that was saved is there; those of the activation's inputs, without the product; those
+    of the first matrix and of its input, without anything that was saved within.
+    """
+    shape, width, layout = run.student, run.width, choice.layout
+    hidden, split = shape.hidden_size, layout.tensor
+    across = split if layout.sequence else 1
+    inner = shape.ffn_hidden_size / split
+    # Ranks of a sequence gather the gradient of the output; experts have a row of each choice.
+    rows = hidden if across > 1 else 0
+    if has_experts:
+        assert shape.moe is not None
+        inner = shape.moe.top_k * shape.moe.ffn_hidden_size / split
+        rows = hidden * shape.moe.top_k
+    matrix = _whole_matrix(run, choice, has_experts=has_experts, is_fused=is_fused) * width
+    halves = 2 if shape.is_gated else 1
+    saved = _feed_forward(shape, 1, is_fused=is_fused) * inner
+    output = hidden / across
+    return (
+        _Moment((output + rows + inner) * width, matrix),
+        _Moment((output + halves * inner) * width),
+        _Moment((output + halves * inner + max(rows, hidden) - saved) * width, halves * matrix),
+    )
 
 
-def _expert_gradient(run: PlannedRun, choice: Choice, *, is_fused: bool) -> float:
-    """Return the bytes of the larger gradient of a layer's grouped expert weights.
+def _whole_matrix(run: PlannedRun, choice: Choice, *, has_experts: bool, is_fused: bool) -> float:
+    """Return the numbers of a second matrix whose gradient exists before it is added to fp32.
 
-    It exists whole before it is added to the fp32 buffer. Not with Transformer Engine's experts,
-    which ranks of a GPU that share experts are taken to have.
+    Transformer Engine adds it within the product: in FP8, and of experts that ranks of a GPU share,
+    which are taken to be its own. Those of grouped experts are one matrix.
     """
     shape, layout, moe = run.student, choice.layout, run.student.moe
-    is_added = is_fused and (run.student_fp8 or layout.tensor * layout.expert > 1)
-    if moe is None or shape.linear_bias or is_added:
+    split = layout.tensor
+    if is_fused and run.student_fp8:
         return 0.0
-    rows = moe.ffn_hidden_size * (2 if shape.is_gated else 1)
-    parts = layout.expert if layout.expert > 1 else layout.tensor  # of experts, or of each one
-    return moe.num_experts * rows * shape.hidden_size * run.width / parts
+    if not has_experts:
+        return shape.ffn_hidden_size * shape.hidden_size / split
+    assert moe is not None
+    if is_fused and split * layout.expert > 1:
+        return 0.0
+    ranks = 1 if layout.expert > 1 else split  # that share each expert
+    is_grouped = shape.groups_experts(run.width, tensor=ranks)
+    experts = moe.num_experts // layout.expert if is_grouped else 1
+    return experts * moe.ffn_hidden_size * shape.hidden_size / ranks
 
 
 def _in_flight(choice: Choice, stage: int, micro_batches: int, per_chunk: list[float]) -> float:

@@ -14,7 +14,15 @@ from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.parameters import EXPERT_BIAS, Parameter, parameters
 from megatron_distill.runtime.layout import Layout
 
-__all__ = ["Bucket", "RankNumbers", "dividing", "fullest_state", "stage_numbers"]
+__all__ = [
+    "Bucket",
+    "RankNumbers",
+    "adam_numbers",
+    "bucket_ranks",
+    "dividing",
+    "fullest_state",
+    "stage_numbers",
+]
 
 # Numbers at whose multiples the distributed optimizer begins each tensor in its buffers.
 _TENSOR_START: Final = 64
@@ -197,6 +205,55 @@ def _fullest_shards(
             shard = rank // width
             total += one.others.get(shard, one.within if shard < one.used else 0)
         most = max(most, total)
+    return most
+
+
+def bucket_ranks(numbers: RankNumbers, layout: Layout, *, ranks: int) -> list[tuple[Bucket, int]]:
+    """Return each bucket of a rank with the number of ranks that have the same weights.
+
+    ranks: of the student.
+    """
+    stage = ranks // layout.pipeline
+    counts = stage // layout.tensor, stage // layout.expert
+    return [pair for both in numbers.buckets for pair in zip(both, counts, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def adam_numbers(
+    shape: Architecture,
+    numbers: RankNumbers,
+    layout: Layout,
+    *,
+    ranks: int,
+    is_distributed: bool,
+) -> int:
+    """Return the most numbers that torch's AdamW makes at once on one rank without a fused kernel.
+
+    Of each tensor, or its part on this rank, these are the root of the second moment and the
+    quotient. That of the tensor before is in its variable. Vectors have groups of their own.
+    """
+    vectors = {
+        part
+        for one in parameters(shape)
+        if len(one.shape) == 1
+        for part in (one.shape[0], one.shape[0] // layout.tensor)
+    }
+    most = 0
+    for bucket, count in bucket_ranks(numbers, layout, ranks=ranks):
+        # The parts of a buffer begin with the last tensor; whole ones are in the model's order.
+        sizes = bucket.sizes[::-1] if is_distributed else bucket.sizes
+        size = bucket.held(count) // count if is_distributed else 0
+        end, before = 0, Counter[int]()
+        for one in sizes:
+            begin = _aligned(end)
+            end = begin + one
+            if one in vectors:
+                continue
+            parts = range(begin // size, (end - 1) // size + 1) if size else range(1)
+            for shard in parts:
+                part = min(end, (shard + 1) * size) - max(begin, shard * size) if size else one
+                most = max(most, 2 * part + before[shard])
+                before[shard] = part
     return most
 
 

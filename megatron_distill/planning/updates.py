@@ -1,4 +1,4 @@
-"""The time of a step behind its backward pass: gradients, weights, and the optimizer."""
+"""Time and memory of a step behind its backward pass: gradients, weights, and the optimizer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.losses.layer_passes import projector_seconds
 from megatron_distill.planning.operations import element_seconds
+from megatron_distill.planning.parameters import adam_numbers, bucket_ranks
 
 if TYPE_CHECKING:
     from megatron_distill.planning.device import DeviceProfile
     from megatron_distill.planning.parameters import RankNumbers
     from megatron_distill.planning.run import Choice, PlannedRun
 
-__all__ = ["Updates", "step_updates"]
+__all__ = ["Updates", "step_updates", "update_bytes"]
 
 # Parameters of a gradient bucket, in Megatron-Core.
 _BUCKET: Final = 40_000_000
 _BUCKET_PER_RANK: Final = 1_000_000
 # Calls of torch in an update: clipping, norms and the outer weights; and the tensors of a layer.
 _CALLS, _CALLS_OF_LAYER = 200, 250
+_FP32: Final = 4
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,28 @@ def _call_seconds(choice: Choice, device: DeviceProfile) -> float:
     stages = map(choice.chunk_layers, range(choice.layout.pipeline))
     layers = max(sum(map(len, chunks)) for chunks in stages)
     return (_CALLS + layers * _CALLS_OF_LAYER) * device.kernel_us * 1e-6
+
+
+def update_bytes(
+    run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: RankNumbers
+) -> float:
+    """Return the most bytes that a rank of a CPU takes for a moment behind its backward pass.
+
+    gloo scatters the sums of gradients from a copy of each buffer. Copies that are made while the
+    backward pass runs wait for its end together. Then torch's Adam makes tensors of each weight's
+    size. On a GPU NCCL sums in the buffer, and one kernel updates a weight.
+    """
+    if device.kind == "gpu":
+        return 0.0
+    layout = choice.layout
+    made = adam_numbers(
+        run.student, numbers, layout, ranks=choice.ranks, is_distributed=run.is_distributed
+    )
+    copied = 0
+    if run.is_distributed:
+        copies = [
+            bucket.held(count)
+            for bucket, count in bucket_ranks(numbers, layout, ranks=choice.ranks)
+        ]
+        copied = sum(copies) if run.overlaps_gradients else max(copies)
+    return float(_FP32 * max(made, copied))

@@ -15,10 +15,13 @@ from megatron_distill.planning.device import SEGMENTED_COLUMNS
 
 if TYPE_CHECKING:
     from megatron_distill.planning.device import DeviceProfile
+    from megatron_distill.planning.run import PlannedRun
 
-__all__ = ["IdBytes", "RowBlocks", "id_bytes"]
+__all__ = ["IdBytes", "RowBlocks", "chunk_rows", "id_bytes"]
 
 _FP32: Final = 4
+# Logits of a chunk (ops/workspace.py).
+_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 # Elements of a row block (ops/workspace.py); on a CPU for each thread.
 _BLOCK: Final = {"cpu": 2**18, "gpu": 2**25}
 # Buffers of forward KL: exponentials of both models and a workspace. Slopes take further ones; a
@@ -54,6 +57,11 @@ _WHOLE: Final = _FP32 + 1
 _COPIED: Final = 2**28
 
 
+def chunk_rows(run: PlannedRun, device: DeviceProfile, columns: int) -> int:
+    """Return the tokens of a chunk of logits with so many columns, at most."""
+    return run.chunk_tokens or max(1, _CHUNK[device.kind] // columns)
+
+
 @dataclass(frozen=True)
 class RowBlocks:
     """The fp32 buffers of one row block.
@@ -67,10 +75,14 @@ class RowBlocks:
     device: DeviceProfile
 
     @property
+    def _step(self) -> int:
+        """Rows of a block, if there are as many."""
+        return max(1, round(_BLOCK[self.device.kind] / self.columns)) * self.device.threads
+
+    @property
     def one(self) -> float:
         """Bytes of one buffer."""
-        step = max(1, round(_BLOCK[self.device.kind] / self.columns)) * self.device.threads
-        return float(min(self.rows, step) * self.columns * _FP32)
+        return float(min(self.rows, self._step) * self.columns * _FP32)
 
     def of(self, divergences: Collection[str], *, models: int, sorts: bool = True) -> float:
         """Return the bytes of all buffers, those of logits that are converted included.
@@ -80,10 +92,12 @@ class RowBlocks:
         """
         # At one temperature a second term has buffers of its own, which all further ones share.
         slopes = sorted(_SLOPES.get(name, max(_SLOPES.values())) for name in divergences)[-2:]
-        count = _PLAIN + sum(slopes) + (models if self.width < _FP32 else 0)
+        further = sum(slopes)
         if sorts and "adaptive_kl" in divergences:
-            count += _SORTED
-        return count * self.one
+            # The first block sorts before it has the buffers of slopes.
+            is_only = self.rows <= self._step
+            further = max(further, _SORTED) if is_only else further + _SORTED
+        return (_PLAIN + further + (models if self.width < _FP32 else 0)) * self.one
 
 
 @dataclass(frozen=True)

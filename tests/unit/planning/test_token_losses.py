@@ -15,8 +15,7 @@ from megatron_distill.planning.run import LossTerm
 from megatron_distill.signals import HiddenState
 from tests.unit.planning.shapes import choice_of, llama, run_of
 
-# Two blocks of the rows that one thread takes. Adaptive KL sorts before the gradient: its buffers
-# meet those of the gradient, as planned, from the second block on.
+# Two blocks of the rows that one thread takes.
 TOKENS, VOCABULARY, HIDDEN = 64, 8192, 64
 
 

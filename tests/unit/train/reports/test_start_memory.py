@@ -242,7 +242,7 @@ def test_a_capture_that_does_not_fit_gets_layouts_that_do(
         return capture_memory_warning(capture, shape, small, layout=layout, ranks=4)
 
     assert warning(20 * weights) is None
-    text = warning(1.5 * weights)
+    text = warning(1.2 * weights)
     first, *ways = text.splitlines()
     assert "the fullest rank of this capture needs" in first
     assert f"teacher {weights:.2f}" in first
