@@ -49,16 +49,18 @@ from megatron_distill.runtime.torchrun import available_cores
 _CHILD_SECONDS = 1800
 _MIB = 2**20
 _DISTINCT = 0.05  # equal steps differ by as much between two hours of a virtual machine
-_NOTE = """\
+_OF_TIMES = """\
 `measured` is the median of all timed steps of all rounds, `others` the median of the cores that
 other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device:
 the median over the calibrations before each round and at the end. `refined` is the same with
 factors that make the phases of the first row the measured ones, for the rows like it: one rank, its
-precision, and layers and heads whose FLOPs per token differ by a quarter at most. `peak` is
-the most bytes of tensors alive at once during a step above those that last from step to step, of
-the rank that has most; `lasting` those: weights of both models, gradients and the optimizer's
-state, with Adam's count of steps for each tensor or part of one. The last table has the peaks of
-all ranks; ranks of a stage have one prediction.
+precision, and layers and heads whose FLOPs per token differ by a quarter at most.
+"""
+_OF_PEAKS = """\
+`peak` is the most bytes of tensors alive at once during a step above those that last from step to
+step, of the rank that has most; `lasting` those: weights of both models, gradients and the
+optimizer's state, with Adam's count of steps for each tensor or part of one. The last table has the
+peaks of all ranks; ranks of a stage have one prediction.
 """
 
 
@@ -312,7 +314,8 @@ def _markdown(
             f"{one.memory_gb_per_s:.1f} GB/s of a core"
             for number, one in enumerate(devices, 1)
         ]
-    lines += ["", _NOTE, *_summary(rows, has_times=has_times), ""]
+    lines += ["", *([_OF_TIMES] if has_times else []), _OF_PEAKS]
+    lines += [*_summary(rows, has_times=has_times), ""]
     times = ["measured (s)", "others", "calibrated (s)", "ratio", "refined (s)", "ratio"]
     names = ["case", *(times if has_times else []), "peak MiB", "predicted", "ratio"]
     names += ["lasting MiB", "difference (bytes)"]
