@@ -116,7 +116,13 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if name in ("one rank", "experts") else pytest.mark.slow)
+        for name in CALLS
+    ],
+)
 def test_passes_have_the_planned_calls(pool: Pool, case: str) -> None:
     layout, changes, planned = CALLS[case]
     for of_layer, outside in pool.run(2 if layout else 1, calls_of_passes, layout, changes):

@@ -14,8 +14,10 @@ from megatron_distill.launching.records import Status
 from tests.unit.launching.slurm_programs import BY_HAND, StandIn
 
 NODES = ("n1", "n2")
-WAYS = ("submitted", "by hand")
-every_way = pytest.mark.parametrize("way", WAYS)
+# A submission writes the same script with its words.
+every_way = pytest.mark.parametrize(
+    "way", [pytest.param("submitted", marks=pytest.mark.slow), "by hand"]
+)
 
 
 def prepared(stand_in: StandIn, way: str, *options: str) -> tuple[Path, list[str]]:

@@ -64,7 +64,13 @@ def all_that_fit(run: PlannedRun, place: TeacherPlace) -> list[Planned]:
 
 
 @STUDENTS
-@pytest.mark.parametrize("place", ["none", "shared", "own ranks", "store"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "shared",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "own ranks", "store")),
+    ],
+)
 @pytest.mark.parametrize("reading", [0.0, READ_SLOWLY], ids=["loaded", "read"])
 def test_no_step_comes_before_its_bounds(
     student: Architecture, place: TeacherPlace, reading: float
