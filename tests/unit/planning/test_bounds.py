@@ -24,7 +24,7 @@ from megatron_distill.runtime.layout import Layout
 from tests.unit.planning.shapes import STUDENT, TEACHER, llama, run_of
 
 DEVICE = load_device("h100-80gb")
-EXPERTS = llama(16, 2048, 5632, 16, 8, moe=MixtureOfExperts(16, 2, 1408))
+EXPERTS = llama(24, 2048, 5632, 16, 8, moe=MixtureOfExperts(16, 2, 1408))
 RANKS = 64
 # In which a step's samples are read: longer than any layout takes for the rest.
 READ_SLOWLY = 1e-4
