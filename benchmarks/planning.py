@@ -8,12 +8,12 @@
     python benchmarks/planning.py --again --device this-cpu.yaml    # a newly calibrated device
 
 The cases are those of benchmarks/step.py, or with --documents steps over whole sequences and over
-documents of some 512 tokens. With --only memory they are all of these and further ones; a part of
-them takes its place beside the others of the record. The machine is calibrated before each round
-and at the end, since equal work takes longer at other times of a virtual machine; a prediction is
-the median of those for all these devices. Times are predicted twice: for a device as
-`megatron-distill calibrate` measures it, and refined by the first case as `calibrate --run` refines
-a device by a run, with a factor for each phase. That holds for runs like the first case.
+documents of some 512 tokens. With --only memory they are all of these and further ones. The machine
+is calibrated before each round and at the end, since equal work takes longer at other times of a
+virtual machine; a prediction is the median of those for all these devices. Times are predicted
+twice: for a device as `megatron-distill calibrate` measures it, and refined by the first case as
+`calibrate --run` refines a device by a run, with a factor for each phase. That holds for runs like
+the first case.
 """
 
 from __future__ import annotations
@@ -122,24 +122,8 @@ def main() -> int:
             sys.stdout.flush()
     devices += [measured_machine("cpu")] if measures else []
     file = arguments.output / f"{arguments.record}.json"
-    if not has_times:
-        measured = _with_recorded(file, devices[0], measured)
     _save(file, environment, devices, measured, has_times=has_times)
     return 0
-
-
-def _with_recorded(
-    file: Path, device: DeviceProfile, measured: dict[str, list[Any]]
-) -> dict[str, list[Any]]:
-    """Return these measurements of memory with those of further cases in a record, if any.
-
-    Bytes are the same at any hour, for as many cores.
-    """
-    if not file.is_file():
-        return measured
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    of_as_many = kept["devices"][0]["cores"] == device.cores
-    return {**(kept["rounds"] if of_as_many else {}), **measured}
 
 
 def _again(folder: Path, given: DeviceProfile | None, name: str) -> int:

@@ -13,13 +13,20 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness.calibrated import calibrated, dumped, loaded, plan_cells, planned_seconds
+from benchmarks.harness.calibrated import (
+    dumped,
+    loaded,
+    measured_in_turns,
+    planned_seconds,
+    step_cells,
+)
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.launched import launched, launched_steps
 from megatron_distill.commands.quickstart.losses_compared import LOSSES
@@ -186,18 +193,10 @@ def _measure_speed(arguments: argparse.Namespace, console: Console) -> int:
     """Measure steps between calibrations, and write them beside their plans."""
     environment = describe("benchmarks/recipes.py", sys.argv[1:])
     names = speed_runs(arguments.recipes)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
-    devices = []
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        for number in range(arguments.rounds):
-            devices.append(calibrated())
-            # The first runs train the tokenizers of all others.
-            for name in names if number % 2 == 0 else names[::-1]:
-                steps = _steps_of(name, place, number, arguments.steps)
-                seconds[name].append(steps)
-                console.print(f"round {number + 1}: {name}: {1e3 * median(steps):.0f} ms")
-        devices.append(calibrated())
+        # The first runs train the tokenizers of all others.
+        steps_of = partial(_steps_of, place=Path(folder), count=arguments.steps)
+        seconds, devices = measured_in_turns(names, steps_of, rounds=arguments.rounds)
     record = {"environment": environment, "seconds": seconds, "devices": dumped(devices)}
     arguments.output.mkdir(parents=True, exist_ok=True)
     file = arguments.output / "recipes_speed.json"
@@ -211,7 +210,7 @@ def _measure_speed(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
+def _steps_of(name: str, number: int, *, place: Path, count: int) -> list[float]:
     """Return the seconds of the steps of one run, without the first ones."""
     file, given, ranks = speed_run(name)
     teacher, steps = place / f"{_TEACHER_RUN} 0", count
@@ -267,13 +266,11 @@ def speed_table(record: dict[str, Any]) -> list[str]:
     for name, rounds in record["seconds"].items():
         config, ranks = speed_config(name), speed_run(name)[2]
         step = median(second for steps in rounds for second in steps)
-        of_rounds = [1e3 * median(steps) for steps in rounds]
         plans = planned_seconds(config, devices, ranks=ranks)
         tokens = config.train.global_batch_size * config.data.sequence_length
-        cells = [str(ranks), f"{1e3 * step:.1f} ({min(of_rounds):.1f} to {max(of_rounds):.1f})"]
-        cells += [*plan_cells(plans, step, unit=1e-3), f"{tokens / step:,.0f}"]
-        cells.append(f"{tokens / median(plans):,.0f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [name, str(ranks), *step_cells(rounds, plans)]
+        cells += [f"{tokens / step:,.0f}", f"{tokens / median(plans):,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -10,11 +10,17 @@ import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.calibrated import calibrated, dumped, loaded, plan_cells, planned_seconds
+from benchmarks.harness.calibrated import (
+    dumped,
+    loaded,
+    measured_in_turns,
+    planned_seconds,
+    step_cells,
+)
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.launched import launched_steps
 from megatron_distill.config import load_config
@@ -86,17 +92,9 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the record of steps between calibrations."""
     environment = describe("benchmarks/tiny.py", sys.argv[1:])
     names = [name for name in CASES if arguments.cases in name]
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
-    devices = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds):
-            devices.append(calibrated())
-            for name in names if number % 2 == 0 else names[::-1]:
-                steps = _steps_of(name, Path(folder), number, arguments.steps)
-                seconds[name].append(steps)
-                sys.stdout.write(f"round {number + 1}: {name}: {1e3 * median(steps):.1f} ms\n")
-                sys.stdout.flush()
-        devices.append(calibrated())
+        steps_of = partial(_steps_of, place=Path(folder), count=arguments.steps)
+        seconds, devices = measured_in_turns(names, steps_of, rounds=arguments.rounds)
     return {
         "environment": environment,
         "steps": arguments.steps,
@@ -105,7 +103,7 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _steps_of(name: str, place: Path, number: int, count: int) -> list[float]:
+def _steps_of(name: str, number: int, *, place: Path, count: int) -> list[float]:
     """Return the seconds of the steps of one run, without the first ones."""
     file, ranks, own = CASES[name]
     first = place / f"{next(iter(CASES))} 0" / "tokenizer"
@@ -128,12 +126,9 @@ def _table(record: dict[str, Any]) -> list[str]:
     devices = loaded(record["devices"])
     for name, rounds in record["seconds"].items():
         ranks = CASES[name][1]
-        step = median(second for steps in rounds for second in steps)
-        of_rounds = [1e3 * median(steps) for steps in rounds]
         plans = planned_seconds(tiny_config(name), devices, ranks=ranks)
-        cells = [str(ranks), f"{1e3 * step:.1f} ({min(of_rounds):.1f} to {max(of_rounds):.1f})"]
-        cells += plan_cells(plans, step, unit=1e-3)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [name, str(ranks), *step_cells(rounds, plans)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

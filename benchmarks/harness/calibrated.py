@@ -17,9 +17,20 @@ from megatron_distill.planning.search import planned
 from megatron_distill.train.reports.planned_run import configured_choice, open_shapes, planned_run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megatron_distill.config import RunConfig
 
-__all__ = ["PLANNED_COLUMNS", "calibrated", "dumped", "loaded", "plan_cells", "planned_seconds"]
+__all__ = [
+    "PLANNED_COLUMNS",
+    "calibrated",
+    "dumped",
+    "loaded",
+    "measured_in_turns",
+    "plan_cells",
+    "planned_seconds",
+    "step_cells",
+]
 
 PLANNED_COLUMNS: Final = ("planned (s)", "error")
 _CHILD_SECONDS: Final = 600
@@ -32,6 +43,27 @@ def calibrated() -> DeviceProfile:
         words = ["-m", "megatron_distill.cli", "calibrate", "--output", str(path)]
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=_CHILD_SECONDS)
         return read_device(path)
+
+
+def measured_in_turns(
+    names: Sequence[str], seconds_of: Callable[[str, int], list[float]], *, rounds: int
+) -> tuple[dict[str, list[list[float]]], list[DeviceProfile]]:
+    """Return the seconds of the steps of runs by name and round, and calibrations around them.
+
+    seconds_of: runs one of them in a round, counted from 0. Every second round is backwards. The
+    machine is calibrated before each round and at the end.
+    """
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    devices = []
+    for number in range(rounds):
+        devices.append(calibrated())
+        for name in names if number % 2 == 0 else names[::-1]:
+            steps = seconds_of(name, number)
+            seconds[name].append(steps)
+            sys.stdout.write(f"round {number + 1}: {name}: {1e3 * median(steps):.1f} ms\n")
+            sys.stdout.flush()
+    devices.append(calibrated())
+    return seconds, devices
 
 
 def dumped(devices: Sequence[DeviceProfile]) -> list[dict[str, Any]]:
@@ -60,6 +92,14 @@ def planned_seconds(
         planned(run, choice, device.shared_by(ranks, threads=threads)).time.total
         for device in devices
     ]
+
+
+def step_cells(rounds: Sequence[Sequence[float]], plans: Sequence[float]) -> list[str]:
+    """Return cells in ms: the median step of all rounds with their extremes, then `plan_cells`."""
+    of_rounds = [1e3 * median(steps) for steps in rounds]
+    step = median(second for steps in rounds for second in steps)
+    shown = f"{1e3 * step:.1f} ({min(of_rounds):.1f} to {max(of_rounds):.1f})"
+    return [shown, *plan_cells(plans, step, unit=1e-3)]
 
 
 def plan_cells(plans: Sequence[float], seconds: float, *, unit: float = 1.0) -> list[str]:

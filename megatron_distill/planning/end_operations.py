@@ -10,6 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.losses.aligned import band_count
+from megatron_distill.planning.losses.token_losses import chunk_rows
 from megatron_distill.planning.operations import Passes, Rank
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ CALLS_OF_PASSES: Final = 95, 105
 # Calls of torch in a chunk of the losses on a CPU, as additions of few numbers that take as long.
 # Those of the labels, of divergences between whole logits, of a choice of ids, of a term on ids:
 _CALLS_OF_LABELS, _CALLS_OF_LOGITS, _CALLS_OF_CHOICE, _CALLS_OF_IDS = 300, 370, 200, 350
-# Logits of a chunk, where the run does not say.
-_LOGITS_OF_CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 
 
 def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:
@@ -60,8 +59,7 @@ def loss_chunks(run: PlannedRun, choice: Choice, device: DeviceProfile) -> int:
         theirs = choice.teacher_tokens(run) if choice.keeps_head(run) else 0
         return band_count(run, device, tokens=tokens, teacher_tokens=theirs, split=split)
     columns = run.student.padded_vocab_size(split) // split
-    chosen = run.chunk_tokens or max(1, _LOGITS_OF_CHUNK[device.kind] // columns)
-    return ceil(tokens / chosen)
+    return ceil(tokens / chunk_rows(run, device, columns))
 
 
 def embedding_passes(shape: Architecture, rank: Rank, *, trains: bool = True) -> Passes:

@@ -213,7 +213,7 @@ def _layer(
     if shape.hidden_dropout:
         elements += rank.passes(2 * whole * hidden * (1 + of_element), kernels=2)
     ahead, back = (
-        rank.calls(CALLS_OF_LAYER) + rank.calls(more) + beyond * more / CALLS_OF_LAYER
+        rank.calls(CALLS_OF_LAYER + more) + beyond * more / CALLS_OF_LAYER
         for more in _further_calls(shape, layout, has_experts=has_experts)
     )
     feed_forward, inner_elements = _feed_forward(shape, rank, has_experts=has_experts)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["IdBytes", "RowBlocks", "chunk_rows", "id_bytes"]
 
 _FP32: Final = 4
-# Logits of a chunk (ops/workspace.py).
+# Logits of a chunk where the run does not say (ops/workspace.py).
 _CHUNK: Final = {"cpu": 2**25, "gpu": 2**28}
 # Elements of a row block (ops/workspace.py); on a CPU for each thread.
 _BLOCK: Final = {"cpu": 2**18, "gpu": 2**25}
