@@ -20,9 +20,10 @@ from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.option_numbers import number, whole_number
+from megatron_distill.launching.ports import PORTS
 from megatron_distill.launching.program import NoAnswerError, Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
-from megatron_distill.launching.ssh import FIRST_PAUSE, PORTS, SSH, Hosts, command_on, ranks_on
+from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts, command_on, ranks_on
 from megatron_distill.launching.supervisor import HEALTH_SECONDS, Policy, supervise
 from megatron_distill.log import get_logger
 

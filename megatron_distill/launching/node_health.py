@@ -23,6 +23,7 @@ from typing import Final
 from megatron_distill.errors import TrainingError, counted
 from megatron_distill.launching.node import asked_of_gpus, gpus_listed, node_name
 from megatron_distill.launching.node_view import seen_files, versions
+from megatron_distill.launching.ports import free_port
 from megatron_distill.launching.records import LaunchRecord, read_record, write_record
 
 __all__ = ["Health", "gpu_problems", "main"]
@@ -37,13 +38,14 @@ class Health:
     """The problems of one node, and its view, which is compared with those of others.
 
     versions: of its software, and its number of GPUs. files: what it sees under the paths of the
-    settings.
+    settings. port: a free one for the rendezvous.
     """
 
     node: str
     problems: list[str]
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    port: int | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,12 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = node_name()
     launch = read_record(folder / "launch.json", LaunchRecord)
     software = versions()
-    problems = [*_of_system(folder, launch), *_of_gpus(given, software)]
+    port = None if launch is None else free_port(launch.ports)
+    problems = [*_of_system(folder, launch, port), *_of_gpus(given, software)]
     if given.command is not None and not problems:  # a bad node may let it hang
         problems += _of_command(given.command, given.command_seconds)
     try:
         files = {} if launch is None else seen_files(launch.paths)
-        health = Health(node, problems, software, files)
+        health = Health(node, problems, software, files, port)
         write_record(folder / "health" / f"{node}.json", health)
     except OSError as error:
         problem = f"cannot write in {folder}: {error.strerror}"
@@ -79,11 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _of_system(folder: Path, launch: LaunchRecord | None) -> Iterator[str]:
+def _of_system(folder: Path, launch: LaunchRecord | None, port: int | None) -> Iterator[str]:
     if launch is None:
         yield f"does not see {folder / 'launch.json'}: the run's folder must be shared"
     else:
         yield from _of_first_node(launch)
+        if launch.ports and port is None:
+            ports = ", ".join(map(str, launch.ports))
+            yield f"has no free port for the rendezvous: others use {ports}"
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _LEAST_OPEN_FILES:
         yield f"allows {most} open files, fewer than {_LEAST_OPEN_FILES} (ulimit -H -n)"

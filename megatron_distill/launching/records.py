@@ -130,6 +130,7 @@ class LaunchRecord:
         progress: of the run before the launch, see `progress_of`.
         started: seconds since the epoch.
         paths: of the settings, under which all nodes must see the same.
+        ports: for the rendezvous, of which the first node takes the first free one.
     """
 
     job: str
@@ -141,6 +142,7 @@ class LaunchRecord:
     progress: int
     started: float
     paths: list[str] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> str:

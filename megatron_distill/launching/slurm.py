@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.launching.ports import PORTS, TRIED_PORTS
 from megatron_distill.log import get_logger
 
 __all__ = ["Container", "SlurmJob"]
@@ -27,7 +28,6 @@ _RUNNING: Final = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING"})
 _OUT: Final = frozenset({"drained", "draining", "fail", "failing", "future", "inval"})
 _MARKS: Final = "*~#!%$@^+-"
 _RESTARTS: Final = frozenset("@^!%")
-_LEAST_PORT, _PORTS = 10_000, 20_000  # below the ephemeral range of Linux, 32,768 and up
 _STRIDE: Final = 7919  # to another port, so that jobs with numbers side by side never meet there
 
 
@@ -128,19 +128,11 @@ class SlurmJob:
         found = _fields(_answer("scontrol", "show", "node", node, "--oneliner"))
         return found.get("NodeAddr", node)
 
-    def endpoint(self, address: str) -> str:
-        """Return the rendezvous of this job on its first node, on which this process runs.
-
-        The port follows from the job's number, and is another free one where that is taken.
-        """
-        for place in range(_PORTS):
-            port = _LEAST_PORT + (int(self.job) + place * _STRIDE) % _PORTS
-            with socket.socket() as probe, suppress(OSError):
-                # As the store binds it: closed connections of a launch before do not count.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("", port))
-                return f"{address}:{port}"
-        raise ConfigError(f"no free port from {_LEAST_PORT} on for the rendezvous")
+    @property
+    def ports(self) -> Sequence[int]:
+        """Ports that follow from the job's number; the second and later are for taken ones."""
+        numbers = (int(self.job) + place * _STRIDE for place in range(TRIED_PORTS))
+        return [PORTS[number % len(PORTS)] for number in numbers]
 
     def pause(self, starts: int) -> float:
         """Return 0: the queue of Slurm makes a requeued job wait."""

@@ -16,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from megatron_distill.launching.ports import PORTS, TRIED_PORTS
 from megatron_distill.launching.program import NoAnswerError
 
-__all__ = ["FIRST_PAUSE", "PORTS", "SSH", "Hosts", "command_on", "main", "ranks_on"]
+__all__ = ["FIRST_PAUSE", "SSH", "Hosts", "command_on", "main", "ranks_on"]
 
 SSH: Final = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ConnectTimeout=20 {host}"
 FIRST_PAUSE: Final = 15.0
@@ -30,7 +31,6 @@ _COUNT: Final = (
 _ANSWER: Final = "import megatron_distill.launching.node; print({})"
 _ERROR_CLASS: Final = re.compile(r"^[\w.]+Error: ")  # before the text, at the end of a traceback
 _COUNT_SECONDS: Final = 120.0  # an import from a slow shared disk
-PORTS: Final = range(10_000, 30_000)  # below the ephemeral range of Linux
 
 
 @dataclass
@@ -80,9 +80,10 @@ class Hosts:
         """Return the address of a machine."""
         return self.addresses[node]
 
-    def endpoint(self, address: str) -> str:
-        """Return host and a new port for the rendezvous, which cannot be probed from here."""
-        return f"{address}:{random.SystemRandom().choice(PORTS)}"
+    @property
+    def ports(self) -> Sequence[int]:
+        """New ports for each launch."""
+        return random.SystemRandom().sample(PORTS, TRIED_PORTS)
 
     def pause(self, starts: int) -> float:
         """Return the seconds before the next launch, four times as long after each useless one."""

@@ -101,8 +101,9 @@ class Scheduler(Protocol):
         """Return the address of a node."""
         ...
 
-    def endpoint(self, address: str) -> str:
-        """Return host and port of the rendezvous."""
+    @property
+    def ports(self) -> Sequence[int]:
+        """Ports for the rendezvous, of which the first node takes the first free one."""
         ...
 
     def pause(self, starts: int) -> float:
@@ -289,6 +290,7 @@ def _launch(
         progress=launches.progress,
         started=time.time(),
         paths=list(launches.paths),
+        ports=list(job.ports),
     )
     folder = launches.begin(launch)
     if unanswered is not None:
@@ -375,9 +377,11 @@ def _run_ranks(
     stop: _Stop,
 ) -> Outcome:
     folder = launches.of(launch)
+    first = read_record(folder / "health" / f"{launch.nodes[0]}.json", Health)
+    assert first is not None  # it has passed the checks
     words = program.on_node(
         folder.resolve(),
-        endpoint=job.endpoint(launch.addresses[0]),
+        endpoint=f"{launch.addresses[0]}:{first.port}",
         stop_seconds=_stop_seconds(job, policy, launches.measured),
         options=job.node_options,
         ranks_per_node=policy.ranks_per_node,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 import resource
 import shutil
+import socket
 import tempfile
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -84,6 +86,24 @@ def test_a_node_that_cannot_find_the_first_one_is_bad(
     (found,) = problems(Launches(tmp_path, tmp_path, "").begin(launch), monkeypatch)
     assert found.startswith("finds no n0.invalid, by which ranks reach n0 (")
     assert found.endswith("needs its address, --hosts n0=10.0.0.1")
+
+
+def test_a_node_on_which_others_use_every_port_of_the_launch_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as used, socket.socket() as free:
+        used.bind(("", 0))
+        used.listen()
+        free.bind(("", 0))
+        taken, port = used.getsockname()[1], free.getsockname()[1]
+        free.close()
+        launch = LaunchRecord("7", 0, "7", ["train"], ["n1"], ["127.0.0.1"], 0, 1.0)
+        launches = Launches(tmp_path, tmp_path, "")
+        folder = launches.begin(replace(launch, ports=[taken, port]))
+        assert checked(folder, monkeypatch).port == port
+        launches.begin(replace(launch, ports=[taken]))
+        (found,) = problems(folder, monkeypatch)
+    assert found == f"has no free port for the rendezvous: others use {taken}"
 
 
 def test_a_node_that_does_not_share_the_folder_is_bad(

@@ -156,7 +156,7 @@ def test_a_user_s_name_is_for_the_shell_and_no_part_of_an_address() -> None:
     hosts = _hosts(COMMAND.parse(argparse.ArgumentParser(), words))
     assert hosts.names == ["ubuntu@10.0.0.1", "ubuntu@node2", "node3"]
     assert [hosts.address(name) for name in hosts.names] == ["10.0.0.1", "10.0.0.2", "node3"]
-    endpoint = hosts.endpoint(hosts.address(hosts.names[0]))
+    endpoint = f"{hosts.address(hosts.names[0])}:{hosts.ports[0]}"
     assert parse_rendezvous_endpoint(endpoint, 29400)[0] == "10.0.0.1"
 
 

@@ -227,6 +227,33 @@ def test_a_node_check_that_hangs_is_cut_off_and_the_host_is_tried_again(
     assert bad_nodes(machines.launches.folder) == []
 
 
+def test_ranks_meet_at_a_port_that_is_free_on_the_first_host_without_a_problem(
+    machines: Machines,
+) -> None:
+    used = (
+        "import socket\nports = []\n"
+        "class Used(socket.socket):\n"
+        "    def bind(self, address):\n"
+        "        ports.append(address[1])\n"
+        "        if len(ports) <= 2: raise OSError(98, 'used')\n"
+        "        super().bind(address)\n"
+        "socket.socket = Used\n"
+    )
+    (machines.folder / "b").mkdir()
+    (machines.folder / "b" / "sitecustomize.py").write_text(used)
+    words = machines.folder / "words"
+    told = f'case "$*" in *--endpoint*) echo "$*" >{words}; exit 1 ;; esac\n'
+    (machines.folder / "shell").write_text(told + SHELL.format(folder=machines.folder))
+    hosts = machines.hosts("a", "b", wanted=1)
+    check = 'test "$DISTILL_NODE_NAME" != a'
+    policy = Policy(sys.executable, hosts.job, wanted_nodes=1, health_command=check)
+    assert supervise(hosts, machines.program, policy) == 1
+    (launch,) = machines.launches.all()
+    assert launch.nodes == ["b"]
+    assert len({*launch.ports}) == 20
+    assert f"--endpoint 127.0.0.1:{launch.ports[2]} " in words.read_text()
+
+
 @pytest.mark.slow
 def test_a_host_whose_connection_breaks_is_tried_again_and_a_bad_one_is_not(
     machines: Machines,

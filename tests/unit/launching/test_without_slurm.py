@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 
 from megatron_distill.cli import main
+from megatron_distill.launching.ports import free_port
 from megatron_distill.launching.records import Status
 from megatron_distill.launching.slurm import SlurmJob
 from tests.unit.launching.slurm_programs import StandIn
@@ -75,25 +76,27 @@ def test_a_chain_is_submitted_once_for_each_job_which_excludes_bad_nodes_in_plac
 
 def test_jobs_on_one_node_have_ports_of_their_own() -> None:
     jobs = [SlurmJob(number, number, 0, ("n1",), None) for number in ("7", "8", "20007")]
-    ports = [int(job.endpoint("n1").rpartition(":")[2]) for job in jobs]
-    assert all(10_000 <= port < 30_000 for port in ports)
-    assert ports[0] != ports[1]
+    first, second, third = (job.ports for job in jobs)
+    assert all(10_000 <= port < 30_000 for port in (*first, *second))
+    assert {*first}.isdisjoint(second)
+    assert third == first
     # The job 20,000 later has the same number. While that port is used it takes another one, which
     # is not its neighbour's: both may be about to begin.
     with socket.socket() as used:
         with suppress(OSError):  # another program's
-            used.bind(("", ports[0]))
+            used.bind(("", first[0]))
             used.listen()
-        assert int(jobs[2].endpoint("n1").rpartition(":")[2]) not in ports[:2]
+        assert free_port(third) not in (None, first[0], second[0])
 
 
 def test_the_launch_after_a_requeue_has_the_port_of_the_one_before() -> None:
     job = SlurmJob("4713", "4713", 1, ("n1",), None)
-    before = job.endpoint("n1")
+    before = free_port(job.ports)
+    assert before is not None
     with socket.socket() as store:
         store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        store.bind(("", int(before.rpartition(":")[2])))
+        store.bind(("", before))
         store.listen()
         with socket.create_connection(store.getsockname()) as _:
             store.accept()[0].close()  # first, so that the address stays in TIME_WAIT
-    assert job.endpoint("n1") == before
+    assert free_port(job.ports) == before
