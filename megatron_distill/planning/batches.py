@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from megatron_distill.planning.device import reading_seconds
+
 if TYPE_CHECKING:
     from megatron_distill.planning.device import DeviceProfile
     from megatron_distill.planning.run import Choice, PlannedRun
 
-__all__ = ["batch_seconds", "step_reading_seconds", "store_seconds"]
+__all__ = ["batch_seconds", "reading_limit", "step_reading_seconds", "store_seconds"]
 
 # Seconds in which one core decodes a token of a store, and each of its ids with u8, the default: a
 # plan opens no store to see another codec. Fitted to `read` of benchmarks/results/store.md.
@@ -20,6 +22,8 @@ _STORE_ID: Final = 5.1e-9
 _CALLS_OF_BATCH: Final = 900
 _CALLS_OF_ALIGNED: Final = 1600
 _CALLS_OF_STEP: Final = 350
+# Share of a step from which the wait for its samples is told.
+_NOTABLE: Final = 0.02
 
 
 def store_seconds(run: PlannedRun, choice: Choice) -> float:
@@ -32,6 +36,26 @@ def step_reading_seconds(run: PlannedRun, choice: Choice) -> float:
     if choice.place == "store" and run.teacher is not None:
         return 0.0  # a store that would be captured has the samples
     return run.tokens * run.reading_seconds
+
+
+def reading_limit(run: PlannedRun, choice: Choice, *, step: float) -> str:
+    """Return the sentences on a step that waits for its samples, empty where it does not.
+
+    step: its seconds without that wait.
+    """
+    reading = step_reading_seconds(run, choice)
+    if reading - step < _NOTABLE * reading:
+        return ""
+    text = (
+        f"Reading limits 1: one rank reads the samples of all in {reading:,.3g} s, "
+        f"{run.tokens / reading / 1e6:,.2f} million tokens/s, where the rest of the step takes "
+        f"{step:,.3g} s. More or faster devices do not help. "
+    )
+    if run.is_aligned:
+        return f"{text}More `data.workers` do, on as many cores."
+    if run.reading_seconds > reading_seconds(texts=0.0, aligned_by=None):
+        return f"{text}Texts that `megatron-distill data tokenize` has prepared do."
+    return text.rstrip()
 
 
 def batch_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile, *, waits: float) -> float:

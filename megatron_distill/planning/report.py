@@ -11,6 +11,7 @@ from typing import Final
 from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import StepFlops, step_flops_per_token
+from megatron_distill.planning.batches import reading_limit
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.memory import USABLE, MemoryNeed
 from megatron_distill.planning.refine import measured_like
@@ -71,6 +72,8 @@ def plan_report(
         lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
         lines += [*_messages(run, best)]
         lines += ["", *_wrapped(_cost(run, best[0]))]
+        rest = best[0].time.total - best[0].time.data
+        lines += _wrapped(reading_limit(run, best[0].choice, step=rest))
     there = _recommended(ranking, best)
     lines += ["", *_configured(run, device, devices, configured, best, there=there)]
     if run.several:

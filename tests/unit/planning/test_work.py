@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_distill.models.flops import forward_flops_per_token, head_flops_per_token
-from megatron_distill.planning.batches import batch_seconds
+from megatron_distill.planning.batches import batch_seconds, reading_limit
 from megatron_distill.planning.device import DeviceProfile, load_device, reading_seconds
 from megatron_distill.planning.links import Link
 from megatron_distill.planning.losses.layer_passes import pair_work
@@ -407,6 +407,22 @@ def test_calls_of_the_next_batch_delay_those_of_a_cpu_that_does_not_wait() -> No
     assert more == pytest.approx(BATCH * 1600e-6)
     shared = cpu.model_copy(update={"core_share": 0.5, "kernel_us": 2.0})
     assert batch_seconds(RUN, SHARED, shared, waits=1.0) == pytest.approx(350e-6)
+
+
+def test_a_plan_says_where_reading_limits_it_and_what_helps() -> None:
+    """A step of 1 s whose samples take 4 s, and one that hides all but a hundredth of its own."""
+    read = replace(RUN, reading_seconds=4 / RUN.tokens)
+    rate = f"in 4 s, {RUN.tokens / 4e6:,.2f} million tokens/s, where the rest of the step takes 1 s"
+    assert rate in reading_limit(read, SHARED, step=1.0)
+    assert reading_limit(read, SHARED, step=3.96) == ""
+    assert reading_limit(RUN, SHARED, step=1.0) == ""
+    prepared = "do not help. Texts that `megatron-distill data tokenize` has prepared do."
+    for texts, advice in ((1.0, prepared), (0.0, "do not help.")):
+        run = replace(RUN, reading_seconds=reading_seconds(texts=texts, aligned_by=None))
+        assert reading_limit(run, SHARED, step=1e-3).endswith(advice)
+    two = replace(read, chunk_losses=(ChunkLoss("likelihood"),))
+    advice = "More `data.workers` do, on as many cores."
+    assert reading_limit(two, SHARED, step=1.0).endswith(advice)
 
 
 def test_calls_of_losses_are_evicted_as_those_of_layers() -> None:
