@@ -18,7 +18,11 @@ from typing import IO, Any, NoReturn
 import psutil
 
 from benchmarks.harness.environment import ROOT
-from megatron_distill.runtime.torchrun import threads_per_process, torchrun_command
+from megatron_distill.runtime.torchrun import (
+    keep_threads_awake,
+    threads_per_process,
+    torchrun_command,
+)
 
 __all__ = ["ChildFailed", "run_child", "run_to_end"]
 
@@ -54,6 +58,7 @@ def run_child(
     Raises ChildFailed with the end of its output if it fails or does not end in time.
     """
     script = str(ROOT / "benchmarks" / worker)
+    keep_threads_awake()  # as a command does; a peer's threads have it too
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         result = Path(folder) / "result.json"
         told = [*words, "--result", str(result)]

@@ -22,6 +22,7 @@ from megatron_distill.errors import ConfigError, MegatronDistillError
 from megatron_distill.launching.standard_output import status_with_output
 from megatron_distill.runtime.atomic_files import replace_file
 from megatron_distill.runtime.termination import Interruption
+from megatron_distill.runtime.torchrun import keep_threads_awake
 
 if TYPE_CHECKING:
     from megatron_distill.config import RunConfig
@@ -125,6 +126,7 @@ class Command:
         """Do the work and return the exit status."""
         rank = int(os.environ.get("RANK", "0"))
         log.configure(rank)
+        keep_threads_awake()
         interruption = Interruption()
         try:
             with interruption if self.tidies_up else nullcontext():

@@ -11,7 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_distill.runtime.torchrun import run_child, threads_per_process, torchrun_command
+from megatron_distill.runtime.torchrun import (
+    keep_threads_awake,
+    run_child,
+    threads_per_process,
+    torchrun_command,
+)
 
 PATIENCE = 240.0  # nothing takes that long but a hang
 
@@ -190,3 +195,39 @@ def test_threads_use_each_core_once(
 ) -> None:
     monkeypatch.setattr("megatron_distill.runtime.torchrun.available_cores", lambda: cores)
     assert threads_per_process(processes) == threads
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("active", "300000")),
+        ({"GOMP_SPINCOUNT": "7"}, ("active", "7")),
+        ({"OMP_WAIT_POLICY": "passive"}, ("passive", None)),
+    ],
+)
+def test_threads_wait_awake_unless_the_user_has_a_policy(
+    given: dict[str, str], expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # for the end of the test, which restores it
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    keep_threads_awake()
+    assert tuple(map(os.environ.get, names)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has libgomp on Linux alone")
+def test_a_command_s_threads_wait_awake(tmp_path: Path) -> None:
+    """Torch is loaded after the variables are set: its library shows them when it is."""
+    free = {name: value for name, value in os.environ.items() if "SPINCOUNT" not in name}
+    free.pop("OMP_WAIT_POLICY", None)
+    words = ["-m", "megatron_distill.cli", "generate", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *words], env={**free, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert "OMP_WAIT_POLICY = 'ACTIVE'" in done.stderr
+    assert "GOMP_SPINCOUNT = '300000'" in done.stderr
