@@ -42,10 +42,14 @@ _SMALL: Final = (
     "teacher.architecture.hidden_size=224",
     "teacher.architecture.ffn_hidden_size=608",
     "data.sequence_length=192",
-    "train.steps=9",
 )
 _MOST_RANKS: Final = 8
+# Steps at most, and of the second run. The planned seconds of those that count are fewer where a
+# machine is slow, but two of them always are: what disturbs one is seen in the other.
 _STEPS: Final = 5
+_SMALL_STEPS: Final = 9
+_COUNTED_SECONDS: Final = 2.5
+_LEAST_STEPS: Final = 3
 _WARM: Final = 1  # step that allocates and fills caches; nothing is compiled on a CPU
 _WORDS: Final = 400_000  # several times those that the steps read
 _SECONDS: Final = 600.0  # of one run; only a hang takes that long
@@ -70,7 +74,7 @@ data:
   sequence_length: 384
   isolate_documents: false
 objective: {{terms: [{{divergence: forward_kl}}]}}
-train: {{steps: {steps}, micro_batch_size: 2}}
+train: {{steps: {steps}}}
 checkpoint: {{save: false}}
 logging: {{progress: false}}
 runtime: {{device: cpu}}
@@ -122,13 +126,14 @@ def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Pat
     sharings = sorted({(1, 1), (1, cores), (most, cores // most)})
     emulates_bf16 = device.peak_tflops["bf16"] < device.peak_tflops["fp32"]
     for ranks, threads in sharings:
-        taken = partial(_sample, forked, folder, ranks, threads)
+        taken = partial(_sample, forked, folder, device, ranks, threads)
         of_sharing = {"shared_by": ranks, "threads": threads}
         is_first, is_last = (ranks, threads) == sharings[0], (ranks, threads) == sharings[-1]
 
         large = taken("fp32")
         # The first small run has rows of logits that are aliased.
-        small = taken("fp32", (*_SMALL, *_with(ALIASED_COLUMNS, folder)) if is_first else _SMALL)
+        aliased = _with(ALIASED_COLUMNS, folder) if is_first else []
+        small = taken("fp32", (*_SMALL, *aliased), most=_SMALL_STEPS)
         if is_first:
             for sample in (large, small):
                 device = with_logit_rate(device, sample, **of_sharing)
@@ -137,7 +142,7 @@ def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Pat
         if is_last or not emulates_bf16:
             # Without instructions it is slow, and a step of half the tokens is long enough.
             large = (
-                taken("bf16", ["train.steps=3"], sequences=1) if emulates_bf16 else taken("bf16")
+                taken("bf16", sequences=1, most=_LEAST_STEPS) if emulates_bf16 else taken("bf16")
             )
             if "bf16" not in device.logit_ns:
                 device = with_logit_rate(device, large, **of_sharing)
@@ -203,19 +208,23 @@ def _run_training(words: list[str]) -> int:
 def _sample(
     forked: ForkedRanks,
     folder: Path,
+    device: DeviceProfile,
     ranks: int,
     threads: int,
     precision: Precision,
     changes: Sequence[str] = (),
     *,
     sequences: int = 2,
+    most: int = _STEPS,
 ) -> Sample:
     """Train in so many ranks, and return the run with its measured steps.
 
-    sequences: of each rank in a step.
+    device: as measured so far. sequences: of each rank in a step. most: steps.
     """
     from megatron_distill.config import load_config
+    from megatron_distill.planning.parameters import stage_numbers
     from megatron_distill.planning.refine import Sample, lower_quartile, read_steps
+    from megatron_distill.planning.step_time import step_time
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
@@ -230,9 +239,13 @@ def _sample(
         f"runtime.threads={threads}",
         *changes,
     ]
-    _train(forked, folder, words, ranks=ranks, threads=threads)
     config = load_config(folder / "run.yaml", words)
     run = planned_run(config, open_shapes(config))
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
+    numbers = stage_numbers(run.student, choice.layout, choice.layers)
+    planned = step_time(run, choice, device.shared_by(ranks, threads=threads), numbers).total
+    steps = min(most, max(_LEAST_STEPS, _WARM + round(_COUNTED_SECONDS / planned)))
+    words.append(f"train.steps={steps}")
+    _train(forked, folder, words, ranks=ranks, threads=threads)
     log = Path(config.output) / "metrics.jsonl"
     return Sample(run, choice, read_steps(log, warm=_WARM, middle=lower_quartile))

@@ -28,6 +28,8 @@ _MESSAGES: Final = {2**12: 24, 2**24: 6}
 # On a CPU one of four small sums waits several times as long as the others, for a core: their mean
 # needs many. Other work on the machine delays the slowest.
 _SMALL_SUMS: Final = 192
+_SMALL_SECONDS: Final = 1.0  # of work before them: on a slow machine they are fewer
+_LEAST_SUMS: Final = 64
 _COUNTED, _TYPICAL = 0.99, 0.75  # shares of a CPU's messages, from the fastest on, of a mean
 _WORK: Final = (512, 512, 1408)  # a product before each message on a CPU, about half a layer's
 _LITTLE_WORK: Final = (32, 512, 1408)  # of that before messages that follow each other closely
@@ -114,7 +116,8 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     )
     operands = _operands(_WORK) if kind == "cpu" else None
     small = partial(dist.all_reduce, torch.zeros(min(_MESSAGES) // 4, device=device))
-    times = [_mean_of_fastest(_seconds_of(small, _SMALL_SUMS, operands), _COUNTED), 0.0, 0.0, 0.0]
+    sums = _SMALL_SUMS if operands is None else _agreed_sums(_product_seconds(*operands))
+    times = [_mean_of_fastest(_seconds_of(small, sums, operands), _COUNTED), 0.0, 0.0, 0.0]
     if operands is not None:
         little = _operands(_LITTLE_WORK)
         near = _mean_of_fastest(_seconds_of(small, _SMALL_SUMS, little), _COUNTED)
@@ -135,6 +138,13 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     if rank == 0:
         (Path(folder) / _RESULT).write_text(" ".join(map(str, times)))
     dist.destroy_process_group()
+
+
+def _agreed_sums(work: float) -> int:
+    """Return how many small sums follow work of so many seconds, the same on all ranks."""
+    slowest = torch.tensor(work)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return min(_SMALL_SUMS, max(_LEAST_SUMS, int(_SMALL_SECONDS / slowest.item())))
 
 
 def _operands(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
