@@ -74,7 +74,7 @@ data:
   sequence_length: 384
   isolate_documents: false
 objective: {{terms: [{{divergence: forward_kl}}]}}
-train: {{steps: {steps}}}
+train: {{steps: {steps}, micro_batch_size: 2}}
 checkpoint: {{save: false}}
 logging: {{progress: false}}
 runtime: {{device: cpu}}

@@ -124,8 +124,7 @@ class Command:
 
     def execute(self, given: argparse.Namespace) -> int:
         """Do the work and return the exit status."""
-        rank = int(os.environ.get("RANK", "0"))
-        log.configure(rank)
+        log.configure(rank := int(os.environ.get("RANK", "0")))
         keep_threads_awake()
         interruption = Interruption()
         try:
