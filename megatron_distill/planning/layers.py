@@ -254,7 +254,7 @@ def _messages(
     """
     layout, tokens = rank.layout, rank.tokens
     split, context, width = layout.tensor, layout.context, rank.width
-    device, shown = rank.device, 1 - rank.overlapped
+    device = rank.device
     exchanges = has_experts and shape.moe is not None and layout.expert > 1
     count = (4 if layout.sequence else 2) * (split > 1) + (context > 1) + 2 * exchanges
     # A rank that shares its core waits until its peer has one, however close messages are.
@@ -262,15 +262,15 @@ def _messages(
     link, message = device.link(split), tokens * shape.hidden_size * width
     if layout.sequence:
         gather, scatter = (
-            shown * one(message, ranks=split, after=after)
-            for one in (link.gathered, link.scattered)
+            (1 - hidden) * one(message, ranks=split, after=after)
+            for one, hidden in zip((link.gathered, link.scattered), rank.overlapped, strict=True)
         )
         # In backward the gathered inputs are needed again. A product hides the wait for them, and
         # on a CPU not their bytes, which take its core.
-        hidden = 2 * shown * link.waited(after) if device.kind == "cpu" and split > 1 else 0.0
-        tensor = (2 * gather + 2 * scatter, 4 * gather + 2 * scatter - hidden)
+        waits = 2 * link.waited(after) if device.kind == "cpu" and split > 1 else 0.0
+        tensor = (2 * gather + 2 * scatter, 4 * gather + 2 * scatter - waits)
     else:
-        sums = 2 * shown * link.summed(message, ranks=split, after=after)
+        sums = 2 * link.summed(message, ranks=split, after=after)
         tensor = (sums, sums)
     keys = shape.num_kv_heads * shape.head_size / split
     of_keys, link = 2 * keys * width * tokens * context, device.link(split * context)

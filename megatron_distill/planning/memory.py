@@ -48,6 +48,8 @@ _FP32: Final = 4
 _FP8_COPIES: Final = 2
 # Of the allocator, for pieces between blocks: share of what comes and goes in a step.
 _SLACK: Final = 0.05
+# Of Transformer Engine for each model, of a micro-batch's positions and hidden size.
+_BUFFERS_OF_SET: Final = 12
 # Share by which sums in another order differ, and much more.
 _ROUNDED: Final = 1e-6
 # A bf16 product that a CPU adds to an fp32 sum.
@@ -212,7 +214,7 @@ def stage_need(
     student = student_peak(run, choice, device, numbers, stage, held=held, chunk=chunk)
     # A teacher's forward pass comes before the student's.
     peak = max(student + teacher.received, teacher.forward)
-    buffers = peak - held.in_flight - chunk
+    buffers = peak - held.in_flight - chunk + _user_buffers(run, choice)
     transient = peak + teacher.waiting
     return MemoryNeed(
         weights=weights + projectors,
@@ -225,6 +227,26 @@ def stage_need(
         buffers=buffers + (_SLACK * transient if device.kind == "gpu" else 0.0),
         reserved=device.reserved_gib * 2**30,
     )
+
+
+def _user_buffers(run: PlannedRun, choice: Choice) -> float:
+    """Return the bytes of Transformer Engine's buffers on a rank with the student.
+
+    Models of one shape share a set. Source: docstring of `models.user_buffers`.
+    """
+    if not run.overlaps_tensor:
+        return 0.0
+    layout, theirs = choice.layout, choice.teacher_layout
+    sets: set[tuple[int, int, bool]] = set()
+    if layout.tensor > 1:
+        length = run.sequence_length // layout.context
+        sets.add((length, run.student.hidden_size, run.student_fp8))
+    if choice.place == "shared" and theirs is not None and theirs.tensor > 1:
+        length = (run.teacher_length or run.sequence_length) // theirs.context
+        teachers = [one.shape for one in run.several] or [run.teacher]
+        sets |= {(length, one.hidden_size, run.teacher_fp8) for one in teachers if one is not None}
+    numbers = sum(length * hidden for length, hidden, _ in sets)
+    return float(_BUFFERS_OF_SET * choice.micro_batch_size * numbers * run.width)
 
 
 def _end_bytes(run: PlannedRun, choice: Choice, device: DeviceProfile) -> float:
@@ -319,11 +341,13 @@ def teacher_rank_need(run: PlannedRun, choice: Choice, device: DeviceProfile) ->
     alive, chunk = answering_bytes(run, choice, device)
     answers = tokens * shape.hidden_size * run.width * 2
     slack = _SLACK if device.kind == "gpu" else 0.0
+    overlaps = run.overlaps_tensor and layout.tensor > 1
+    own = overlaps * _BUFFERS_OF_SET * tokens * shape.hidden_size * run.width
     return MemoryNeed(
         teacher=weights,
         activations=alive,
         hidden_states=answers,
         loss_chunk=chunk,
-        buffers=slack * (alive + answers + chunk),
+        buffers=slack * (alive + answers + chunk) + own,
         reserved=device.reserved_gib * 2**30,
     )

@@ -45,7 +45,7 @@ class Rank:
         attended: mean number of positions that a token attends to, in layers without and with a
             sliding window.
         scores: whether attention writes its scores to memory, as before fused attention.
-        overlapped: the share of the tensor-parallel messages that products hide.
+        overlapped: the shares of the tensor ranks' gathers and scatters that products hide.
     """
 
     device: DeviceProfile
@@ -54,7 +54,7 @@ class Rank:
     tokens: int
     attended: tuple[float, float]
     scores: bool = False
-    overlapped: float = 0.0
+    overlapped: tuple[float, float] = (0.0, 0.0)
 
     @property
     def width(self) -> int:

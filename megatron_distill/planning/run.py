@@ -132,6 +132,7 @@ class PlannedRun:
         store_ids: ids per token of a store.
         row_blocks: whether the losses on a GPU take fp32 blocks of rows besides the logits; the
             kernels of whole divergences take none.
+        overlaps_tensor: whether products hide messages of tensor ranks, from user buffers.
         reading_seconds: in which the rank that reads has a token; 0: the samples are a store's.
     """
 
@@ -169,6 +170,7 @@ class PlannedRun:
     store_ids: int = 64
     row_blocks: bool = True
     writes_scores: bool = False
+    overlaps_tensor: bool = False
     reading_seconds: float = 0.0
 
     @property

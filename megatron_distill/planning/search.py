@@ -99,7 +99,8 @@ class Search:
             else:
                 tries = self._choices.of_student(self.devices, place)
                 of_place = self._fastest(tries, is_noted=True)
-                if place == "shared" and not self.run.several:
+                # Weights that rest on the host are those of a teacher in the student's layout.
+                if place == "shared" and not (self.run.several or self.run.rests):
                     of_place += self._own_layouts()
             found += self._with_larger(of_place)
         if self.configured is not None:
@@ -201,14 +202,25 @@ class Search:
                 if not self.run.sends_heads or many % few == 0:
                     yield layout, one
 
+    def _own_partners(
+        self, ranks: int, alone: Sequence[Planned]
+    ) -> Iterator[tuple[Layout, Planned]]:
+        """Yield `_partners` that a teacher on the student's ranks may have there."""
+        for layout, one in self._partners(ranks, alone):
+            # A process has user buffers for one tensor-parallel size.
+            sizes = {layout.tensor, one.choice.layout.tensor} - {1}
+            if layout != one.choice.layout.without_virtual_stages() and not (
+                self.run.overlaps_tensor and len(sizes) > 1
+            ):
+                yield layout, one
+
     def _own_layouts(self) -> list[Planned]:
         """Return choices whose teacher has a layout of its own on the student's ranks."""
         tries = self._choices.of_student(self.devices, "none")
         alone = _best_of_each(self._fastest(tries, most=_PARTNERS))
         choices = (
             self._choices.moved(one.choice, "shared", layout, 0)
-            for layout, one in self._partners(self.devices, alone)
-            if layout != one.choice.layout.without_virtual_stages()
+            for layout, one in self._own_partners(self.devices, alone)
         )
         return self._fastest(map(_alone, choices))
 

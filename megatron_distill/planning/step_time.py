@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.answers import exchange_seconds, waiting_without_a_step_ahead
 from megatron_distill.planning.batches import batch_seconds, step_reading_seconds, store_seconds
@@ -61,6 +61,10 @@ __all__ = [
     "teacher_stages",
 ]
 
+# Share of the tensor ranks' messages that products hide with runtime.tp_comm_overlap, assumed: the
+# first and last pieces of each are sent beside nothing.
+_OVERLAPPED: Final = 0.75
+
 
 @dataclass(frozen=True)
 class StepTime(Parts):
@@ -107,6 +111,7 @@ def student_rank(run: PlannedRun, choice: Choice, device: DeviceProfile) -> Rank
         tokens,
         run.attended(run.student, run.sequence_length),
         scores=run.writes_scores,
+        overlapped=(_OVERLAPPED, _OVERLAPPED) if run.overlaps_tensor else (0.0, 0.0),
     )
 
 
@@ -288,6 +293,8 @@ def _made_stages(run: PlannedRun, choice: Choice, device: DeviceProfile) -> tupl
         layout,
         choice.micro_batch_size * length // layout.context,
         run.attended(teacher, length),
+        # Transformer Engine overlaps no gathers of a pass without gradients.
+        overlapped=(0.0, _OVERLAPPED) if run.overlaps_tensor else (0.0, 0.0),
     )
     last = layout.pipeline - 1
     heads = Passes()

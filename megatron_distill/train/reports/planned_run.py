@@ -269,6 +269,7 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         store_ids=max((term.top_k or 0 for term in config.objective.terms), default=0)
         or _STORE_IDS,
         row_blocks=any(map(_takes_row_blocks, config.objective.terms)),
+        overlaps_tensor=config.runtime.tp_comm_overlap,
         reading_seconds=_reading_seconds(config),
     )
 
@@ -456,6 +457,13 @@ def shape_rule(config: JobConfig, shapes: Mapping[str, Architecture]) -> ShapeRu
 
     @lru_cache(maxsize=4096)
     def first_problem(role: str, layout: Layout) -> str | None:
+        is_first = role == ("student" if "student" in shapes else "teacher")
+        overlaps = config.runtime.tp_comm_overlap and is_first
+        if overlaps and not (layout.tensor > 1 and layout.sequence):
+            return (
+                f"runtime.tp_comm_overlap = true: {keys[role]}.tensor = {layout.tensor}, "
+                f"{keys[role]}.sequence = {str(layout.sequence).lower()} has no messages to overlap"
+            )
         parallel = base.model_copy(update=vars(layout))
         for name in [role] if role in sections else sorted({*sections} - {"student"}):
             found = check_architecture(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from megatron_distill.commands.plan import PrintedPlan, make_plan
-from megatron_distill.config import load_config
+from megatron_distill.config import check_layout, load_config, teacher_ranks
 from megatron_distill.models.flops import step_flops_per_token
-from megatron_distill.planning.report import choice_name
+from megatron_distill.planning.report import choice_name, settings
 from megatron_distill.planning.search import Planned
 from megatron_distill.planning.traffic import step_bytes
 from tests.guards.source_tree import ROOT
@@ -107,3 +108,44 @@ def test_the_sentences_have_the_figures_of_the_plan(plan: PrintedPlan) -> None:
     )[0]
     assert f"{steps} steps = {tokens}" in text
     assert f" billion tokens in {days} days, {hours} device-hours" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (64, []),
+        (16, ["teacher.offload=true"]),
+        (64, ["runtime.tp_comm_overlap=true"]),
+        (32, ["teacher.shard_weights=true"]),
+        (64, ["objective.balance.mode=gradient_norm", "objective.chunk_tokens=4096"]),
+    ],
+)
+def test_the_keys_of_every_row_run(devices: int, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(EXAMPLE.split("```yaml\n")[1].split("```")[0])
+    plan = make_plan(load_config(path, words), devices, "h100-80gb", shown=10)
+    assert len(plan.rows) >= 5
+    for row in plan.rows:
+        config = load_config(path, [*words, *settings(row.choice)])
+        teachers = teacher_ranks(config, ranks_per_node=8)
+        assert sum(count for _, count in teachers) == row.choice.teacher_ranks
+        check_layout(config, devices, teachers=teachers)
+
+
+def test_overlapped_messages_take_less_time_and_buffers_of_both_models(tmp_path: Path) -> None:
+    """Three quarters of all messages but the teacher's gathers; 12 buffers of each model's width."""
+    path = tmp_path / "run.yaml"
+    path.write_text(EXAMPLE.split("```yaml\n")[1].split("```")[0])
+    plain, overlapped = (
+        make_plan(load_config(path, words), 64, "h100-80gb", shown=10).configured
+        for words in ([], ["runtime.tp_comm_overlap=true"])
+    )
+    assert isinstance(plain, Planned)
+    assert isinstance(overlapped, Planned)
+    assert plain.choice == overlapped.choice
+    of_layers = overlapped.time.tensor / plain.time.tensor  # and of the heads, which wait
+    assert 0.25 < of_layers < 0.27
+    work = plain.time.teacher - overlapped.time.teacher
+    assert 0 < work < 0.375 * plain.time.teacher
+    buffers = overlapped.memory.buffers - plain.memory.buffers
+    assert buffers == 12 * 8192 * (4096 + 8192) * 2
