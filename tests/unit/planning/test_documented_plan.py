@@ -133,7 +133,7 @@ def test_the_keys_of_every_row_run(devices: int, words: list[str], tmp_path: Pat
 
 
 def test_overlapped_messages_take_less_time_and_buffers_of_both_models(tmp_path: Path) -> None:
-    """Three quarters of all messages but the teacher's gathers; 12 buffers of each model's width."""
+    """Three quarters of all messages but the teacher's gathers; 12 buffers of each width."""
     path = tmp_path / "run.yaml"
     path.write_text(EXAMPLE.split("```yaml\n")[1].split("```")[0])
     plain, overlapped = (
