@@ -243,8 +243,9 @@ def _user_buffers(run: PlannedRun, choice: Choice) -> float:
         sets.add((length, run.student.hidden_size, run.student_fp8))
     if choice.place == "shared" and theirs is not None and theirs.tensor > 1:
         length = (run.teacher_length or run.sequence_length) // theirs.context
-        teachers = [one.shape for one in run.several] or [run.teacher]
-        sets |= {(length, one.hidden_size, run.teacher_fp8) for one in teachers if one is not None}
+        alone = [] if run.teacher is None else [run.teacher]
+        shapes = [one.shape for one in run.several] or alone
+        sets |= {(length, shape.hidden_size, run.teacher_fp8) for shape in shapes}
     numbers = sum(length * hidden for length, hidden, _ in sets)
     return float(_BUFFERS_OF_SET * choice.micro_batch_size * numbers * run.width)
 
