@@ -458,8 +458,8 @@ def shape_rule(config: JobConfig, shapes: Mapping[str, Architecture]) -> ShapeRu
     @lru_cache(maxsize=4096)
     def first_problem(role: str, layout: Layout) -> str | None:
         is_first = role == ("student" if "student" in shapes else "teacher")
-        overlaps = config.runtime.tp_comm_overlap and is_first
-        if overlaps and not (layout.tensor > 1 and layout.sequence):
+        waits = is_first if layout.tensor == 1 else not layout.sequence
+        if config.runtime.tp_comm_overlap and waits:
             return (
                 f"runtime.tp_comm_overlap = true: {keys[role]}.tensor = {layout.tensor}, "
                 f"{keys[role]}.sequence = {str(layout.sequence).lower()} has no messages to overlap"
