@@ -24,6 +24,7 @@ __all__ = [
     "is_step",
     "measured_looks",
     "newest_records",
+    "newest_with",
     "save_seconds",
 ]
 
@@ -48,7 +49,8 @@ def grace_seconds(measured: Path) -> float | None:
         return None
     folders = (measured / "checkpoints").glob("step_*")
     saves = max((save_seconds(folder) or 0.0 for folder in folders), default=0.0)
-    needed = max(steps[-_STEPS:]) + _validation_seconds(measured) + saves
+    validation = newest_with(measured, "validation_seconds").get("validation_seconds")
+    needed = max(steps[-_STEPS:]) + (validation if is_number(validation) else 0.0) + saves
     return 2.0 * needed + _MARGIN_SECONDS
 
 
@@ -117,18 +119,19 @@ def _steps_in(file: Path) -> list[float]:
     return []
 
 
-def _validation_seconds(results: Path) -> float:
-    """Return the time of the last validation, however long ago; 0 without one."""
+def newest_with(results: Path, name: str) -> dict[str, Any]:
+    """Return the last record of a run's `metrics.jsonl` with a name, however long ago; or none."""
     with (
-        suppress(OSError, ValueError, LookupError, TypeError),
+        suppress(OSError, ValueError),
         (results / "metrics.jsonl").open("rb") as stream,
         mmap(stream.fileno(), 0, access=ACCESS_READ) as log,
     ):
-        at = log.rfind(b'"validation_seconds"')
+        at = log.rfind(f'"{name}"'.encode())
         if at >= 0:
             line, _, _ = log[log.rfind(b"\n", 0, at) + 1 :].partition(b"\n")
-            return float(json.loads(line)["validation_seconds"])
-    return 0.0
+            found = json.loads(line)
+            return found if isinstance(found, dict) else {}
+    return {}
 
 
 def newest_records(results: Path) -> list[dict[str, Any]]:

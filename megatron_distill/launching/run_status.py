@@ -35,6 +35,7 @@ from megatron_distill.launching.step_figures import (
     speed,
     why_no_slowest,
 )
+from megatron_distill.launching.time_left import seconds_left
 from megatron_distill.runtime.folder_lock import is_locked, is_released_here
 from megatron_distill.runtime.progress import duration
 
@@ -61,7 +62,7 @@ class RunStatus:
         step, steps: done, and of the whole run; of a capture its shards, of rollouts their parts.
         step_seconds: median of the newest steps, or mean of the newest shards or parts.
             tokens_per_second: a step's tokens over that time.
-        seconds_left: until the last step.
+        seconds_left: until the end of the last step, shard or part, of a run with what is due then.
         checkpoint: the newest one's name; its age, and the time that its save took. A name without
             an age is of a folder that no start can read.
         launches: number; restarts: of the newest job.
@@ -181,7 +182,7 @@ def _run_status(run: Path) -> RunStatus:
         is_done=saved.is_done(step, wanted),
         step_seconds=seconds,
     )
-    left = None if seconds is None or not wanted else max(0, wanted - step) * seconds
+    left = seconds_left(run, settings or {}, records, saved, step=step, is_done=state == "done")
     slowest = slowest_ranks(records)
     return RunStatus(
         run=str(run),

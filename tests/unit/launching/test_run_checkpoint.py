@@ -62,7 +62,7 @@ def test_a_checkpoint_by_a_clock_that_is_ahead_has_no_negative_age(tmp_path: Pat
 def test_a_checkpoint_after_the_end_of_the_log_is_the_step(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", steps_done=6)
     status = read_status(run)
-    assert (status.step, status.seconds_left) == (20, 60.0)
+    assert (status.step, status.seconds_left) == (20, 61.5)
     assert (status.state, status.detail) == ("stopped", "at step 20")
     assert read_status(ends_at(run, 20)).state == "done"
 

@@ -75,12 +75,12 @@ def ended(status: Status, text: str) -> Callable[[Path], None]:
 def test_a_running_run_has_its_figures(tmp_path: Path) -> None:
     status = read_status(begin(tmp_path / "run", steps_done=25, changed=time.time()))
     assert (status.state, status.step, status.steps) == ("running", 25, 40)
-    assert (status.step_seconds, status.tokens_per_second, status.seconds_left) == (3, 500, 45)
+    assert (status.step_seconds, status.tokens_per_second, status.seconds_left) == (3, 500, 46.5)
     assert (status.checkpoint, status.save_seconds) == ("step_0000020", 1.5)
     assert status.slowest_ranks == "forward rank 3 on n2 31.2 ms"
     text = "\n".join(status.lines())
     assert "step        25 of 40 (62.5 %)" in text
-    assert "left        0:45" in text
+    assert "left        0:46" in text
     assert ", saved in 1.5 s" in text
 
 
