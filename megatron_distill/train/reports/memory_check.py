@@ -19,6 +19,7 @@ from megatron_distill.planning.search import Planned, Search, layout_name, plann
 from megatron_distill.planning.tries.choices import Choices
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of
+from megatron_distill.train.reports.engine_rates import check_fp8_rate
 from megatron_distill.train.reports.planned_run import (
     all_unplanned,
     assumed_roles,
@@ -58,9 +59,11 @@ def refuse_beyond_device(config: JobConfig, name: str, *, nodes: int, local: int
     """Raise ConfigError where a job needs more memory than the devices of its nodes have.
 
     name: of a device, as for `plan`. local: ranks of each node. Reads descriptions of the models
-    alone. Raises ConfigError, too, where nothing is known.
+    alone. Raises ConfigError, too, where nothing is known, or the device has no rate of FP8.
     """
-    device = load_device(name).shared_by(local, threads=config.runtime.threads)
+    machine = load_device(name)
+    check_fp8_rate(config, machine)
+    device = machine.shared_by(local, threads=config.runtime.threads)
     memory = RankMemory(device, is_limit=True, local=local)
     warning = job_memory_warning(config, memory, nodes=nodes)
     if warning is not None:
