@@ -49,7 +49,7 @@ def engine_note(runtime: RuntimeConfig, device: DeviceProfile, *, option: str) -
 
 def _fp8_settings(job: JobConfig) -> dict[str, str]:
     """Return the keys of the models that compute in FP8, with their values."""
-    found = {}
+    found: dict[str, str] = {}
     if isinstance(job, RunConfig) and job.train.fp8 is not None:
         found["train.fp8"] = job.train.fp8
     for role, model in job.models.items():
