@@ -5,6 +5,7 @@
     python benchmarks/planning.py --only memory         # valid on a busy machine; planning_peaks
     python benchmarks/planning.py --documents --rounds 1 --steps 3      # over packed documents
     python benchmarks/planning.py --again               # new formulas beside the recorded steps
+    python benchmarks/planning.py --again --record planning_intel   # the same of another record
     python benchmarks/planning.py --again --device this-cpu.yaml    # a newly calibrated device
 
 The cases are those of benchmarks/step.py, or with --documents steps over whole sequences and over
@@ -48,6 +49,7 @@ from megatron_distill.runtime.torchrun import available_cores
 
 _CHILD_SECONDS = 1800
 _MIB = 2**20
+_HEADING = "# The planner beside measured steps"
 _DISTINCT = 0.05  # equal steps differ by as much between two hours of a virtual machine
 _OF_TIMES = """\
 `measured` is the median of all timed steps of all rounds, `others` the median of the cores that
@@ -141,7 +143,11 @@ def _again(folder: Path, given: DeviceProfile | None, name: str) -> int:
     if given is not None:
         environment["calibrated"] = f"{given.date}, {given.source}"
     devices = [given] if given else [DeviceProfile.model_validate(one) for one in kept["devices"]]
-    _save(file, environment, devices, kept["rounds"], has_times=kept["has_times"])
+    # That of a record of another machine says which.
+    page = file.with_suffix(".md")
+    heading = page.read_text(encoding="utf-8").splitlines()[0] if page.is_file() else _HEADING
+    has_times = kept["has_times"]
+    _save(file, environment, devices, kept["rounds"], has_times=has_times, heading=heading)
     return 0
 
 
@@ -152,11 +158,13 @@ def _save(
     measured: dict[str, list[Any]],
     *,
     has_times: bool,
+    heading: str = _HEADING,
 ) -> None:
     """Print the table of all measured cases, and write the record."""
     every = [*_cases(), *document_cases(), *stage_cases()]
     rows = _rows([case for case in every if case.name in measured], measured, devices)
-    text = "\n".join(_markdown(environment, devices, rows, has_times=has_times))
+    lines = [heading, "", *_markdown(environment, devices, rows, has_times=has_times)]
+    text = "\n".join(lines)
     sys.stdout.write(text)
     kept = {
         "environment": environment,
@@ -184,6 +192,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--again", action="store_true", help="predict the recorded steps again; measures nothing"
     )
+    parser.add_argument("--record", metavar="NAME", help="with --again: the name of the record")
     parser.add_argument("--only", choices=("memory",), help="one round, and no times in the record")
     parser.add_argument(
         "--quiet",
@@ -193,9 +202,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    arguments.record = "planning_documents" if arguments.documents else "planning"
-    if arguments.only == "memory":
-        arguments.record = "planning_peaks"
+    if arguments.record is not None and not arguments.again:
+        parser.error(f"--record {arguments.record}: goes with --again; use --output otherwise")
+    if arguments.record is None:
+        arguments.record = "planning_documents" if arguments.documents else "planning"
+        if arguments.only == "memory":
+            arguments.record = "planning_peaks"
     return arguments
 
 
@@ -290,8 +302,7 @@ def _markdown(
     *,
     has_times: bool,
 ) -> list[str]:
-    lines = ["# The planner beside measured steps", ""]
-    lines += [f"- {name}: {value}" for name, value in environment.items()]
+    lines = [f"- {name}: {value}" for name, value in environment.items()]
     if has_times:
         lines += [
             f"- calibration {number}: {1e3 * one.peak_tflops['fp32']:.0f} GFLOP/s, "

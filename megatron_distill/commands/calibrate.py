@@ -90,6 +90,7 @@ def _refined(folder: Path, name: str, document_length: int | None) -> DeviceProf
             raise ConfigError(f"--run {folder}: there is no {path.name}; give a run's folder")
     from megatron_distill.models.flops import step_flops_per_token
     from megatron_distill.planning.refine import read_steps, refined
+    from megatron_distill.train.reports.engine_rates import check_fp8_rate
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
@@ -102,6 +103,7 @@ def _refined(folder: Path, name: str, document_length: int | None) -> DeviceProf
     problem = unplanned(config)
     if problem is not None:
         raise ConfigError(f"--run {folder}: {problem.reason}; give another run")
+    check_fp8_rate(config, device)
     measured = read_steps(log)
     _require_same_kind(folder, config, measured, device, name)
     run = planned_run(config, open_shapes(config, rows=_vocabularies(config, folder)))

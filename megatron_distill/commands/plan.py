@@ -132,18 +132,11 @@ def make_plan(
     document_length: tokens of the document of a mean token; None: one document per sample.
     option: that names the devices, for messages; None: those of `plan`.
     """
-    from megatron_distill.planning.device import load_device
-
-    machine = load_device(device_name, option=option)
-    if machine.cores is not None and devices > machine.node.devices:
-        raise ConfigError(
-            f"{option or f'--devices {devices}'}: {device_name} is one machine with room for "
-            f"{counted(machine.node.devices, 'rank')}; plan at most as many"
-        )
-    device = machine.shared_by(devices, threads=config.runtime.threads)
+    device = _device_of_rank(config, devices, device_name, option)
     from megatron_distill.planning.refine import refined_for
     from megatron_distill.planning.report import plan_report
     from megatron_distill.planning.search import Search, planned
+    from megatron_distill.train.reports.engine_rates import engine_note
     from megatron_distill.train.reports.planned_run import (
         open_shapes,
         planned_run,
@@ -167,6 +160,10 @@ def make_plan(
     ranking = search.ranking(shown=shown)
     configured = choice if isinstance(choice, str) else planned(run, choice, device)
     is_live = "shared" in places and not run.several
+    notes = (
+        vocabulary_note(config.models, config.data.tokenizer, shapes),
+        engine_note(config.runtime, device, option=f"--plan {devices}x" if option else "--device "),
+    )
     text = plan_report(
         run,
         device,
@@ -176,11 +173,28 @@ def make_plan(
         store=search.with_store() if is_live else None,
         capture=search.capture() if is_live else None,
         configured=configured,
-        note=vocabulary_note(config.models, config.data.tokenizer, shapes),
+        note="\n".join(filter(None, notes)) or None,
         way_out="" if ranking.fitting else search.way_out(),
     )
     rows = ranking.fitting[:shown]
     return PrintedPlan(text, run, device, rows, configured)
+
+
+def _device_of_rank(
+    config: RunConfig, devices: int, name: str, option: str | None
+) -> DeviceProfile:
+    """Return what a rank of a run has of a device; arguments and errors as of `make_plan`."""
+    from megatron_distill.planning.device import load_device
+    from megatron_distill.train.reports.engine_rates import check_fp8_rate
+
+    machine = load_device(name, option=option)
+    if machine.cores is not None and devices > machine.node.devices:
+        raise ConfigError(
+            f"{option or f'--devices {devices}'}: {name} is one machine with room for "
+            f"{counted(machine.node.devices, 'rank')}; plan at most as many"
+        )
+    check_fp8_rate(config, machine)
+    return machine.shared_by(devices, threads=config.runtime.threads)
 
 
 def _configured(

@@ -105,6 +105,7 @@ class DeviceProfile(ProfileTable):
             tokens; None: those of short ones.
         memory_gb_per_s, memory_efficiency: of element-wise work; the share over its megabytes.
         kernel_us: of starting one operation.
+        transformer_engine: whether the shares are meant for its layers, attention and Adam.
         logit_ns: of one logit of one model in the losses and their gradient, by precision, where it
             was measured; else memory limits it. aliased_logit_ns: the same where rows of logits are
             a multiple of `ALIASED_COLUMNS` apart, of which a cache keeps few at a time.
@@ -146,6 +147,7 @@ class DeviceProfile(ProfileTable):
     memory_gb_per_s: Positive
     memory_efficiency: Curve
     kernel_us: float = Field(ge=0)
+    transformer_engine: bool = False
     logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
     aliased_logit_ns: dict[Precision, Positive] = Field(default_factory=dict)
     choice_ns: dict[Precision, Positive] = Field(default_factory=dict)
@@ -193,15 +195,12 @@ class DeviceProfile(ProfileTable):
         """Bytes that a process can allocate."""
         return self.memory_gib * 2**30
 
-    def peak_flops(self, precision: Precision, *, instead: Precision | None = None) -> float:
+    def peak_flops(self, precision: Precision) -> float:
         """Return the highest FLOP/s of products in a precision.
 
-        instead: whose rate counts where that of `precision` is unknown. Raises ConfigError: the
-        file of the device has no such rate.
+        Raises ConfigError: the file of the device has no such rate.
         """
         found = self.peak_tflops.get(precision)
-        if found is None and instead is not None:
-            precision, found = instead, self.peak_tflops.get(instead)
         if found is None:
             known = ", ".join(self.peak_tflops) or "nothing"
             raise ConfigError(

@@ -84,9 +84,7 @@ class Rank:
         if not flops:
             return 0.0
         device = self.device
-        # An A100 has no FP8, a CPU neither: there the products are those of the next precision.
-        instead: Precision | None = "bf16" if self.precision == "fp8" else None
-        peak = device.peak_flops(self.precision, instead=instead)
+        peak = device.peak_flops(self.precision)
         reached = share(device.product_efficiency, flops / 1e9)
         work = max(flops / (peak * reached), self._traffic(rows, inner, columns))
         return count * (work + device.kernel_us * 1e-6)

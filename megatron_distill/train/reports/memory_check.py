@@ -19,6 +19,7 @@ from megatron_distill.planning.search import Planned, Search, layout_name, plann
 from megatron_distill.planning.tries.choices import Choices
 from megatron_distill.runtime.layout import Layout
 from megatron_distill.train.assemble.shapes import layout_of
+from megatron_distill.train.reports.engine_rates import check_fp8_rate
 from megatron_distill.train.reports.planned_run import (
     all_unplanned,
     assumed_roles,
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 _WAYS = 3
+# Planned over measured peaks of the recorded steps are at most this, as their tests ask.
+_CERTAIN = 1.10
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -58,9 +61,11 @@ def refuse_beyond_device(config: JobConfig, name: str, *, nodes: int, local: int
     """Raise ConfigError where a job needs more memory than the devices of its nodes have.
 
     name: of a device, as for `plan`. local: ranks of each node. Reads descriptions of the models
-    alone. Raises ConfigError, too, where nothing is known.
+    alone. Raises ConfigError, too, where nothing is known, or the device has no rate of FP8.
     """
-    device = load_device(name).shared_by(local, threads=config.runtime.threads)
+    machine = load_device(name)
+    check_fp8_rate(config, machine)
+    device = machine.shared_by(local, threads=config.runtime.threads)
     memory = RankMemory(device, is_limit=True, local=local)
     warning = job_memory_warning(config, memory, nodes=nodes)
     if warning is not None:
@@ -86,8 +91,9 @@ def memory_warning(config: RunConfig, memory: RankMemory, *, ranks: int) -> str 
 
     ranks: of the student. Reads descriptions of the models only. Where one of several teachers has
     ranks, a layout or a tokenizer of its own, it says that nothing is predicted. Raises ConfigError
-    where what lives from step to step, both models' weights, the gradients and the optimizer state,
-    alone exceeds a GPU's memory or a limit: these are exact, and nothing frees them.
+    of a GPU or a limit where what lives from step to step, both models' weights, the gradients and
+    the optimizer state, alone exceeds it: these are exact, and nothing frees them. Also where the
+    whole need is more than `_CERTAIN` times it: no recorded step needs so much less than planned.
     """
     unknown = list(dict.fromkeys(one.key for one in all_unplanned(config, only_memory=True)))
     if unknown:
@@ -107,23 +113,25 @@ def memory_warning(config: RunConfig, memory: RankMemory, *, ranks: int) -> str 
     search = Search(run, device, choice.devices, rule, (choice.place,))
     found = search.ranking(shown=_WAYS).fitting
     text = _in_words(wanted, nearest(found, choice, count=_WAYS), device)
-    least = _least_lasting(config, wanted, memory, teachers)
-    if memory.is_limit and least > device.memory_bytes:
+    least = _least_need(config, wanted, memory, teachers)
+    if memory.is_limit and max(least.lasting, least.total / _CERTAIN) > device.memory_bytes:
         raise ConfigError(text)
     return text
 
 
-def _least_lasting(config: RunConfig, wanted: Planned, memory: RankMemory, teachers: int) -> float:
-    """Return the bytes that live from step to step in any case.
+def _least_need(
+    config: RunConfig, wanted: Planned, memory: RankMemory, teachers: int
+) -> MemoryNeed:
+    """Return what the fullest rank needs in any case.
 
     A vocabulary whose size is assumed may be smaller: then without its rows but one.
     """
     assumed = assumed_roles(config.models, config.data.tokenizer)
     if not assumed:
-        return wanted.memory.lasting
+        return wanted.memory
     run = planned_run(config, open_shapes(config, rows=dict.fromkeys(assumed, 1)))
     choice = configured_choice(config, run, ranks=wanted.choice.devices, teachers=teachers)
-    return planned(run, choice, memory.device).memory.lasting
+    return planned(run, choice, memory.device).memory
 
 
 def capture_memory_warning(

@@ -130,7 +130,7 @@ def test_a_file_without_keys_is_an_error_that_says_where_they_are(
     [
         ("fp32", {}, "bf16"),
         ("bf16", {"precision": "fp32"}, "fp32"),
-        ("fp32", {"student_fp8": True}, "bf16"),
+        ("bf16", {"student_fp8": True}, "fp8"),
     ],
 )
 def test_a_device_without_the_rates_of_a_precision_says_what_to_add(
@@ -141,13 +141,10 @@ def test_a_device_without_the_rates_of_a_precision_says_what_to_add(
         student_stages(run_of(**run), choice_of((32,), (32,)), device)
 
 
-def test_products_in_fp8_are_those_of_bf16_where_their_rate_is_unknown() -> None:
-    device = load_device("h200").model_copy(update={"peak_tflops": {"bf16": 100.0}})
-    in_fp8, in_bf16 = (
-        student_stages(run_of(student_fp8=has_fp8), choice_of((32,), (32,)), device)
-        for has_fp8 in (True, False)
-    )
-    assert in_fp8 == in_bf16
+def test_devices_that_compute_fp8_by_transformer_engine_have_its_rate() -> None:
+    rated = {name for name in NAMES if "fp8" in load_device(name).peak_tflops}
+    assert rated == {"b200", "h100-80gb", "h200", "l40s"}
+    assert rated == {name for name in NAMES if load_device(name).transformer_engine}
 
 
 def test_an_unknown_device_is_an_error_with_the_known_ones() -> None:

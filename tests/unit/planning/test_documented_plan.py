@@ -1,12 +1,19 @@
-"""The worked example of docs/planning.md against a plan of its YAML: every figure of it."""
+"""Figures of docs/planning.md: its worked example against a plan of the YAML, every one of them,
+and the errors of planned steps against present plans of the records."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
 
+from benchmarks.cross_tokenizers.planned import LOSSES, planned_row
+from benchmarks.harness.calibrated import loaded
+from benchmarks.steps.cases import document_cases, layout_cases, peer_cases
+from benchmarks.steps.planned import planned_case
+from benchmarks.teachers import planned_steps
 from megatron_distill.commands.plan import PrintedPlan, make_plan
 from megatron_distill.config import check_layout, load_config, teacher_ranks
 from megatron_distill.models.flops import step_flops_per_token
@@ -14,11 +21,13 @@ from megatron_distill.planning.report import choice_name, settings
 from megatron_distill.planning.search import Planned
 from megatron_distill.planning.traffic import step_bytes
 from tests.guards.source_tree import ROOT
+from tests.unit.planning.test_recorded_steps import CPU, RECORDS, TIMED, peaks_of_ranks, record
 
 GIB = 2**30
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 EXAMPLE = PAGE.split("## A 70B teacher")[1].split("\n## ")[0]
 PROSE = " ".join(EXAMPLE.split())
+WHOLE = " ".join(PAGE.split())
 
 
 def tables() -> list[list[list[str]]]:
@@ -149,3 +158,95 @@ def test_overlapped_messages_take_less_time_and_buffers_of_both_models(tmp_path:
     assert 0 < work < 0.375 * plain.time.teacher
     buffers = overlapped.memory.buffers - plain.memory.buffers
     assert buffers == 12 * 8192 * (4096 + 8192) * 2
+
+
+CASES = {case.name: case for case in (*layout_cases(), *peer_cases(), *document_cases())}
+
+
+def span(pattern: str) -> list[float]:
+    """The shares of the only sentence of the page like this: those of its groups, in per cent."""
+    (found,) = re.findall(pattern, WHOLE)
+    return [float(one) for one in found]
+
+
+def ends(errors: list[float]) -> list[float]:
+    """The least and the largest error in per cent, as the page rounds them."""
+    return [round(100 * one, 1) for one in (min(errors), max(errors))]
+
+
+def errors_of(name: str) -> list[float]:
+    """Errors of the present plans of a record of `benchmarks/planning.py`; its own are the same."""
+    recorded = record(name)
+    devices = loaded(recorded["devices"])
+    found = []
+    for row in recorded["rows"]:
+        case = CASES[row["case"]]
+        planned = median(planned_case(case, device).time.total for device in devices)
+        assert row["calibrated_seconds"] == pytest.approx(planned), row["case"]
+        found.append(planned / row["seconds"] - 1)
+    return found
+
+
+def test_the_errors_of_steps_with_teachers_elsewhere_are_those_of_the_page() -> None:
+    recorded = record("teachers")
+    measured = {
+        name: median(step["step_seconds"] for step in steps)
+        for name, steps in recorded["steps"].items()
+    }
+    planned = planned_steps(loaded(recorded["devices"]))
+    found = [median(seconds) / measured[name] - 1 for name, seconds in planned.items()]
+    assert ends(found) == span(
+        r"nine rows are \S+ to \S+ % off, and (\S+) to (\S+) % by the present formulas"
+    )
+
+
+def test_the_errors_of_steps_between_two_tokenizers_are_those_of_the_page() -> None:
+    step = record("cross_tokenizer")["step"]
+    devices = loaded(step["devices"])
+    found = [
+        median(planned_row(name, device).time.total for device in devices)
+        / step["rows"][name]["median"]
+        - 1
+        for name in LOSSES
+    ]
+    assert ends(found) == span(r"right order; by the present formulas, (\S+) to (\S+) %\.")
+
+
+# What follows the link of a record.
+SENTENCES = {
+    "planning": r"record\]\S+ of 19 cases on two CPU cores",
+    "planning_repeated": r"Recorded earlier\]\S+ on that day, in three rounds,",
+    "planning_intel": r"an Intel CPU\]\S+",
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_errors_of_layouts_are_those_of_the_page(name: str) -> None:
+    errors = errors_of(name)
+    average, short, long = span(
+        rf"{SENTENCES[name]} times are (\S+) % off.*?, from (\S+) % too short to (\S+) % too long"
+    )
+    assert average == round(100 * mean(map(abs, errors)), 1)
+    assert [-short, long] == [round(100 * one) for one in (min(errors), max(errors))]
+    (pairs,) = re.findall(rf"{SENTENCES[name]}.*?[Aa]ll (\d+) pairs", WHOLE)
+    assert int(pairs) == TIMED[name]
+
+
+def test_the_errors_of_steps_over_documents_are_those_of_the_page() -> None:
+    assert ends(errors_of("planning_documents")) == span(
+        r"positions, are (\S+) to (\S+) % off in \[planning_documents\.md\]"
+    )
+
+
+def test_the_errors_of_recorded_peaks_are_those_of_the_page() -> None:
+    found = [
+        ratio - 1
+        for ranks in RECORDS.values()
+        for name in ranks
+        for ratio in peaks_of_ranks(CASES[name], ranks[name], CPU)
+    ]
+    average, *span_of = span(
+        r"two repetitions, recorded before \| [^|]* \| mean (\S+) %, (\S+) to (\S+) % \|"
+    )
+    assert average == round(100 * mean(map(abs, found)), 1)
+    assert span_of == ends(found)

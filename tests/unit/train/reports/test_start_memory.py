@@ -59,10 +59,10 @@ def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(
     tmp_path: Path,
 ) -> None:
     wide = run_config(tmp_path, ["train.micro_batch_size=8"])
-    text = memory_warning(wide, machine(3.0), ranks=8)
+    text = memory_warning(wide, machine(4.0), ranks=8)
     first, *ways = text.splitlines()
     assert "the fullest rank of this run needs" in first
-    assert "a small machine has 3.0 GiB" in first
+    assert "a small machine has 4.0 GiB" in first
     assert len(ways) == 3
     assert all("; set " in way and "GiB" in way for way in ways)
 
@@ -107,8 +107,8 @@ def test_a_job_is_refused_on_its_first_node_by_what_its_ranks_would_write(
     with pytest.raises(ConfigError) as in_ranks:
         memory_warning(large, start_memory._own_memory(torch.device("cpu")), ranks=2 * nodes)
     assert text == str(in_ranks.value)
-    # Above the usable share alone, and without a limit, ranks log a warning.
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1800")
+    # Within ten per cent of the memory ranks log a warning.
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1900")
     refuse_beyond_memory(large, nodes=nodes, local=1)
     assert memory_warning(large, start_memory._node_memory("cpu", 1), ranks=nodes) is not None
 
@@ -166,7 +166,32 @@ def test_weights_of_a_teacher_beside_the_states_count_as_well(tmp_path: Path) ->
     least = least_bytes(open_shapes(run)) / 2**30
     with pytest.raises(ConfigError, match="memory: the fullest rank of this run needs"):
         memory_warning(run, machine(0.98 * least), ranks=1)
-    assert memory_warning(run, machine(1.02 * least), ranks=1) is not None
+    # Above the states a GPU is refused for the whole need, and a CPU without a limit is not.
+    assert memory_warning(run, machine(1.02 * least, "cpu"), ranks=1) is not None
+
+
+def test_a_need_of_ten_per_cent_above_a_gpu_or_a_limit_is_an_error_with_the_nearest_layouts(
+    tmp_path: Path,
+) -> None:
+    wide = run_config(tmp_path, ["train.micro_batch_size=8"])
+    for kind in ("gpu", "cpu"):
+        need = gib_of(memory_warning(wide, machine(3.0, kind, is_limit=False), ranks=8))
+        assert need > 2 * least_bytes(open_shapes(wide)) / 2**30
+        with pytest.raises(ConfigError) as refused:
+            memory_warning(wide, machine(need / 1.12, kind, is_limit=True), ranks=8)
+        text = memory_warning(wide, machine(need / 1.12, kind, is_limit=False), ranks=8)
+        assert str(refused.value) == text
+        first, *ways = text.splitlines()
+        assert first.endswith("are usable. The nearest layouts that fit:")
+        assert ["; set " in way for way in ways] == [True] * 3
+        assert memory_warning(wide, machine(need / 1.08, kind, is_limit=True), ranks=8) is not None
+
+
+def gib_of(text: str | None) -> float:
+    """The whole need that a warning names."""
+    found = re.search(r"needs ([\d.]+) GiB", text or "")
+    assert found, text
+    return float(found[1])
 
 
 def test_a_vocabulary_of_assumed_size_refuses_no_run(tmp_path: Path) -> None:
@@ -174,7 +199,17 @@ def test_a_vocabulary_of_assumed_size_refuses_no_run(tmp_path: Path) -> None:
     assumed = run_config(tmp_path, [*none, *UNREAD])
     least = least_bytes(open_shapes(assumed, rows={"student": 1, "teacher": 1})) / 2**30
     assert least_bytes(open_shapes(assumed)) / 2**30 > 1.1 * least
-    assert memory_warning(assumed, machine(1.1 * least), ranks=1) is not None
+    # Of the whole need, too, the assumed rows refuse nothing: two rows are the fewest of a file.
+    rows = [f"{role}.architecture.vocab_size=2" for role in ("student", "teacher")]
+    small = run_config(tmp_path, [*rows, *UNREAD])
+    few, many = (
+        gib_of(memory_warning(one, machine(least, is_limit=False), ranks=1))
+        for one in (small, assumed)
+    )
+    assert many > 1.2 * few
+    assert memory_warning(assumed, machine(few / 1.08), ranks=1) is not None
+    with pytest.raises(ConfigError, match="memory: the fullest rank of this run needs"):
+        memory_warning(assumed, machine(few / 1.12), ranks=1)
     with pytest.raises(ConfigError, match="memory: the fullest rank of this run needs"):
         memory_warning(assumed, machine(0.98 * least), ranks=1)
 
