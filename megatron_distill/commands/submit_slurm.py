@@ -24,6 +24,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import (
     LONGEST_WARNING,
     Demand,
+    asks_for_cores,
     batch_script,
     limit_seconds,
     option_objection,
@@ -46,10 +47,14 @@ _MOUNT: Final = re.compile(r"[^:]+:[^:]+(:[^:]+)?")  # with flags, as pyxis take
 _OF_CONTAINER: Final = ("container", "container_mounts", "container_python")
 _DESCRIPTION = """Submit a job to Slurm and print its number.
 
-    megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8
-    megatron-distill submit slurm cache.yaml --command capture --nodes 2 --gpus-per-node 8
-    megatron-distill submit slurm runs/a --command evaluate --nodes 1 -- --tasks mmlu=data/mmlu
-    megatron-distill submit slurm tiny.yaml --nodes 2 --ranks-per-node 4 --partition cpu --dry-run
+    megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8 \\
+        --cpus-per-task 64
+    megatron-distill submit slurm cache.yaml --command capture --nodes 2 --gpus-per-node 8 \\
+        --sbatch=--exclusive
+    megatron-distill submit slurm runs/a --command evaluate --nodes 1 --cpus-per-task 16 \\
+        -- --tasks mmlu=data/mmlu
+    megatron-distill submit slurm tiny.yaml --nodes 2 --ranks-per-node 4 --cpus-per-task 4 \\
+        --partition cpu --dry-run
 
 The job checks its nodes, saves before its time limit, and is requeued while its launches bring new
 checkpoints. Its exit status is 0 (done), 75 (saved, and more to do), 78 (an error in the settings)
@@ -68,7 +73,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpus-per-task",
         type=whole_number("8"),
         metavar="N",
-        help="CPU cores of all ranks of a node",
+        help="CPU cores of all ranks of a node; without it one, where jobs share nodes",
     )
     demand.add_argument(
         "--job-name", metavar="NAME",
@@ -170,12 +175,17 @@ def _container_objection(given: argparse.Namespace) -> str | None:
 
 
 def _warn(given: argparse.Namespace) -> None:
-    """Warn of options without effect."""
+    """Warn of options without effect, and of a default of Slurm that starves the ranks."""
     if given.container is None:
         for name in _OF_CONTAINER[1:]:
             if getattr(given, name) is not None:
                 option = f"--{name.replace('_', '-')} {getattr(given, name)}"
                 _LOGGER.warning("%s: has no effect without --container; give the image", option)
+    if given.cpus_per_task is None and not asks_for_cores(given.sbatch):
+        _LOGGER.warning(
+            "--cpus-per-task: is not given; on clusters that share nodes, all ranks of a node then "
+            "get one core. Give the cores of a node, as --cpus-per-task 64, or --sbatch=--exclusive"
+        )
 
 
 def _run(given: argparse.Namespace) -> int:

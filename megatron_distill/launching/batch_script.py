@@ -20,6 +20,7 @@ from megatron_distill.launching.records import Launches, bad_nodes
 __all__ = [
     "LONGEST_WARNING",
     "Demand",
+    "asks_for_cores",
     "batch_script",
     "limit_seconds",
     "option_objection",
@@ -62,6 +63,8 @@ _FIXED: Final = {
     "chdir": "the job works in the folder of the submission",
     "requeue": "a job is requeued without it",
 }
+# Options that allot a node's one task more cores than one.
+_CORES: Final = ("cpus-per-task", "cpus-per-gpu", "mincpus")
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,13 @@ def option_objection(option: str) -> str | None:
     if name in _FIXED:
         return f"--sbatch {option}: the batch script sets --{name}; {_FIXED[name]}"
     return None
+
+
+def asks_for_cores(options: Sequence[str]) -> bool:
+    """Return whether further options of sbatch allot a node's task more cores than one."""
+    found = dict(map(_parts, options))
+    # With a value, as --exclusive=user, a job shares nodes, and has the cores that it asks for.
+    return found.get("exclusive") == "" or not found.keys().isdisjoint(_CORES)
 
 
 def _parts(option: str) -> tuple[str, str]:

@@ -34,6 +34,9 @@ class Desk:
         program.chmod(0o755)
 
     def submit(self, *words: str) -> int:
+        return self.submit_without_cores("--cpus-per-task", "8", *words)
+
+    def submit_without_cores(self, *words: str) -> int:
         program = ["--command", str(self.folder / "program.py"), "--nodes", "1"]
         return main(["submit", "slurm", *program, *words])
 
@@ -119,6 +122,34 @@ def test_options_of_a_container_without_one_are_a_warning(
     assert found.err == ""
     rules = "--container i.sqsh --container-mounts /a:/b,/c:/d:ro --container-python /e"
     assert rules in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ((), True),
+        (("--gpus-per-node", "8"), True),
+        (("--sbatch=--mem=64G",), True),
+        (("--sbatch=--exclusive=user",), True),
+        (("--cpus-per-task", "8"), False),
+        (("--sbatch=--exclusive",), False),
+        (("--sbatch=--cpus-per-gpu=8",), False),
+        (("--sbatch=--cpus-per-gpu 8",), False),
+        (("--sbatch=--mincpus=8",), False),
+    ],
+)
+def test_a_submission_that_asks_for_no_cores_is_a_warning(
+    desk: Desk, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], warns: bool
+) -> None:
+    """Slurm would give all ranks of a node one core, where jobs share nodes."""
+    assert desk.submit_without_cores(*words, "--dry-run") == 0
+    text = (
+        "--cpus-per-task: is not given; on clusters that share nodes, all ranks of a node then get "
+        "one core. Give the cores of a node, as --cpus-per-task 64, or --sbatch=--exclusive\n"
+    )
+    found = capsys.readouterr().err
+    assert found.endswith(text) if warns else found == ""
+    assert found.count("\n") == int(warns)
 
 
 def test_a_first_submission_that_is_refused_is_no_run(
