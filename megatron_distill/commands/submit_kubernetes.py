@@ -18,6 +18,7 @@ from megatron_distill.commands.submitted_layout import (
     add_command,
     check_submission,
     missing_words,
+    too_many_ranks,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
@@ -97,7 +98,7 @@ def _objection(given: argparse.Namespace) -> str | None:
         return f"{relative[0]}: a folder in the pods has a path from the root, as /data"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
-    return missing_words(given)
+    return too_many_ranks(given.ranks_per_node, given.gpus_per_node) or missing_words(given)
 
 
 def _run(given: argparse.Namespace) -> int:

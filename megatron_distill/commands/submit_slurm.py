@@ -19,6 +19,7 @@ from megatron_distill.commands.submitted_layout import (
     check_submission,
     empty_health,
     missing_words,
+    too_many_ranks,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import (
@@ -148,8 +149,14 @@ def _objection(given: argparse.Namespace) -> str | None:
         _time_objection(given)
         or empty_health(given)
         or _container_objection(given)
+        or too_many_ranks(given.ranks_per_node, _gpus(given))
         or missing_words(given)
     )
+
+
+def _gpus(given: argparse.Namespace) -> int | None:
+    """Return the number of GPUs of a node, without their type."""
+    return None if given.gpus_per_node is None else int(given.gpus_per_node.rpartition(":")[2])
 
 
 def _time_objection(given: argparse.Namespace) -> str | None:
@@ -192,9 +199,7 @@ def _run(given: argparse.Namespace) -> int:
     _warn(given)
     program = Program(given.command, tuple(given.words), given.folder)
     launches = program.launches([sys.executable])
-    ranks = given.ranks_per_node
-    if ranks is None and given.gpus_per_node is not None:
-        ranks = int(given.gpus_per_node.rpartition(":")[2])
+    ranks = given.ranks_per_node or _gpus(given)
     run, device = [sys.executable], given.device
     check_submission(program, nodes=given.nodes, ranks=ranks, run=run, device=device)
     submission = time.strftime("%Y%m%d-%H%M%S")

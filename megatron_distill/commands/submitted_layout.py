@@ -1,4 +1,4 @@
-"""The layout of a job against the number of its ranks, before it is submitted."""
+"""The options that submissions share, and the layout of a job against the number of its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.log import get_logger
 
-__all__ = ["add_command", "check_submission", "empty_health", "missing_words"]
+__all__ = ["add_command", "check_submission", "empty_health", "missing_words", "too_many_ranks"]
 
 _LOGGER = get_logger(__name__)
 
@@ -42,6 +42,16 @@ def empty_health(given: argparse.Namespace) -> str | None:
     return (
         f"--health-command {given.health_command!r}: is empty; give a shell command, such as "
         "'nvidia-smi', or leave it out"
+    )
+
+
+def too_many_ranks(ranks: int | None, gpus: int | None) -> str | None:
+    """Return the objection to more ranks than GPUs of a node; None: a number that is not given."""
+    if ranks is None or gpus is None or ranks <= gpus:
+        return None
+    return (
+        f"--ranks-per-node {ranks}: is more than --gpus-per-node {gpus}, and each rank needs a GPU "
+        f"of its own; give at most {gpus}, or leave --gpus-per-node out for ranks on CPUs"
     )
 
 

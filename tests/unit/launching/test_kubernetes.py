@@ -164,12 +164,19 @@ def test_the_command_writes_the_manifest(
             "--memory-per-node 512GB: not a quantity; write it as 512Gi",
         ),
         (["--cpus-per-node", "all"], "--cpus-per-node all: not a quantity; write it as 64"),
+        (
+            ["--ranks-per-node", "8", "--gpus-per-node", "4", "--dry-run"],
+            "--ranks-per-node 8: is more than --gpus-per-node 4, and each rank needs a GPU of its",
+        ),
         (["--grace-seconds", "inf"], "--grace-seconds inf: must be a finite number"),
     ):
         wrong = [*words, *more]
         with pytest.raises(SystemExit):
             main(wrong)
         assert text in capsys.readouterr().err
+    for counts in (["--ranks-per-node", "2"], ["--ranks-per-node", "1", "--gpus-per-node", "2"]):
+        assert main([*words, *counts, "--dry-run"]) == 0
+    capsys.readouterr()
     for more in (["--namespace", "Foo_"], ["--image", ""], ["--claim", f"a:{tmp_path}"]):
         assert main([*words, *more, "--dry-run"]) == 1
         found = capsys.readouterr()

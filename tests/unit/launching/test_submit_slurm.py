@@ -96,9 +96,15 @@ def test_a_submission_without_a_job_leaves_the_state_before_it(
         (("--container", "i", "--container-mounts", "/a:"), "'/a:': write FROM:TO"),
         (("--container", "", "--container-mounts", "/a:/b"), "--container '': is empty; give"),
         (("--container", "i", "--container-python", ""), "--container-python '': is empty; give"),
+        (
+            ("--ranks-per-node", "8", "--gpus-per-node", "4"),
+            "--ranks-per-node 8: is more than --gpus-per-node 4, and each rank needs a GPU of its "
+            "own; give at most 4, or leave --gpus-per-node out for ranks on CPUs",
+        ),
+        (("--ranks-per-node", "8", "--gpus-per-node", "a100:4"), "more than --gpus-per-node 4,"),
     ],
 )
-def test_an_empty_or_wrong_option_says_what_to_give(
+def test_an_option_that_no_job_could_follow_says_what_to_give(
     desk: Desk, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -106,6 +112,20 @@ def test_an_empty_or_wrong_option_says_what_to_give(
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not desk.run.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--ranks-per-node", "8"),
+        ("--ranks-per-node", "4", "--gpus-per-node", "a100:4"),
+        ("--ranks-per-node", "2", "--gpus-per-node", "4"),
+    ],
+)
+def test_a_node_may_have_ranks_without_gpus_and_gpus_without_ranks(
+    desk: Desk, words: tuple[str, ...]
+) -> None:
+    assert desk.submit(*words, "--dry-run") == 0
 
 
 def test_options_of_a_container_without_one_are_a_warning(
