@@ -50,13 +50,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=whole_number("8"), metavar="N", help="default: one per GPU"
     )
     parser.add_argument(
-        "--max-starts", type=whole_number("3"), default=3, metavar="N",
-        help="launches without a new checkpoint before the end (default: %(default)s)",
+        "--max-starts", type=whole_number("3"), metavar="N",
+        help=f"launches without a new checkpoint before the end (default: {Policy.max_starts})",
     )  # fmt: skip
     parser.add_argument(
-        "--pause", type=number("15"), default=FIRST_PAUSE, metavar="SECONDS",
+        "--pause", type=number("15"), metavar="SECONDS",
         help="wait before the next launch; four times as long after each without a new checkpoint, "
-        "at most 15 minutes (default: %(default)g)",
+        f"at most 15 minutes (default: {FIRST_PAUSE:g})",
     )  # fmt: skip
     parser.add_argument("--no-requeue", action="store_true", help="launch once")
     parser.add_argument(
@@ -97,7 +97,7 @@ def _objection(given: argparse.Namespace) -> str | None:
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
-    if given.pause < 0:
+    if given.pause is not None and given.pause < 0:
         return f"--pause {given.pause:g}: must be 0 or more"
     if not 0 < given.health_seconds < math.inf:
         seconds = f"{given.health_seconds:g}"
@@ -135,8 +135,21 @@ def _shell_objection(shell: str) -> str | None:
     return f"--shell {shell!r}: has no {{host}} after a program; write it as in 'rsh {{host}}'"
 
 
+def _warn(given: argparse.Namespace) -> None:
+    """Warn of options without effect."""
+    options = {"--max-starts": given.max_starts, "--pause": given.pause}
+    unused = [f"{name} {value:g}" for name, value in options.items() if value is not None]
+    if given.no_requeue and unused:
+        has = "has" if len(unused) == 1 else "have"
+        _LOGGER.warning(
+            "%s: %s no effect with --no-requeue, which launches once; leave one of them out",
+            " and ".join(unused), has,
+        )  # fmt: skip
+
+
 def _run(given: argparse.Namespace) -> int:
     log.configure(0, name="job")
+    _warn(given)
     program = Program(given.command, tuple(given.words), given.folder)
     hosts = _hosts(given)
     policy = Policy(
@@ -144,7 +157,7 @@ def _run(given: argparse.Namespace) -> int:
         submission=hosts.job,
         ranks_per_node=given.ranks_per_node,
         wanted_nodes=hosts.wanted,
-        max_starts=given.max_starts,
+        max_starts=Policy.max_starts if given.max_starts is None else given.max_starts,
         requeues=not given.no_requeue,
         health_command=given.health_command,
         health_seconds=given.health_seconds,
@@ -203,7 +216,7 @@ def _hosts(given: argparse.Namespace) -> Hosts:
         addresses={name: (address or name).rpartition("@")[2] for name, _, address in pairs},
         shell=given.shell,
         environment=_environment(given.variable),
-        first_pause=given.pause,
+        first_pause=FIRST_PAUSE if given.pause is None else given.pause,
     )
 
 
