@@ -18,6 +18,7 @@ from megatron_distill.commands.submitted_layout import (
     add_command,
     check_submission,
     missing_words,
+    own_name,
     too_many_ranks,
 )
 from megatron_distill.errors import ConfigError
@@ -42,8 +43,9 @@ checkpoints."""
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="write the manifest; required")
     parser.add_argument(
-        "--name", default="megatron-distill", help="name of the JobSet (default: %(default)s)"
-    )
+        "--name", help="name of the JobSet (default: megatron-distill and a digest of the folder "
+        "of its records, so that another run has another name)",
+    )  # fmt: skip
     parser.add_argument("--namespace", metavar="NAME")
     parser.add_argument(
         "--nodes", type=whole_number("4"), required=True, metavar="N", help="number of pods"
@@ -111,9 +113,10 @@ def _run(given: argparse.Namespace) -> int:
     check_submission(program, nodes=given.nodes, ranks=ranks, run=None, device=given.device)
     work_folder = given.work_folder or str(Path.cwd())
     claims = [tuple(claim.split(":", 1)) for claim in given.claim]
-    _check_claims(launches, work_folder, [folder for _, folder in claims])
+    records = Path(os.path.normpath(Path(work_folder) / launches.folder))
+    _check_claims(launches, records, [folder for _, folder in claims])
     demand = PodDemand(
-        name=given.name,
+        name=own_name(records) if given.name is None else given.name,
         namespace=given.namespace,
         nodes=given.nodes,
         image=given.image,
@@ -130,9 +133,11 @@ def _run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _check_claims(launches: Launches, work_folder: str, claims: Sequence[str]) -> None:
-    """Raise ConfigError unless a claim holds the records, beside which the results are."""
-    place = Path(os.path.normpath(Path(work_folder) / launches.folder))
+def _check_claims(launches: Launches, place: Path, claims: Sequence[str]) -> None:
+    """Raise ConfigError unless a claim holds the records, beside which the results are.
+
+    place: of the records in the pods.
+    """
     if not any(place.is_relative_to(os.path.normpath(claim)) for claim in claims):
         raise ConfigError(
             f"{launches.named}: in the pods {place} is on no --claim, and would be lost with them. "

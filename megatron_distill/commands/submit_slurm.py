@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import re
 import shlex
@@ -19,6 +18,7 @@ from megatron_distill.commands.submitted_layout import (
     check_submission,
     empty_health,
     missing_words,
+    own_name,
     too_many_ranks,
 )
 from megatron_distill.errors import ConfigError
@@ -237,10 +237,7 @@ def _demand(given: argparse.Namespace, launches: Launches) -> Demand:
 
 def _job_name(launches: Launches, *, is_chain: bool) -> str:
     """Return the name of a job without one; Slurm's singleton waits for all jobs of one name."""
-    if not is_chain:
-        return PROGRAM
-    digest = hashlib.sha256(str(launches.folder.resolve()).encode()).hexdigest()
-    return f"{PROGRAM}-{digest[:8]}"
+    return own_name(launches.folder.resolve()) if is_chain else PROGRAM
 
 
 def _rules(given: argparse.Namespace) -> Sequence[str]:

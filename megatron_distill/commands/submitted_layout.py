@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_distill.commands import capture, train
+from megatron_distill.commands.command import PROGRAM
 from megatron_distill.commands.job import file_and_overrides
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.log import get_logger
 
-__all__ = ["add_command", "check_submission", "empty_health", "missing_words", "too_many_ranks"]
+__all__ = [
+    "add_command",
+    "check_submission",
+    "empty_health",
+    "missing_words",
+    "own_name",
+    "too_many_ranks",
+]
 
 _LOGGER = get_logger(__name__)
 
@@ -43,6 +53,11 @@ def empty_health(given: argparse.Namespace) -> str | None:
         f"--health-command {given.health_command!r}: is empty; give a shell command, such as "
         "'nvidia-smi', or leave it out"
     )
+
+
+def own_name(folder: Path) -> str:
+    """Return a name that no job with other records has; folder: an absolute one, of its records."""
+    return f"{PROGRAM}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
 
 
 def too_many_ranks(ranks: int | None, gpus: int | None) -> str | None:

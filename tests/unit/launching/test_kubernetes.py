@@ -206,3 +206,38 @@ def test_a_run_or_store_that_would_end_with_its_pods_is_refused(
     if place is not None:
         assert text.startswith(f"error: {words[0]}: in the pods {place} is on no --claim")
         assert "Give --claim NAME:FOLDER above it" in text
+
+
+def test_the_name_of_a_job_set_is_that_of_its_run_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`kubectl apply` would take a second run of one name for a change of the first."""
+
+    def name(*words: str, command: str = "train") -> str:
+        file = str(ROOT / "configs" / ("cache.yaml" if command == "capture" else "tiny.yaml"))
+        submit = ["submit", "kubernetes", file, "--command", command, "--work-folder", "/data/code"]
+        more = ["--nodes", "1", "--image", "i", "--claim", "data:/data", "--dry-run"]
+        assert main([*submit, *words, *more]) == 0
+        manifest = yaml.safe_load(capsys.readouterr().out)
+        (group,) = manifest["spec"]["replicatedJobs"]
+        pod = group["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+        found = manifest["metadata"]["name"]
+        assert pod[pod.index("--job") + 1] == manifest["spec"]["network"]["subdomain"] == found
+        assert isinstance(found, str)
+        return found
+
+    first = name("output=/data/runs/a")
+    assert re.fullmatch(r"megatron-distill-[0-9a-f]{8}", first)
+    assert job_set(demand(name=first, nodes=10_000), PROGRAM)
+    same = ("output=/data/runs/a/", "output=../runs/a", "output=/data/x/../runs/a")
+    assert {name(output) for output in same} == {first}
+    assert name("output=/data/runs/a", "train.steps=7") == first  # the same run, changed
+    store = "store.path=/data/runs/a"
+    others = [
+        name("output=/data/runs/b"),
+        name(store, command="capture"),
+        name(store, "store.jobs=2", "store.job=0", command="capture"),
+        name(store, "store.jobs=2", "store.job=1", command="capture"),
+    ]
+    assert len({first, *others}) == 5
+    assert name("output=/data/runs/b", "--name", "mine") == "mine"
