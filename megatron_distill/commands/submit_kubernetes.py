@@ -16,10 +16,13 @@ import yaml
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
+    add_variables,
     check_submission,
     missing_words,
     own_name,
     too_many_ranks,
+    variables_of,
+    wrong_variable,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
@@ -75,6 +78,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-starts", type=whole_number("3"), default=3, metavar="N")
     parser.add_argument("--grace-seconds", type=number("600"), metavar="S")
+    add_variables(parser)
     add_command(parser)
 
 
@@ -100,7 +104,11 @@ def _objection(given: argparse.Namespace) -> str | None:
         return f"{relative[0]}: a folder in the pods has a path from the root, as /data"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
-    return too_many_ranks(given.ranks_per_node, given.gpus_per_node) or missing_words(given)
+    return (
+        wrong_variable(given)
+        or too_many_ranks(given.ranks_per_node, given.gpus_per_node)
+        or missing_words(given)
+    )
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -128,6 +136,7 @@ def _run(given: argparse.Namespace) -> int:
         python=given.image_python,
         stop_seconds=given.grace_seconds or grace_seconds(launches.measured) or USUAL_SECONDS,
         rules=rules,
+        variables=variables_of(given),
     )
     sys.stdout.write(yaml.safe_dump(job_set(demand, program), sort_keys=False, width=1000))
     return 0

@@ -15,11 +15,14 @@ from typing import Final
 from megatron_distill.commands.command import PROGRAM, Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
+    add_variables,
     check_submission,
     empty_health,
     missing_words,
     own_name,
     too_many_ranks,
+    variables_of,
+    wrong_variable,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import (
@@ -104,6 +107,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="like --chain, as tasks of one array",
     )
     add_rules(parser)
+    add_variables(parser)
     add_command(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the batch script, stop")
 
@@ -147,6 +151,7 @@ def _objection(given: argparse.Namespace) -> str | None:
         return "--chain and --array: choose one"
     return (
         _time_objection(given)
+        or wrong_variable(given)
         or empty_health(given)
         or _container_objection(given)
         or too_many_ranks(given.ranks_per_node, _gpus(given))
@@ -232,6 +237,7 @@ def _demand(given: argparse.Namespace, launches: Launches) -> Demand:
         chain=given.chain,
         array=given.array,
         rules=_rules(given),
+        variables=variables_of(given),
     )
 
 

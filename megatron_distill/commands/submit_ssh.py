@@ -6,15 +6,18 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from megatron_distill import log
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
+    add_variables,
     check_submission,
     empty_health,
     missing_words,
+    variables_of,
+    wrong_variable,
 )
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.batch_script import python_path
@@ -73,10 +76,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
         help="time limit of the host checks (default: %(default)g)",
     )  # fmt: skip
-    parser.add_argument(
-        "--variable", action="append", default=[], metavar="NAME=VALUE",
-        help="environment variable of the ranks, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
-    )  # fmt: skip
+    add_variables(parser)
     parser.add_argument(
         "--shell", default=SSH, help="command that runs a line on {host} (default: %(default)s)"
     )
@@ -102,10 +102,7 @@ def _objection(given: argparse.Namespace) -> str | None:
     if not 0 < given.health_seconds < math.inf:
         seconds = f"{given.health_seconds:g}"
         return f"--health-seconds {seconds}: must be a finite number of seconds above 0"
-    for one in given.variable:
-        if not one.partition("=")[1]:
-            return f"--variable {one}: write NAME=VALUE"
-    return empty_health(given) or missing_words(given)
+    return wrong_variable(given) or empty_health(given) or missing_words(given)
 
 
 def _hosts_objection(text: str) -> str | None:
@@ -215,7 +212,7 @@ def _hosts(given: argparse.Namespace) -> Hosts:
         wanted=len(pairs) - given.spare_hosts,
         addresses={name: (address or name).rpartition("@")[2] for name, _, address in pairs},
         shell=given.shell,
-        environment=_environment(given.variable),
+        environment=_environment(variables_of(given)),
         first_pause=FIRST_PAUSE if given.pause is None else given.pause,
     )
 
@@ -253,11 +250,11 @@ def _check(hosts: Hosts, program: Program, given: argparse.Namespace) -> None:
     hosts.names = sorted(hosts.names, key=lambda name: name in silent)
 
 
-def _environment(given: Sequence[str]) -> dict[str, str]:
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the ranks: those given, and where to import the package from."""
     path = python_path()
     own = {} if path is None else {"PYTHONPATH": path}
-    return own | dict(one.split("=", 1) for one in given)
+    return own | {**given}
 
 
 COMMAND = Command(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from megatron_distill.commands import capture, train
 from megatron_distill.commands.command import PROGRAM
@@ -16,14 +18,18 @@ from megatron_distill.log import get_logger
 
 __all__ = [
     "add_command",
+    "add_variables",
     "check_submission",
     "empty_health",
     "missing_words",
     "own_name",
     "too_many_ranks",
+    "variables_of",
+    "wrong_variable",
 ]
 
 _LOGGER = get_logger(__name__)
+_VARIABLE: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a name that a shell can export
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +49,28 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         "words", nargs="*", metavar="CONFIG key=value",
         help="arguments of the command; its options follow --",
     )  # fmt: skip
+
+
+def add_variables(parser: argparse.ArgumentParser) -> None:
+    """Add the environment variables of the ranks."""
+    parser.add_argument(
+        "--variable", action="append", default=[], metavar="NAME=VALUE",
+        help="environment variable of the ranks, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
+    )  # fmt: skip
+
+
+def wrong_variable(given: argparse.Namespace) -> str | None:
+    """Return the objection to an environment variable that no shell would set."""
+    for one in given.variable:
+        name, equals, _ = one.partition("=")
+        if not equals or _VARIABLE.fullmatch(name) is None:
+            return f"--variable {one}: write NAME=VALUE, as NCCL_SOCKET_IFNAME=eth1"
+    return None
+
+
+def variables_of(given: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables of the ranks; the last of one name counts."""
+    return dict(one.split("=", 1) for one in given.variable)
 
 
 def empty_health(given: argparse.Namespace) -> str | None:

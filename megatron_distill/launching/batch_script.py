@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -78,6 +78,7 @@ class Demand:
         chain: jobs that follow each other, under one name; 1: one job that requeues itself.
         array: tasks that follow each other; 1: none.
         rules: options of `launching.slurm_job`.
+        variables: of the environment of the ranks.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Demand:
     chain: int = 1
     array: int = 1
     rules: Sequence[str] = field(default=())
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def requeues(self) -> bool:
@@ -137,6 +139,8 @@ def batch_script(
         "",
         "set -euo pipefail",
     ]
+    # srun hands them on by --export=ALL.
+    lines += [f"export {name}={shlex.quote(text)}" for name, text in demand.variables.items()]
     path = python_path()
     if path is not None:
         lines.append(f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}")

@@ -120,6 +120,7 @@ def test_a_name_that_kubernetes_refuses_is_named() -> None:
         ({"image": ""}, "--image '': "),
         ({"image": " i"}, "--image ' i': "),
         ({"python": ""}, "--image-python '': "),
+        ({"variables": {"ATTEMPT": "1"}}, "--variable ATTEMPT=1: the manifest sets ATTEMPT, to "),
         ({"claims": [("Data_1", "/data")]}, "--claim Data_1:/data: "),
         ({"claims": [("-a", "/data")]}, "--claim -a:/data: "),
         ({"claims": [("a..b", "/data")]}, "--claim a..b:/data: "),
@@ -143,6 +144,40 @@ def test_a_value_that_kubernetes_refuses_is_named_with_its_option(
 def test_names_and_folders_that_kubernetes_takes_are_no_error() -> None:
     claims = [("0-data.team1", "/data"), ("a" * 253, "/data/models"), ("0-data.team1", "/scratch")]
     assert job_set(demand(claims=claims, namespace="8-b", image="r:5000/d@sha256:0"), PROGRAM)
+
+
+def expanded(text: str) -> str:
+    """A text as Kubernetes writes it into the environment, or starts it as a word."""
+    return re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "REPLACED", text)
+
+
+def test_variables_and_words_are_literal_in_the_pods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"NCCL_SOCKET_IFNAME": "eth1,eth2", "X": "$(ATTEMPT) $$(Y) $HOME a$$", "N": "1"}
+    words = [f"--variable={name}={text}" for name, text in {"N": "0", **values}.items()]
+    program = ["x", "$$(ATTEMPT)", "--command", str(tmp_path / "program.py")]
+    (tmp_path / "program.py").write_text(f"print({f'output: {tmp_path}/a'!r})\n")
+    more = ["--nodes", "1", "--image", "i", "--claim", f"data:{tmp_path}", "--dry-run"]
+    assert main(["submit", "kubernetes", *program, *more, *words]) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert list(violations(manifest, SCHEMA)) == []
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    attempt, *given = container["env"]
+    assert attempt["name"] == "ATTEMPT"
+    assert {one["name"]: expanded(one["value"]) for one in given} == values
+    assert [expanded(word) for word in container["command"][-2:]] == ["x", "$$(ATTEMPT)"]
+
+
+@pytest.mark.parametrize("variable", ["X", "=1", "A-B=1", "1A=1"])
+def test_a_variable_that_no_pod_could_have_is_refused(
+    variable: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "kubernetes", "a.yaml", "--nodes", "1", "--image", "i", "--dry-run"]
+    with pytest.raises(SystemExit):
+        main([*words, "--variable", variable])
+    assert f"--variable {variable}: write NAME=VALUE, as NCCL_SO" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_manifest(
