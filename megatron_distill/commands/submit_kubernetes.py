@@ -16,8 +16,13 @@ import yaml
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
+    add_variables,
     check_submission,
     missing_words,
+    own_name,
+    too_many_ranks,
+    variables_of,
+    wrong_variable,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
@@ -41,8 +46,9 @@ checkpoints."""
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="write the manifest; required")
     parser.add_argument(
-        "--name", default="megatron-distill", help="name of the JobSet (default: %(default)s)"
-    )
+        "--name", help="name of the JobSet (default: megatron-distill and a digest of the folder "
+        "of its records, so that another run has another name)",
+    )  # fmt: skip
     parser.add_argument("--namespace", metavar="NAME")
     parser.add_argument(
         "--nodes", type=whole_number("4"), required=True, metavar="N", help="number of pods"
@@ -72,6 +78,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-starts", type=whole_number("3"), default=3, metavar="N")
     parser.add_argument("--grace-seconds", type=number("600"), metavar="S")
+    add_variables(parser)
     add_command(parser)
 
 
@@ -97,7 +104,11 @@ def _objection(given: argparse.Namespace) -> str | None:
         return f"{relative[0]}: a folder in the pods has a path from the root, as /data"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
-    return missing_words(given)
+    return (
+        wrong_variable(given)
+        or too_many_ranks(given.ranks_per_node, given.gpus_per_node)
+        or missing_words(given)
+    )
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -110,9 +121,10 @@ def _run(given: argparse.Namespace) -> int:
     check_submission(program, nodes=given.nodes, ranks=ranks, run=None, device=given.device)
     work_folder = given.work_folder or str(Path.cwd())
     claims = [tuple(claim.split(":", 1)) for claim in given.claim]
-    _check_claims(launches, work_folder, [folder for _, folder in claims])
+    records = Path(os.path.normpath(Path(work_folder) / launches.folder))
+    _check_claims(launches, records, [folder for _, folder in claims])
     demand = PodDemand(
-        name=given.name,
+        name=own_name(records) if given.name is None else given.name,
         namespace=given.namespace,
         nodes=given.nodes,
         image=given.image,
@@ -124,14 +136,17 @@ def _run(given: argparse.Namespace) -> int:
         python=given.image_python,
         stop_seconds=given.grace_seconds or grace_seconds(launches.measured) or USUAL_SECONDS,
         rules=rules,
+        variables=variables_of(given),
     )
     sys.stdout.write(yaml.safe_dump(job_set(demand, program), sort_keys=False, width=1000))
     return 0
 
 
-def _check_claims(launches: Launches, work_folder: str, claims: Sequence[str]) -> None:
-    """Raise ConfigError unless a claim holds the records, beside which the results are."""
-    place = Path(os.path.normpath(Path(work_folder) / launches.folder))
+def _check_claims(launches: Launches, place: Path, claims: Sequence[str]) -> None:
+    """Raise ConfigError unless a claim holds the records, beside which the results are.
+
+    place: of the records in the pods.
+    """
     if not any(place.is_relative_to(os.path.normpath(claim)) for claim in claims):
         raise ConfigError(
             f"{launches.named}: in the pods {place} is on no --claim, and would be lost with them. "

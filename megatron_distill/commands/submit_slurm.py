@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import re
 import shlex
@@ -16,14 +15,20 @@ from typing import Final
 from megatron_distill.commands.command import PROGRAM, Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
+    add_variables,
     check_submission,
     empty_health,
     missing_words,
+    own_name,
+    too_many_ranks,
+    variables_of,
+    wrong_variable,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import (
     LONGEST_WARNING,
     Demand,
+    asks_for_cores,
     batch_script,
     limit_seconds,
     option_objection,
@@ -46,10 +51,14 @@ _MOUNT: Final = re.compile(r"[^:]+:[^:]+(:[^:]+)?")  # with flags, as pyxis take
 _OF_CONTAINER: Final = ("container", "container_mounts", "container_python")
 _DESCRIPTION = """Submit a job to Slurm and print its number.
 
-    megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8
-    megatron-distill submit slurm cache.yaml --command capture --nodes 2 --gpus-per-node 8
-    megatron-distill submit slurm runs/a --command evaluate --nodes 1 -- --tasks mmlu=data/mmlu
-    megatron-distill submit slurm tiny.yaml --nodes 2 --ranks-per-node 4 --partition cpu --dry-run
+    megatron-distill submit slurm llama31_8b_to_1b.yaml output=runs/a --nodes 4 --gpus-per-node 8 \\
+        --cpus-per-task 64
+    megatron-distill submit slurm cache.yaml --command capture --nodes 2 --gpus-per-node 8 \\
+        --sbatch=--exclusive
+    megatron-distill submit slurm runs/a --command evaluate --nodes 1 --cpus-per-task 16 \\
+        -- --tasks mmlu=data/mmlu
+    megatron-distill submit slurm tiny.yaml --nodes 2 --ranks-per-node 4 --cpus-per-task 4 \\
+        --partition cpu --dry-run
 
 The job checks its nodes, saves before its time limit, and is requeued while its launches bring new
 checkpoints. Its exit status is 0 (done), 75 (saved, and more to do), 78 (an error in the settings)
@@ -68,7 +77,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpus-per-task",
         type=whole_number("8"),
         metavar="N",
-        help="CPU cores of all ranks of a node",
+        help="CPU cores of all ranks of a node; without it one, where jobs share nodes",
     )
     demand.add_argument(
         "--job-name", metavar="NAME",
@@ -98,6 +107,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="like --chain, as tasks of one array",
     )
     add_rules(parser)
+    add_variables(parser)
     add_command(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the batch script, stop")
 
@@ -141,10 +151,17 @@ def _objection(given: argparse.Namespace) -> str | None:
         return "--chain and --array: choose one"
     return (
         _time_objection(given)
+        or wrong_variable(given)
         or empty_health(given)
         or _container_objection(given)
+        or too_many_ranks(given.ranks_per_node, _gpus(given))
         or missing_words(given)
     )
+
+
+def _gpus(given: argparse.Namespace) -> int | None:
+    """Return the number of GPUs of a node, without their type."""
+    return None if given.gpus_per_node is None else int(given.gpus_per_node.rpartition(":")[2])
 
 
 def _time_objection(given: argparse.Namespace) -> str | None:
@@ -170,21 +187,24 @@ def _container_objection(given: argparse.Namespace) -> str | None:
 
 
 def _warn(given: argparse.Namespace) -> None:
-    """Warn of options without effect."""
+    """Warn of options without effect, and of a default of Slurm that starves the ranks."""
     if given.container is None:
         for name in _OF_CONTAINER[1:]:
             if getattr(given, name) is not None:
                 option = f"--{name.replace('_', '-')} {getattr(given, name)}"
                 _LOGGER.warning("%s: has no effect without --container; give the image", option)
+    if given.cpus_per_task is None and not asks_for_cores(given.sbatch):
+        _LOGGER.warning(
+            "--cpus-per-task: is not given; on clusters that share nodes, all ranks of a node then "
+            "get one core. Give the cores of a node, as --cpus-per-task 64, or --sbatch=--exclusive"
+        )
 
 
 def _run(given: argparse.Namespace) -> int:
     _warn(given)
     program = Program(given.command, tuple(given.words), given.folder)
     launches = program.launches([sys.executable])
-    ranks = given.ranks_per_node
-    if ranks is None and given.gpus_per_node is not None:
-        ranks = int(given.gpus_per_node.rpartition(":")[2])
+    ranks = given.ranks_per_node or _gpus(given)
     run, device = [sys.executable], given.device
     check_submission(program, nodes=given.nodes, ranks=ranks, run=run, device=device)
     submission = time.strftime("%Y%m%d-%H%M%S")
@@ -217,15 +237,13 @@ def _demand(given: argparse.Namespace, launches: Launches) -> Demand:
         chain=given.chain,
         array=given.array,
         rules=_rules(given),
+        variables=variables_of(given),
     )
 
 
 def _job_name(launches: Launches, *, is_chain: bool) -> str:
     """Return the name of a job without one; Slurm's singleton waits for all jobs of one name."""
-    if not is_chain:
-        return PROGRAM
-    digest = hashlib.sha256(str(launches.folder.resolve()).encode()).hexdigest()
-    return f"{PROGRAM}-{digest[:8]}"
+    return own_name(launches.folder.resolve()) if is_chain else PROGRAM
 
 
 def _rules(given: argparse.Namespace) -> Sequence[str]:

@@ -6,15 +6,18 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from megatron_distill import log
 from megatron_distill.commands.command import Command
 from megatron_distill.commands.submitted_layout import (
     add_command,
+    add_variables,
     check_submission,
     empty_health,
     missing_words,
+    variables_of,
+    wrong_variable,
 )
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.batch_script import python_path
@@ -50,13 +53,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=whole_number("8"), metavar="N", help="default: one per GPU"
     )
     parser.add_argument(
-        "--max-starts", type=whole_number("3"), default=3, metavar="N",
-        help="launches without a new checkpoint before the end (default: %(default)s)",
+        "--max-starts", type=whole_number("3"), metavar="N",
+        help=f"launches without a new checkpoint before the end (default: {Policy.max_starts})",
     )  # fmt: skip
     parser.add_argument(
-        "--pause", type=number("15"), default=FIRST_PAUSE, metavar="SECONDS",
+        "--pause", type=number("15"), metavar="SECONDS",
         help="wait before the next launch; four times as long after each without a new checkpoint, "
-        "at most 15 minutes (default: %(default)g)",
+        f"at most 15 minutes (default: {FIRST_PAUSE:g})",
     )  # fmt: skip
     parser.add_argument("--no-requeue", action="store_true", help="launch once")
     parser.add_argument(
@@ -73,10 +76,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
         help="time limit of the host checks (default: %(default)g)",
     )  # fmt: skip
-    parser.add_argument(
-        "--variable", action="append", default=[], metavar="NAME=VALUE",
-        help="environment variable of the ranks, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
-    )  # fmt: skip
+    add_variables(parser)
     parser.add_argument(
         "--shell", default=SSH, help="command that runs a line on {host} (default: %(default)s)"
     )
@@ -97,15 +97,12 @@ def _objection(given: argparse.Namespace) -> str | None:
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
-    if given.pause < 0:
+    if given.pause is not None and given.pause < 0:
         return f"--pause {given.pause:g}: must be 0 or more"
     if not 0 < given.health_seconds < math.inf:
         seconds = f"{given.health_seconds:g}"
         return f"--health-seconds {seconds}: must be a finite number of seconds above 0"
-    for one in given.variable:
-        if not one.partition("=")[1]:
-            return f"--variable {one}: write NAME=VALUE"
-    return empty_health(given) or missing_words(given)
+    return wrong_variable(given) or empty_health(given) or missing_words(given)
 
 
 def _hosts_objection(text: str) -> str | None:
@@ -135,8 +132,21 @@ def _shell_objection(shell: str) -> str | None:
     return f"--shell {shell!r}: has no {{host}} after a program; write it as in 'rsh {{host}}'"
 
 
+def _warn(given: argparse.Namespace) -> None:
+    """Warn of options without effect."""
+    options = {"--max-starts": given.max_starts, "--pause": given.pause}
+    unused = [f"{name} {value:g}" for name, value in options.items() if value is not None]
+    if given.no_requeue and unused:
+        has = "has" if len(unused) == 1 else "have"
+        _LOGGER.warning(
+            "%s: %s no effect with --no-requeue, which launches once; leave one of them out",
+            " and ".join(unused), has,
+        )  # fmt: skip
+
+
 def _run(given: argparse.Namespace) -> int:
     log.configure(0, name="job")
+    _warn(given)
     program = Program(given.command, tuple(given.words), given.folder)
     hosts = _hosts(given)
     policy = Policy(
@@ -144,7 +154,7 @@ def _run(given: argparse.Namespace) -> int:
         submission=hosts.job,
         ranks_per_node=given.ranks_per_node,
         wanted_nodes=hosts.wanted,
-        max_starts=given.max_starts,
+        max_starts=Policy.max_starts if given.max_starts is None else given.max_starts,
         requeues=not given.no_requeue,
         health_command=given.health_command,
         health_seconds=given.health_seconds,
@@ -202,8 +212,8 @@ def _hosts(given: argparse.Namespace) -> Hosts:
         wanted=len(pairs) - given.spare_hosts,
         addresses={name: (address or name).rpartition("@")[2] for name, _, address in pairs},
         shell=given.shell,
-        environment=_environment(given.variable),
-        first_pause=given.pause,
+        environment=_environment(variables_of(given)),
+        first_pause=FIRST_PAUSE if given.pause is None else given.pause,
     )
 
 
@@ -240,11 +250,11 @@ def _check(hosts: Hosts, program: Program, given: argparse.Namespace) -> None:
     hosts.names = sorted(hosts.names, key=lambda name: name in silent)
 
 
-def _environment(given: Sequence[str]) -> dict[str, str]:
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the ranks: those given, and where to import the package from."""
     path = python_path()
     own = {} if path is None else {"PYTHONPATH": path}
-    return own | dict(one.split("=", 1) for one in given)
+    return own | {**given}
 
 
 COMMAND = Command(

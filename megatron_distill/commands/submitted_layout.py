@@ -1,19 +1,35 @@
-"""The layout of a job against the number of its ranks, before it is submitted."""
+"""The options that submissions share, and the layout of a job against the number of its ranks."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 from megatron_distill.commands import capture, train
+from megatron_distill.commands.command import PROGRAM
 from megatron_distill.commands.job import file_and_overrides
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.log import get_logger
 
-__all__ = ["add_command", "check_submission", "empty_health", "missing_words"]
+__all__ = [
+    "add_command",
+    "add_variables",
+    "check_submission",
+    "empty_health",
+    "missing_words",
+    "own_name",
+    "too_many_ranks",
+    "variables_of",
+    "wrong_variable",
+]
 
 _LOGGER = get_logger(__name__)
+_VARIABLE: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a name that a shell can export
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +51,28 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_variables(parser: argparse.ArgumentParser) -> None:
+    """Add the environment variables of the ranks."""
+    parser.add_argument(
+        "--variable", action="append", default=[], metavar="NAME=VALUE",
+        help="environment variable of the ranks, as NCCL_SOCKET_IFNAME=eth1; may be repeated",
+    )  # fmt: skip
+
+
+def wrong_variable(given: argparse.Namespace) -> str | None:
+    """Return the objection to an environment variable that no shell would set."""
+    for one in given.variable:
+        name, equals, _ = one.partition("=")
+        if not equals or _VARIABLE.fullmatch(name) is None:
+            return f"--variable {one}: write NAME=VALUE, as NCCL_SOCKET_IFNAME=eth1"
+    return None
+
+
+def variables_of(given: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables of the ranks; the last of one name counts."""
+    return dict(one.split("=", 1) for one in given.variable)
+
+
 def empty_health(given: argparse.Namespace) -> str | None:
     """Return the objection to a health command without a word, which every node would pass."""
     if given.health_command is None or given.health_command.strip():
@@ -42,6 +80,21 @@ def empty_health(given: argparse.Namespace) -> str | None:
     return (
         f"--health-command {given.health_command!r}: is empty; give a shell command, such as "
         "'nvidia-smi', or leave it out"
+    )
+
+
+def own_name(folder: Path) -> str:
+    """Return a name that no job with other records has; folder: an absolute one, of its records."""
+    return f"{PROGRAM}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+
+
+def too_many_ranks(ranks: int | None, gpus: int | None) -> str | None:
+    """Return the objection to more ranks than GPUs of a node; None: a number that is not given."""
+    if ranks is None or gpus is None or ranks <= gpus:
+        return None
+    return (
+        f"--ranks-per-node {ranks}: is more than --gpus-per-node {gpus}, and each rank needs a GPU "
+        f"of its own; give at most {gpus}, or leave --gpus-per-node out for ranks on CPUs"
     )
 
 

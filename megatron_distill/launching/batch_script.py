@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from megatron_distill.launching.records import Launches, bad_nodes
 __all__ = [
     "LONGEST_WARNING",
     "Demand",
+    "asks_for_cores",
     "batch_script",
     "limit_seconds",
     "option_objection",
@@ -62,6 +63,8 @@ _FIXED: Final = {
     "chdir": "the job works in the folder of the submission",
     "requeue": "a job is requeued without it",
 }
+# Options that allot a node's one task more cores than one.
+_CORES: Final = ("cpus-per-task", "cpus-per-gpu", "mincpus")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Demand:
         chain: jobs that follow each other, under one name; 1: one job that requeues itself.
         array: tasks that follow each other; 1: none.
         rules: options of `launching.slurm_job`.
+        variables: of the environment of the ranks.
     """
 
     name: str
@@ -90,6 +94,7 @@ class Demand:
     chain: int = 1
     array: int = 1
     rules: Sequence[str] = field(default=())
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def requeues(self) -> bool:
@@ -134,6 +139,8 @@ def batch_script(
         "",
         "set -euo pipefail",
     ]
+    # srun hands them on by --export=ALL.
+    lines += [f"export {name}={shlex.quote(text)}" for name, text in demand.variables.items()]
     path = python_path()
     if path is not None:
         lines.append(f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}")
@@ -187,6 +194,13 @@ def option_objection(option: str) -> str | None:
     if name in _FIXED:
         return f"--sbatch {option}: the batch script sets --{name}; {_FIXED[name]}"
     return None
+
+
+def asks_for_cores(options: Sequence[str]) -> bool:
+    """Return whether further options of sbatch allot a node's task more cores than one."""
+    found = dict(map(_parts, options))
+    # With a value, as --exclusive=user, a job shares nodes, and has the cores that it asks for.
+    return found.get("exclusive") == "" or not found.keys().isdisjoint(_CORES)
 
 
 def _parts(option: str) -> tuple[str, str]:

@@ -10,8 +10,8 @@ import math
 import posixpath
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_distill.errors import ConfigError
@@ -28,7 +28,8 @@ _LONGEST_NAME: Final = 253
 _SHARED_MEMORY: Final = "/dev/shm"
 _GROUP: Final = "nodes"  # of the pods in the JobSet
 _CONTAINER: Final = "ranks"
-_ATTEMPT: Final = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+_ATTEMPT: Final = "ATTEMPT"  # the variable of the number of restarts
+_ATTEMPT_LABEL: Final = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 # Restarts by the JobSet; the pods themselves end the job once launches bring no new checkpoint.
 _RESTARTS: Final = 1000
 _END_SECONDS: Final = 30
@@ -44,6 +45,7 @@ class PodDemand:
         python: the interpreter in the image. folder: that the job works in.
         stop_seconds: for the ranks to save when the pod is told to end.
         rules: options of `launching.pod`.
+        variables: of the environment of the ranks.
     """
 
     name: str
@@ -58,6 +60,7 @@ class PodDemand:
     python: str = "python3"
     stop_seconds: float = 300.0
     rules: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def pods(self) -> list[str]:
@@ -120,12 +123,17 @@ def job_set(demand: PodDemand, program: Program) -> dict[str, Any]:
 
 
 def _check_names(demand: PodDemand) -> None:
-    """Raise ConfigError for a namespace, image or interpreter that Kubernetes refuses."""
+    """Raise ConfigError for a namespace, image, interpreter or variable that is refused."""
     space = demand.namespace
     if space is not None and (_PART.fullmatch(space) is None or len(space) > _LONGEST_LABEL):
         raise ConfigError(
             f"--namespace {shlex.quote(space)}: write small letters, digits and hyphens, the first "
             f"and the last no hyphen, at most {_LONGEST_LABEL} characters"
+        )
+    if _ATTEMPT in demand.variables:
+        raise ConfigError(
+            f"--variable {_ATTEMPT}={demand.variables[_ATTEMPT]}: the manifest sets {_ATTEMPT}, to "
+            "count restarts; give the variable another name"
         )
     for option, text in (("--image", demand.image), ("--image-python", demand.python)):
         if not text or any(map(str.isspace, text)):
@@ -179,9 +187,7 @@ def _pod(demand: PodDemand, program: Program) -> dict[str, Any]:
                 "image": demand.image,
                 "workingDir": demand.folder,
                 "command": _command(demand, program),
-                "env": [
-                    {"name": "ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": _ATTEMPT}}},
-                ],
+                "env": _environment(demand),
                 "resources": {"limits": limits, "requests": dict(limits)},
                 "volumeMounts": mounts,
             }
@@ -193,8 +199,19 @@ def _pod(demand: PodDemand, program: Program) -> dict[str, Any]:
 def _command(demand: PodDemand, program: Program) -> list[str]:
     return [
         *(demand.python, "-m", "megatron_distill.launching.pod"),
-        *("--job", demand.name, "--attempt", "$(ATTEMPT)"),
+        *("--job", demand.name, "--attempt", f"$({_ATTEMPT})"),
         *("--pods", ",".join(demand.pods)),
         *("--stop-seconds", str(demand.stop_seconds), *demand.rules, "--"),
-        *(word.replace("$(", "$$(") for word in program.spelled),
+        *map(_literal, program.spelled),
     ]
+
+
+def _environment(demand: PodDemand) -> list[dict[str, Any]]:
+    attempt = {"fieldRef": {"fieldPath": _ATTEMPT_LABEL}}
+    given = [{"name": name, "value": _literal(text)} for name, text in demand.variables.items()]
+    return [{"name": _ATTEMPT, "valueFrom": attempt}, *given]
+
+
+def _literal(text: str) -> str:
+    """Return the text that Kubernetes, which reads $(NAME) and takes $$ for $, turns into this."""
+    return text.replace("$", "$$")

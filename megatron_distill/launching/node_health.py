@@ -26,7 +26,7 @@ from megatron_distill.launching.node_view import seen_files, versions
 from megatron_distill.launching.ports import free_port
 from megatron_distill.launching.records import LaunchRecord, read_record, write_record
 
-__all__ = ["Health", "gpu_problems", "main"]
+__all__ = ["Health", "gpu_problems", "main", "verdict"]
 
 _LEAST_OPEN_FILES: Final = 4096  # sockets and files of a rank's peers
 _LEAST_BYTES: Final = 100_000_000  # in the folder of temporary files
@@ -37,8 +37,9 @@ _ECC_QUERY: Final = "index,ecc.errors.uncorrected.volatile.total"
 class Health:
     """The problems of one node, and its view, which is compared with those of others.
 
-    versions: of its software, and its number of GPUs. files: what it sees under the paths of the
-    settings. port: a free one for the rendezvous.
+    versions: of its software, and the number of its GPUs where no scheduler allots them. files:
+    what it sees under the paths of the settings. port: a free one for the rendezvous. gpus: all
+    that nvidia-smi lists; None: it has not answered.
     """
 
     node: str
@@ -46,6 +47,17 @@ class Health:
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     port: int | None = None
+    gpus: int | None = None
+
+
+def verdict(health: Health) -> str:
+    """Return the text about a node without problems, with what it has."""
+    found = [] if health.gpus is None else [counted(health.gpus, "GPU")]
+    if "torch" in health.versions:
+        found.append(f"torch {health.versions['torch']}")
+    if health.port is not None:
+        found.append(f"port {health.port} free")
+    return f"healthy: {', '.join(found)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,12 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch = read_record(folder / "launch.json", LaunchRecord)
     software = versions()
     port = None if launch is None else free_port(launch.ports)
-    problems = [*_of_system(folder, launch, port), *_of_gpus(given, software)]
+    wanted = _wanted_gpus(given)
+    gpus, of_gpus = _of_gpus(wanted)
+    if gpus is not None and not wanted:  # a node with fewer than others would have fewer ranks
+        software["GPUs"] = str(min(gpus, given.ranks_per_node or gpus))
+    problems = [*_of_system(folder, launch, port), *of_gpus]
     if given.command is not None and not problems:  # a bad node may let it hang
         problems += _of_command(given.command, given.command_seconds)
     try:
         files = {} if launch is None else seen_files(launch.paths)
-        health = Health(node, problems, software, files, port)
+        health = Health(node, problems, software, files, port, gpus)
         write_record(folder / "health" / f"{node}.json", health)
     except OSError as error:
         problem = f"cannot write in {folder}: {error.strerror}"
@@ -111,28 +127,27 @@ def _of_first_node(launch: LaunchRecord) -> Iterator[str]:
         )
 
 
-def _of_gpus(given: argparse.Namespace, software: dict[str, str]) -> Iterator[str]:
-    """Yield the problems of the GPUs; add their number to the versions where none is allotted.
-
-    A node that then has fewer than others would have fewer ranks.
-    """
+def _wanted_gpus(given: argparse.Namespace) -> int:
+    """Return the GPUs that this node must have: those given, else those that Slurm allots."""
     allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    wanted = given.gpus or (int(allotted) if allotted.isdecimal() else 0)
+    return given.gpus or (int(allotted) if allotted.isdecimal() else 0)
+
+
+def _of_gpus(wanted: int) -> tuple[int | None, list[str]]:
+    """Return the number of GPUs, None where it is unknown, and their problems."""
     if wanted and shutil.which("nvidia-smi") is None:
-        yield f"has no nvidia-smi, and {counted(wanted, 'GPU')} per node must be checked"
-        return
+        return None, [f"has no nvidia-smi, and {counted(wanted, 'GPU')} per node must be checked"]
+    found, problems = None, []
     try:
         found = gpus_listed()
         if found < wanted:
-            yield f"has {found} of {counted(wanted, 'GPU')}"
-        if not wanted:
-            software["GPUs"] = str(min(found, given.ranks_per_node or found))
+            problems.append(f"has {found} of {counted(wanted, 'GPU')}")
         if found:
-            yield from gpu_problems(
-                asked_of_gpus(f"--query-gpu={_ECC_QUERY}", "--format=csv,noheader,nounits")
-            )
+            table = asked_of_gpus(f"--query-gpu={_ECC_QUERY}", "--format=csv,noheader,nounits")
+            problems += gpu_problems(table)
     except TrainingError as error:
-        yield str(error)
+        problems.append(str(error))
+    return found, problems
 
 
 def gpu_problems(table: str) -> Iterator[str]:

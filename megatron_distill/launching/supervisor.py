@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
-from megatron_distill.launching.node_health import Health
+from megatron_distill.launching.node_health import Health, verdict
 from megatron_distill.launching.node_view import node_differences
 from megatron_distill.launching.outcomes import classified, report
 from megatron_distill.launching.program import JobRanks, NoAnswerError, Program
@@ -356,6 +356,8 @@ def _bad_nodes(
             bad.append(BadNode(local_time(), node, silence, is_silent=True))
         elif problems := [*health.problems, *unlike.get(node, [])]:
             bad.append(BadNode(local_time(), node, "; ".join(problems)))
+        else:
+            _LOGGER.info("node %s: %s", node, verdict(health))
     return bad
 
 

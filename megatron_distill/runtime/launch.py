@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import ConfigError, MegatronDistillError
+from megatron_distill.log import get_logger
 from megatron_distill.runtime.bridge import Bridge, open_bridge
 from megatron_distill.runtime.collectives import ERROR_TYPES, together
 from megatron_distill.runtime.heartbeats import Heartbeats
@@ -31,6 +32,7 @@ from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from megatron_distill.runtime.roles import Role, Roles
 from megatron_distill.runtime.termination import is_requested
 
+_LOGGER = get_logger(__name__)
 _COLLECTIVES: Final = {
     # A collective that fails or exceeds its timeout ends the process: torch's default.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
@@ -54,34 +56,44 @@ def prepare_collectives() -> None:
         os.environ.setdefault(name, value)
 
 
-def limit_queues() -> None:
+def limit_queues() -> dict[str, str]:
     """Let kernels start in the order of their launches; call before anything starts CUDA.
 
     For tensor and context parallelism, whose collectives are launched before the computation that
     hides them. Before Blackwell that order takes a single hardware queue. Copies keep theirs: in
     one, weights or states on their way to the host would wait for copies that wait for a kernel.
+    Returns the reason of each variable that was set.
     """
-    capability = None if _QUEUES in os.environ else _compute_capability()
+    capability, reasons = None if _QUEUES in os.environ else _compute_capability(), {}
     if capability is not None and capability < _SINGLE_QUEUE_BELOW:
         os.environ[_QUEUES] = "1"
-    if os.environ.get(_QUEUES) == "1":
-        os.environ.setdefault(_COPY_QUEUES, str(_COPIES))
+        reasons[_QUEUES] = "collectives start before the kernels that hide them"
+    if os.environ.get(_QUEUES) == "1" and _COPY_QUEUES not in os.environ:
+        os.environ[_COPY_QUEUES] = str(_COPIES)
+        reasons[_COPY_QUEUES] = "copies keep queues of their own"
+    return reasons
 
 
-def spread_queues() -> None:
+def spread_queues() -> dict[str, str]:
     """Give each stream a hardware queue of its own; call before anything starts CUDA.
 
     For a teacher on ranks of its own: a thread exchanges answers while layers communicate, in no
     common order of the ranks. In one queue a message behind a collective that waits for a peer
-    would never start, and the peer could wait for that very message. Raises ConfigError: the
-    environment asks for one queue, and there is a GPU.
+    would never start, and the peer could wait for that very message. Returns the reason of each
+    variable that was set, none where there is no GPU. Raises ConfigError: the environment asks for
+    one queue, and there is a GPU.
     """
+    is_ours = _QUEUES not in os.environ
     given = os.environ.setdefault(_QUEUES, str(_MOST_QUEUES))
-    if given == "1" and _compute_capability() is not None:
+    if _compute_capability() is None:
+        return {}
+    if given == "1":
         raise ConfigError(
             f"{_QUEUES}=1: messages of a teacher on ranks of its own and the collectives that wait "
             f"for them would share a queue: a deadlock. Unset it, or set {_QUEUES}={_MOST_QUEUES}"
         )
+    reason = "no message of a teacher waits for a collective in the same queue"
+    return {_QUEUES: reason} if is_ours else {}
 
 
 def _compute_capability() -> int | None:
@@ -370,10 +382,8 @@ def joined_world(
     """
     launch = launch or Launch.from_environment()
     with launch.together("device"):
-        if device != "cpu" and launch.roles.are_split:
-            spread_queues()
-        elif device != "cpu" and splits_layers:
-            limit_queues()
+        if device != "cpu":
+            _choose_queues(launch, splits_layers=splits_layers)
         selected = select_device(device=device, backend=backend)
         claim_device(selected, launch)
         if selected.kind == "cuda":
@@ -402,6 +412,18 @@ def joined_world(
         # An interrupted rank leaves without its peers, for which NCCL would wait.
         if is_ours and leaves_together:
             dist.destroy_process_group()
+
+
+def _choose_queues(launch: Launch, *, splits_layers: bool) -> None:
+    """Set the hardware queues that this launch needs, and log once what was set."""
+    reasons: dict[str, str] = {}
+    if launch.roles.are_split:
+        reasons = spread_queues()
+    elif splits_layers:
+        reasons = limit_queues()
+    if reasons and launch.rank == 0:
+        texts = [f"{name}={os.environ[name]} ({reason})" for name, reason in reasons.items()]
+        _LOGGER.info("set, as the environment does not: %s", ", ".join(texts))
 
 
 def _bridge(launch: Launch, timeout_seconds: float) -> Bridge | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import Demand, batch_script, limit_seconds
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import BadNode, Launches
-from megatron_distill.launching.slurm import Container
+from megatron_distill.launching.slurm import Container, SlurmJob
 from tests.guards.source_tree import ROOT
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -27,6 +28,8 @@ WRONG = {
     "--spare-nodes|-1": "--spare-nodes -1: must be 0 or more",
     "--gpus-per-node|0": "--gpus-per-node 0: write a number from 1 on, as 8 or a100:8",
     "--gpus-per-node|a100": "--gpus-per-node a100: write a number from 1 on, as 8 or a100:8",
+    "--variable|X": "--variable X: write NAME=VALUE, as NCCL_SOCKET_IFNAME=eth1",
+    "--variable|A-B=1": "--variable A-B=1: write NAME=VALUE",
     "--grace-seconds|-5": "--grace-seconds -5: must be a finite number",
     "--health-seconds|inf": "--health-seconds inf: must be a finite number",
     "--job-name|my run": "--job-name 'my run': Slurm's script takes a name without spaces",
@@ -220,6 +223,25 @@ def test_a_job_that_may_not_go_on_is_not_requeued_by_slurm_either(tmp_path: Path
     assert "no-requeue" in options(text)
     assert "requeue" not in options(text)
     assert job_words(text).count("--no-requeue") == 1
+
+
+def test_variables_are_set_before_the_job_and_srun_hands_them_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"NCCL_SOCKET_IFNAME": "eth1,eth2", "X": "it's $HOME\n#SBATCH --nodes=9", "N": "1"}
+    given = [f"--variable={name}={text}" for name, text in {"N": "0", **values}.items()]
+    words = [TINY, f"output={tmp_path}/a", "--nodes", "2", "--dry-run", *given]
+    assert main(["submit", "slurm", *words]) == 0
+    text = capsys.readouterr().out
+    assert "export NCCL_SOCKET_IFNAME=eth1,eth2\n" in text
+    before, _, _ = text.partition("exec ")
+    done = subprocess.run(
+        ["bash", "-c", f"{before}exec env -0"], capture_output=True, text=True, check=True
+    )
+    found = dict(one.partition("=")[::2] for one in done.stdout.split("\0"))
+    assert {name: found[name] for name in values} == values
+    assert before.index("export ") > before.index("set -euo")  # sbatch reads options no further
+    assert "--export=ALL" in SlurmJob("7", "7", 0, ("n1",), None).on_nodes(["n1"])
 
 
 def test_a_container_sees_the_work_folder_and_no_home() -> None:

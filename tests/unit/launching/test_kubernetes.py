@@ -120,6 +120,7 @@ def test_a_name_that_kubernetes_refuses_is_named() -> None:
         ({"image": ""}, "--image '': "),
         ({"image": " i"}, "--image ' i': "),
         ({"python": ""}, "--image-python '': "),
+        ({"variables": {"ATTEMPT": "1"}}, "--variable ATTEMPT=1: the manifest sets ATTEMPT, to "),
         ({"claims": [("Data_1", "/data")]}, "--claim Data_1:/data: "),
         ({"claims": [("-a", "/data")]}, "--claim -a:/data: "),
         ({"claims": [("a..b", "/data")]}, "--claim a..b:/data: "),
@@ -145,6 +146,40 @@ def test_names_and_folders_that_kubernetes_takes_are_no_error() -> None:
     assert job_set(demand(claims=claims, namespace="8-b", image="r:5000/d@sha256:0"), PROGRAM)
 
 
+def expanded(text: str) -> str:
+    """A text as Kubernetes writes it into the environment, or starts it as a word."""
+    return re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "REPLACED", text)
+
+
+def test_variables_and_words_are_literal_in_the_pods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"NCCL_SOCKET_IFNAME": "eth1,eth2", "X": "$(ATTEMPT) $$(Y) $HOME a$$", "N": "1"}
+    words = [f"--variable={name}={text}" for name, text in {"N": "0", **values}.items()]
+    program = ["x", "$$(ATTEMPT)", "--command", str(tmp_path / "program.py")]
+    (tmp_path / "program.py").write_text(f"print({f'output: {tmp_path}/a'!r})\n")
+    more = ["--nodes", "1", "--image", "i", "--claim", f"data:{tmp_path}", "--dry-run"]
+    assert main(["submit", "kubernetes", *program, *more, *words]) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert list(violations(manifest, SCHEMA)) == []
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    attempt, *given = container["env"]
+    assert attempt["name"] == "ATTEMPT"
+    assert {one["name"]: expanded(one["value"]) for one in given} == values
+    assert [expanded(word) for word in container["command"][-2:]] == ["x", "$$(ATTEMPT)"]
+
+
+@pytest.mark.parametrize("variable", ["X", "=1", "A-B=1", "1A=1"])
+def test_a_variable_that_no_pod_could_have_is_refused(
+    variable: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "kubernetes", "a.yaml", "--nodes", "1", "--image", "i", "--dry-run"]
+    with pytest.raises(SystemExit):
+        main([*words, "--variable", variable])
+    assert f"--variable {variable}: write NAME=VALUE, as NCCL_SO" in capsys.readouterr().err
+
+
 def test_the_command_writes_the_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,12 +199,19 @@ def test_the_command_writes_the_manifest(
             "--memory-per-node 512GB: not a quantity; write it as 512Gi",
         ),
         (["--cpus-per-node", "all"], "--cpus-per-node all: not a quantity; write it as 64"),
+        (
+            ["--ranks-per-node", "8", "--gpus-per-node", "4", "--dry-run"],
+            "--ranks-per-node 8: is more than --gpus-per-node 4, and each rank needs a GPU of its",
+        ),
         (["--grace-seconds", "inf"], "--grace-seconds inf: must be a finite number"),
     ):
         wrong = [*words, *more]
         with pytest.raises(SystemExit):
             main(wrong)
         assert text in capsys.readouterr().err
+    for counts in (["--ranks-per-node", "2"], ["--ranks-per-node", "1", "--gpus-per-node", "2"]):
+        assert main([*words, *counts, "--dry-run"]) == 0
+    capsys.readouterr()
     for more in (["--namespace", "Foo_"], ["--image", ""], ["--claim", f"a:{tmp_path}"]):
         assert main([*words, *more, "--dry-run"]) == 1
         found = capsys.readouterr()
@@ -199,3 +241,38 @@ def test_a_run_or_store_that_would_end_with_its_pods_is_refused(
     if place is not None:
         assert text.startswith(f"error: {words[0]}: in the pods {place} is on no --claim")
         assert "Give --claim NAME:FOLDER above it" in text
+
+
+def test_the_name_of_a_job_set_is_that_of_its_run_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`kubectl apply` would take a second run of one name for a change of the first."""
+
+    def name(*words: str, command: str = "train") -> str:
+        file = str(ROOT / "configs" / ("cache.yaml" if command == "capture" else "tiny.yaml"))
+        submit = ["submit", "kubernetes", file, "--command", command, "--work-folder", "/data/code"]
+        more = ["--nodes", "1", "--image", "i", "--claim", "data:/data", "--dry-run"]
+        assert main([*submit, *words, *more]) == 0
+        manifest = yaml.safe_load(capsys.readouterr().out)
+        (group,) = manifest["spec"]["replicatedJobs"]
+        pod = group["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+        found = manifest["metadata"]["name"]
+        assert pod[pod.index("--job") + 1] == manifest["spec"]["network"]["subdomain"] == found
+        assert isinstance(found, str)
+        return found
+
+    first = name("output=/data/runs/a")
+    assert re.fullmatch(r"megatron-distill-[0-9a-f]{8}", first)
+    assert job_set(demand(name=first, nodes=10_000), PROGRAM)
+    same = ("output=/data/runs/a/", "output=../runs/a", "output=/data/x/../runs/a")
+    assert {name(output) for output in same} == {first}
+    assert name("output=/data/runs/a", "train.steps=7") == first  # the same run, changed
+    store = "store.path=/data/runs/a"
+    others = [
+        name("output=/data/runs/b"),
+        name(store, command="capture"),
+        name(store, "store.jobs=2", "store.job=0", command="capture"),
+        name(store, "store.jobs=2", "store.job=1", command="capture"),
+    ]
+    assert len({first, *others}) == 5
+    assert name("output=/data/runs/b", "--name", "mine") == "mine"

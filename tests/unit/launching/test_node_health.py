@@ -15,7 +15,7 @@ import pytest
 
 import megatron_distill
 from megatron_distill.launching import node
-from megatron_distill.launching.node_health import Health, gpu_problems, main
+from megatron_distill.launching.node_health import Health, gpu_problems, main, verdict
 from megatron_distill.launching.node_view import named_paths, node_differences, seen_files, versions
 from megatron_distill.launching.records import (
     Launches,
@@ -60,6 +60,13 @@ def hang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_healthy_node_has_no_problems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(folder, monkeypatch, "--command", "true") == []
+
+
+def test_the_verdict_on_a_healthy_node_is_what_the_checks_have_seen() -> None:
+    torch = {"Python": "3.12", "torch": "2.13.0"}
+    whole = Health("n1", [], torch, {}, port=17123, gpus=4)
+    assert verdict(whole) == "healthy: 4 GPUs, torch 2.13.0, port 17123 free"
+    assert verdict(replace(whole, gpus=1, port=None)) == "healthy: 1 GPU, torch 2.13.0"
 
 
 @pytest.mark.parametrize(
@@ -154,9 +161,13 @@ def test_gpus_are_counted_and_looked_at_where_no_scheduler_allots_them(
     found = checked(folder, monkeypatch)
     assert found.problems == ["GPU 1 has 3 uncorrected memory errors"]
     assert found.versions["GPUs"] == "2"
+    assert found.gpus == 2
     # Ranks that leave GPUs over may run beside those of a smaller machine.
     assert checked(folder, monkeypatch, "--ranks-per-node", "1").versions["GPUs"] == "1"
     assert problems(folder, monkeypatch, "--gpus", "3")[0] == "has 2 of 3 GPUs"
+    allotted = checked(folder, monkeypatch, "--gpus", "2")
+    assert allotted.gpus == 2
+    assert "GPUs" not in allotted.versions
 
 
 def test_gpus_that_hang_are_a_problem_and_no_further_check_hangs_on_them(
@@ -166,6 +177,7 @@ def test_gpus_that_hang_are_a_problem_and_no_further_check_hangs_on_them(
     found = checked(folder, monkeypatch, "--command", "echo run >&2; exit 3")
     assert found.problems == ["nvidia-smi has not answered within 0.2 s; restart the machine"]
     assert "GPUs" not in found.versions
+    assert found.gpus is None
 
 
 def test_gpus_that_hang_when_ranks_begin_are_a_recorded_failure(

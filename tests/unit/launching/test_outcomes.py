@@ -180,6 +180,7 @@ def test_the_pause_grows_with_launches_without_a_new_checkpoint() -> None:
         (["--hosts", "a,"], "--hosts a,: write different names"),
         (["--hosts", "a,b", "--spare-hosts", "2"], "--spare-hosts 2: must be from 0 to 1"),
         (["--hosts", "a,b", "--variable", "X"], "--variable X: write NAME=VALUE"),
+        (["--hosts", "a,b", "--variable", "=1"], "--variable =1: write NAME=VALUE, as NCCL_SOCKET"),
         (["--hosts", "a,b", "--max-starts", "0"], "--max-starts 0: must be 1 or more"),
         (["--hosts", "a,b", "--health-seconds", "0"], "--health-seconds 0: must be a finite"),
         (["--hosts", "a,b", "--pause", "-1"], "--pause -1: must be 0 or more"),

@@ -34,6 +34,9 @@ class Desk:
         program.chmod(0o755)
 
     def submit(self, *words: str) -> int:
+        return self.submit_without_cores("--cpus-per-task", "8", *words)
+
+    def submit_without_cores(self, *words: str) -> int:
         program = ["--command", str(self.folder / "program.py"), "--nodes", "1"]
         return main(["submit", "slurm", *program, *words])
 
@@ -93,9 +96,15 @@ def test_a_submission_without_a_job_leaves_the_state_before_it(
         (("--container", "i", "--container-mounts", "/a:"), "'/a:': write FROM:TO"),
         (("--container", "", "--container-mounts", "/a:/b"), "--container '': is empty; give"),
         (("--container", "i", "--container-python", ""), "--container-python '': is empty; give"),
+        (
+            ("--ranks-per-node", "8", "--gpus-per-node", "4"),
+            "--ranks-per-node 8: is more than --gpus-per-node 4, and each rank needs a GPU of its "
+            "own; give at most 4, or leave --gpus-per-node out for ranks on CPUs",
+        ),
+        (("--ranks-per-node", "8", "--gpus-per-node", "a100:4"), "more than --gpus-per-node 4,"),
     ],
 )
-def test_an_empty_or_wrong_option_says_what_to_give(
+def test_an_option_that_no_job_could_follow_says_what_to_give(
     desk: Desk, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -103,6 +112,20 @@ def test_an_empty_or_wrong_option_says_what_to_give(
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not desk.run.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--ranks-per-node", "8"),
+        ("--ranks-per-node", "4", "--gpus-per-node", "a100:4"),
+        ("--ranks-per-node", "2", "--gpus-per-node", "4"),
+    ],
+)
+def test_a_node_may_have_ranks_without_gpus_and_gpus_without_ranks(
+    desk: Desk, words: tuple[str, ...]
+) -> None:
+    assert desk.submit(*words, "--dry-run") == 0
 
 
 def test_options_of_a_container_without_one_are_a_warning(
@@ -119,6 +142,34 @@ def test_options_of_a_container_without_one_are_a_warning(
     assert found.err == ""
     rules = "--container i.sqsh --container-mounts /a:/b,/c:/d:ro --container-python /e"
     assert rules in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ((), True),
+        (("--gpus-per-node", "8"), True),
+        (("--sbatch=--mem=64G",), True),
+        (("--sbatch=--exclusive=user",), True),
+        (("--cpus-per-task", "8"), False),
+        (("--sbatch=--exclusive",), False),
+        (("--sbatch=--cpus-per-gpu=8",), False),
+        (("--sbatch=--cpus-per-gpu 8",), False),
+        (("--sbatch=--mincpus=8",), False),
+    ],
+)
+def test_a_submission_that_asks_for_no_cores_is_a_warning(
+    desk: Desk, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], warns: bool
+) -> None:
+    """Slurm would give all ranks of a node one core, where jobs share nodes."""
+    assert desk.submit_without_cores(*words, "--dry-run") == 0
+    text = (
+        "--cpus-per-task: is not given; on clusters that share nodes, all ranks of a node then get "
+        "one core. Give the cores of a node, as --cpus-per-task 64, or --sbatch=--exclusive\n"
+    )
+    found = capsys.readouterr().err
+    assert found.endswith(text) if warns else found == ""
+    assert found.count("\n") == int(warns)
 
 
 def test_a_first_submission_that_is_refused_is_no_run(

@@ -162,3 +162,32 @@ def test_a_dry_run_shows_the_rules_and_the_command_of_each_host(
     assert "# ranks per host: one per GPU, else 1, counted there\n" in text
     assert "# max starts: 1 launch\n" in text
     assert "# health command: none\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--max-starts", "3"], "--max-starts 3: has no effect"),
+        (["--pause", "2.5"], "--pause 2.5: has no effect"),
+        (["--pause", "0", "--max-starts", "5"], "--max-starts 5 and --pause 0: have no effect"),
+        ([], None),
+    ],
+)
+def test_rules_of_further_launches_are_a_warning_where_there_is_one_launch(
+    words: list[str], begun: list[list[str]], capsys: pytest.CaptureFixture[str],
+    options: list[str], named: str | None,
+) -> None:  # fmt: skip
+    assert main([*words, "--hosts", "a", "--no-requeue", *options]) == 0
+    text = capsys.readouterr().err
+    assert ("no effect with --no-requeue, which launches once; " in text) is (named is not None)
+    assert named is None or named in text
+    assert main([*words, "--hosts", "a", *options]) == 0
+    assert "no effect" not in capsys.readouterr().err
+    assert len(begun) == 2
+
+
+def test_a_dry_run_without_rules_shows_the_usual_ones(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--hosts", "a", "--dry-run"]) == 0
+    assert "# max starts: 3 launches without a new checkpoint\n" in capsys.readouterr().out

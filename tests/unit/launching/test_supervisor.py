@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -228,7 +229,7 @@ def test_a_node_check_that_hangs_is_cut_off_and_the_host_is_tried_again(
 
 
 def test_ranks_meet_at_a_port_that_is_free_on_the_first_host_without_a_problem(
-    machines: Machines,
+    machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used = (
         "import socket\nports = []\n"
@@ -247,11 +248,18 @@ def test_ranks_meet_at_a_port_that_is_free_on_the_first_host_without_a_problem(
     hosts = machines.hosts("a", "b", wanted=1)
     check = 'test "$DISTILL_NODE_NAME" != a'
     policy = Policy(sys.executable, hosts.job, wanted_nodes=1, health_command=check)
+    log.configure(0)
     assert supervise(hosts, machines.program, policy) == 1
     (launch,) = machines.launches.all()
     assert launch.nodes == ["b"]
     assert len({*launch.ports}) == 20
     assert f"--endpoint 127.0.0.1:{launch.ports[2]} " in words.read_text()
+    shown = [line for line in capsys.readouterr().err.splitlines() if ": node " in line]
+    (healthy,) = [line for line in shown if "healthy" in line]
+    assert " INFO " in healthy
+    assert re.search(rf": node b: healthy: .*, port {launch.ports[2]} free$", healthy)
+    (bad,) = [line for line in shown if line not in healthy]
+    assert ": node a: " in bad
 
 
 @pytest.mark.slow

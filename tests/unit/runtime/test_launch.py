@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_distill
+from megatron_distill import log
 from megatron_distill.commands.job import require_same_start
 from megatron_distill.config.schema import RuntimeConfig
 from megatron_distill.errors import ConfigError
@@ -134,6 +135,41 @@ def test_one_queue_of_the_environment_is_refused_beside_teachers_on_ranks_of_the
     monkeypatch.setattr(launch, "_compute_capability", lambda: 9)
     with pytest.raises(ConfigError, match=f"{QUEUES}=1: .*. Unset it, or set {QUEUES}=32"):
         spread_queues()
+
+
+ONE = f"{QUEUES}=1 (collectives start before the kernels that hide them)"
+COPIES = f"{COPY_QUEUES}=8 (copies keep queues of their own)"
+SPREAD = f"{QUEUES}=32 (no message of a teacher waits for a collective in the same queue)"
+
+
+@pytest.mark.parametrize(
+    ("given", "capability", "rank", "is_split", "shown"),
+    [
+        ({}, 9, 0, False, f"{ONE}, {COPIES}"),
+        ({QUEUES: "1"}, 9, 0, False, COPIES),
+        ({QUEUES: "32"}, 9, 0, False, None),
+        ({}, 10, 0, False, None),
+        ({}, 9, 1, False, None),
+        ({}, 9, 0, True, SPREAD),
+        ({QUEUES: "16"}, 9, 0, True, None),
+        ({}, 9, 2, True, None),
+        ({}, None, 0, True, None),  # without a GPU
+    ],
+)
+def test_queues_that_the_program_sets_are_one_line_of_the_first_rank(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    given: dict[str, str], capability: int | None, rank: int, is_split: bool, shown: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launch, "_compute_capability", lambda: capability)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    log.configure(0)  # as the first rank of a teacher has it too
+    teachers = (("teacher", 1),) if is_split else ()
+    launch._choose_queues(Launch(rank, 3, None, teachers), splits_layers=True)
+    text = capsys.readouterr().err
+    line = f" INFO    rank 0 {launch.__name__}: set, as the environment does not: {shown}\n"
+    assert text.count("\n") == (0 if shown is None else 1)
+    assert shown is None or text.endswith(line)
 
 
 def test_without_the_drivers_library_no_capability_is_known() -> None:
