@@ -8,6 +8,7 @@ disk.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +64,7 @@ if os.environ["RANK"] == "0":
     state = torch.load(source)
     kept = {key: value for key, value in state.items() if int(key.split(".")[1]) < int(layers)}
     torch.save(kept, target)
-    print(option, len(kept), flush=True)
+    print(option, len(kept), os.environ["GIVEN"], flush=True)
 """
 
 
@@ -155,8 +156,9 @@ def test_a_script_that_prunes_is_done_and_one_that_raises_has_its_traceback_in_t
     script.write_text(RAISING)
     words = ("--command", str(script), "--folder", str(folder), "--max-starts", "2", "word")
     (job,) = cluster.submit_by_command(words, logs=folder / "launches", nodes=1, ranks=2)
-    words = ("--command", str(tmp_path / "prune.py"), "--folder", str(pruned), "--",
-             str(tmp_path / "state.pt"), str(tmp_path / "pruned.pt"), "--layers", "2")  # fmt: skip
+    words = ("--command", str(tmp_path / "prune.py"), "--folder", str(pruned),
+             "--variable", "GIVEN=eth 1", "--", str(tmp_path / "state.pt"),
+             str(tmp_path / "pruned.pt"), "--layers", "2")  # fmt: skip
     # It runs beside the other one.
     (pruning,) = cluster.submit_by_command(words, logs=pruned / "launches", nodes=1, ranks=2)
     assert job.wait_for_end() == "FAILED 1:0", job.log
@@ -176,7 +178,8 @@ def test_a_script_that_prunes_is_done_and_one_that_raises_has_its_traceback_in_t
         assert "RuntimeError: the cause" in (launch / "rank_00001.err").read_text()
     assert pruning.wait_for_end() == "COMPLETED 0:0", pruning.log
     assert outcomes(pruned) == [Status.DONE]
-    assert "--layers 2" in pruning.log
+    assert "--layers 2 eth 1" in pruning.log
+    assert re.search(r"node n\d: healthy: .*torch \S+, port \d+ free\n", pruning.log)
     assert torch.load(tmp_path / "pruned.pt").keys() == {"layers.0.weight", "layers.1.weight"}
 
 
