@@ -243,6 +243,7 @@ def test_a_run_or_store_that_would_end_with_its_pods_is_refused(
         assert "Give --claim NAME:FOLDER above it" in text
 
 
+@pytest.mark.slow
 def test_the_name_of_a_job_set_is_that_of_its_run_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
