@@ -205,6 +205,11 @@ def _run_training(words: list[str]) -> int:
     return COMMAND.script(None)(words)
 
 
+def _steps(planned: float, *, most: int) -> int:
+    """Return the steps of a run, of so many planned seconds each."""
+    return min(most, max(_LEAST_STEPS, _WARM + round(_COUNTED_SECONDS / planned)))
+
+
 def _sample(
     forked: ForkedRanks,
     folder: Path,
@@ -244,8 +249,7 @@ def _sample(
     choice = configured_choice(config, run, ranks=ranks, teachers=0)
     numbers = stage_numbers(run.student, choice.layout, choice.layers)
     planned = step_time(run, choice, device.shared_by(ranks, threads=threads), numbers).total
-    steps = min(most, max(_LEAST_STEPS, _WARM + round(_COUNTED_SECONDS / planned)))
-    words.append(f"train.steps={steps}")
+    words.append(f"train.steps={_steps(planned, most=most)}")
     _train(forked, folder, words, ranks=ranks, threads=threads)
     log = Path(config.output) / "metrics.jsonl"
     return Sample(run, choice, read_steps(log, warm=_WARM, middle=lower_quartile))

@@ -302,6 +302,14 @@ def test_the_layers_of_calibrate_are_those_of_its_run() -> None:
     assert tokens == CALIBRATED_TOKENS
 
 
+@pytest.mark.parametrize(
+    ("planned", "most", "steps"), [(0.1, 9, 9), (0.5, 9, 6), (0.8, 5, 4), (1.4, 5, 3), (60, 5, 3)]
+)
+def test_a_slow_machine_is_calibrated_by_fewer_steps(planned: float, most: int, steps: int) -> None:
+    """After a first one, of 2.5 seconds together, and two at least."""
+    assert calibration_steps._steps(planned, most=most) == steps
+
+
 def test_stages_of_a_cpu_that_wait_lend_their_cores() -> None:
     cpu = DeviceProfile.model_validate(
         load_device("h200").model_dump() | {"kind": "cpu", "cores": 2}
