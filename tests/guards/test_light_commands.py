@@ -152,9 +152,8 @@ def test_plan_status_layout_and_help_load_no_heavy_package(tmp_path: Path) -> No
     assert seconds < MOST_SECONDS
 
 
-@pytest.mark.parametrize(
-    ("devices", "tried"), [("256", 6000), pytest.param("4096", 3000, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("devices", "tried"), [("256", 6000), ("4096", 3000)])
+@pytest.mark.slow
 def test_a_plan_of_experts_tries_few_choices_and_computes_for_less_than_five_seconds(
     tmp_path: Path, devices: str, tried: int
 ) -> None:

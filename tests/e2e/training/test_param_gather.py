@@ -149,6 +149,7 @@ def test_a_late_gather_changes_no_loss_no_validation_and_no_checkpoint(
     assert [name for name in late if not torch.equal(late[name], plain[name])] == []
 
 
+@pytest.mark.slow
 def test_padding_between_buckets_moves_no_saved_state(
     pool: Pool, dense: Path, tmp_path: Path
 ) -> None:

@@ -193,7 +193,8 @@ READ: dict[str, tuple[Run, Run]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick_and_slow(READ, ["DP2 to TP2xPP2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", READ)
 def test_the_ranks_read_no_byte_twice(pool: Pool, dense: Path, tmp_path: Path, case: str) -> None:
     (world, layout), (other_world, other) = READ[case]
     common = [f"output={tmp_path}", *COMMON, *LARGE]
