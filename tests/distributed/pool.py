@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,6 +92,7 @@ def _forget_model_parallel_state() -> None:
 def _collect() -> None:
     """End the threads of the call's groups: each of them wakes up a hundred times a second."""
     gc.collect()
+    tracemalloc.stop()  # beside those threads it can crash (python/cpython#128679)
     gc.freeze()  # remaining objects need no scan after every call
 
 

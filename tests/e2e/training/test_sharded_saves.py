@@ -225,8 +225,7 @@ def measured(shards: Sequence[Shard], work: Callable[[], object]) -> Work:
     tracemalloc.start()
     with LiveStorages() as live:
         work()
-    _, objects = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    _, objects = tracemalloc.get_traced_memory()  # traced until the pool's call ends
     own = own_parts([shard for shard in shards if shard.is_stored])
     share, stored = (sum(one.data.nbytes for one in some) for some in (shards, own))
     return Work(share, stored, live.peak + objects)
