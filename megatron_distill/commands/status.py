@@ -20,7 +20,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from megatron_distill.launching.run_status import read_status
+    from megatron_distill.launching.status.read import read_status
 
     shown = 0
     for name in given.runs:

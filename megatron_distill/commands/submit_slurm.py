@@ -42,6 +42,7 @@ from megatron_distill.launching.records import (
     write_record,
 )
 from megatron_distill.launching.slurm_job import add_arguments as add_rules
+from megatron_distill.launching.supervisor import Policy
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import replace_file
 
@@ -193,6 +194,13 @@ def _warn(given: argparse.Namespace) -> None:
             if getattr(given, name) is not None:
                 option = f"--{name.replace('_', '-')} {getattr(given, name)}"
                 _LOGGER.warning("%s: has no effect without --container; give the image", option)
+    is_one_launch = given.no_requeue and given.chain == given.array == 1
+    if is_one_launch and given.max_starts != Policy.max_starts:
+        _LOGGER.warning(
+            "--max-starts %d: has no effect with --no-requeue, which launches once; leave it out, "
+            "or give --chain, as --chain %d",
+            given.max_starts, given.max_starts,
+        )  # fmt: skip
     if given.cpus_per_task is None and not asks_for_cores(given.sbatch):
         _LOGGER.warning(
             "--cpus-per-task: is not given; on clusters that share nodes, all ranks of a node then "

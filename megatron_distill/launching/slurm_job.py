@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=whole_number("8"), metavar="N", help="default: one per GPU, else 1"
     )
     parser.add_argument(
-        "--max-starts", type=whole_number("3"), default=3, metavar="N",
+        "--max-starts", type=whole_number("3"), metavar="N", default=Policy.max_starts,
         help="launches without a new checkpoint before the job gives up (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.launching.records import Status, bad_nodes
-from megatron_distill.launching.run_status import read_status
+from megatron_distill.launching.status.read import read_status
 from tests.distributed.pool import Pool
 from tests.e2e.clusters.jobs import (
     ENDLESS,

@@ -18,7 +18,7 @@ import torch
 
 from megatron_distill.launching.grace import grace_seconds
 from megatron_distill.launching.records import Launches, Status, bad_nodes
-from megatron_distill.launching.run_status import read_status
+from megatron_distill.launching.status.read import read_status
 from tests.distributed.pool import Pool
 from tests.e2e.captures import has_shards, partial_files, run_in, write_capture
 from tests.e2e.clusters.jobs import (

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distill.launching.run_status import read_status
+from megatron_distill.launching.status.read import read_status
 from megatron_distill.train.phase_timers import TEACHER_PHASES, PhaseTimers
 from tests.distributed.pool import Pool
 from tests.e2e.runs import SECONDS, course, logged, quick_and_slow, run, step_records

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.launching.records import Launches, LaunchRecord, Outcome, Status, write_record
-from megatron_distill.launching.run_status import read_status
+from megatron_distill.launching.status.read import read_status
 
 ACCEPTS = 'echo "4711;cluster"'
 REFUSES = "echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1"
@@ -142,6 +142,25 @@ def test_options_of_a_container_without_one_are_a_warning(
     assert found.err == ""
     rules = "--container i.sqsh --container-mounts /a:/b,/c:/d:ro --container-python /e"
     assert rules in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        (("--no-requeue", "--max-starts", "5"), True),
+        (("--no-requeue", "--max-starts", "5", "--chain", "4"), False),
+        (("--no-requeue", "--max-starts", "5", "--array", "4"), False),
+        (("--no-requeue",), False),
+        (("--max-starts", "5"), False),
+    ],
+)
+def test_starts_of_a_job_that_is_launched_once_are_a_warning(
+    desk: Desk, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], warns: bool
+) -> None:
+    assert desk.submit(*words, "--dry-run") == 0
+    found = capsys.readouterr().err
+    text = "--max-starts 5: has no effect with --no-requeue, which launches once; leave it out, "
+    assert (text in found) if warns else not found
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_distill.launching.records import Outcome, Status, progress_of
-from megatron_distill.launching.run_status import read_status
+from megatron_distill.launching.status.read import read_status
 from megatron_distill.runtime.folder_lock import take_lock
-from tests.unit.launching.test_run_status import begin, launch
+from tests.unit.launching.status.test_run_status import begin, launch
 
 
 def no_checkpoint(run: Path) -> Path:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_distill.launching.grace import is_number, newest_with
-from megatron_distill.launching.run_checkpoint import Saved
-from megatron_distill.launching.step_figures import speed
+from megatron_distill.launching.status.run_checkpoint import Saved
+from megatron_distill.launching.status.step_figures import speed
 
-__all__ = ["seconds_left"]
+__all__ = ["pause_seconds", "seconds_left"]
 
 _Record = Mapping[str, Any]
 
@@ -41,16 +41,40 @@ def seconds_left(
     if is_done or step > steps:
         return 0.0
     seconds = (steps - step) * step_seconds
+    for name, section, each in _pauses(run, settings, records):
+        has_ended = any(one.get("step") == step and name in one for one in records)
+        due = _times(step, steps, _count(section, "interval"), has_ended=has_ended)
+        seconds += due * each
+    return seconds + _of_saves(_section(settings, "checkpoint"), saved, step, steps)
+
+
+def pause_seconds(
+    run: Path, settings: Mapping[str, Any], records: Sequence[_Record], saved: Saved
+) -> float:
+    """Return the time that may pass between two steps: of a validation, an evaluation and a save.
+
+    A validation that none was measured of takes no longer than as many samples of training.
+    """
+    pauses = {name: each for name, _, each in _pauses(run, settings, records)}
+    if not pauses.get("validation_seconds", 1.0):
+        step_seconds, _ = speed(records)
+        samples = _count(_section(settings, "train"), "global_batch_size") or 1
+        steps = _count(_section(settings, "validation"), "samples") / samples
+        pauses["validation_seconds"] = steps * (step_seconds or 0.0)
+    return sum(pauses.values()) + (saved.seconds or 0.0)
+
+
+def _pauses(
+    run: Path, settings: Mapping[str, Any], records: Sequence[_Record]
+) -> Iterator[tuple[str, Mapping[str, Any], float]]:
+    """Yield what interrupts the steps: the field of its record, its settings, its seconds or 0."""
     validation, evaluation = _section(settings, "validation"), _section(settings, "evaluation")
     for name, section, is_on, seconds_of in (
         ("validation_seconds", validation, _count(validation, "samples") > 0, _validation_seconds),
         ("evaluation", evaluation, bool(evaluation.get("tasks")), _evaluation_seconds),
     ):
         if is_on:
-            has_ended = any(one.get("step") == step and name in one for one in records)
-            due = _times(step, steps, _count(section, "interval"), has_ended=has_ended)
-            seconds += due * _measured(run, records, name, seconds_of)
-    return seconds + _of_saves(_section(settings, "checkpoint"), saved, step, steps)
+            yield name, section, _measured(run, records, name, seconds_of)
 
 
 def _of_saves(section: Mapping[str, Any], saved: Saved, step: int, steps: int) -> float:

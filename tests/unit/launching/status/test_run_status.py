@@ -23,7 +23,7 @@ from megatron_distill.launching.records import (
     Submission,
     write_record,
 )
-from megatron_distill.launching.run_status import read_status
+from megatron_distill.launching.status.read import read_status
 from megatron_distill.runtime.folder_lock import take_lock
 
 LONG_AGO = 1.0e9

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from megatron_distill.launching.run_status import read_status
-from tests.unit.launching.test_run_status import begin
+from megatron_distill.launching.status.read import read_status
+from tests.unit.launching.status.test_run_status import begin, launch
 
 
 @pytest.mark.parametrize(
@@ -164,3 +166,23 @@ def save(run: Path, step: int) -> None:
     folder = run / "checkpoints" / f"step_{step:07d}"
     folder.mkdir()
     (folder / "description.json").write_text(json.dumps({"save_seconds": SAVE}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured", "pause"),
+    [
+        ({}, [held_out(20, 400.0), evaluated(15, 60.0, 40.0)], 500.0),
+        # Not measured yet: no longer than as many samples of training, in steps of 4.
+        ({"validation": {"interval": 4, "samples": 800}}, [], 200 * STEP),
+        ({"validation": {"interval": 4, "samples": 0}}, [held_out(20, 400.0)], 0.0),
+    ],
+)
+def test_a_run_whose_lock_is_elsewhere_may_be_silent_in_a_validation(
+    tmp_path: Path, changes: dict[str, object], measured: list[dict[str, object]], pause: float
+) -> None:
+    run = tmp_path / "run"
+    left_of(run, measured, train={"steps": 40, "global_batch_size": 4}, **changes)
+    launch(run, None, started=time.time() - 9000)
+    for silence, state in ((pause + 100.0, "running"), (pause + 140.0, "failed")):
+        os.utime(run / "metrics.jsonl", (time.time() - silence,) * 2)
+        assert read_status(run).state == state

@@ -1,0 +1,1 @@
+"""Launches on a cluster: what needs no cluster."""
