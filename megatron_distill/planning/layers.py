@@ -267,7 +267,8 @@ def _messages(
         )
         # In backward the gathered inputs are needed again. A product hides the wait for them, and
         # on a CPU not their bytes, which take its core.
-        waits = 2 * link.waited(after) if device.kind == "cpu" and split > 1 else 0.0
+        is_hidden = device.kind == "cpu" and split > 1
+        waits = 2 * link.gather_wait * link.waited(after) if is_hidden else 0.0
         tensor = (2 * gather + 2 * scatter, 4 * gather + 2 * scatter - waits)
     else:
         sums = 2 * link.summed(message, ranks=split, after=after)

@@ -49,6 +49,7 @@ class Link(ProfileTable):
     efficiency: float = Field(gt=0, le=1)
     latency_us: float = Field(ge=0)
     near: NearMessages | None = None
+    gather_wait: float = Field(1.0, gt=0, le=1)
     gather: Positive = 1.0
     scatter: Positive = 1.0
 
@@ -58,27 +59,26 @@ class Link(ProfileTable):
         after: seconds of each rank's work since its last message; None: as long as those of
         `latency_us`. So for all collectives.
         """
-        return self._collective(byte_count, ranks, self.gather, after)
+        wait = self.gather_wait * self.waited(after)
+        return self._collective(byte_count, ranks, self.gather, wait)
 
     def scattered(self, byte_count: float, *, ranks: int, after: float | None = None) -> float:
         """Return the time of a reduce-scatter over `ranks` of a tensor of `byte_count` in all."""
-        return self._collective(byte_count, ranks, self.scatter, after)
+        return self._collective(byte_count, ranks, self.scatter, self.waited(after))
 
     def summed(self, byte_count: float, *, ranks: int, after: float | None = None) -> float:
         """Return the time of a sum of `byte_count` over `ranks`."""
-        return self._collective(byte_count, ranks, 2.0, after)
+        return self._collective(byte_count, ranks, 2.0, self.waited(after))
 
-    def _collective(
-        self, byte_count: float, ranks: int, factor: float, after: float | None
-    ) -> float:
+    def _collective(self, byte_count: float, ranks: int, factor: float, wait: float) -> float:
         if ranks < 2 or not byte_count:
             return 0.0
         # Of a gather each rank receives all but its own part.
         moved = factor * byte_count * (ranks - 1) / ranks
-        return self.waited(after) + moved / (self.gb_per_s * 1e9 * self.efficiency)
+        return wait + moved / (self.gb_per_s * 1e9 * self.efficiency)
 
     def waited(self, after: float | None = None) -> float:
-        """Return the time of a collective of no bytes."""
+        """Return the time of a sum of no bytes."""
         latency = self.latency_us
         if self.near is not None and after is not None:
             latency -= (latency - self.near.latency_us) * self.near.share(after)

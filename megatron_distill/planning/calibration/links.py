@@ -33,6 +33,7 @@ _LEAST_SUMS: Final = 64
 _COUNTED, _TYPICAL = 0.99, 0.75  # shares of a CPU's messages, from the fastest on, of a mean
 _WORK: Final = (512, 512, 1408)  # a product before each message on a CPU, about half a layer's
 _LITTLE_WORK: Final = (32, 512, 1408)  # of that before messages that follow each other closely
+_IN_A_ROW: Final = 16  # small sums, and gathers between them
 _PRODUCTS: Final = 8
 _HANG_SECONDS: Final = 300.0  # of all messages; only a hang takes that long
 _RESULT: Final = "seconds"
@@ -52,8 +53,8 @@ def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Lin
         else:
             _run_forked(forked, device.type, folder)
         found = (Path(folder) / _RESULT).read_text()
-    latency, *near = map(float, found.split()[:4])
-    small, *small_halves, large, gather, scatter = map(float, found.split()[4:])
+    latency, *near, gather_wait = map(float, found.split()[:5])
+    small, *small_halves, large, gather, scatter = map(float, found.split()[5:])
     # A sum sends and receives twice the half of it.
     by_bytes = max(large - small, 1e-9)
     halves = [
@@ -67,6 +68,7 @@ def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Lin
         efficiency=1.0,
         latency_us=latency * 1e6,
         near=_near(*near) if any(near) else None,
+        gather_wait=gather_wait,
         gather=halves[0],
         scatter=halves[1],
     )
@@ -117,11 +119,12 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     operands = _operands(_WORK) if kind == "cpu" else None
     small = partial(dist.all_reduce, torch.zeros(min(_MESSAGES) // 4, device=device))
     sums = _SMALL_SUMS if operands is None else _agreed_sums(_product_seconds(*operands))
-    times = [_mean_of_fastest(_seconds_of(small, sums, operands), _COUNTED), 0.0, 0.0, 0.0]
+    times = [_mean_of_fastest(_seconds_of(small, sums, operands), _COUNTED), 0.0, 0.0, 0.0, 1.0]
     if operands is not None:
         little = _operands(_LITTLE_WORK)
-        near = _mean_of_fastest(_seconds_of(small, _SMALL_SUMS, little), _COUNTED)
-        times[1:] = min(times[0], near), _product_seconds(*little), _product_seconds(*operands)
+        near, gathered = _sums_and_gathers(small.args[0], little)
+        works = _product_seconds(*little), _product_seconds(*operands)
+        times[1:] = min(times[0], near), *works, min(1.0, gathered / near)
     for count, repeats in _MESSAGES.items():
         message = torch.zeros(count // 4, device=device)
         part = torch.zeros(count // 4 // _RANKS, device=device)
@@ -138,6 +141,26 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
     if rank == 0:
         (Path(folder) / _RESULT).write_text(" ".join(map(str, times)))
     dist.destroy_process_group()
+
+
+def _sums_and_gathers(
+    message: torch.Tensor, operands: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[float, float]:
+    """Return the seconds of small sums and of gathers, a few of each in turns.
+
+    For a while ranks wake each other soon or late: both meet the same.
+    """
+    part = torch.zeros(len(message) // _RANKS)
+    kinds = (
+        partial(dist.all_reduce, message),
+        partial(dist.all_gather_into_tensor, message, part),
+    )
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(0, _SMALL_SUMS, _IN_A_ROW):
+        for kind, own in zip(kinds, found, strict=True):
+            own += _seconds_of(kind, _IN_A_ROW, operands)
+    sums, gathers = (_mean_of_fastest(own, _COUNTED) for own in found)
+    return sums, gathers
 
 
 def _agreed_sums(work: float) -> int:
