@@ -129,7 +129,7 @@ class _LayerTimes:
     elements: tuple[float, float]
     tensor: tuple[float, float]
     context: tuple[float, float]
-    expert: float
+    expert: tuple[float, float]
     feed_forward: float  # forward, its element-wise work included
 
 
@@ -163,23 +163,23 @@ def _passes(
     one: _LayerTimes, recompute: Recomputed, modules: Sequence[str], *, trains: bool
 ) -> Passes:
     forward = one.products + one.attention[0] + one.elements[0]
-    messages = one.tensor[0] + one.context[0] + one.expert
+    messages = one.tensor[0] + one.context[0] + one.expert[0]
     if not trains:
-        parts = one.tensor[0], one.context[0], one.expert
+        parts = one.tensor[0], one.context[0], one.expert[0]
         return Passes(forward, 0.0, messages, 0.0, *parts)
     backward = 2 * one.products + one.attention[1] + one.elements[1]
-    tensor, context, expert = one.tensor[1], one.context[1], one.expert
+    tensor, context, expert = one.tensor[1], one.context[1], one.expert[1]
     if recompute == "full":
         backward += forward
         tensor, context = tensor + one.tensor[0], context + one.context[0]
-        expert *= 2
+        expert += one.expert[0]
     elif recompute == "selective":
         backward += one.attention[0] if "attention" in modules else 0.0
         backward += one.feed_forward if "mlp" in modules else 0.0
         backward += one.elements[0] / 2 if "layernorm" in modules else 0.0
         if "mlp" in modules:
             # Half of a layer's messages, and those of its experts.
-            tensor, expert = tensor + one.tensor[0] / 2, 2 * expert
+            tensor, expert = tensor + one.tensor[0] / 2, expert + one.expert[0]
     return Passes(
         forward,
         backward,
@@ -187,7 +187,7 @@ def _passes(
         tensor + context + expert,
         one.tensor[0] + tensor,
         one.context[0] + context,
-        one.expert + expert,
+        one.expert[0] + expert,
     )
 
 
@@ -247,16 +247,21 @@ def _further_calls(
 
 def _messages(
     shape: Architecture, rank: Rank, *, has_experts: bool, work: float
-) -> tuple[tuple[float, float], tuple[float, float], float]:
-    """Return a layer's messages: of tensor and context ranks, forward and backward, and of experts.
+) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
+    """Return a layer's messages, forward and backward: of tensor, of context, and of expert ranks.
 
     work: seconds of the forward pass, a part of which lies between two messages.
     """
     layout, tokens = rank.layout, rank.tokens
     split, context, width = layout.tensor, layout.context, rank.width
     device = rank.device
-    exchanges = has_experts and shape.moe is not None and layout.expert > 1
-    count = (4 if layout.sequence else 2) * (split > 1) + (context > 1) + 2 * exchanges
+    # The ranks of a layer's experts gather all tokens on a CPU, and exchange rows on GPUs.
+    of_tokens = layout.expert * (split if layout.sequence else 1)
+    has_own = has_experts and device.kind == "cpu" and of_tokens > 1
+    exchanges = has_experts and not has_own and layout.expert > 1
+    of_half = (2 if layout.sequence else 1) * (split > 1)  # attention, or the feed-forward part
+    of_experts = 4 if has_own else of_half + 2 * exchanges
+    count = of_half + of_experts + (context > 1)
     # A rank that shares its core waits until its peer has one, however close messages are.
     after = work / count if count and device.core_share == 1.0 else None
     link, message = device.link(split), tokens * shape.hidden_size * width
@@ -277,12 +282,31 @@ def _messages(
     of_keys, link = 2 * keys * width * tokens * context, device.link(split * context)
     keys_once = link.gathered(of_keys, ranks=context, after=after)
     keys_back = keys_once + link.scattered(of_keys, ranks=context, after=after)
-    expert = 0.0
-    if exchanges and shape.moe is not None:
+    expert = (0.0, 0.0)
+    if has_own:  # in place of half of the messages of tensor ranks
+        tensor = tensor[0] / 2, tensor[1] / 2
+        expert = _gathered_for_experts(rank, shape.hidden_size, of_tokens, after)
+    elif exchanges and shape.moe is not None:
         sent = tokens / split * shape.moe.top_k * shape.hidden_size * width
         link = device.link(split * layout.expert)
-        expert = 2 * _IMBALANCE * link.gathered(sent, ranks=layout.expert, after=after)
+        once = 2 * _IMBALANCE * link.gathered(sent, ranks=layout.expert, after=after)
+        expert = once, once
     return tensor, (keys_once, keys_back), expert
+
+
+def _gathered_for_experts(
+    rank: Rank, hidden: int, ranks: int, after: float | None
+) -> tuple[float, float]:
+    """Return the messages of a layer whose `ranks` gather all tokens for their experts.
+
+    Forward gathers the choices of experts, their weights, and the tokens, and scatters the sums.
+    Backward scatters the weights' gradients.
+    """
+    link = rank.device.link(ranks)
+    tokens = rank.tokens * rank.layout.expert * hidden * rank.width
+    both = sum(one(tokens, ranks=ranks, after=after) for one in (link.gathered, link.scattered))
+    wait = link.waited(after)
+    return both + 2 * link.gather_wait * wait, both + wait
 
 
 def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float, float]:
