@@ -34,6 +34,8 @@ __all__ = [
     "CALLS_OF_EXPERT",
     "CALLS_OF_EXPERTS",
     "CALLS_OF_SEQUENCE",
+    "CALLS_OF_TILES",
+    "GATHERED_FOR_EXPERTS",
     "LayerTimes",
 ]
 
@@ -42,12 +44,16 @@ _FUSED_BACKWARD: Final = 2.5
 # Queries of a block of torch's attention on a CPU, by the least length of a document; and keys.
 _QUERY_BLOCKS: Final = ((768, 256), (192, 64), (0, 32))
 _KEY_BLOCK: Final = 512
-# Further calls, forward and backward: with sequence parallelism; to gather keys over context ranks.
-# The tiles of a context rank's attention are not counted.
+# Further calls, forward and backward: with sequence parallelism; to gather keys over context ranks;
+# and of attention's tiles on the busiest context rank of two, or of more.
 CALLS_OF_SEQUENCE, CALLS_OF_CONTEXT = (55, 95), (45, 85)
+CALLS_OF_TILES: Final = ((156, 212), (246, 301))
 # Calls of a pass of a layer's experts: of the router and the order of tokens, of each expert, and
 # of the exchange over a group of ranks.
 CALLS_OF_EXPERTS, CALLS_OF_EXPERT, CALLS_OF_EXCHANGE = 105, 40, 55
+# Gathers and scatters of a layer of experts over several ranks of a CPU, forward and backward:
+# choices of experts, their weights, and tokens are gathered, and the experts' sums scattered.
+GATHERED_FOR_EXPERTS: Final = ((3, 1), (1, 2))
 # Layers of the run by whose steps `calibrate` refines a CPU, and its sequences of a micro-batch.
 CALIBRATED_STUDENT, CALIBRATED_TEACHER = (
     Architecture(
@@ -216,6 +222,9 @@ def _layer(
         rank.calls(CALLS_OF_LAYER + more) + beyond * more / CALLS_OF_LAYER
         for more in _further_calls(shape, layout, has_experts=has_experts)
     )
+    if layout.context > 1:
+        tiles = (rank.calls(count) for count in CALLS_OF_TILES[layout.context > 2])
+        ahead, back = (one + more for one, more in zip((ahead, back), tiles, strict=True))
     feed_forward, inner_elements = _feed_forward(shape, rank, has_experts=has_experts)
     elements += inner_elements
     work = products + feed_forward + attention[0] + elements + ahead + beyond
@@ -260,7 +269,7 @@ def _messages(
     has_own = has_experts and device.kind == "cpu" and of_tokens > 1
     exchanges = has_experts and not has_own and layout.expert > 1
     of_half = (2 if layout.sequence else 1) * (split > 1)  # attention, or the feed-forward part
-    of_experts = 4 if has_own else of_half + 2 * exchanges
+    of_experts = sum(GATHERED_FOR_EXPERTS[0]) if has_own else of_half + 2 * exchanges
     count = of_half + of_experts + (context > 1)
     # A rank that shares its core waits until its peer has one, however close messages are.
     after = work / count if count and device.core_share == 1.0 else None
@@ -273,7 +282,7 @@ def _messages(
         # In backward the gathered inputs are needed again. A product hides the wait for them, and
         # on a CPU not their bytes, which take its core.
         is_hidden = device.kind == "cpu" and split > 1
-        waits = 2 * link.gather_wait * link.waited(after) if is_hidden else 0.0
+        waits = 2 * link.gather_waited(after) if is_hidden else 0.0
         tensor = (2 * gather + 2 * scatter, 4 * gather + 2 * scatter - waits)
     else:
         sums = 2 * link.summed(message, ranks=split, after=after)
@@ -299,14 +308,17 @@ def _gathered_for_experts(
 ) -> tuple[float, float]:
     """Return the messages of a layer whose `ranks` gather all tokens for their experts.
 
-    Forward gathers the choices of experts, their weights, and the tokens, and scatters the sums.
-    Backward scatters the weights' gradients.
+    One gather and one scatter of each pass are of tokens; the others have few bytes.
     """
     link = rank.device.link(ranks)
     tokens = rank.tokens * rank.layout.expert * hidden * rank.width
-    both = sum(one(tokens, ranks=ranks, after=after) for one in (link.gathered, link.scattered))
-    wait = link.waited(after)
-    return both + 2 * link.gather_wait * wait, both + wait
+    of_tokens = link.gathered(tokens, ranks=ranks, after=after)
+    of_tokens += link.scattered(tokens, ranks=ranks, after=after)
+    ahead, back = (
+        of_tokens + (gathers - 1) * link.gather_waited(after) + (scatters - 1) * link.waited(after)
+        for gathers, scatters in GATHERED_FOR_EXPERTS
+    )
+    return ahead, back
 
 
 def _attention(shape: Architecture, rank: Rank, attended: float) -> tuple[float, float]:

@@ -21,12 +21,14 @@ class NearMessages(ProfileTable):
     """Messages of a CPU that follow each other closely: its ranks arrive less far apart.
 
     latency_us: of one collective. after_us: of work before it. far_us: the same of the link's own
-    latency. Between both it grows with the work.
+    latency. Between both it grows with the work. gather_wait: an all-gather's over that of a sum,
+    whose ranks wait for each other twice. After much work both wait for the later rank.
     """
 
     latency_us: Positive
     after_us: Positive
     far_us: Positive
+    gather_wait: float = Field(0.67, gt=0, le=1)  # of files from before it was measured
 
     def share(self, after: float) -> float:
         """Return how far a collective after so many seconds of work is one of these, 0 to 1."""
@@ -39,9 +41,8 @@ class Link(ProfileTable):
 
     devices: that it connects. gb_per_s: of one device in one direction. efficiency: share of it
     that sums reach. latency_us: of one collective. near: the same after less work, where measured.
-    gather, scatter: time of an all-gather and of a
-    reduce-scatter over half of an all-reduce's. Above 1 for gloo, which scatters no faster than it
-    sums.
+    gather, scatter: time of the bytes of an all-gather and of a reduce-scatter over half of an
+    all-reduce's. Above 1 for gloo, which scatters no faster than it sums.
     """
 
     devices: int = Field(ge=1)
@@ -49,7 +50,6 @@ class Link(ProfileTable):
     efficiency: float = Field(gt=0, le=1)
     latency_us: float = Field(ge=0)
     near: NearMessages | None = None
-    gather_wait: float = Field(1.0, gt=0, le=1)
     gather: Positive = 1.0
     scatter: Positive = 1.0
 
@@ -59,8 +59,7 @@ class Link(ProfileTable):
         after: seconds of each rank's work since its last message; None: as long as those of
         `latency_us`. So for all collectives.
         """
-        wait = self.gather_wait * self.waited(after)
-        return self._collective(byte_count, ranks, self.gather, wait)
+        return self._collective(byte_count, ranks, self.gather, self.gather_waited(after))
 
     def scattered(self, byte_count: float, *, ranks: int, after: float | None = None) -> float:
         """Return the time of a reduce-scatter over `ranks` of a tensor of `byte_count` in all."""
@@ -83,6 +82,13 @@ class Link(ProfileTable):
         if self.near is not None and after is not None:
             latency -= (latency - self.near.latency_us) * self.near.share(after)
         return latency * 1e-6
+
+    def gather_waited(self, after: float | None = None) -> float:
+        """Return the time of a gather of no bytes."""
+        wait = self.waited(after)
+        if self.near is not None and after is not None:
+            wait *= 1.0 - (1.0 - self.near.gather_wait) * self.near.share(after)
+        return wait
 
     def message(self, byte_count: float) -> float:
         """Return the time of one message between two devices."""

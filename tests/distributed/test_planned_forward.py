@@ -13,6 +13,8 @@ from megatron_distill.planning.layers import (
     CALLS_OF_EXPERT,
     CALLS_OF_EXPERTS,
     CALLS_OF_SEQUENCE,
+    CALLS_OF_TILES,
+    GATHERED_FOR_EXPERTS,
 )
 from megatron_distill.planning.operations import CALLS_OF_LAYER
 from tests.distributed.megatron_world import build, megatron_groups, small_architecture
@@ -131,6 +133,53 @@ def test_passes_have_the_planned_calls(pool: Pool, case: str) -> None:
         assert 0.7 * sum(CALLS_OF_PASSES) < outside < 1.2 * sum(CALLS_OF_PASSES)
 
 
+GATHER, SCATTER = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
+
+
+def messages_of_experts(rank: int, world: int, layout: dict[str, Any]) -> list[tuple[float, float]]:
+    """Gathers and scatters of a layer, forward and backward."""
+    with megatron_groups(**layout) as groups:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        from megatron_distill.models.gpt import run_model
+        from megatron_distill.runtime.batch import Batch
+
+        torch.manual_seed(1)
+        batch = Batch.untrained(torch.randint(0, 90, (ROWS, LENGTH)))
+        few, many = 2, 6
+        found: list[list[dict[str, int]]] = []
+        for layers in (few, many):
+            (model,) = build(small_architecture(num_layers=layers, moe=MOE), groups, seed=1)
+            with profile(activities=[ProfilerActivity.CPU]) as ahead:
+                loss = run_model(model, batch, context_size=1).sum()
+            with profile(activities=[ProfilerActivity.CPU]) as back:
+                loss.backward()
+            records = (record.key_averages() for record in (ahead, back))
+            found.append([{one.key: one.count for one in record} for record in records])
+        return [
+            tuple(
+                (after.get(key, 0) - before.get(key, 0)) / (many - few) for key in (GATHER, SCATTER)
+            )
+            for before, after in zip(*found, strict=True)
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "of_attention"),
+    [({"expert": 2}, ((0, 0), (0, 0))), ({"tensor": 2, "sequence": True}, ((1, 1), (2, 1)))],
+)
+def test_layers_of_experts_have_the_planned_messages(
+    pool: Pool, layout: dict[str, Any], of_attention: tuple[tuple[int, int], ...]
+) -> None:
+    """Attention's weights need its gathered inputs again."""
+    pairs = zip(GATHERED_FOR_EXPERTS, of_attention, strict=True)
+    planned = [tuple(map(sum, zip(*both, strict=True))) for both in pairs]
+    for found in pool.run(2, messages_of_experts, layout):
+        assert found == planned
+
+
 def calls_of_keys(rank: int, world: int) -> tuple[int, int]:
     """Calls of torch in which context ranks gather keys, forward and backward."""
     with megatron_groups(context=world) as groups:
@@ -156,3 +205,34 @@ def calls_of_keys(rank: int, world: int) -> tuple[int, int]:
 def test_context_ranks_gather_keys_in_the_planned_calls(pool: Pool) -> None:
     for found in pool.run(2, calls_of_keys):
         assert found == pytest.approx(CALLS_OF_CONTEXT, rel=0.2)
+
+
+def calls_of_attention(rank: int, size: int) -> tuple[int, int]:
+    """Calls of torch in the attention of a context rank over one document, forward and backward."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from megatron_distill.models.attention_kernels.rule import AttentionRule
+    from megatron_distill.models.attention_kernels.tiles import attend
+    from megatron_distill.runtime.segments import Segments
+
+    query = torch.ones((LENGTH // size, 1, 4, 16), requires_grad=True)
+    key, value = (torch.ones((LENGTH, 1, 2, 16), requires_grad=True) for _ in range(2))
+    segments, rule = Segments(((0, LENGTH),), rank, size), AttentionRule(0.25)
+    with profile(activities=[ProfilerActivity.CPU]) as ahead:
+        found = attend(query, key, value, segments, rule)
+    with profile(activities=[ProfilerActivity.CPU]) as back:
+        found.backward(torch.ones_like(found))
+    first, second = (
+        sum(one.count for one in record.key_averages() if one.key.startswith("aten::"))
+        for record in (ahead, back)
+    )
+    return first, second
+
+
+def test_the_tiles_of_context_ranks_have_the_planned_calls() -> None:
+    alone = calls_of_attention(0, 1)
+    for size, planned in zip((2, 4), CALLS_OF_TILES, strict=True):
+        most = map(max, zip(*(calls_of_attention(rank, size) for rank in range(size)), strict=True))
+        further = [each - one for each, one in zip(most, alone, strict=True)]
+        assert further == pytest.approx(planned, rel=0.1)

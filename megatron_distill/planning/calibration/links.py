@@ -33,9 +33,11 @@ _LEAST_SUMS: Final = 64
 _COUNTED, _TYPICAL = 0.99, 0.75  # shares of a CPU's messages, from the fastest on, of a mean
 _WORK: Final = (512, 512, 1408)  # a product before each message on a CPU, about half a layer's
 _LITTLE_WORK: Final = (8, 512, 1408)  # of that before messages that follow each other closely
-_IN_A_ROW: Final = 16  # small sums, and gathers between them
 _PRODUCTS: Final = 8
 _HANG_SECONDS: Final = 300.0  # of all messages; only a hang takes that long
+# A run has as many groups of gloo, whose threads wake a hundred times a second each. A rank that
+# waits for a core has one sooner then: with one group messages take 1.2 to 1.6 times as long.
+_FURTHER_GROUPS: Final = 18
 _RESULT: Final = "seconds"
 
 
@@ -53,7 +55,7 @@ def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Lin
         else:
             _run_forked(forked, device.type, folder)
         found = (Path(folder) / _RESULT).read_text()
-    latency, *near, gather_wait = map(float, found.split()[:5])
+    latency, *near = map(float, found.split()[:5])
     small, *small_halves, large, gather, scatter = map(float, found.split()[5:])
     # A sum sends and receives twice the half of it.
     by_bytes = max(large - small, 1e-9)
@@ -67,16 +69,17 @@ def measure_links(device: torch.device, forked: ForkedRanks | None) -> tuple[Lin
         gb_per_s=max(_MESSAGES) / by_bytes / 1e9,
         efficiency=1.0,
         latency_us=latency * 1e6,
-        near=_near(*near) if any(near) else None,
-        gather_wait=gather_wait,
+        near=_near(*near) if near[0] else None,
         gather=halves[0],
         scatter=halves[1],
     )
     return link, link
 
 
-def _near(latency: float, after: float, far: float) -> NearMessages:
-    return NearMessages(latency_us=latency * 1e6, after_us=after * 1e6, far_us=far * 1e6)
+def _near(latency: float, after: float, far: float, gather_wait: float) -> NearMessages:
+    return NearMessages(
+        latency_us=latency * 1e6, after_us=after * 1e6, far_us=far * 1e6, gather_wait=gather_wait
+    )
 
 
 def _run_forked(forked: ForkedRanks, kind: str, folder: str) -> None:
@@ -116,10 +119,13 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
         world_size=_RANKS,
         device_id=device if kind == "cuda" else None,
     )
+    if kind == "cpu":
+        for _ in range(_FURTHER_GROUPS):
+            dist.new_group()
     operands = _operands(_WORK) if kind == "cpu" else None
     small = partial(dist.all_reduce, torch.zeros(min(_MESSAGES) // 4, device=device))
     sums = _SMALL_SUMS if operands is None else _agreed_sums(_product_seconds(*operands))
-    times = [_mean_of_fastest(_seconds_of(small, sums, operands), _COUNTED), 0.0, 0.0, 0.0, 1.0]
+    times = [_mean_of_fastest(_seconds_of(small, sums, operands), _COUNTED), 0.0, 0.0, 0.0, 0.0]
     if operands is not None:
         little = _operands(_LITTLE_WORK)
         near, gathered = _sums_and_gathers(small.args[0], little)
@@ -146,9 +152,9 @@ def _collectives_of_rank(rank: int, kind: str, folder: str) -> None:
 def _sums_and_gathers(
     message: torch.Tensor, operands: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[float, float]:
-    """Return the seconds of small sums and of gathers, a few of each in turns.
+    """Return the seconds of small sums and of gathers in turns, each after a product.
 
-    For a while ranks wake each other soon or late: both meet the same.
+    As with sequence parallelism, where a gather follows a sum's parts.
     """
     part = torch.zeros(len(message) // _RANKS)
     kinds = (
@@ -156,11 +162,21 @@ def _sums_and_gathers(
         partial(dist.all_gather_into_tensor, message, part),
     )
     found: tuple[list[float], list[float]] = ([], [])
-    for _ in range(0, _SMALL_SUMS, _IN_A_ROW):
-        for kind, own in zip(kinds, found, strict=True):
-            own += _seconds_of(kind, _IN_A_ROW, operands)
+    dist.barrier()
+    for _ in range(_SMALL_SUMS):
+        for collective, own in zip(kinds, found, strict=True):
+            own.append(_after_product(collective, operands))
     sums, gathers = (_mean_of_fastest(own, _COUNTED) for own in found)
     return sums, gathers
+
+
+def _after_product(
+    collective: Callable[[], object], operands: tuple[torch.Tensor, torch.Tensor]
+) -> float:
+    torch.mm(*operands)
+    sent = time.perf_counter()
+    collective()
+    return time.perf_counter() - sent
 
 
 def _agreed_sums(work: float) -> int:
@@ -202,13 +218,7 @@ def _seconds_of(
             collective()
         torch.cuda.synchronize()
         return [(time.perf_counter() - began) / repeats]
-    own = []
-    for _ in range(repeats):
-        torch.mm(*operands)
-        sent = time.perf_counter()
-        collective()
-        own.append(time.perf_counter() - sent)
-    return own
+    return [_after_product(collective, operands) for _ in range(repeats)]
 
 
 def _mean_of_fastest(seconds: list[float], share: float) -> float:

@@ -213,7 +213,7 @@ def test_messages_that_follow_each_other_closely_take_less(
     after: float | None, latency: float
 ) -> None:
     """From 0.1 ms of work on they take longer, and after 1.1 ms as long as others."""
-    near = NearMessages(latency_us=300.0, after_us=100.0, far_us=1100.0)
+    near = NearMessages(latency_us=300.0, after_us=100.0, far_us=1100.0, gather_wait=1.0)
     link = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=900.0, near=near)
     for collective in (link.summed, link.gathered, link.scattered):
         of_bytes = collective(1e9, ranks=2) - 900e-6
@@ -222,17 +222,19 @@ def test_messages_that_follow_each_other_closely_take_less(
         assert collective(1e9, ranks=1, after=after) == 0.0
 
 
-def test_a_gather_waits_for_a_measured_part_of_a_sum_s_time() -> None:
-    """Its ranks wait for each other once; after little work it is that part of less."""
-    near = NearMessages(latency_us=300.0, after_us=100.0, far_us=1100.0)
-    link = Link(
-        devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=900.0, near=near, gather_wait=0.6
-    )
-    for after, latency in ((None, 540e-6), (0.0, 180e-6)):
-        assert link.gathered(1e9, ranks=2, after=after) == pytest.approx(latency + 0.5)
-        summed = link.summed(1e9, ranks=2, after=after)
-        assert summed == pytest.approx(latency / 0.6 + 1.0)
-        assert link.scattered(1e9, ranks=2, after=after) == pytest.approx(latency / 0.6 + 0.5)
+def test_a_gather_after_little_work_waits_for_a_measured_part_of_a_sum_s_time() -> None:
+    """Its ranks wait for each other once; after much work all wait for the later rank."""
+    near = NearMessages(latency_us=300.0, after_us=100.0, far_us=1100.0, gather_wait=0.6)
+    link = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=900.0, near=near)
+    for after, latency in (
+        (0.0, 0.6 * 300e-6),
+        (6e-4, 0.8 * 600e-6),
+        (1.0, 900e-6),
+        (None, 900e-6),
+    ):
+        assert link.gathered(1e9, ranks=2, after=after) == pytest.approx(latency + 0.5, rel=1e-9)
+    before = {"latency_us": 300.0, "after_us": 100.0, "far_us": 1100.0}
+    assert NearMessages.model_validate(before).gather_wait == 0.67
 
 
 @pytest.mark.parametrize(("ranks", "nearer"), [(2, True), (4, False)])
