@@ -265,8 +265,8 @@ def _messages(
     split, context, width = layout.tensor, layout.context, rank.width
     device = rank.device
     # The ranks of a layer's experts gather all tokens on a CPU, and exchange rows on GPUs.
-    of_tokens = layout.expert * (split if layout.sequence else 1)
-    has_own = has_experts and device.kind == "cpu" and of_tokens > 1
+    expert_ranks = layout.expert * (split if layout.sequence else 1)
+    has_own = has_experts and device.kind == "cpu" and expert_ranks > 1
     exchanges = has_experts and not has_own and layout.expert > 1
     of_half = (2 if layout.sequence else 1) * (split > 1)  # attention, or the feed-forward part
     of_experts = sum(GATHERED_FOR_EXPERTS[0]) if has_own else of_half + 2 * exchanges
@@ -294,7 +294,7 @@ def _messages(
     expert = (0.0, 0.0)
     if has_own:  # in place of half of the messages of tensor ranks
         tensor = tensor[0] / 2, tensor[1] / 2
-        expert = _gathered_for_experts(rank, shape.hidden_size, of_tokens, after)
+        expert = _gathered_for_experts(rank, shape.hidden_size, expert_ranks, after)
     elif exchanges and shape.moe is not None:
         sent = tokens / split * shape.moe.top_k * shape.hidden_size * width
         link = device.link(split * layout.expert)
