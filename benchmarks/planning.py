@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.harness.calibrated import calibrated
 from benchmarks.harness.children import run_child
 from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.quiet import others, run_in_quiet
@@ -42,7 +43,6 @@ from benchmarks.steps.cases import (
     stage_cases,
 )
 from benchmarks.steps.planned import planned_case, planned_peaks, refined_by_case
-from megatron_distill.commands.calibration_steps import measured_machine
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.planning.device import DeviceProfile, load_device
 from megatron_distill.runtime.torchrun import available_cores
@@ -114,7 +114,7 @@ def main() -> int:
     devices = [] if measures else [given or _without_rates()]
     measured: dict[str, list[Any]] = {case.name: [] for case in cases}
     for number in range(arguments.rounds if has_times else 1):
-        devices += [measured_machine("cpu")] if measures else []
+        devices += [calibrated()] if measures else []
         for case in cases if number % 2 == 0 else cases[::-1]:
             steps = arguments.steps if has_times else 1
             result = run_in_quiet(partial(_run, case, steps), arguments.quiet)
@@ -122,7 +122,7 @@ def main() -> int:
             taken = " ".join(f"{seconds:.2f}" for seconds in result["seconds"])
             sys.stdout.write(f"{case.name} {number + 1}/{arguments.rounds}: {taken} s\n")
             sys.stdout.flush()
-    devices += [measured_machine("cpu")] if measures else []
+    devices += [calibrated()] if measures else []
     file = arguments.output / f"{arguments.record}.json"
     _save(file, environment, devices, measured, has_times=has_times)
     return 0

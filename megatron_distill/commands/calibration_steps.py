@@ -1,12 +1,13 @@
 """A calibrated CPU refined by real steps: those of a small built-in run, as a user starts one.
 
-The sum of its calls is not all of a layer, and threads or ranks share caches and memory. A run of
-one rank with all cores, one of a rank per core, and one of a rank with one thread beside idle cores
-are measured in both precisions. The first ones' losses have the rates of logits. Their phases over
-the predicted ones are the device's `step_factors`. A second run of an eighth of the products tells
-apart what a layer of any size takes: `layer_us`. Where bf16 is slower than fp32, as on a CPU
-without instructions for it, its steps would take longer than all else: they are measured with a
-rank per core alone, with half the tokens.
+The sum of its calls is not all of a layer, and threads or ranks share caches and memory. Measured
+are a rank with one thread beside idle cores, whose losses have the rates of logits, one with all
+cores, and a rank per core; the latter two in bf16 too. Their phases over the predicted ones are the
+device's `step_factors`. A second run of an eighth of the products tells apart what a layer of any
+size takes: `layer_us`. Where all cores work, both are made twice with others between, and the
+quicker steps count: a virtual machine may be slow for many seconds. Where bf16 is slower than fp32,
+as on a CPU without instructions for it, its steps would take longer than all else: they are
+measured with a rank per core alone, with half the tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ import json
 import random
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from megatron_distill.commands.train import COMMAND
 from megatron_distill.errors import TrainingError, counted
 from megatron_distill.planning.device import ALIASED_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
     from megatron_distill.planning.device import DeviceProfile, Precision
     from megatron_distill.planning.refine import Sample
+    from megatron_distill.planning.run import Choice, PlannedRun
 
 __all__ = ["measured_machine"]
 
@@ -49,7 +51,7 @@ _MOST_RANKS: Final = 8
 _STEPS: Final = 5
 _SMALL_STEPS: Final = 9
 _COUNTED_SECONDS: Final = 2.5
-_LEAST_STEPS: Final = 3
+_LEAST_COUNTED: Final = 2
 _WARM: Final = 1  # step that allocates and fills caches; nothing is compiled on a CPU
 _WORDS: Final = 400_000  # several times those that the steps read
 _SECONDS: Final = 600.0  # of one run; only a hang takes that long
@@ -117,45 +119,94 @@ def import_training() -> None:
         import_module(module)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A run of so many ranks, with the threads of each.
+
+    changes: of its settings. sequences: of each rank in a step. most: steps. times: that it is made
+    anew, each with a part of the steps that count.
+    """
+
+    ranks: int
+    threads: int
+    precision: Precision = "fp32"
+    changes: tuple[str, ...] = ()
+    sequences: int = 2
+    most: int = _STEPS
+    times: int = 1
+
+    def steps(self, planned: float) -> int:
+        """Return the steps each time, of so many planned seconds."""
+        counted = max(_LEAST_COUNTED, round(_COUNTED_SECONDS / planned))
+        return _WARM + ceil(min(self.most - _WARM, counted) / self.times)
+
+
+class _Sharing(NamedTuple):
+    """The runs in which so many ranks share the cores."""
+
+    large: _Run
+    small: _Run
+    bf16: _Run | None
+
+
 def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Path) -> DeviceProfile:
-    """Return a CPU with the factors of a small run's steps, and its rates of logits."""
+    """Return a CPU with the factors of small runs' steps, and its rates of logits."""
     from megatron_distill.planning.refine import refined_by_sizes, refined_by_steps, with_logit_rate
 
+    sharings = _sharings(device, folder)
+    logs: dict[_Run, list[Path]] = {run: [] for one in sharings for run in one if run is not None}
+    for number in range(max(run.times for run in logs)):
+        for run, own in logs.items():
+            if number < run.times:
+                own.append(_log_of(run, number, forked, folder, device))
+    samples = {run: _sample(run, own, folder) for run, own in logs.items()}
+    for large, small, bf16 in sharings:
+        of_sharing = {"shared_by": large.ranks, "threads": large.threads}
+        if large is sharings[0].large:
+            for run in (large, small):
+                device = with_logit_rate(device, samples[run], **of_sharing)
+        device = refined_by_sizes(device, samples[large], samples[small], **of_sharing)
+        if bf16 is not None:
+            if "bf16" not in device.logit_ns:
+                device = with_logit_rate(device, samples[bf16], **of_sharing)
+            device = refined_by_steps(device, samples[bf16], **of_sharing)
+    return device
+
+
+def _sharings(device: DeviceProfile, folder: Path) -> list[_Sharing]:
+    """Return one rank beside idle cores, one with all of them, and a rank per core."""
     cores = device.cores or 1
     most = min(cores, _MOST_RANKS)
     sharings = sorted({(1, 1), (1, cores), (most, cores // most)})
     emulates_bf16 = device.peak_tflops["bf16"] < device.peak_tflops["fp32"]
+    found = []
     for ranks, threads in sharings:
-        taken = partial(_sample, forked, folder, device, ranks, threads)
-        of_sharing = {"shared_by": ranks, "threads": threads}
         is_first, is_last = (ranks, threads) == sharings[0], (ranks, threads) == sharings[-1]
-
-        large = taken("fp32")
+        times = 1 if is_first and not is_last else 2
         # The first small run has rows of logits that are aliased.
-        aliased = _with(ALIASED_COLUMNS, folder) if is_first else []
-        small = taken("fp32", (*_SMALL, *aliased), most=_SMALL_STEPS)
-        if is_first:
-            for sample in (large, small):
-                device = with_logit_rate(device, sample, **of_sharing)
-        device = refined_by_sizes(device, large, small, **of_sharing)
-
-        if is_last or not emulates_bf16:
+        small = (*_SMALL, *(_with(ALIASED_COLUMNS, folder) if is_first else ()))
+        bf16 = None
+        if is_last and emulates_bf16:
             # Without instructions it is slow, and a step of half the tokens is long enough.
-            large = (
-                taken("bf16", sequences=1, most=_LEAST_STEPS) if emulates_bf16 else taken("bf16")
+            bf16 = _Run(ranks, threads, "bf16", sequences=1, most=_WARM + _LEAST_COUNTED)
+        elif is_last or not (is_first or emulates_bf16):
+            bf16 = _Run(ranks, threads, "bf16")
+        found.append(
+            _Sharing(
+                _Run(ranks, threads, times=times),
+                _Run(ranks, threads, changes=small, most=_SMALL_STEPS, times=times),
+                bf16,
             )
-            if "bf16" not in device.logit_ns:
-                device = with_logit_rate(device, large, **of_sharing)
-            device = refined_by_steps(device, large, **of_sharing)
-    return device
+        )
+    return found
 
 
-def _with(vocabulary: int, folder: Path) -> list[str]:
+def _with(vocabulary: int, folder: Path) -> tuple[str, ...]:
     """Return the settings of a run with another tokenizer."""
-    return [
+    return (
         f"data.tokenizer.path={folder}/tokenizer-{vocabulary}",
         *(f"{role}.architecture.vocab_size={vocabulary}" for role in ("student", "teacher")),
-    ]
+    )
 
 
 def _write_inputs(folder: Path) -> None:
@@ -205,51 +256,50 @@ def _run_training(words: list[str]) -> int:
     return COMMAND.script(None)(words)
 
 
-def _steps(planned: float, *, most: int) -> int:
-    """Return the steps of a run, of so many planned seconds each."""
-    return min(most, max(_LEAST_STEPS, _WARM + round(_COUNTED_SECONDS / planned)))
-
-
-def _sample(
-    forked: ForkedRanks,
-    folder: Path,
-    device: DeviceProfile,
-    ranks: int,
-    threads: int,
-    precision: Precision,
-    changes: Sequence[str] = (),
-    *,
-    sequences: int = 2,
-    most: int = _STEPS,
-) -> Sample:
-    """Train in so many ranks, and return the run with its measured steps.
-
-    device: as measured so far. sequences: of each rank in a step. most: steps.
-    """
-    from megatron_distill.config import load_config
+def _log_of(
+    run: _Run, number: int, forked: ForkedRanks, folder: Path, device: DeviceProfile
+) -> Path:
+    """Train, and return the log of the steps; number: of earlier times. device: without factors."""
     from megatron_distill.planning.parameters import stage_numbers
-    from megatron_distill.planning.refine import Sample, lower_quartile, read_steps
     from megatron_distill.planning.step_time import step_time
+
+    words = _words(run)
+    planned, choice = _planned(run, folder)
+    numbers = stage_numbers(planned.student, choice.layout, choice.layers)
+    shared = device.shared_by(run.ranks, threads=run.threads)
+    seconds = step_time(planned, choice, shared, numbers).total
+    kind = "small" if run.changes else "large"
+    output = folder / f"{run.ranks}-{run.threads}-{run.precision}-{kind}-{number}"
+    words += [f"output={output}", f"train.steps={run.steps(seconds)}"]
+    _train(forked, folder, words, ranks=run.ranks, threads=run.threads)
+    return output / "metrics.jsonl"
+
+
+def _words(run: _Run) -> list[str]:
+    """Return the settings of a run in which it differs from the file."""
+    return [
+        f"train.precision={run.precision}",
+        f"train.micro_batch_size={run.sequences}",
+        f"train.global_batch_size={run.sequences * run.ranks}",
+        f"runtime.threads={run.threads}",
+        *run.changes,
+    ]
+
+
+def _planned(run: _Run, folder: Path) -> tuple[PlannedRun, Choice]:
+    from megatron_distill.config import load_config
     from megatron_distill.train.reports.planned_run import (
         configured_choice,
         open_shapes,
         planned_run,
     )
 
-    words = [
-        f"output={folder}/{ranks}-{threads}-{precision}{'-small' if changes else ''}",
-        f"train.precision={precision}",
-        f"train.micro_batch_size={sequences}",
-        f"train.global_batch_size={sequences * ranks}",
-        f"runtime.threads={threads}",
-        *changes,
-    ]
-    config = load_config(folder / "run.yaml", words)
-    run = planned_run(config, open_shapes(config))
-    choice = configured_choice(config, run, ranks=ranks, teachers=0)
-    numbers = stage_numbers(run.student, choice.layout, choice.layers)
-    planned = step_time(run, choice, device.shared_by(ranks, threads=threads), numbers).total
-    words.append(f"train.steps={_steps(planned, most=most)}")
-    _train(forked, folder, words, ranks=ranks, threads=threads)
-    log = Path(config.output) / "metrics.jsonl"
-    return Sample(run, choice, read_steps(log, warm=_WARM, middle=lower_quartile))
+    config = load_config(folder / "run.yaml", _words(run))
+    planned = planned_run(config, open_shapes(config))
+    return planned, configured_choice(config, planned, ranks=run.ranks, teachers=0)
+
+
+def _sample(run: _Run, logs: list[Path], folder: Path) -> Sample:
+    from megatron_distill.planning.refine import Sample, lower_quartile, read_steps
+
+    return Sample(*_planned(run, folder), read_steps(*logs, warm=_WARM, middle=lower_quartile))

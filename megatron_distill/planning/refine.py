@@ -72,27 +72,23 @@ def lower_quartile(values: Sequence[float]) -> float:
 
 
 def read_steps(
-    path: Path, *, warm: int = _WARM, middle: Callable[[Sequence[float]], float] = median
+    *logs: Path, warm: int = _WARM, middle: Callable[[Sequence[float]], float] = median
 ) -> MeasuredSteps:
-    """Read a `metrics.jsonl`.
+    """Read the `metrics.jsonl` of a run, or those of equal ones.
 
-    warm: its first steps, that are not counted. middle: of each phase over the others. Raises
-    DataError: it has too few steps with phases.
+    warm: first steps of each, that are not counted. middle: of each phase over the others. Raises
+    DataError: one has too few steps with phases.
     """
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # the last line of a run that is being written
-        if isinstance(record, dict) and "timers" in record and "step_seconds" in record:
-            records.append(record)
-    ran_on = tuple(dict.fromkeys(filter(None, map(_device_of, records))))
-    records = records[warm:]
-    if not records:
-        raise DataError(
-            f"{path}: has no step with `timers` after the first {warm}; let the run make more"
-        )
+    records: list[Mapping[str, Any]] = []
+    ran_on: list[tuple[str, str]] = []
+    for log in logs:
+        own = _records(log)
+        ran_on += [device for record in own if (device := _device_of(record)) is not None]
+        if len(own) <= warm:
+            raise DataError(
+                f"{log}: has no step with `timers` after the first {warm}; let the run make more"
+            )
+        records += own[warm:]
 
     return MeasuredSteps(
         {
@@ -104,8 +100,21 @@ def read_steps(
         middle([record["tokens_per_second"] for record in records]),
         middle([record["tflops_per_device"] for record in records]),
         any("mfu" in record for record in records),
-        ran_on,
+        tuple(dict.fromkeys(ran_on)),
     )
+
+
+def _records(log: Path) -> list[Mapping[str, Any]]:
+    """Return the steps with phases of a run."""
+    found: list[Mapping[str, Any]] = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that is being written
+        if isinstance(record, dict) and "timers" in record and "step_seconds" in record:
+            found.append(record)
+    return found
 
 
 def _device_of(record: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -237,6 +237,21 @@ def test_steps_are_counted_after_the_first_ones_by_the_value_that_is_asked_for(
     assert read_steps(path, warm=1, middle=lower_quartile).step == pytest.approx(1.75)
 
 
+def test_the_first_steps_of_each_of_equal_runs_are_not_counted(tmp_path: Path) -> None:
+    paths = [log(tmp_path / f"{number}.jsonl", 9) for number in range(2)]
+    for path, steps in zip(paths, ([9.0, 4.0, 3.0], [8.0, 1.0, 2.0]), strict=True):
+        records = [json.loads(line) for line in path.read_text().splitlines()[:3]]
+        changed = [
+            record | {"step_seconds": own} for record, own in zip(records, steps, strict=True)
+        ]
+        path.write_text("".join(json.dumps(record) + "\n" for record in changed))
+    found = read_steps(*paths, warm=1)
+    assert (found.count, found.step) == (4, pytest.approx(2.5))
+    assert read_steps(*paths, warm=1, middle=lower_quartile).step == pytest.approx(1.75)
+    with pytest.raises(DataError, match=r"1\.jsonl: has no step"):
+        read_steps(paths[0], log(tmp_path / "1.jsonl", 2), warm=2)
+
+
 NEAR = {"sequence_length": 2400, "num_layers": 38, "vocab_size": 150_000}
 FAR = {"sequence_length": 2600, "num_layers": 41, "vocab_size": 164_000}
 
