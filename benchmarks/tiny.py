@@ -2,6 +2,7 @@
 
 python benchmarks/tiny.py                  # ten minutes on two cores
 python benchmarks/tiny.py --cases TP2      # layouts whose name contains this
+python benchmarks/tiny.py --again --record tiny_amd   # a record by the present formulas
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40, help="of a run")
     parser.add_argument("--again", action="store_true", help="plan the recorded steps again")
+    parser.add_argument("--record", default="tiny", metavar="NAME", help="of the files written")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    file = arguments.output / "tiny.json"
+    file = arguments.output / f"{arguments.record}.json"
     if arguments.again:
         record = json.loads(file.read_text(encoding="utf-8"))
         record["environment"]["predicted at"] = describe("", [])["commit"]
