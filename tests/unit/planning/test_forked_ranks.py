@@ -90,7 +90,9 @@ def test_each_rank_has_a_session_of_its_own_as_under_torchrun(
     assert output.read_text().split() == ["True", "True"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_ranks_end_with_the_process_that_forks_them(tmp_path: Path, number: signal.Signals) -> None:
     """A closed terminal hangs up on that process alone."""
     pids = tmp_path / "pids"
