@@ -53,6 +53,7 @@ __all__ = [
     "pass_factors",
     "phase_seconds",
     "pipeline_seconds",
+    "sends_beside_work",
     "stage_message",
     "step_time",
     "student_rank",
@@ -353,6 +354,11 @@ def _schedule_seconds(
     return pipeline_seconds(times, micro_batches, chunks=chunks)
 
 
+def sends_beside_work(choice: Choice, device: DeviceProfile) -> bool:
+    """Return whether messages between stages are sent beside passes: those of chunks on a GPU."""
+    return choice.layout.virtual_pipeline is not None and device.kind == "gpu"
+
+
 def step_time(
     run: PlannedRun, choice: Choice, device: DeviceProfile, numbers: Sequence[RankNumbers]
 ) -> StepTime:
@@ -362,16 +368,19 @@ def step_time(
     busiest = max(range(len(stages)), key=lambda stage: stages[stage].total)
     slow, layout = stages[busiest], choice.layout
     split = layout.pipeline > 1
-    # Without overlap, half of a micro-batch's two messages each way is waited for. Those of more
-    # chunks are sent beside work on a GPU.
-    several = (layout.virtual_pipeline or 1) if device.kind == "cpu" else 1
-    exchange = slow.message * several if split else 0.0
+    exchange = exposed = 0.0
+    if split and sends_beside_work(choice, device):
+        # The first forward and the last backward pass wait for them, through all chunks.
+        exposed = 2 * (layout.stages - 1) * slow.message
+    elif split:
+        # Half of a micro-batch's two messages each way is waited for.
+        exchange = slow.message * (layout.virtual_pipeline or 1)
     schedule = _schedule_seconds(stages, choice, micro_batches=micro_batches, exchange=exchange)
     messages = slow.layers + slow.heads
     teacher, teacher_bubble = teacher_seconds(run, choice, device)
     updates = step_updates(run, choice, device, numbers[busiest], (slow.forward, slow.backward))
     balance = measuring_seconds(run, choice, device)
-    own = balance + schedule + sum(vars(updates).values())
+    own = balance + schedule + exposed + sum(vars(updates).values())
     waiting = 0.0
     if choice.place == "own ranks":
         # Answers are kept where the student runs twice: then only its first pass waits.
@@ -397,7 +406,7 @@ def step_time(
         features=micro_batches * (slow.features.forward + slow.features.backward),
         balance=balance,
         tensor=micro_batches * messages.tensor,
-        pipeline=micro_batches * exchange + updates.edge,
+        pipeline=micro_batches * exchange + exposed + updates.edge,
         context=micro_batches * messages.context,
         expert=micro_batches * messages.expert,
         data_parallel=updates.reduction + updates.gather,

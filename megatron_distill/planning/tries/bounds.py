@@ -14,6 +14,7 @@ from megatron_distill.planning.step_time import (
     layer_times,
     partly_recomputed,
     pass_factors,
+    sends_beside_work,
     stage_message,
     student_rank,
     teacher_seconds,
@@ -104,6 +105,8 @@ def _student_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
     seconds = _seconds_of_layers(run, choice, device, rank)
     of_heads = _seconds_of_heads(run, choice, device, rank)
     message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
+    if sends_beside_work(choice, device):
+        message = 0.0
     of_stages = {
         stage: sum(map(seconds, choice.chunk_layers(stage))) + of_heads * (stage == last) + message
         for stage in {0, last // 2, last}

@@ -136,6 +136,31 @@ def test_messages_between_stages_change_it_by_less_than_five_per_cent(virtual: i
     assert timeline.seconds == pytest.approx(one.time.total, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [
+        (Layout(2, stages, chunks), batch)
+        for stages in (2, 4, 8)
+        for chunks in (2, 4)
+        if stages * chunks <= 32
+        for batch in (32, 256)
+    ],
+    ids=str,
+)
+def test_messages_of_several_chunks_are_waited_for_by_the_first_and_the_last_pass(
+    layout: Layout, batch: int
+) -> None:
+    """However many micro-batches there are: the others' are sent beside work."""
+    run = run_of(global_batch_size=batch)
+    choice = chosen(layout, 64)
+    one = planned(run, choice, DEVICE)
+    assert simulate(run, choice, DEVICE, one.time).seconds == pytest.approx(
+        one.time.total, rel=2e-3
+    )
+    message = student_stages(run, choice, DEVICE)[0].message
+    assert 0 < 2 * (layout.stages - 1) * message <= one.time.pipeline
+
+
 def with_teacher(layout: Layout, ranks: int, **changes: object) -> Planned:
     run = run_of(teacher=TEACHER)
     own = changes.pop("teacher_layout", layout.without_virtual_stages())
