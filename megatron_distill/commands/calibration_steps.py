@@ -182,14 +182,15 @@ def _sharings(device: DeviceProfile, folder: Path) -> list[_Sharing]:
     found = []
     for ranks, threads in sharings:
         is_first, is_last = (ranks, threads) == sharings[0], (ranks, threads) == sharings[-1]
-        times = 1 if is_first and not is_last else 2
+        uses_all_cores = is_last or not is_first
+        times = 2 if uses_all_cores else 1
         # The first small run has rows of logits that are aliased.
         small = (*_SMALL, *(_with(ALIASED_COLUMNS, folder) if is_first else ()))
         bf16 = None
         if is_last and emulates_bf16:
             # Without instructions it is slow, and a step of half the tokens is long enough.
             bf16 = _Run(ranks, threads, "bf16", sequences=1, most=_WARM + _LEAST_COUNTED)
-        elif is_last or not (is_first or emulates_bf16):
+        elif uses_all_cores and not emulates_bf16:
             bf16 = _Run(ranks, threads, "bf16")
         found.append(
             _Sharing(

@@ -104,9 +104,9 @@ def _student_seconds(run: PlannedRun, choice: Choice, device: DeviceProfile) -> 
     rank, last = student_rank(run, choice, device), choice.layout.pipeline - 1
     seconds = _seconds_of_layers(run, choice, device, rank)
     of_heads = _seconds_of_heads(run, choice, device, rank)
-    message = stage_message(run.student, rank, ranks=choice.ranks) if last else 0.0
-    if sends_beside_work(choice, device):
-        message = 0.0
+    message = 0.0
+    if last and not sends_beside_work(choice, device):
+        message = stage_message(run.student, rank, ranks=choice.ranks)
     of_stages = {
         stage: sum(map(seconds, choice.chunk_layers(stage))) + of_heads * (stage == last) + message
         for stage in {0, last // 2, last}

@@ -338,6 +338,29 @@ def test_a_slow_machine_is_calibrated_by_fewer_steps(
     assert run.steps(planned) == steps
 
 
+@pytest.mark.parametrize(
+    ("cores", "emulates", "runs"),
+    [
+        (1, False, [(1, 1, 2, 2)]),
+        (2, False, [(1, 1, 1, 0), (1, 2, 2, 2), (2, 1, 2, 2)]),
+        (2, True, [(1, 1, 1, 0), (1, 2, 2, 0), (2, 1, 2, 1)]),
+        (16, False, [(1, 1, 1, 0), (1, 16, 2, 2), (8, 2, 2, 2)]),
+    ],
+)
+def test_runs_that_use_all_cores_are_made_twice_and_in_bf16(
+    cores: int, emulates: bool, runs: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Ranks, threads, times, and the sequences in bf16; 0 where it is not measured."""
+    peaks = {"fp32": 0.1, "bf16": 0.05 if emulates else 0.2}
+    device = load_device("h200").model_copy(update={"cores": cores, "peak_tflops": peaks})
+    found = calibration_steps._sharings(device, tmp_path)
+    assert [
+        (one.large.ranks, one.large.threads, one.large.times, one.bf16.sequences if one.bf16 else 0)
+        for one in found
+    ] == runs
+    assert all(one.small.times == one.large.times for one in found)
+
+
 def test_stages_of_a_cpu_that_wait_lend_their_cores() -> None:
     cpu = DeviceProfile.model_validate(
         load_device("h200").model_dump() | {"kind": "cpu", "cores": 2}

@@ -142,7 +142,6 @@ def test_messages_between_stages_change_it_by_less_than_five_per_cent(virtual: i
         (Layout(2, stages, chunks), batch)
         for stages in (2, 4, 8)
         for chunks in (2, 4)
-        if stages * chunks <= 32
         for batch in (32, 256)
     ],
     ids=str,
