@@ -28,7 +28,7 @@ from megatron_distill.errors import TrainingError, counted
 from megatron_distill.planning.device import ALIASED_COLUMNS
 
 if TYPE_CHECKING:
-    from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
+    from megatron_distill.launching.forked_ranks import ForkedRanks
     from megatron_distill.planning.device import DeviceProfile, Precision
     from megatron_distill.planning.refine import Sample
     from megatron_distill.planning.run import Choice, PlannedRun
@@ -95,7 +95,7 @@ def _measured(kind: Literal["cpu", "gpu"]) -> DeviceProfile:
         from megatron_distill.planning.calibration.machine import measure_machine
 
         return measure_machine(kind)
-    from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
+    from megatron_distill.launching.forked_ranks import ForkedRanks
 
     with tempfile.TemporaryDirectory() as name, ForkedRanks(import_training) as forked:
         # Both processes import at the same time, and nothing is measured before both are done.

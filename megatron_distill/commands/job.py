@@ -18,7 +18,7 @@ import megatron_distill
 from megatron_distill import log
 from megatron_distill.commands.command import Command, with_launch
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.node_view import sources_digest
+from megatron_distill.launching.checks.node_view import sources_digest
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.folder_lock import refuse_holder
 from megatron_distill.runtime.termination import TerminationRequest

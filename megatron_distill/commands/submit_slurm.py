@@ -34,6 +34,7 @@ from megatron_distill.launching.batch_script import (
     option_objection,
 )
 from megatron_distill.launching.option_numbers import whole_number
+from megatron_distill.launching.policy import Policy
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import (
     Launches,
@@ -42,7 +43,6 @@ from megatron_distill.launching.records import (
     write_record,
 )
 from megatron_distill.launching.slurm_job import add_arguments as add_rules
-from megatron_distill.launching.supervisor import Policy
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.atomic_files import replace_file
 
@@ -262,6 +262,7 @@ def _rules(given: argparse.Namespace) -> Sequence[str]:
         "max_starts",
         "health_command",
         "health_seconds",
+        "all_reduce_check",
         "grace_seconds",
         "folder",
         *(() if given.container is None else _OF_CONTAINER),

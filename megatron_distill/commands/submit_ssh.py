@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping
+from typing import Final
 
 from megatron_distill import log
 from megatron_distill.commands.command import Command
@@ -23,11 +24,17 @@ from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.option_numbers import number, whole_number
+from megatron_distill.launching.policy import (
+    HEALTH_SECONDS,
+    AllReduceCheck,
+    Policy,
+    add_all_reduce_check,
+)
 from megatron_distill.launching.ports import PORTS
 from megatron_distill.launching.program import NoAnswerError, Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.ssh import FIRST_PAUSE, SSH, Hosts, command_on, ranks_on
-from megatron_distill.launching.supervisor import HEALTH_SECONDS, Policy, supervise
+from megatron_distill.launching.supervisor import supervise
 from megatron_distill.log import get_logger
 
 _LOGGER = get_logger(__name__)
@@ -40,6 +47,12 @@ _DESCRIPTION = """Run a job on machines without a scheduler, and start it again 
 ssh must log in without a password, and all machines must have this folder and this Python under the
 same paths. The command stays here; Ctrl-C lets the ranks save and leave. Its exit status is 0
 (done), 75 (saved, and more to do), 78 (an error in the settings) or 1 (a failure)."""
+
+_CHECKED: Final[dict[AllReduceCheck, str]] = {
+    "gpus": "between hosts with GPUs, before the ranks",
+    "always": "between all hosts, before the ranks",
+    "never": "none",
+}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +89,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
         help="time limit of the host checks (default: %(default)g)",
     )  # fmt: skip
+    add_all_reduce_check(parser)
     add_variables(parser)
     parser.add_argument(
         "--shell", default=SSH, help="command that runs a line on {host} (default: %(default)s)"
@@ -158,6 +172,7 @@ def _run(given: argparse.Namespace) -> int:
         requeues=not given.no_requeue,
         health_command=given.health_command,
         health_seconds=given.health_seconds,
+        all_reduce_check=given.all_reduce_check or Policy.all_reduce_check,
     )
     try:
         _check(hosts, program, given)
@@ -187,6 +202,7 @@ def _shown(hosts: Hosts, program: Program, policy: Policy) -> str:
         "rendezvous": f"{address}, at a PORT from {PORTS[0]} to {PORTS[-1]}, new in each launch",
         "max starts": f"{starts} without a new checkpoint" if policy.requeues else "1 launch",
         "health command": "none" if health is None else f"{health}, on each host before the ranks",
+        "all-reduce check": _CHECKED[policy.all_reduce_check],
         "records and logs": f"{launches.folder}, a folder LAUNCH for each launch",
     }
     words = program.on_node(

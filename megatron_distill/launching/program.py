@@ -14,7 +14,7 @@ from typing import Final
 import yaml
 
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.node_view import named_paths
+from megatron_distill.launching.checks.node_view import named_paths
 from megatron_distill.launching.records import (
     LAUNCHES,
     Launches,

@@ -7,6 +7,7 @@
 <run>/launches/stop                      made by a user: no further launch
 <run>/launches/12345-0/launch.json       job 12345, not yet requeued: nodes, command, progress
 <run>/launches/12345-0/health/n1.json    a node before the ranks start
+<run>/launches/12345-0/sums/n1.json      all-reduces of its ranks, alone and with other nodes'
 <run>/launches/12345-0/nodes/0.json      the outcome of a node's ranks
 <run>/launches/12345-0/rank_00003.err    output of a rank; rank_00003.out is its standard output
 <run>/launches/12345-0/outcome.json      the outcome of the launch
@@ -234,7 +235,8 @@ class Launches:
         """Create the folder of a launch and record it; raises OSError."""
         folder = self.of(launch)
         (folder / "nodes").mkdir(parents=True, exist_ok=True)
-        (folder / "health").mkdir(exist_ok=True)
+        for name in ("health", "sums"):
+            (folder / name).mkdir(exist_ok=True)
         write_record(folder / "launch.json", launch)
         return folder
 

@@ -14,10 +14,11 @@ from typing import Final
 from megatron_distill import log
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.option_numbers import number, whole_number
+from megatron_distill.launching.policy import HEALTH_SECONDS, Policy, add_all_reduce_check
 from megatron_distill.launching.program import Program, add_folder
 from megatron_distill.launching.records import EXIT_STATUS, Status
 from megatron_distill.launching.slurm import Container, SlurmJob
-from megatron_distill.launching.supervisor import HEALTH_SECONDS, Policy, supervise
+from megatron_distill.launching.supervisor import supervise
 
 __all__ = ["add_arguments", "main"]
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"time limit of the node checks (default: {HEALTH_SECONDS:g}, with --container "
         f"{_IMPORT_SECONDS:g}, which includes importing the image)",
     )  # fmt: skip
+    add_all_reduce_check(parser)
     parser.add_argument(
         "--grace-seconds", type=number("600"), metavar="S",
         help="time kept for a save before the time limit (default: from measured steps and saves)",
@@ -98,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         requeues=not given.no_requeue and "SLURM_ARRAY_JOB_ID" not in os.environ,
         health_command=given.health_command,
         health_seconds=given.health_seconds or usual,
+        all_reduce_check=given.all_reduce_check or Policy.all_reduce_check,
         grace_seconds=given.grace_seconds,
     )
     return supervise(job, program, policy)

@@ -13,147 +13,41 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Final, Protocol
+from typing import Final
 
 from megatron_distill.errors import ConfigError, counted
+from megatron_distill.launching.checks.node_health import Health
+from megatron_distill.launching.checks.nodes import bad_nodes
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
-from megatron_distill.launching.node_health import Health, verdict
-from megatron_distill.launching.node_view import node_differences
 from megatron_distill.launching.outcomes import classified, report
+from megatron_distill.launching.policy import Policy
 from megatron_distill.launching.program import JobRanks, NoAnswerError, Program
 from megatron_distill.launching.records import (
     CANCELLED,
     EXIT_STATUS,
-    BadNode,
     Launches,
     LaunchRecord,
     NodeOutcome,
     Outcome,
     Status,
     disk_errors,
-    local_time,
     read_record,
     write_record,
 )
+from megatron_distill.launching.scheduler import Scheduler
 from megatron_distill.log import get_logger
 from megatron_distill.runtime.folder_lock import take_lock
 from megatron_distill.runtime.termination import stop_signals
 
-__all__ = ["HEALTH_SECONDS", "Policy", "Scheduler", "supervise"]
+__all__ = ["supervise"]
 
 _LOGGER = get_logger(__name__)
-HEALTH_SECONDS: Final = 50.0  # a minute with what begins and ends the step
 _POLL_SECONDS: Final = 0.5
-_END_SECONDS: Final = 5.0
 _MEASURE_SECONDS: Final = 30.0  # between looks at the times of steps and saves
 _LATE_SIGNAL_SECONDS: Final = 10.0  # from a scheduler's signal to the ranks to that to this process
-
-
-class Scheduler(Protocol):
-    """The scheduler's job: its nodes, a command on each of them, its end, its requeue."""
-
-    @property
-    def job(self) -> str:
-        """The job's number or name."""
-        ...
-
-    @property
-    def restart(self) -> int:
-        """The number of launches of this job before this one."""
-        ...
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """The nodes of the job."""
-        ...
-
-    @property
-    def end(self) -> float | None:
-        """The end of the job's time, seconds since the epoch."""
-        ...
-
-    @property
-    def waited(self) -> float | None:
-        """The seconds in the queue before this launch; None: unknown, or there is none."""
-        ...
-
-    @property
-    def node_options(self) -> Sequence[str]:
-        """Further options of `launching.node`."""
-        ...
-
-    def on_nodes(self, nodes: Sequence[str], *, waits: int = 60) -> list[str]:
-        """Return the start of a command that runs once on each node.
-
-        waits: seconds for the last node after the first has ended, or at once after a failure; 0:
-        no node ends another one.
-        """
-        ...
-
-    def stop(self, step: subprocess.Popen[bytes]) -> None:
-        """Tell the processes of such a command to stop."""
-        ...
-
-    def address(self, node: str) -> str:
-        """Return the address of a node."""
-        ...
-
-    @property
-    def ports(self) -> Sequence[int]:
-        """Ports for the rendezvous, of which the first node takes the first free one."""
-        ...
-
-    def pause(self, starts: int) -> float:
-        """Return the seconds before the next launch.
-
-        starts: launches since the newest checkpoint.
-        """
-        ...
-
-    def requeue(self, *, without: Sequence[str], silent: Sequence[str]) -> str | None:
-        """Let the job start again; return the reason why it cannot.
-
-        without: bad nodes. silent: nodes that gave no answer, some of them or others.
-        """
-        ...
-
-    def exclude_later(self, nodes: Sequence[str]) -> None:
-        """Let jobs of the same submission that wait start on other nodes than these."""
-        ...
-
-    def is_running(self, job: str) -> bool:
-        """Return whether another job holds nodes now."""
-        ...
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The rules of a job.
-
-    Attributes:
-        python: the interpreter on the nodes.
-        submission: launches of the same one are counted together.
-        ranks_per_node: None: one per GPU, else 1.
-        wanted_nodes: for ranks; further ones of the job are spare. None: all.
-        max_starts: launches without a new checkpoint before the job ends.
-        requeues: whether a job that may go on asks for that itself.
-        health_command: of a shell; a node where it fails is bad.
-        health_seconds: for all checks of the nodes.
-        grace_seconds: for a save before the end of the job's time; None: as measured.
-    """
-
-    python: str
-    submission: str
-    ranks_per_node: int | None = None
-    wanted_nodes: int | None = None
-    max_starts: int = 3
-    requeues: bool = True
-    health_command: str | None = None
-    health_seconds: float = HEALTH_SECONDS
-    grace_seconds: float | None = None
 
 
 class _Stop:
@@ -297,13 +191,11 @@ def _launch(
         outcome = Outcome(Status.FAILED, unanswered, launch.progress, time.time())
         first = launch.nodes[:1]
         return _decide(job, policy, launches, launch, outcome, stop, without=(), silent=first)
-    bad = _bad_nodes(job, policy, launch, folder, stop)
+    bad, without = bad_nodes(job, policy, launch, folder, is_stopped=lambda: stop.received)
     for one in bad:
         _LOGGER.error("node %s: %s", one.node, one.reason)
     names = [one.node for one in bad]
     healthy = [place for place, node in enumerate(launch.nodes) if node not in names]
-    # Where every node fails, the check is more likely wrong than the nodes.
-    without = names if healthy else []
     silent = [one.node for one in bad if one.is_silent]
     # A silent one may be slow, as with an image to import: later submissions try it again.
     launches.add_bad_nodes([one for one in bad if one.node in without and not one.is_silent])
@@ -323,51 +215,6 @@ def _launch(
         launches.begin(launch)
         outcome = _run_ranks(job, program, policy, launch, launches, stop)
     return _decide(job, policy, launches, launch, outcome, stop, without=without, silent=silent)
-
-
-def _bad_nodes(
-    job: Scheduler, policy: Policy, launch: LaunchRecord, folder: Path, stop: _Stop
-) -> list[BadNode]:
-    """Check all nodes at once and return the bad ones, those without an answer included."""
-    words = ["-m", "megatron_distill.launching.node_health", "--launch", str(folder.resolve())]
-    if policy.health_command is not None:
-        words += ["--command", policy.health_command]
-        words += ["--command-seconds", str(0.8 * policy.health_seconds)]
-    if policy.ranks_per_node is not None:
-        words += ["--ranks-per-node", str(policy.ranks_per_node)]
-    command = [*job.on_nodes(launch.nodes, waits=0), policy.python, *words]
-    step = subprocess.Popen(command, start_new_session=True)
-    silence = "has written no answer: its own message is above"
-    try:
-        step.wait(timeout=policy.health_seconds)
-    except subprocess.TimeoutExpired:
-        silence = f"has not answered within {policy.health_seconds:.0f} s"
-        _end(step)
-    took = time.time() - launch.started
-    if stop.received:  # the checks were ended as well
-        return []
-    _LOGGER.info("%s checked in %.0f s", counted(len(launch.nodes), "node"), took)
-    files = {node: folder / "health" / f"{node}.json" for node in launch.nodes}
-    found = {node: read_record(file, Health) for node, file in files.items()}
-    unlike = node_differences({node: vars(one) for node, one in found.items() if one is not None})
-    bad = []
-    for node, health in found.items():
-        if health is None:
-            bad.append(BadNode(local_time(), node, silence, is_silent=True))
-        elif problems := [*health.problems, *unlike.get(node, [])]:
-            bad.append(BadNode(local_time(), node, "; ".join(problems)))
-        else:
-            _LOGGER.info("node %s: %s", node, verdict(health))
-    return bad
-
-
-def _end(step: subprocess.Popen[bytes]) -> None:
-    step.terminate()
-    try:
-        step.wait(timeout=_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        step.kill()
-        step.wait()
 
 
 def _run_ranks(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_distill.errors import TrainingError
-from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
+from megatron_distill.launching.forked_ranks import ForkedRanks
 from megatron_distill.planning.links import Link, NearMessages
 
 __all__ = ["measure_links"]

@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_distill.launching.forked_ranks import ForkedRanks
 from megatron_distill.models.attention_kernels.rule import AttentionRule
 from megatron_distill.models.attention_kernels.tiles import attend
 from megatron_distill.ops import LogitRule, VocabShard
 from megatron_distill.ops.frozen_head import row_statistics
 from megatron_distill.ops.topk import select
-from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
 from megatron_distill.planning.calibration.links import measure_links
 from megatron_distill.planning.calibration.neighbours import (
     busy_seconds,

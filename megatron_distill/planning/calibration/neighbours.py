@@ -8,8 +8,8 @@ from typing import Final
 import psutil
 
 from megatron_distill.errors import counted
+from megatron_distill.launching.forked_ranks import ForkedRanks
 from megatron_distill.log import get_logger
-from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
 
 __all__ = ["busy_seconds", "measured_beside", "own_seconds"]
 

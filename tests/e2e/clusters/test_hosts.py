@@ -127,3 +127,30 @@ def test_both_hosts_end_when_their_cable_is_pulled_and_go_on_when_it_is_back(
         stop_after=wanted,
     )  # fmt: skip
     assert course(found[:wanted]) == course(reference)
+
+
+def test_hosts_without_a_cable_start_no_ranks_and_train_when_it_is_there(
+    hosts: Hosts, dense: Path, tmp_path: Path
+) -> None:
+    output, log = tmp_path / "run", tmp_path / "job.log"
+    launches = Launches(output / "launches", output, "")
+    check = ("--all-reduce-check", "always", "--health-seconds", "40")
+    hosts.pull()
+    with submitted(hosts, log, str(dense), f"output={output}", "train.steps=3", *check) as job:
+        deadline = time.monotonic() + PATIENCE
+        while not (launches.all() and launches.outcome(launches.all()[0])):
+            assert job.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        hosts.plug()
+        first = launches.all()[0]
+        assert not list(launches.of(first).glob("rank_*"))
+        outcome = launches.outcome(first)
+        assert outcome is not None
+        assert outcome.reason == f"2 nodes failed the checks: {', '.join(hosts.names)}"
+        for name, other in (hosts.names, hosts.names[::-1]):
+            assert f"node {name}: its sum with {other}: " in log.read_text()
+        assert job.wait(timeout=PATIENCE) == 0, log.read_text()
+    assert "GB/s between two nodes" in log.read_text()
+    assert len(launches.all()) == 2
+    assert len(step_records(output)) == 3

@@ -40,7 +40,8 @@ def test_a_job_trains_to_the_end_without_a_bad_node_and_the_next_ones_have_nothi
 ) -> None:
     output = tmp_path / "run"
     settings = ("train.steps=4", *SAVING)
-    check = ("--health-command", 'test "$SLURMD_NODENAME" != n2')
+    check = ("--health-command", 'test "$SLURMD_NODENAME" != n2', "--health-seconds", "120")
+    check = (*check, "--all-reduce-check", "always")
     words = (str(dense), f"output={output}", *settings)
     (job,) = cluster.submit_by_command((*words, *check), logs=output / "launches")
     script = (output / "launches" / "job.sbatch").read_text()
@@ -64,6 +65,8 @@ def test_a_job_trains_to_the_end_without_a_bad_node_and_the_next_ones_have_nothi
     seconds = re.findall(r"2 nodes checked in (\d+) s", job.log)
     assert len(seconds) == 2
     assert max(map(int, seconds)) < 50
+    (summed,) = re.findall(r"all-reduces took (\d+) s; \S+ GB/s between two nodes", job.log)
+    assert int(summed) < 50
     # The time up to the first step, by part.
     assert re.search(r"waited \d+ s in the queue; settings read in \d+\.\d s", job.log), job.log
     parts = r"([\d.]+) s until the ranks met, ([\d.]+) s for models and data, ([\d.]+) s for the"

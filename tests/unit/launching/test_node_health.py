@@ -15,8 +15,13 @@ import pytest
 
 import megatron_distill
 from megatron_distill.launching import node
-from megatron_distill.launching.node_health import Health, gpu_problems, main, verdict
-from megatron_distill.launching.node_view import named_paths, node_differences, seen_files, versions
+from megatron_distill.launching.checks.node_health import Health, gpu_problems, main, verdict
+from megatron_distill.launching.checks.node_view import (
+    named_paths,
+    node_differences,
+    seen_files,
+    versions,
+)
 from megatron_distill.launching.records import (
     Launches,
     LaunchRecord,
@@ -152,6 +157,15 @@ def test_memory_errors_of_gpus_count_where_they_are_corrected_at_all() -> None:
     assert list(gpu_problems("0, 0\n1, 3\n2, [N/A]\n")) == ["GPU 1 has 3 uncorrected memory errors"]
 
 
+def test_gpus_without_spare_rows_or_that_the_driver_wants_reset_are_bad() -> None:
+    table = "0, 0, No, None\n1, 0, Yes, None\n2, 0, 1, Reset\n3, [N/A], [N/A], [N/A]\n"
+    assert list(gpu_problems(table)) == [
+        "GPU 1 has a bad row of memory and no spare one left",
+        "GPU 2 has a bad row of memory and no spare one left",
+        "GPU 2 is not to be used before the driver's 'Reset' (nvidia-smi -q)",
+    ]
+
+
 def test_gpus_are_counted_and_looked_at_where_no_scheduler_allots_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +182,20 @@ def test_gpus_are_counted_and_looked_at_where_no_scheduler_allots_them(
     allotted = checked(folder, monkeypatch, "--gpus", "2")
     assert allotted.gpus == 2
     assert "GPUs" not in allotted.versions
+
+
+def test_an_older_driver_is_asked_for_what_it_knows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = """echo 'Field "gpu_recovery_action" is not a valid field to query.'; exit 2"""
+    of_name = f"*gpu_recovery_action*) {unknown} ;; --list-gpus) echo 'GPU 0: V100' ;;"
+    write_nvidia_smi(folder, f'case "$1" in {of_name} *) echo "0, 2" ;; esac')
+    assert problems(folder, monkeypatch) == ["GPU 0 has 2 uncorrected memory errors"]
+    newer = "--list-gpus) echo 'GPU 0: H100' ;; *) echo '0, 0, No, Reboot' ;;"
+    write_nvidia_smi(folder, f'case "$1" in {newer} esac')
+    assert problems(folder, monkeypatch) == [
+        "GPU 0 is not to be used before the driver's 'Reboot' (nvidia-smi -q)"
+    ]
 
 
 def test_gpus_that_hang_are_a_problem_and_no_further_check_hangs_on_them(

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_distill.cli import main
 from megatron_distill.commands import submit_ssh
+from megatron_distill.launching.policy import Policy
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.ssh import Hosts
-from megatron_distill.launching.supervisor import Policy
 from tests.guards.source_tree import ROOT
 
 # A host whose name begins with `dead` has no connection, as ssh shows it.
@@ -139,6 +139,7 @@ def test_a_dry_run_shows_the_rules_and_the_command_of_each_host(
         "# rendezvous: 10.0.0.1, at a PORT from 10000 to 29999, new in each launch",
         "# max starts: 5 launches without a new checkpoint",
         "# health command: nvidia-smi -L, on each host before the ranks",
+        "# all-reduce check: between hosts with GPUs, before the ranks",
         f"# records and logs: {tmp_path}/run/launches, a folder LAUNCH for each launch",
     ]
     for place, (host, line) in enumerate((("me@a", first), ("b", second))):

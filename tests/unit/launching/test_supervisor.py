@@ -8,8 +8,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from threading import Timer
@@ -19,7 +17,7 @@ import pytest
 from megatron_distill import log
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
-from megatron_distill.launching.program import Program
+from megatron_distill.launching.policy import Policy
 from megatron_distill.launching.records import (
     Launches,
     LaunchRecord,
@@ -30,7 +28,6 @@ from megatron_distill.launching.records import (
 )
 from megatron_distill.launching.ssh import SSH, Hosts
 from megatron_distill.launching.supervisor import (
-    Policy,
     _decide,
     _held,
     _Stop,
@@ -38,64 +35,10 @@ from megatron_distill.launching.supervisor import (
     _wait,
     supervise,
 )
+from tests.unit.launching.machines import SHELL, Machines
 
+pytestmark = pytest.mark.usefixtures("handlers")
 FAILED = Status.FAILED
-# A host whose name is in the file `broken` has no connection, as ssh shows it. Each has a home of
-# its own, with Python packages and programs in it.
-SHELL = """\
-host=$1; shift
-export HOME={folder}/$host PYTHONPATH={folder}/$host PATH={folder}/$host:{folder}/programs:$PATH
-grep -qx "$host" {folder}/broken && {{ echo "connect to host $host: No route" >&2; exit 255; }}
-exec "$@"
-"""
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """Give the process its handlers of signals back, which a job leaves to its end."""
-    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@dataclass(frozen=True)
-class Machines:
-    """Hosts of this machine, some of them with a broken connection, and a program for them."""
-
-    folder: Path
-
-    def break_connections(self, *names: str) -> None:
-        (self.folder / "broken").write_text("".join(f"{name}\n" for name in names))
-
-    @property
-    def shell(self) -> str:
-        return f"sh {self.folder / 'shell'} {{host}}"
-
-    def hosts(self, *names: str, wanted: int, pause: float = 0.0) -> Hosts:
-        addresses = dict.fromkeys(names, "127.0.0.1")
-        found = Hosts([*names], wanted, addresses, self.shell, {}, first_pause=pause)
-        found.restart = 1  # they had an answer before the first launch
-        return found
-
-    @property
-    def program(self) -> Program:
-        return Program(str(self.folder / "program.py"), ("x",))
-
-    @property
-    def launches(self) -> Launches:
-        return Launches(self.folder / "run" / "launches", self.folder / "run", "")
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Machines:
-    (tmp_path / "shell").write_text(SHELL.format(folder=tmp_path))
-    settings = f"output: {tmp_path}/run\ncorpus: ~/corpus.jsonl"
-    (tmp_path / "program.py").write_text(f"print({settings!r})\n")
-    found = Machines(tmp_path)
-    found.break_connections()
-    return found
 
 
 def test_a_signal_to_the_ranks_may_come_before_that_to_the_supervisor() -> None:
@@ -253,11 +196,11 @@ def test_ranks_meet_at_a_port_that_is_free_on_the_first_host_without_a_problem(
     (launch,) = machines.launches.all()
     assert launch.nodes == ["b"]
     assert len({*launch.ports}) == 20
-    assert f"--endpoint 127.0.0.1:{launch.ports[2]} " in words.read_text()
+    assert f"--endpoint 127.0.0.1:{launch.ports[3]} " in words.read_text()
     shown = [line for line in capsys.readouterr().err.splitlines() if ": node " in line]
     (healthy,) = [line for line in shown if "healthy" in line]
     assert " INFO " in healthy
-    assert re.search(rf": node b: healthy: .*, port {launch.ports[2]} free$", healthy)
+    assert re.search(rf": node b: healthy: .*, port {launch.ports[3]} free$", healthy)
     (bad,) = [line for line in shown if line not in healthy]
     assert ": node a: " in bad
 

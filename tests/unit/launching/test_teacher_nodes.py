@@ -93,7 +93,9 @@ def test_a_spare_node_has_a_role_only_where_a_node_before_it_fails(
     first, _, ranks = stand_in.called("srun")
     assert first[first.index("--nodes") + 1] == "2"
     assert {"--nodes=2", f"--nodelist={','.join(nodes)}"} <= {*ranks}
-    meeting = f"--rdzv-endpoint=127.0.0.{nodes[0][1:]}:{stand_in.port}"
+    place = int(nodes[0][1:])
+    port = stand_in.launches.all()[0].ports[place - 1]  # each node begins with another one
+    meeting = f"--rdzv-endpoint=127.0.0.{place}:{port}"
     found = {call[1]: call for call in stand_in.called("torchrun")}
     for node, is_first in zip(nodes, (1, 0), strict=True):
         assert {"--nnodes=2", meeting, f"--rdzv-conf=is_host={is_first}"} <= {*found[node]}

@@ -1,7 +1,8 @@
-"""Checks of one node before the ranks start: python -m megatron_distill.launching.node_health.
+"""Checks of one node before the ranks start.
 
-Each node writes its problems into the launch's folder, so that a node without an answer does not
-share the folder, hangs, or is gone. No import of torch: the check takes a second.
+python -m megatron_distill.launching.checks.node_health, once per node. Each node
+writes its problems into the launch's folder, so that a node without an answer does not share the
+folder, hangs, or is gone. No import of torch: the check takes a second.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from pathlib import Path
 from typing import Final
 
 from megatron_distill.errors import TrainingError, counted
+from megatron_distill.launching.checks.node_view import seen_files, versions
 from megatron_distill.launching.node import asked_of_gpus, gpus_listed, node_name
-from megatron_distill.launching.node_view import seen_files, versions
-from megatron_distill.launching.ports import free_port
+from megatron_distill.launching.ports import TRIED_PORTS, free_port
 from megatron_distill.launching.records import LaunchRecord, read_record, write_record
 
 __all__ = ["Health", "gpu_problems", "main", "verdict"]
 
 _LEAST_OPEN_FILES: Final = 4096  # sockets and files of a rank's peers
 _LEAST_BYTES: Final = 100_000_000  # in the folder of temporary files
-_ECC_QUERY: Final = "index,ecc.errors.uncorrected.volatile.total"
+_ECC: Final = "ecc.errors.uncorrected.volatile.total"
+# The driver sets the last one after events (XID) that a GPU does not recover from by itself.
+_GPU_FIELDS: Final = (_ECC, "remapped_rows.failure", "gpu_recovery_action")
+_UNKNOWN: Final = ("", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = node_name()
     launch = read_record(folder / "launch.json", LaunchRecord)
     software = versions()
-    port = None if launch is None else free_port(launch.ports)
+    port = None if launch is None else free_port(_tried_ports(launch, node))
     wanted = _wanted_gpus(given)
     gpus, of_gpus = _of_gpus(wanted)
     if gpus is not None and not wanted:  # a node with fewer than others would have fewer ranks
@@ -96,6 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{node}: {problem}\n")
         return 1
     return 0
+
+
+def _tried_ports(launch: LaunchRecord, node: str) -> list[int]:
+    """Return the ports of a launch from another one on for each node: some may be one machine."""
+    place = launch.nodes.index(node) if node in launch.nodes else 0
+    return [*launch.ports[place % TRIED_PORTS :], *launch.ports[: place % TRIED_PORTS]]
 
 
 def _of_system(folder: Path, launch: LaunchRecord | None, port: int | None) -> Iterator[str]:
@@ -143,22 +153,34 @@ def _of_gpus(wanted: int) -> tuple[int | None, list[str]]:
         if found < wanted:
             problems.append(f"has {found} of {counted(wanted, 'GPU')}")
         if found:
-            table = asked_of_gpus(f"--query-gpu={_ECC_QUERY}", "--format=csv,noheader,nounits")
-            problems += gpu_problems(table)
+            table = _asked(_GPU_FIELDS)
+            # Older drivers refuse a query with a field that they do not know.
+            problems += gpu_problems(table if table[:1].isdecimal() else _asked((_ECC,)))
     except TrainingError as error:
         problems.append(str(error))
     return found, problems
 
 
-def gpu_problems(table: str) -> Iterator[str]:
-    """Return the GPUs with uncorrected memory errors, from nvidia-smi's lines `0, 3`.
+def _asked(names: Sequence[str]) -> str:
+    query = f"--query-gpu={','.join(('index', *names))}"
+    return asked_of_gpus(query, "--format=csv,noheader,nounits")
 
-    Cards without error correction have `[N/A]` there.
+
+def gpu_problems(table: str) -> Iterator[str]:
+    """Return the problems of GPUs from nvidia-smi's lines `0, 3, No, None`, or `0, 3`.
+
+    These are uncorrected memory errors, rows of memory that could not be replaced, and what the
+    driver asks for. Cards and drivers that do not know one of them have `[N/A]` there.
     """
     for line in table.splitlines():
-        index, _, count = (part.strip() for part in line.partition(","))
-        if count.isdecimal() and int(count) > 0:
-            yield f"GPU {index} has {counted(int(count), 'uncorrected memory error')}"
+        index, *values = (part.strip() for part in line.split(","))
+        errors, failed, action = (*values, *[""] * len(_GPU_FIELDS))[: len(_GPU_FIELDS)]
+        if errors.isdecimal() and int(errors) > 0:
+            yield f"GPU {index} has {counted(int(errors), 'uncorrected memory error')}"
+        if failed in ("Yes", "1"):
+            yield f"GPU {index} has a bad row of memory and no spare one left"
+        if action not in (*_UNKNOWN, "None"):
+            yield f"GPU {index} is not to be used before the driver's {action!r} (nvidia-smi -q)"
 
 
 def _of_command(command: str, seconds: float) -> Iterator[str]:

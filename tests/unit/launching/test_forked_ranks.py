@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distill.planning.calibration.forked_ranks import ForkedRanks
+from megatron_distill.launching.forked_ranks import ForkedRanks
 
 
 def prepare() -> None:

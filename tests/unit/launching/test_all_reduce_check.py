@@ -1,0 +1,156 @@
+"""All-reduces of real ranks before those of a run: over ssh, between hosts of this machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_distill import log
+from megatron_distill.launching.checks.ring import NodeSums, sums_file
+from megatron_distill.launching.policy import AllReduceCheck, Policy
+from megatron_distill.launching.records import bad_nodes, read_record
+from megatron_distill.launching.supervisor import supervise
+from tests.unit.launching.machines import SHELL, Machines
+
+pytestmark = pytest.mark.usefixtures("handlers")
+
+# The ranks of a run are not what is tested: they end at once.
+WITHOUT_RANKS = 'case "$*" in *--endpoint*) exit 1 ;; esac\n'
+UNKNOWN = "no-such-interface"
+
+
+def write_program(file: Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+def launched(
+    machines: Machines,
+    *names: str,
+    wanted: int,
+    check: AllReduceCheck = "always",
+    seconds: float = 60.0,
+    special: str = "",
+) -> list[str]:
+    """Launch on hosts, and return the nodes of the ranks; special: lines of the remote shell."""
+    nvidia_smi = machines.folder / "programs" / "nvidia-smi"
+    if not nvidia_smi.exists():
+        write_program(nvidia_smi, ":")  # whatever is here
+    shell = SHELL.format(folder=machines.folder)
+    (machines.folder / "shell").write_text(WITHOUT_RANKS + special + shell)
+    hosts = machines.hosts(*names, wanted=wanted)
+    policy = Policy(
+        sys.executable, hosts.job, ranks_per_node=1, wanted_nodes=wanted, health_seconds=seconds,
+        all_reduce_check=check,
+    )  # fmt: skip
+    log.configure(0)
+    assert supervise(hosts, machines.program, policy) == 1
+    return machines.launches.all()[-1].nodes
+
+
+def sums_of(machines: Machines, node: str) -> NodeSums | None:
+    launches = machines.launches
+    return read_record(sums_file(launches.of(launches.all()[-1]), node), NodeSums)
+
+
+def test_sound_hosts_sum_with_their_neighbours_and_the_log_has_the_speed(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(machines, "a", "b", "c", wanted=3) == ["a", "b", "c"]
+    text = capsys.readouterr().err
+    found = re.search(r"all-reduces took (\d+) s; (\S+) to (\S+) GB/s between two nodes\n", text)
+    assert found, text
+    assert int(found[1]) < 50
+    assert 0.0 < float(found[2]) <= float(found[3])
+    for node, others in (("a", "bc"), ("b", "ac"), ("c", "ab")):
+        sums = sums_of(machines, node)
+        assert sums is not None
+        assert sorted(sums.speeds) == sorted(sums.begun) == list(others)
+        assert sums.problems == {}
+
+
+@pytest.mark.slow
+def test_a_host_that_no_other_one_reaches_is_bad_and_a_spare_one_takes_its_place(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = f'test "$1" = b && export GLOO_SOCKET_IFNAME={UNKNOWN}\n'
+    assert launched(machines, "a", "b", "c", wanted=2, special=wrong) == ["a", "c"]
+    text = capsys.readouterr().err
+    (bad,) = bad_nodes(machines.launches.folder)
+    assert bad.node == "b"
+    assert bad.reason.startswith("its sum with a: ")
+    assert "; its sum with c: " in bad.reason
+    assert bad.reason.count(UNKNOWN) == 2
+    assert f"node b: {bad.reason}" in text
+
+
+@pytest.mark.slow
+def test_two_hosts_that_do_not_reach_each_other_start_no_ranks_and_none_is_excluded(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = f'test "$1" = b && export GLOO_SOCKET_IFNAME={UNKNOWN}\n'
+    launched(machines, "a", "b", wanted=2, special=wrong)
+    launches = machines.launches
+    outcome = launches.outcome(launches.all()[-1])
+    assert outcome is not None
+    assert outcome.reason == "2 nodes failed the checks: a, b"
+    assert bad_nodes(launches.folder) == []
+    assert UNKNOWN in capsys.readouterr().err
+
+
+def test_a_gpu_that_torch_cannot_use_is_found_before_the_ranks_start(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = "test \"$1\" = --list-gpus && echo 'GPU 0: H100'"
+    write_program(machines.folder / "programs" / "nvidia-smi", listed)
+    hidden = "export CUDA_VISIBLE_DEVICES=\n"
+    launched(machines, "a", wanted=1, check="gpus", special=hidden)
+    text = capsys.readouterr().err
+    assert "node a: healthy: 1 GPU, " in text
+    assert re.search(r"node a: the sum of its ranks: .*(CUDA|NVIDIA)", text), text
+    outcome = machines.launches.outcome(machines.launches.all()[-1])
+    assert outcome is not None
+    assert outcome.reason == "1 node failed the checks: a"
+
+    assert launched(machines, "a", wanted=1, check="never", special=hidden) == ["a"]
+    assert "the sum of its ranks" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_hosts_that_have_begun_nothing_in_time_are_taken_as_they_are(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hangs = 'case "$*" in *all_reduce*) exec sleep 600 ;; esac\n'
+    began = time.monotonic()
+    assert launched(machines, "a", "b", wanted=2, seconds=24.0, special=hangs) == ["a", "b"]
+    assert time.monotonic() - began < 60.0
+    text = capsys.readouterr().err
+    assert "node a, b: has begun no all-reduce within --health-seconds" in text
+
+
+def test_a_host_that_fails_its_own_check_is_excluded_though_all_others_fail_their_sums(
+    machines: Machines,
+) -> None:
+    listed = "test \"$1\" = --list-gpus && echo 'GPU 0: H100'"
+    write_program(machines.folder / "programs" / "nvidia-smi", listed)
+    few = "test \"$1\" = --list-gpus && echo 'GPU 0: H100' || echo '0, 7'"
+    write_program(machines.folder / "b" / "nvidia-smi", few)
+    launched(machines, "a", "b", wanted=2, check="gpus", special="export CUDA_VISIBLE_DEVICES=\n")
+    launches = machines.launches
+    assert [one.node for one in bad_nodes(launches.folder)] == ["b"]
+    outcome = launches.outcome(launches.all()[-1])
+    assert outcome is not None
+    assert outcome.reason == "2 nodes failed the checks: b, a"
+
+
+def test_hosts_without_gpus_sum_only_if_asked(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(machines, "a", "b", wanted=2, check="gpus") == ["a", "b"]
+    assert "all-reduces took" not in capsys.readouterr().err
+    assert sums_of(machines, "a") is None
