@@ -13,19 +13,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
+from multiprocessing.context import ForkProcess, SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 __all__ = ["ForkedRanks"]
 
-_END_SECONDS: Final = 10.0  # of the process that forks, once it is asked to end
+_END_SECONDS: Final = 10.0  # of the process that forks, or of a rank, once it is asked to end
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ class ForkedRanks:
     """A process that runs `prepare`, and then forks the ranks of each call; a context manager.
 
     prepare: a function of a module. It imports, and starts no threads: they would not be there
-    after the fork.
+    after the fork. method: fork, where this process has the imports, and neither threads nor CUDA.
     """
 
-    def __init__(self, prepare: Callable[[], None]) -> None:
-        context = get_context("spawn")
-        self._connection, self._theirs = context.Pipe()
-        self._process = context.Process(target=_fork_ranks, args=(self._theirs, prepare))
+    def __init__(
+        self, prepare: Callable[[], None], *, method: Literal["spawn", "fork"] = "spawn"
+    ) -> None:
+        self._connection, self._theirs = Pipe()
+        ends = (self._theirs, self._connection)
+        kind = ForkProcess if method == "fork" else SpawnProcess
+        self._process = kind(target=_fork_ranks, args=(*ends, prepare))
         self.cpu_seconds = 0.0  # that it and its ranks have worked, as of the newest answer
 
     def __enter__(self) -> ForkedRanks:
@@ -72,6 +76,11 @@ class ForkedRanks:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+    def stop(self) -> None:
+        """End the ranks of a call, and the process that forks them."""
+        self._process.terminate()
+        self._process.join(_END_SECONDS)
 
     def wait(self) -> None:
         """Wait until the imports are done. Raises EOFError: they failed, with their traceback."""
@@ -100,8 +109,13 @@ class ForkedRanks:
         return status
 
 
-def _fork_ranks(connection: Connection, prepare: Callable[[], None]) -> None:
-    """Prepare, and then answer each call with its ranks' exit status and the CPU seconds so far."""
+def _fork_ranks(connection: Connection, theirs: Connection, prepare: Callable[[], None]) -> None:
+    """Prepare, and then answer each call with its ranks' exit status and the CPU seconds so far.
+
+    theirs: the other end, which has to be open in the other process alone.
+    """
+    theirs.close()
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)  # a call does not look whether the other one is there
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the other process ends this one
     # The ranks have sessions of their own, and end with this process.
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -112,6 +126,7 @@ def _fork_ranks(connection: Connection, prepare: Callable[[], None]) -> None:
             call = connection.recv()
             status = None if call is None else _status_of(call)
             connection.send((status, sum(os.times()[:4])))
+    os._exit(0)  # the modules that were imported would take a second to leave
 
 
 def _status_of(call: _Call) -> int:
@@ -134,7 +149,7 @@ def _status_of(call: _Call) -> int:
         for one in ranks:
             if one.pid is not None:
                 one.kill()
-                one.join()
+                one.join(_END_SECONDS)  # one that waits for a broken GPU cannot be killed
 
 
 def _failure(ended: Sequence[ForkProcess]) -> int:

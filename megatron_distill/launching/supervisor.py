@@ -192,6 +192,10 @@ def _launch(
         first = launch.nodes[:1]
         return _decide(job, policy, launches, launch, outcome, stop, without=(), silent=first)
     bad, without = bad_nodes(job, policy, launch, folder, is_stopped=lambda: stop.received)
+    if stop.received:
+        reason = "stopped before its ranks began"
+        outcome = Outcome(Status.UNFINISHED, reason, launch.progress, time.time())
+        return _decide(job, policy, launches, launch, outcome, stop, without=(), silent=())
     for one in bad:
         _LOGGER.error("node %s: %s", one.node, one.reason)
     names = [one.node for one in bad]

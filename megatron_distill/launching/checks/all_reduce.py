@@ -10,21 +10,22 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import TrainingError, counted
-from megatron_distill.launching.checks.ring import TIMEOUT, NodeSums, ring, sums_file
+from megatron_distill.launching.checks.pairs import NodeSums, is_wait, rounds, sums_file
 from megatron_distill.launching.forked_ranks import ForkedRanks
 from megatron_distill.launching.node import gpus_listed, node_name, ranks_here
 from megatron_distill.launching.records import write_record
@@ -33,11 +34,14 @@ __all__ = ["main"]
 
 _BYTES: Final = {"cuda": 2**26, "cpu": 2**22}
 _REPEATS: Final = 3
-_LEAST_SECONDS: Final = 12.0  # of all sums: with less, as after slow imports, none is tried
-_LEAVE_SECONDS: Final = 2.0  # for a rank to tell of its own timeout before it is killed
+# Of the time for all sums, parts for the nodes' own, imports included; each round of pairs has one.
+_OWN_PARTS: Final = 2
+_LEAST_SECONDS: Final = {"cuda": 10.0, "cpu": 4.0}  # with less, a sum is not tried
+_LEAVE_SECONDS: Final = 1.0  # for a rank to tell of its own timeout before it is killed
 # The cause at the end of a message of NCCL, or else of the last error.
-_LAST_ERROR: Final = re.compile(r"Last error:\s*(\S.*)")
+_LAST_ERROR: Final = re.compile(r"Last error:[ \t]*\n?[ \t]*(\S.*)")
 _ERROR: Final = re.compile(r"^[\w.]*(?:Error|Exception): *(\S.*)", re.MULTILINE)
+_SPEED: Final = re.compile(r"^(\S+) GB/s$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -56,35 +60,60 @@ class _Meeting:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the sums of this node, record each, and return 0; raises OSError: there is no record."""
+    given = _parse(arguments)
+    if given.ranks == 0:  # of a node whose GPUs torch is not built for
+        return 0
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    nodes, stores = given.nodes.split(","), given.stores.split(",")
+    place = nodes.index(node_name())
+    own = [[pair for pair in pairs if place in pair] for pairs in rounds(len(nodes))]
+    part = given.seconds / (_OWN_PARTS + len(own))
+    # Forked before anything starts a thread or CUDA: the imports of this process are the ranks'.
+    with ForkedRanks(_import, method="fork") as forked:
+        if given.stops_with_input:
+            threading.Thread(target=_stop_at_end_of_input, args=(forked,), daemon=True).start()
+        sums = _Sums(forked, given.launch, NodeSums(nodes[place]), given.ranks, given.on_gpus)
+        hosts = any(pair[0] == place for pairs in own for pair in pairs)
+        with _store(stores[place] if hosts else None):
+            alone = _Meeting(nodes[place], given.ranks, 0)
+            if given.on_gpus and not sums.succeeds(alone, given.until - part * len(own)):
+                return 0
+            for left, pairs in zip(reversed(range(len(own))), own, strict=True):
+                for pair in pairs:
+                    name, first = nodes[sum(pair) - place], given.ranks * pair.index(place)
+                    meeting = _Meeting(name, 2 * given.ranks, first, stores[pair[0]])
+                    sums.succeeds(meeting, given.until - part * left)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the words, with the ranks of this node, and whether they are on GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--launch", required=True, type=Path, help="folder of the launch")
     parser.add_argument("--nodes", required=True, help="NAME,NAME: of all that sum")
     parser.add_argument("--stores", required=True, help="ADDRESS:PORT,ADDRESS:PORT: of each")
     parser.add_argument("--ranks-per-node", type=int, help="at most: one per GPU")
-    parser.add_argument("--seconds", type=float, required=True, help="of all sums")
+    parser.add_argument("--seconds", type=float, required=True, help="for all sums")
+    parser.add_argument("--until", type=float, required=True, help="their end, since the epoch")
+    parser.add_argument("--always", action="store_true", help="on nodes without GPUs, too")
+    parser.add_argument("--stops-with-input", action="store_true")
     given = parser.parse_args(arguments)
-    deadline = time.monotonic() + given.seconds
-    nodes, stores = given.nodes.split(","), given.stores.split(",")
-    with ForkedRanks(_import) as forked, TemporaryDirectory() as scratch:
-        forked.wait()
-        if deadline - time.monotonic() < _LEAST_SECONDS:
-            return 0
-        gpus = gpus_listed()
-        ranks = min(given.ranks_per_node or ranks_here(announce=False), gpus) if gpus else 1
-        own = _OwnRanks(forked, given.launch, Path(scratch), node_name(), ranks, gpus > 0)
-        place = nodes.index(own.node)
-        pairs = [pair for pairs in ring(len(nodes)) for pair in pairs if place in pair]
-        with _store(stores[place] if any(first == place for first, _ in pairs) else None):
-            alone = _Meeting(own.node, ranks, 0)
-            left = deadline - time.monotonic()
-            if gpus and not own.succeeds(alone, left / (2 if pairs else 1)):
-                return 0
-            for number, pair in enumerate(pairs):
-                name, first = nodes[sum(pair) - place], ranks * pair.index(place)
-                left = deadline - time.monotonic()
-                meeting = _Meeting(name, 2 * ranks, first, stores[pair[0]])
-                own.succeeds(meeting, left / (len(pairs) - number))
-    return 0
+    gpus = gpus_listed()
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    given.on_gpus = gpus > 0 and (given.always or (bool(torch.version.cuda) and not hides_gpus))
+    given.ranks = int(given.always)
+    if given.on_gpus:
+        given.ranks = min(given.ranks_per_node or ranks_here(announce=False), gpus)
+    return given
+
+
+def _stop_at_end_of_input(forked: ForkedRanks) -> None:
+    # Not through sys.stdin, whose lock would be held when the interpreter ends.
+    while os.read(0, 4096):
+        pass
+    forked.stop()
+    os._exit(1)
 
 
 @contextmanager
@@ -98,57 +127,59 @@ def _store(address: str | None) -> Iterator[None]:
     del store
 
 
-@dataclass(frozen=True)
-class _OwnRanks:
+@dataclass
+class _Sums:
     """The ranks of this node, which are started anew for each sum, and its record."""
 
     forked: ForkedRanks
     launch: Path
-    scratch: Path
-    node: str
+    record: NodeSums
     ranks: int
     on_gpus: bool
-    begun: list[str] = field(default_factory=list)
-    speeds: dict[str, float] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
 
-    def succeeds(self, meeting: _Meeting, seconds: float) -> bool:
-        """Sum within so many seconds, record how it went, and return whether it was right."""
-        speed, output = self.scratch / "speed", self.scratch / "output"
-        for file in (speed, output):
-            file.unlink(missing_ok=True)
-        self.begun.append(meeting.name)
-        self._record()
+    def succeeds(self, meeting: _Meeting, until: float) -> bool:
+        """Sum until then, since the epoch, and record it; return whether it was tried and right.
+
+        The output of the ranks stays beside the record.
+        """
+        name, seconds = meeting.name, until - time.time()
+        if seconds < _LEAST_SECONDS["cuda" if self.on_gpus else "cpu"]:
+            return False
+        file = sums_file(self.launch, self.record.node)
+        output = file.with_name(f"{self.record.node}-with-{name}.txt")
+        self._add("begun", name, time.time())
         status = self.forked.run(
             _sum,
             meeting,
-            speed,
             self.on_gpus,
-            max(1.0, seconds - _LEAVE_SECONDS),
+            seconds - _LEAVE_SECONDS,
             ranks=self.ranks,
             threads=1,
             output=output,
             seconds=seconds,
         )
-        if status == 0:
-            self.speeds[meeting.name] = float(speed.read_text())
-        elif (cause := _cause(output, status)) is not None:
-            self.problems[meeting.name] = cause
-        self._record()
+        text = output.read_text(errors="replace") if output.exists() else ""
+        speed = _SPEED.search(text)
+        cause = _cause(text, status)
+        if status == 0 and speed is not None:
+            self._add("speeds", name, float(speed[1]))
+        elif cause is not None:
+            self._add("problems", name, cause)
+        self._add("ended", name, time.time())
         return status == 0
 
-    def _record(self) -> None:
-        file = sums_file(self.launch, self.node)
-        write_record(file, NodeSums(self.node, self.begun, self.speeds, self.problems))
+    def _add(self, kind: str, name: str, value: float | str) -> None:
+        changed: dict[str, Any] = {kind: {**getattr(self.record, kind), name: value}}
+        self.record = replace(self.record, **changed)
+        write_record(sums_file(self.launch, self.record.node), self.record)
 
 
-def _cause(output: Path, status: int) -> str | None:
+def _cause(text: str, status: int) -> str | None:
     """Return why ranks with this output have failed; None: they have not ended, and were killed."""
-    text = output.read_text(errors="replace") if output.exists() else ""
     found = _LAST_ERROR.findall(text) or _ERROR.findall(text)
     if found:
         return str(found[-1]).strip()
-    if status == 1 or TIMEOUT.search(text):  # NCCL's watchdog aborts a rank
+    if status == 1 or is_wait(text):  # killed in time, or by the watchdog of NCCL
         return None
     return f"a rank ended with status {status}"
 
@@ -157,7 +188,7 @@ def _import() -> None:
     """Do nothing: this module's imports are all that the ranks need."""
 
 
-def _sum(meeting: _Meeting, speed: Path, on_gpus: bool, seconds: float) -> None:
+def _sum(meeting: _Meeting, on_gpus: bool, seconds: float) -> None:
     """Sum a message over the ranks of a meeting; each node's first writes the GB/s of a link.
 
     Raises TrainingError: a wrong sum. Collective: all-reduce of the meeting's ranks, 64 MiB on
@@ -190,7 +221,8 @@ def _sum(meeting: _Meeting, speed: Path, on_gpus: bool, seconds: float) -> None:
         raise TrainingError(f"{counted(wrong, 'number')} of {message.numel()} are not {expected:g}")
     if local == 0:
         share = 2 * (meeting.world - 1) / meeting.world  # of the message, over each link
-        speed.write_text(str(share * _BYTES[device.type] / took / 1e9))
+        sys.stdout.write(f"{share * _BYTES[device.type] / took / 1e9:g} GB/s\n")
+        sys.stdout.flush()
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import shutil
 import signal
@@ -34,7 +35,7 @@ _LEAST_BYTES: Final = 100_000_000  # in the folder of temporary files
 _ECC: Final = "ecc.errors.uncorrected.volatile.total"
 # The driver sets the last one after events (XID) that a GPU does not recover from by itself.
 _GPU_FIELDS: Final = (_ECC, "remapped_rows.failure", "gpu_recovery_action")
-_UNKNOWN: Final = ("", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]")
+_ACTION: Final = re.compile("reset|reboot|drain|recover", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Health:
     """The problems of one node, and its view, which is compared with those of others.
 
     versions: of its software, and the number of its GPUs where no scheduler allots them. files:
-    what it sees under the paths of the settings. port: a free one for the rendezvous. gpus: all
-    that nvidia-smi lists; None: it has not answered.
+    what it sees under the paths of the settings. port: a free one for the rendezvous. store_port:
+    one for sums with other nodes. gpus: all that nvidia-smi lists; None: it has not answered.
     """
 
     node: str
@@ -51,6 +52,7 @@ class Health:
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     port: int | None = None
+    store_port: int | None = None
     gpus: int | None = None
 
 
@@ -81,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = node_name()
     launch = read_record(folder / "launch.json", LaunchRecord)
     software = versions()
-    port = None if launch is None else free_port(_tried_ports(launch, node))
+    tried = [] if launch is None else _tried_ports(launch, node)
+    half = len(tried) // 2
+    port, store_port = free_port(tried), free_port([*tried[half:], *tried[:half]])
     wanted = _wanted_gpus(given)
     gpus, of_gpus = _of_gpus(wanted)
     if gpus is not None and not wanted:  # a node with fewer than others would have fewer ranks
@@ -91,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems += _of_command(given.command, given.command_seconds)
     try:
         files = {} if launch is None else seen_files(launch.paths)
-        health = Health(node, problems, software, files, port, gpus)
+        health = Health(node, problems, software, files, port, store_port, gpus)
         write_record(folder / "health" / f"{node}.json", health)
     except OSError as error:
         problem = f"cannot write in {folder}: {error.strerror}"
@@ -153,17 +157,21 @@ def _of_gpus(wanted: int) -> tuple[int | None, list[str]]:
         if found < wanted:
             problems.append(f"has {found} of {counted(wanted, 'GPU')}")
         if found:
-            table = _asked(_GPU_FIELDS)
-            # Older drivers refuse a query with a field that they do not know.
-            problems += gpu_problems(table if table[:1].isdecimal() else _asked((_ECC,)))
+            problems += gpu_problems(_gpu_table())
     except TrainingError as error:
         problems.append(str(error))
     return found, problems
 
 
-def _asked(names: Sequence[str]) -> str:
-    query = f"--query-gpu={','.join(('index', *names))}"
-    return asked_of_gpus(query, "--format=csv,noheader,nounits")
+def _gpu_table() -> str:
+    """Return the answer about all fields that the driver knows; it refuses a query with others."""
+    table = ""
+    for count in range(len(_GPU_FIELDS), 0, -1):
+        query = f"--query-gpu={','.join(('index', *_GPU_FIELDS[:count]))}"
+        table = asked_of_gpus(query, "--format=csv,noheader,nounits")
+        if table[:1].isdecimal():
+            break
+    return table
 
 
 def gpu_problems(table: str) -> Iterator[str]:
@@ -179,8 +187,9 @@ def gpu_problems(table: str) -> Iterator[str]:
             yield f"GPU {index} has {counted(int(errors), 'uncorrected memory error')}"
         if failed in ("Yes", "1"):
             yield f"GPU {index} has a bad row of memory and no spare one left"
-        if action not in (*_UNKNOWN, "None"):
-            yield f"GPU {index} is not to be used before the driver's {action!r} (nvidia-smi -q)"
+        asked = next((text for text in (action, errors) if _ACTION.search(text)), None)
+        if asked is not None:  # of older drivers, [GPU requires reset] is in the place of the count
+            yield f"GPU {index} is not to be used before the driver's {asked!r} (nvidia-smi -q)"
 
 
 def _of_command(command: str, seconds: float) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -12,12 +13,7 @@ from typing import Final
 from megatron_distill.errors import counted
 from megatron_distill.launching.checks.node_health import Health, verdict
 from megatron_distill.launching.checks.node_view import node_differences
-from megatron_distill.launching.checks.ring import (
-    NodeSums,
-    bad_sums,
-    broken_pairs,
-    sums_file,
-)
+from megatron_distill.launching.checks.pairs import NodeSums, bad_sums, sums_file, untold_pairs
 from megatron_distill.launching.policy import Policy
 from megatron_distill.launching.records import (
     BadNode,
@@ -32,8 +28,8 @@ __all__ = ["bad_nodes"]
 
 _LOGGER = get_logger(__name__)
 _END_SECONDS: Final = 5.0
-_LEAST_SECONDS: Final = 20.0  # of sums, imports included: with less there are none
-_WRITE_SECONDS: Final = 2.0  # for a node to record a sum that it has ended
+_POLL_SECONDS: Final = 0.2
+_WRITE_SECONDS: Final = 3.0  # for a node to record a sum that it has ended
 _SLOW: Final = 0.5  # of the median speed
 
 
@@ -47,24 +43,27 @@ def bad_nodes(
 ) -> tuple[list[BadNode], list[str]]:
     """Check all nodes at once; return the bad ones, and the names of those to exclude.
 
-    Nodes that pass the first check sum then. One without an answer is bad. Where all nodes fail a
-    check, it is more likely wrong, and none is excluded for it. None is bad where the job is
-    stopped meanwhile, which ends the checks as well.
+    Nodes that pass the first check sum then, and each check has the policy's time. A node without
+    an answer to the first is bad. Where all nodes fail a check, it is more likely wrong, and none
+    is excluded for it. None is bad where the job is stopped meanwhile, which ends the checks.
     """
-    deadline = time.monotonic() + policy.health_seconds
-    bad, found = _by_health(job, policy, launch, folder)
+    bad, found = _by_health(job, policy, launch, folder, is_stopped)
     failed = [one.node for one in bad]
     excluded = failed if len(failed) < len(launch.nodes) else []
     sound = {node: one for node, one in found.items() if node not in failed}
     if not is_stopped() and _wants_sums(policy, sound):
-        more = _by_sums(job, policy, launch, folder, sound, deadline - time.monotonic())
+        more = _by_sums(job, policy, launch, folder, sound, is_stopped)
         bad = [*bad, *more]
         excluded = [*excluded, *(one.node for one in more if len(more) < len(sound))]
     return ([], []) if is_stopped() else (bad, excluded)
 
 
 def _by_health(
-    job: Scheduler, policy: Policy, launch: LaunchRecord, folder: Path
+    job: Scheduler,
+    policy: Policy,
+    launch: LaunchRecord,
+    folder: Path,
+    is_stopped: Callable[[], bool],
 ) -> tuple[list[BadNode], dict[str, Health]]:
     """Let each node check itself; return the bad ones, and what those that answer have found."""
     words = ["--launch", str(folder.resolve())]
@@ -74,7 +73,7 @@ def _by_health(
     if policy.ranks_per_node is not None:
         words += ["--ranks-per-node", str(policy.ranks_per_node)]
     silence = "has written no answer: its own message is above"
-    if not _has_ended(job, policy, launch.nodes, "node_health", words, policy.health_seconds):
+    if not _has_ended(job, policy, launch.nodes, "node_health", words, is_stopped):
         silence = f"has not answered within {policy.health_seconds:.0f} s"
     took = time.time() - launch.started
     _LOGGER.info("%s checked in %.0f s", counted(len(launch.nodes), "node"), took)
@@ -99,30 +98,31 @@ def _has_ended(
     nodes: Sequence[str],
     module: str,
     words: Sequence[str],
-    seconds: float,
+    is_stopped: Callable[[], bool],
 ) -> bool:
-    """Run a module of this folder on nodes; end it, and return False, after so many seconds."""
+    """Run a module of this folder on nodes; after the policy's time end it, and return False."""
     start = [*job.on_nodes(nodes, waits=0), policy.python, "-m"]
     command = [*start, f"megatron_distill.launching.checks.{module}", *words]
     step = subprocess.Popen(command, start_new_session=True)
+    deadline = time.monotonic() + policy.health_seconds
+    while time.monotonic() < deadline and not is_stopped():
+        with suppress(subprocess.TimeoutExpired):
+            step.wait(timeout=_POLL_SECONDS)
+            return True
+    step.terminate()
     try:
-        step.wait(timeout=seconds)
+        step.wait(timeout=_END_SECONDS)
     except subprocess.TimeoutExpired:
-        step.terminate()
-        try:
-            step.wait(timeout=_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            step.kill()
-            step.wait()
-        return False
-    return True
+        step.kill()
+        step.wait()
+    return False
 
 
 def _wants_sums(policy: Policy, sound: Mapping[str, Health]) -> bool:
     """Return whether these nodes sum: with GPUs always, else if asked, and several only."""
     if policy.all_reduce_check == "never" or not sound:
         return False
-    if any(one.port is None for one in sound.values()):
+    if any(one.store_port is None for one in sound.values()):
         return False
     if any(health.gpus for health in sound.values()):
         return True
@@ -135,31 +135,33 @@ def _by_sums(
     launch: LaunchRecord,
     folder: Path,
     sound: Mapping[str, Health],
-    seconds: float,
+    is_stopped: Callable[[], bool],
 ) -> list[BadNode]:
-    """Let the nodes sum in so many seconds; return the bad ones, and log what was seen."""
-    if seconds < _LEAST_SECONDS:
-        _LOGGER.warning("no all-reduce check: %.0f s of --health-seconds are left", seconds)
-        return []
-    began, nodes = time.monotonic(), list(sound)
+    """Let the nodes sum; return the bad ones, and log what was seen."""
+    began, nodes = time.time(), list(sound)
+    seconds = max(0.0, policy.health_seconds - _WRITE_SECONDS)
     addresses = dict(zip(launch.nodes, launch.addresses, strict=True))
     words = ["--launch", str(folder.resolve()), "--nodes", ",".join(nodes)]
-    words += ["--stores", ",".join(f"{addresses[node]}:{sound[node].port}" for node in nodes)]
-    words += ["--seconds", f"{seconds - _WRITE_SECONDS:.1f}"]
+    words += ["--stores", ",".join(f"{addresses[node]}:{sound[node].store_port}" for node in nodes)]
+    words += ["--seconds", f"{seconds:.1f}", "--until", f"{began + seconds:.1f}"]
+    words += job.node_options
+    if policy.all_reduce_check == "always":
+        words.append("--always")
     if policy.ranks_per_node is not None:
         words += ["--ranks-per-node", str(policy.ranks_per_node)]
-    _has_ended(job, policy, nodes, "all_reduce", words, seconds)
+    has_ended = _has_ended(job, policy, nodes, "all_reduce", words, is_stopped)
     read = {node: read_record(sums_file(folder, node), NodeSums) for node in nodes}
     found = {node: one for node, one in read.items() if one is not None}
-    without = [node for node in nodes if node not in found]
-    if without:
-        text = "has begun no all-reduce within --health-seconds, and is taken as it is"
-        _LOGGER.warning("node %s: %s", ", ".join(without), text)
+    late = [node for node in nodes if node not in found]
+    if late and (found or not has_ended):
+        text = "has begun no all-reduce, and is taken as it is: it came late, or says why above"
+        _LOGGER.warning("node %s: %s", ", ".join(late), text)
     bad = bad_sums(nodes, found)
-    for text in broken_pairs(nodes, found, bad):
-        _LOGGER.warning("%s; both go on, as each succeeded with another node", text)
-    took = time.monotonic() - began
-    _LOGGER.info("all-reduces took %.0f s%s", took, "".join(_speeds(found)))
+    for text in untold_pairs(nodes, found, bad):
+        _LOGGER.warning("%s; both go on, as they succeed with other nodes", text)
+    if found:
+        took = time.time() - began
+        _LOGGER.info("all-reduces took %.0f s%s", took, "".join(_speeds(found)))
     for node, other, speed, usual in _slow(found):
         text = "its own ranks" if node == other else f"the ranks of {other} and its own"
         _LOGGER.warning(
@@ -167,7 +169,7 @@ def _by_sums(
             *(node, text, speed, usual),
         )
     return [
-        BadNode(local_time(), node, one.reason, is_silent=one.is_hang) for node, one in bad.items()
+        BadNode(local_time(), node, one.reason, is_silent=one.is_wait) for node, one in bad.items()
     ]
 
 
@@ -177,6 +179,8 @@ def _by_kind(found: Mapping[str, NodeSums]) -> tuple[dict[tuple[str, str], float
     pairs: dict[tuple[str, str], float] = {}
     for node, sums in found.items():
         for other, speed in sums.speeds.items():
+            if speed == 0.0:  # of a single rank
+                continue
             if node == other:
                 alone[node, node] = speed
             elif (other, node) not in pairs:

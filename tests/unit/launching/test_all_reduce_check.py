@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
+import psutil
 import pytest
 
 from megatron_distill import log
-from megatron_distill.launching.checks.ring import NodeSums, sums_file
+from megatron_distill.launching.checks.pairs import NodeSums, sums_file
 from megatron_distill.launching.policy import AllReduceCheck, Policy
 from megatron_distill.launching.records import bad_nodes, read_record
 from megatron_distill.launching.supervisor import supervise
@@ -36,6 +41,7 @@ def launched(
     check: AllReduceCheck = "always",
     seconds: float = 60.0,
     special: str = "",
+    status: int = 1,
 ) -> list[str]:
     """Launch on hosts, and return the nodes of the ranks; special: lines of the remote shell."""
     nvidia_smi = machines.folder / "programs" / "nvidia-smi"
@@ -49,7 +55,7 @@ def launched(
         all_reduce_check=check,
     )  # fmt: skip
     log.configure(0)
-    assert supervise(hosts, machines.program, policy) == 1
+    assert supervise(hosts, machines.program, policy) == status
     return machines.launches.all()[-1].nodes
 
 
@@ -109,7 +115,7 @@ def test_a_gpu_that_torch_cannot_use_is_found_before_the_ranks_start(
     listed = "test \"$1\" = --list-gpus && echo 'GPU 0: H100'"
     write_program(machines.folder / "programs" / "nvidia-smi", listed)
     hidden = "export CUDA_VISIBLE_DEVICES=\n"
-    launched(machines, "a", wanted=1, check="gpus", special=hidden)
+    launched(machines, "a", wanted=1, check="always", special=hidden)
     text = capsys.readouterr().err
     assert "node a: healthy: 1 GPU, " in text
     assert re.search(r"node a: the sum of its ranks: .*(CUDA|NVIDIA)", text), text
@@ -117,7 +123,8 @@ def test_a_gpu_that_torch_cannot_use_is_found_before_the_ranks_start(
     assert outcome is not None
     assert outcome.reason == "1 node failed the checks: a"
 
-    assert launched(machines, "a", wanted=1, check="never", special=hidden) == ["a"]
+    # A run on CPUs needs no GPU.
+    assert launched(machines, "a", wanted=1, check="gpus", special=hidden) == ["a"]
     assert "the sum of its ranks" not in capsys.readouterr().err
 
 
@@ -130,7 +137,7 @@ def test_hosts_that_have_begun_nothing_in_time_are_taken_as_they_are(
     assert launched(machines, "a", "b", wanted=2, seconds=24.0, special=hangs) == ["a", "b"]
     assert time.monotonic() - began < 60.0
     text = capsys.readouterr().err
-    assert "node a, b: has begun no all-reduce within --health-seconds" in text
+    assert "node a, b: has begun no all-reduce, and is taken as it is" in text
 
 
 def test_a_host_that_fails_its_own_check_is_excluded_though_all_others_fail_their_sums(
@@ -140,12 +147,48 @@ def test_a_host_that_fails_its_own_check_is_excluded_though_all_others_fail_thei
     write_program(machines.folder / "programs" / "nvidia-smi", listed)
     few = "test \"$1\" = --list-gpus && echo 'GPU 0: H100' || echo '0, 7'"
     write_program(machines.folder / "b" / "nvidia-smi", few)
-    launched(machines, "a", "b", wanted=2, check="gpus", special="export CUDA_VISIBLE_DEVICES=\n")
+    hidden = "export CUDA_VISIBLE_DEVICES=\n"
+    launched(machines, "a", "b", wanted=2, check="always", special=hidden)
     launches = machines.launches
     assert [one.node for one in bad_nodes(launches.folder)] == ["b"]
     outcome = launches.outcome(launches.all()[-1])
     assert outcome is not None
     assert outcome.reason == "2 nodes failed the checks: b, a"
+
+
+def all_reduces(machines: Machines) -> list[psutil.Process]:
+    """The processes of the check, ranks that wait included."""
+    found = []
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = one.cmdline()
+            if "megatron_distill.launching.checks.all_reduce" in words:
+                found += [one] if any(str(machines.folder) in word for word in words) else []
+    return found
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_to_stop_ends_its_sums_and_starts_no_ranks(machines: Machines) -> None:
+    hangs = 'case "$1 $*" in "b "*all_reduce*) exec sleep 600 ;; esac\n'
+
+    def stop() -> None:
+        deadline = time.monotonic() + 60.0
+        while len(all_reduces(machines)) < 4 and time.monotonic() < deadline:  # with ranks
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    Timer(0.0, stop).start()
+    launched(machines, "a", "b", wanted=2, special=hangs, seconds=120.0, status=75)
+    launches = machines.launches
+    outcome = launches.outcome(launches.all()[-1])
+    assert outcome is not None
+    assert outcome.reason == "stopped before its ranks began"
+    assert outcome.next == "goes on from step 0"
+    assert time.time() - launches.all()[-1].started < 60.0
+    deadline = time.monotonic() + 30.0
+    while all_reduces(machines):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_hosts_without_gpus_sum_only_if_asked(

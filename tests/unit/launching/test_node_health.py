@@ -159,10 +159,12 @@ def test_memory_errors_of_gpus_count_where_they_are_corrected_at_all() -> None:
 
 def test_gpus_without_spare_rows_or_that_the_driver_wants_reset_are_bad() -> None:
     table = "0, 0, No, None\n1, 0, Yes, None\n2, 0, 1, Reset\n3, [N/A], [N/A], [N/A]\n"
+    table += "4, [GPU requires reset], [N/A]\n5, 0, 0, [Insufficient Permissions]\n"
     assert list(gpu_problems(table)) == [
         "GPU 1 has a bad row of memory and no spare one left",
         "GPU 2 has a bad row of memory and no spare one left",
         "GPU 2 is not to be used before the driver's 'Reset' (nvidia-smi -q)",
+        "GPU 4 is not to be used before the driver's '[GPU requires reset]' (nvidia-smi -q)",
     ]
 
 
@@ -189,8 +191,13 @@ def test_an_older_driver_is_asked_for_what_it_knows(
 ) -> None:
     unknown = """echo 'Field "gpu_recovery_action" is not a valid field to query.'; exit 2"""
     of_name = f"*gpu_recovery_action*) {unknown} ;; --list-gpus) echo 'GPU 0: V100' ;;"
-    write_nvidia_smi(folder, f'case "$1" in {of_name} *) echo "0, 2" ;; esac')
+    write_nvidia_smi(
+        folder, f'case "$1" in {of_name} *remapped*) {unknown} ;; *) echo "0, 2" ;; esac'
+    )
     assert problems(folder, monkeypatch) == ["GPU 0 has 2 uncorrected memory errors"]
+    failed = f"*gpu_recovery_action*) {unknown} ;; --list-gpus) echo 'GPU 0: A100' ;;"
+    write_nvidia_smi(folder, f'case "$1" in {failed} *remapped*) echo "0, 0, Yes" ;; esac')
+    assert problems(folder, monkeypatch) == ["GPU 0 has a bad row of memory and no spare one left"]
     newer = "--list-gpus) echo 'GPU 0: H100' ;; *) echo '0, 0, No, Reboot' ;;"
     write_nvidia_smi(folder, f'case "$1" in {newer} esac')
     assert problems(folder, monkeypatch) == [

@@ -171,6 +171,39 @@ def test_a_node_check_that_hangs_is_cut_off_and_the_host_is_tried_again(
     assert bad_nodes(machines.launches.folder) == []
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(signal.SIGUSR1, "goes on from step 0"), (signal.SIGTERM, "cancelled after step 0; the same")],
+)
+def test_a_signal_ends_a_node_check_that_hangs_and_no_rank_starts(
+    number: signal.Signals, text: str, machines: Machines
+) -> None:
+    shell = SHELL.format(folder=machines.folder)
+    begun = machines.folder / "begun"
+    hanging = f'case "$*" in *node_health*) touch {begun}; exec sleep 600 ;; esac\n'
+    (machines.folder / "shell").write_text(hanging + shell)
+
+    def tell() -> None:
+        deadline = time.monotonic() + 60.0
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    Timer(0.0, tell).start()
+    began = time.monotonic()
+    hosts = machines.hosts("a", wanted=1)
+    assert supervise(hosts, machines.program, Policy(sys.executable, "s")) == 75
+    assert time.monotonic() - began < 40.0
+    (launch,) = machines.launches.all()
+    outcome = machines.launches.outcome(launch)
+    assert outcome is not None
+    assert (outcome.status, outcome.reason) == (
+        Status.UNFINISHED,
+        "stopped before its ranks began",
+    )
+    assert outcome.next.startswith(text)
+
+
 def test_ranks_meet_at_a_port_that_is_free_on_the_first_host_without_a_problem(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
