@@ -50,7 +50,8 @@ _MOST_RANKS: Final = 8
 # machine is slow, but two of them always are: what disturbs one is seen in the other.
 _STEPS: Final = 5
 _SMALL_STEPS: Final = 9
-_COUNTED_SECONDS: Final = 2.5
+_BF16_STEPS: Final = 4  # each of fewer seconds than in fp32, and made once
+_COUNTED_SECONDS: Final = 2.0
 _LEAST_COUNTED: Final = 2
 _WARM: Final = 1  # step that allocates and fills caches; nothing is compiled on a CPU
 _WORDS: Final = 400_000  # several times those that the steps read
@@ -191,7 +192,7 @@ def _sharings(device: DeviceProfile, folder: Path) -> list[_Sharing]:
             # Without instructions it is slow, and a step of half the tokens is long enough.
             bf16 = _Run(ranks, threads, "bf16", sequences=1, most=_WARM + _LEAST_COUNTED)
         elif uses_all_cores and not emulates_bf16:
-            bf16 = _Run(ranks, threads, "bf16")
+            bf16 = _Run(ranks, threads, "bf16", most=_BF16_STEPS)
         found.append(
             _Sharing(
                 _Run(ranks, threads, times=times),

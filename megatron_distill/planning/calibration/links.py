@@ -24,11 +24,11 @@ __all__ = ["measure_links"]
 
 _RANKS: Final = 2
 # Bytes, and how often each is sent.
-_MESSAGES: Final = {2**12: 24, 2**24: 6}
+_MESSAGES: Final = {2**12: 12, 2**24: 6}
 # On a CPU one of four small sums waits several times as long as the others, for a core: their mean
 # needs many. Other work on the machine delays the slowest.
 _SMALL_SUMS: Final = 192
-_SMALL_SECONDS: Final = 1.0  # of work before them: on a slow machine they are fewer
+_SMALL_SECONDS: Final = 0.8  # of work before them: on a slow machine they are fewer
 _LEAST_SUMS: Final = 64
 _COUNTED, _TYPICAL = 0.99, 0.75  # shares of a CPU's messages, from the fastest on, of a mean
 _WORK: Final = (512, 512, 1408)  # a product before each message on a CPU, about half a layer's
