@@ -12,6 +12,7 @@ from megatron_distill.errors import counted
 from megatron_distill.models.architecture import Architecture
 from megatron_distill.models.flops import StepFlops, step_flops_per_token
 from megatron_distill.planning.batches import reading_limit
+from megatron_distill.planning.cost import in_seconds, run_cost
 from megatron_distill.planning.device import DeviceProfile
 from megatron_distill.planning.memory import USABLE, MemoryNeed
 from megatron_distill.planning.refine import measured_like
@@ -22,7 +23,6 @@ from megatron_distill.planning.traffic import step_bytes
 __all__ = ["changed_settings", "choice_name", "need_in_words", "plan_report", "settings", "table"]
 
 _GIB: Final = 2**30
-_DAY: Final = 86_400.0
 _COLUMNS: Final = 100  # of a sentence; tables and keys to copy may be wider
 _STEADY: Final = 0.15  # spread of a rate up to which a calibration is steady
 _NAMED: Final = 4  # of the rates that are not
@@ -71,7 +71,7 @@ def plan_report(
         lines += [*_ranked(run, device, best), "", "Time of a step (ms):", ""]
         lines += [*_times(best), "", "Memory of the fullest rank (GiB):", "", *_memory(best)]
         lines += [*_messages(run, best)]
-        lines += ["", *_wrapped(_cost(run, best[0]))]
+        lines += ["", *_wrapped(run_cost(run, best[0], device))]
         rest = best[0].time.total - best[0].time.data
         lines += _wrapped(reading_limit(run, best[0].choice, step=rest))
     there = _recommended(ranking, best)
@@ -154,13 +154,6 @@ def _wrapped(text: str, *, indent: int = 2) -> list[str]:
             break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True,
         )  # fmt: skip
     return lines
-
-
-def _seconds(value: float) -> str:
-    """Return seconds with three digits at least."""
-    if value >= 10:
-        return f"{value:.2f}"
-    return f"{value:.3f}" if value >= 1 or not value else f"{value:.3g}"
 
 
 def choice_name(choice: Choice) -> str:
@@ -274,7 +267,7 @@ def _ranked(run: PlannedRun, device: DeviceProfile, best: Sequence[Planned]) -> 
                 str(number),
                 choice_name(one.choice),
                 _teacher_name(one.choice),
-                _seconds(seconds),
+                in_seconds(seconds),
                 f"{run.tokens / seconds:,.0f}",
                 f"{used:.0%}",
                 f"{one.memory.total / _GIB:.1f}",
@@ -315,49 +308,6 @@ def _messages(run: PlannedRun, best: Sequence[Planned]) -> list[str]:
     return ["", heading, "", *_parts([one.parts for one in found], scale=scale)]
 
 
-def _cost(run: PlannedRun, best: Planned) -> str:
-    seconds, devices = best.time.total, best.choice.devices
-    hours = seconds * devices / 3600
-    if not run.steps:
-        per_billion = 1e9 / run.tokens * seconds
-        return (
-            f"Cost of 1: {per_billion / 3600:.2f} hours and {per_billion * devices / 3600:,.1f} "
-            "device-hours per billion tokens; the steps follow from train.epochs at the start"
-        )
-    total = run.steps * run.tokens
-    return (
-        f"Cost of 1: {run.steps:,} steps = {_tokens(total)} in {_duration(run.steps * seconds)}, "
-        f"{_device_time(run.steps * hours)}"
-    )
-
-
-def _tokens(count: float) -> str:
-    """Return a number of tokens in the largest unit of which there is a tenth."""
-    if count >= 1e8:
-        return f"{count / 1e9:,.2f} billion tokens"
-    return f"{count / 1e6:,.2f} million tokens" if count >= 1e5 else f"{count:,.0f} tokens"
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in days, hours, minutes or seconds."""
-    for unit, size in (("days", _DAY), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.2f} {unit}"
-    return f"{_seconds(seconds)} seconds"
-
-
-def _device_time(hours: float) -> str:
-    """Return device-hours, or parts of one in a smaller unit."""
-    if hours >= 10:
-        return f"{hours:,.0f} device-hours"
-    if hours >= 1:
-        return f"{hours:.1f} device-hours"
-    minutes = 60 * hours
-    if minutes >= 1:
-        return f"{minutes:.1f} device-minutes"
-    return f"{_seconds(60 * minutes)} device-seconds"
-
-
 def _configured(
     run: PlannedRun,
     device: DeviceProfile,
@@ -375,7 +325,7 @@ def _configured(
         text = (
             f"Configured: {choice_name(one.choice)}, {_teacher_name(one.choice)}: {verdict}, "
             f"{one.memory.total / _GIB:.1f} of {USABLE * device.memory_gib:.1f} usable GiB; step "
-            f"{_seconds(one.time.total)} s"
+            f"{in_seconds(one.time.total)} s"
         )
         if best:
             text += f", {one.time.total / best[0].time.total:.2f} times the first row's"
@@ -436,7 +386,9 @@ def _teacher(
     by_place = {place: one for place, one in found.items() if one is not None}
     for place, one in by_place.items():
         hours = one.time.total * one.choice.devices / 3.6
-        rows.append((_PLACES[place], _name(one.choice), _seconds(one.time.total), f"{hours:,.1f}"))
+        rows.append(
+            (_PLACES[place], _name(one.choice), in_seconds(one.time.total), f"{hours:,.1f}")
+        )
     yield "The place of the teacher:"
     yield ""
     yield from table(rows, left=2)
@@ -467,7 +419,7 @@ def _teacher(
 
 def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
     """Return the number of runs over the same tokens from which a store costs less."""
-    text = f"A store: its capture takes {_seconds(capture.seconds_per_step)} s per step's tokens "
+    text = f"A store: its capture takes {in_seconds(capture.seconds_per_step)} s per step's tokens "
     text += f"({capture.name})"
     if live is None:
         return f"{text}; it is the only way."
@@ -476,7 +428,7 @@ def _break_even(capture: Capture, live: Planned | None, store: Planned) -> str:
         return f"{text}, and a run with it is no faster: keep the teacher live."
     runs = max(1, ceil(capture.seconds_per_step / saved))
     return (
-        f"{text}, and each run with it saves {_seconds(saved)} s per step: it pays from "
+        f"{text}, and each run with it saves {in_seconds(saved)} s per step: it pays from "
         f"{counted(runs, 'run')} on, or as many epochs over the same tokens. It serves terms on "
         f"top-k or sampled ids, not those on the whole vocabulary."
     )

@@ -126,6 +126,8 @@ class PlannedRun:
         document_length: tokens of the document of a mean token, the sum of squared lengths over
             the sum of lengths; None: attention sees whole sequences.
         steps: of the run; 0: not known, as with epochs.
+        validation_samples: held-out ones of each validation. validation_interval: steps between
+            two; 0: one at the end.
         chunk_tokens: of the losses; None: chosen by the device.
         sent_ids: ids per token that a teacher with its own ranks or layout sends; None: hidden
             states.
@@ -152,6 +154,8 @@ class PlannedRun:
     document_length: int | None = None
     global_batch_size: int
     steps: int = 0
+    validation_samples: int = 0
+    validation_interval: int = 0
     precision: Precision = "bf16"
     student_fp8: bool = False
     teacher_fp8: bool = False

@@ -250,6 +250,8 @@ def planned_run(config: RunConfig, shapes: Mapping[str, Architecture]) -> Planne
         ),
         global_batch_size=train.global_batch_size,
         steps=train.steps,
+        validation_samples=config.validation.samples,
+        validation_interval=config.validation.interval,
         precision=train.precision,
         student_fp8=train.fp8 is not None,
         teacher_fp8=bool(live) and all(model.fp8 is not None for model in live),

@@ -64,6 +64,7 @@ def sums_of(machines: Machines, node: str) -> NodeSums | None:
     return read_record(sums_file(launches.of(launches.all()[-1]), node), NodeSums)
 
 
+@pytest.mark.slow
 def test_sound_hosts_sum_with_their_neighbours_and_the_log_has_the_speed(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +141,7 @@ def test_hosts_that_have_begun_nothing_in_time_are_taken_as_they_are(
     assert "node a, b: has begun no all-reduce, and is taken as it is" in text
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_its_own_check_is_excluded_though_all_others_fail_their_sums(
     machines: Machines,
 ) -> None:

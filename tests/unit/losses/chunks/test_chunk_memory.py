@@ -45,7 +45,7 @@ def test_memory_is_that_of_a_tile(term: ChunkTerm) -> None:
     assert peak_of(LARGE, term, chunks=40, tile_tokens=TILE // SMALL[0]) > 2 * small
 
 
-@pytest.mark.parametrize("sizes", [SMALL, LARGE])
+@pytest.mark.parametrize("sizes", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)])
 def test_the_order_of_classes_takes_no_further_memory(sizes: tuple[int, int]) -> None:
     reverse, adaptive = (
         peak_of(sizes, ChunkTerm("common", name), chunks=40, tile_tokens=TILE // sizes[0])
