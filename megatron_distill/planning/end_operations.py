@@ -119,7 +119,9 @@ def head_passes(
         if most:
             forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=most)
     whole = teacher if chosen else student
-    statistics, edge, back = _head_messages(whole, rank, chunks=chunks, chosen=chosen)
+    statistics, edge, back = _head_messages(
+        whole, rank, chunks=chunks, chosen=chosen, work=forward / chunks
+    )
     if not chosen:
         statistics += _id_messages(
             rank, chunks=chunks, terms=terms, has=(student is not None, teacher is not None)
@@ -243,7 +245,9 @@ def measuring_passes(
             forward += count * logits * (1.0 if of_gradients else values)
         if shape is teacher and (most := _most_ids(terms)):
             forward += _logit_seconds(rank, columns, passes=passes, chunks=chunks, chosen=most)
-    messages = measuring_messages(student, rank, chunks=chunks, of_gradients=of_gradients)
+    messages = measuring_messages(
+        student, rank, chunks=chunks, of_gradients=of_gradients, work=forward / chunks
+    )
     of_ids = _id_messages(
         rank, chunks=chunks, terms=terms, has=(student is not None, teacher is not None)
     )
@@ -251,10 +255,15 @@ def measuring_passes(
 
 
 def measuring_messages(
-    student: Architecture | None, rank: Rank, *, chunks: int, of_gradients: bool
+    student: Architecture | None,
+    rank: Rank,
+    *,
+    chunks: int,
+    of_gradients: bool,
+    work: float | None = None,
 ) -> Passes:
-    """Return the messages of `measuring_passes`."""
-    statistics, edge, back = _head_messages(student, rank, chunks=chunks)
+    """Return the messages of `measuring_passes`; work: seconds before those of a chunk."""
+    statistics, edge, back = _head_messages(student, rank, chunks=chunks, work=work)
     messages = 2 * (statistics + back) + edge if of_gradients else statistics + edge
     return Passes(forward_messages=messages, tensor=messages)
 
@@ -284,15 +293,24 @@ def _logit_seconds(
 
 
 def _head_messages(
-    shape: Architecture | None, rank: Rank, *, chunks: int, chosen: int = 0
+    shape: Architecture | None,
+    rank: Rank,
+    *,
+    chunks: int,
+    chosen: int = 0,
+    work: float | None = None,
 ) -> tuple[float, float, float]:
     """Return the time of statistics, of whole hidden states of a model, and of their gradients.
 
     chosen: there are no gradients. So many ids and their logits are gathered from each tensor rank.
+    work: seconds before the statistics of a chunk; None: as before the link's usual message.
     """
     split = rank.layout.tensor
     link = rank.device.link(split)
-    statistics = chunks * link.gathered(80.0 * rank.tokens / chunks * split, ranks=split)
+    after = work if rank.device.core_share == 1.0 else None
+    statistics = chunks * link.gathered(
+        80.0 * rank.tokens / chunks * split, ranks=split, after=after
+    )
     if chosen:
         numbers = (8.0 * chosen + 8.0) * rank.tokens / chunks
         statistics += chunks * link.gathered(numbers * split, ranks=split)

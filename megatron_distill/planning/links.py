@@ -21,7 +21,8 @@ class NearMessages(ProfileTable):
     """Messages of a CPU that follow each other closely: its ranks arrive less far apart.
 
     latency_us: of one collective. after_us: of work before it. far_us: the same of the link's own
-    latency. Between both it grows with the work. gather_wait: an all-gather's over that of a sum,
+    latency. Between both it grows with the work, and beyond as the root of it: delays of the ranks
+    that do not depend on each other add up so. gather_wait: an all-gather's over that of a sum,
     whose ranks wait for each other twice. After much work both wait for the later rank.
     """
 
@@ -81,6 +82,7 @@ class Link(ProfileTable):
         latency = self.latency_us
         if self.near is not None and after is not None:
             latency -= (latency - self.near.latency_us) * self.near.share(after)
+            latency *= max(1.0, 1e6 * after / self.near.far_us) ** 0.5
         return latency * 1e-6
 
     def gather_waited(self, after: float | None = None) -> float:

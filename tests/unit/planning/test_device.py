@@ -207,12 +207,12 @@ def test_gathers_and_scatters_have_measured_costs_beside_that_of_a_sum() -> None
 
 @pytest.mark.parametrize(
     ("after", "latency"),
-    [(None, 900.0), (0.0, 300.0), (1e-4, 300.0), (6e-4, 600.0), (1.1e-3, 900.0), (1.0, 900.0)],
+    [(None, 900.0), (0.0, 300.0), (1e-4, 300.0), (6e-4, 600.0), (1.1e-3, 900.0), (4.4e-3, 1800.0)],
 )
 def test_messages_that_follow_each_other_closely_take_less(
     after: float | None, latency: float
 ) -> None:
-    """From 0.1 ms of work on they take longer, and after 1.1 ms as long as others."""
+    """From 0.1 ms of work on they take longer, after 1.1 ms as long as others, then as its root."""
     near = NearMessages(latency_us=300.0, after_us=100.0, far_us=1100.0, gather_wait=1.0)
     link = Link(devices=2, gb_per_s=1.0, efficiency=1.0, latency_us=900.0, near=near)
     for collective in (link.summed, link.gathered, link.scattered):
@@ -229,7 +229,7 @@ def test_a_gather_after_little_work_waits_for_a_measured_part_of_a_sum_s_time() 
     for after, latency in (
         (0.0, 0.6 * 300e-6),
         (6e-4, 0.8 * 600e-6),
-        (1.0, 900e-6),
+        (4.4e-3, 1800e-6),
         (None, 900e-6),
     ):
         assert link.gathered(1e9, ranks=2, after=after) == pytest.approx(latency + 0.5, rel=1e-9)
