@@ -1,7 +1,8 @@
 """Ranks of this machine, forked from one process that has made the imports they need.
 
 A rank that starts anew imports for seconds, which is most of a short run. One that is forked
-starts at once, and its imports are in memory once. For CPUs: a forked process cannot use CUDA.
+starts at once, and its imports are in memory once. Ranks may use CUDA, and the process that forks
+them may not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-__all__ = ["ForkedRanks"]
+__all__ = ["TIME_LIMIT", "ForkedRanks"]
+
+TIME_LIMIT: Final = 124  # the status of ranks that were killed for it, as of `timeout`
 
 _END_SECONDS: Final = 10.0  # of the process that forks, or of a rank, once it is asked to end
 
@@ -99,7 +102,7 @@ class ForkedRanks:
         """Run `work(*arguments)` in ranks with torchrun's variables; return their exit status.
 
         work: a function of a module, that returns a status or None. output: the file of what they
-        write. seconds: after which they are killed.
+        write. seconds: after which they are killed, with the status `TIME_LIMIT`.
         """
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         call = _Call(work, arguments, ranks, threads, store.port, str(output), seconds)
@@ -117,9 +120,7 @@ def _fork_ranks(connection: Connection, theirs: Connection, prepare: Callable[[]
     theirs.close()
     _prctl_pr_set_pdeathsig(signal.SIGTERM)  # a call does not look whether the other one is there
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the other process ends this one
-    # The ranks have sessions of their own, and end with this process.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    _leave_at_signals()
     prepare()
     with suppress(EOFError):
         while True:
@@ -127,6 +128,12 @@ def _fork_ranks(connection: Connection, theirs: Connection, prepare: Callable[[]
             status = None if call is None else _status_of(call)
             connection.send((status, sum(os.times()[:4])))
     os._exit(0)  # the modules that were imported would take a second to leave
+
+
+def _leave_at_signals() -> None:
+    """Leave at a signal, through the end of the ranks: they have sessions of their own."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _status_of(call: _Call) -> int:
@@ -143,13 +150,18 @@ def _status_of(call: _Call) -> int:
             running = [one for one in running if one.sentinel not in ended]
             failed = _failure([one for one in ranks if one not in running])
             if failed or not ended:
-                return failed or 1
+                return failed or TIME_LIMIT
         return 0
     finally:
-        for one in ranks:
-            if one.pid is not None:
-                one.kill()
-                one.join(_END_SECONDS)  # one that waits for a broken GPU cannot be killed
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # another one would leave ranks behind
+        begun = [one for one in ranks if one.pid is not None]
+        for one in begun:
+            one.kill()
+        end = time.monotonic() + _END_SECONDS
+        for one in begun:  # one that waits for a broken GPU cannot be killed
+            one.join(max(0.1, end - time.monotonic()))
+        _leave_at_signals()
 
 
 def _failure(ended: Sequence[ForkProcess]) -> int:
@@ -163,6 +175,7 @@ def _rank(call: _Call, rank: int) -> None:
     # As torchrun starts ranks. Where Linux groups processes by session, those of one session wake
     # each other later: messages took 1.1 to 1.4 times as long.
     os.setsid()
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

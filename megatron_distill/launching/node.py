@@ -39,6 +39,7 @@ from megatron_distill.runtime.torchrun import (
 )
 
 __all__ = [
+    "HIDDEN_GPUS",
     "NodePart",
     "asked_of_gpus",
     "gpus_listed",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 _STOPPING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+HIDDEN_GPUS: Final = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 _GPU_SECONDS: Final = 30.0  # of a call of nvidia-smi
 
 

@@ -24,7 +24,7 @@ class Policy:
         max_starts: launches without a new checkpoint before the job ends.
         requeues: whether a job that may go on asks for that itself.
         health_command: of a shell; a node where it fails is bad.
-        health_seconds: for all checks of the nodes.
+        health_seconds: for each node's own checks, and again for sums of all nodes.
         all_reduce_check: on which nodes ranks sum before those of a run: with GPUs, all, or none.
         grace_seconds: for a save before the end of the job's time; None: as measured.
     """

@@ -36,7 +36,7 @@ SLURM_OPTIONS = {
 }  # fmt: skip
 # Of other programs: Megatron-LM's preprocessing, wandb, pip, nvidia-smi, hf.
 FOREIGN_OPTIONS = {"--append-eod", "--append", "--help", "--list-gpus", "--query-gpu"}
-FOREIGN_OPTIONS |= {"--local-dir", "--exclusive"}
+FOREIGN_OPTIONS |= {"--local-dir", "--exclusive", "--id"}
 FOREIGN_OPTIONS |= SLURM_OPTIONS
 
 

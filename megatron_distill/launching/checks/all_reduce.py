@@ -25,22 +25,28 @@ import torch
 import torch.distributed as dist
 
 from megatron_distill.errors import TrainingError, counted
-from megatron_distill.launching.checks.pairs import NodeSums, is_wait, rounds, sums_file
-from megatron_distill.launching.forked_ranks import ForkedRanks
-from megatron_distill.launching.node import gpus_listed, node_name, ranks_here
+from megatron_distill.launching.checks.pairs import (
+    NodeSums,
+    is_wait,
+    round_ends,
+    rounds,
+    sums_file,
+)
+from megatron_distill.launching.forked_ranks import TIME_LIMIT, ForkedRanks
+from megatron_distill.launching.node import HIDDEN_GPUS, gpus_listed, node_name, ranks_here
 from megatron_distill.launching.records import write_record
 
 __all__ = ["main"]
 
 _BYTES: Final = {"cuda": 2**26, "cpu": 2**22}
 _REPEATS: Final = 3
-# Of the time for all sums, parts for the nodes' own, imports included; each round of pairs has one.
-_OWN_PARTS: Final = 2
 _LEAST_SECONDS: Final = {"cuda": 10.0, "cpu": 4.0}  # with less, a sum is not tried
 _LEAVE_SECONDS: Final = 1.0  # for a rank to tell of its own timeout before it is killed
-# The cause at the end of a message of NCCL, or else of the last error.
-_LAST_ERROR: Final = re.compile(r"Last error:[ \t]*\n?[ \t]*(\S.*)")
-_ERROR: Final = re.compile(r"^[\w.]*(?:Error|Exception): *(\S.*)", re.MULTILINE)
+# The cause at the end of a message of NCCL, or the text of an exception.
+_ERROR: Final = re.compile(
+    r"Last error:[ \t]*\n?[ \t]*(?!Process |Traceback)(\S.*)|^[\w.]*(?:Error|Exception): *(\S.*)",
+    re.MULTILINE,
+)
 _SPEED: Final = re.compile(r"^(\S+) GB/s$", re.MULTILINE)
 
 
@@ -68,22 +74,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nodes, stores = given.nodes.split(","), given.stores.split(",")
     place = nodes.index(node_name())
     own = [[pair for pair in pairs if place in pair] for pairs in rounds(len(nodes))]
-    part = given.seconds / (_OWN_PARTS + len(own))
+    until = min(given.until, time.time() + given.seconds)  # of a clock that is late
+    first_end, *ends = round_ends(len(own), seconds=given.seconds, until=until)
     # Forked before anything starts a thread or CUDA: the imports of this process are the ranks'.
     with ForkedRanks(_import, method="fork") as forked:
         if given.stops_with_input:
             threading.Thread(target=_stop_at_end_of_input, args=(forked,), daemon=True).start()
         sums = _Sums(forked, given.launch, NodeSums(nodes[place]), given.ranks, given.on_gpus)
+        alone = _Meeting(nodes[place], given.ranks, 0)
+        if given.on_gpus and not sums.succeeds(alone, first_end):
+            return 0
         hosts = any(pair[0] == place for pairs in own for pair in pairs)
         with _store(stores[place] if hosts else None):
-            alone = _Meeting(nodes[place], given.ranks, 0)
-            if given.on_gpus and not sums.succeeds(alone, given.until - part * len(own)):
-                return 0
-            for left, pairs in zip(reversed(range(len(own))), own, strict=True):
+            for pairs, end in zip(own, ends, strict=True):
                 for pair in pairs:
                     name, first = nodes[sum(pair) - place], given.ranks * pair.index(place)
                     meeting = _Meeting(name, 2 * given.ranks, first, stores[pair[0]])
-                    sums.succeeds(meeting, given.until - part * left)
+                    sums.succeeds(meeting, end)
     return 0
 
 
@@ -100,7 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stops-with-input", action="store_true")
     given = parser.parse_args(arguments)
     gpus = gpus_listed()
-    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN_GPUS
     given.on_gpus = gpus > 0 and (given.always or (bool(torch.version.cuda) and not hides_gpus))
     given.ranks = int(given.always)
     if given.on_gpus:
@@ -146,13 +153,13 @@ class _Sums:
         if seconds < _LEAST_SECONDS["cuda" if self.on_gpus else "cpu"]:
             return False
         file = sums_file(self.launch, self.record.node)
-        output = file.with_name(f"{self.record.node}-with-{name}.txt")
+        output = file.with_name(f"{self.record.node[:100]}-with-{name[:100]}.txt")
         self._add("begun", name, time.time())
         status = self.forked.run(
             _sum,
             meeting,
             self.on_gpus,
-            seconds - _LEAVE_SECONDS,
+            until - _LEAVE_SECONDS,
             ranks=self.ranks,
             threads=1,
             output=output,
@@ -175,11 +182,15 @@ class _Sums:
 
 
 def _cause(text: str, status: int) -> str | None:
-    """Return why ranks with this output have failed; None: they have not ended, and were killed."""
-    found = _LAST_ERROR.findall(text) or _ERROR.findall(text)
+    """Return why ranks with this output have failed; None: they have not ended, and were killed.
+
+    The first to fail makes the others fail, whose errors may come before its own.
+    """
+    found = [(one or other).strip() for one, other in _ERROR.findall(text)]
+    told = next((one for one in found if not is_wait(one)), None)
     if found:
-        return str(found[-1]).strip()
-    if status == 1 or is_wait(text):  # killed in time, or by the watchdog of NCCL
+        return found[-1] if told is None else told
+    if status == TIME_LIMIT or is_wait(text):  # or killed by the watchdog of NCCL
         return None
     return f"a rank ended with status {status}"
 
@@ -188,17 +199,19 @@ def _import() -> None:
     """Do nothing: this module's imports are all that the ranks need."""
 
 
-def _sum(meeting: _Meeting, on_gpus: bool, seconds: float) -> None:
+def _sum(meeting: _Meeting, on_gpus: bool, until: float) -> None:
     """Sum a message over the ranks of a meeting; each node's first writes the GB/s of a link.
 
+    until: seconds since the epoch.
     Raises TrainingError: a wrong sum. Collective: all-reduce of the meeting's ranks, 64 MiB on
     GPUs, 4 MiB else, four times.
     """
-    local, limit = int(os.environ["LOCAL_RANK"]), timedelta(seconds=seconds)
+    local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
     message = torch.ones(_BYTES[device.type] // 4, device=device)  # torch tells why it has no GPU
     address = meeting.store or "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
     host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=max(1.0, until - time.time()))
     store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
     dist.init_process_group(
         "nccl" if on_gpus else "gloo",

@@ -24,7 +24,7 @@ from typing import Final
 
 from megatron_distill.errors import TrainingError, counted
 from megatron_distill.launching.checks.node_view import seen_files, versions
-from megatron_distill.launching.node import asked_of_gpus, gpus_listed, node_name
+from megatron_distill.launching.node import HIDDEN_GPUS, asked_of_gpus, gpus_listed, node_name
 from megatron_distill.launching.ports import TRIED_PORTS, free_port
 from megatron_distill.launching.records import LaunchRecord, read_record, write_record
 
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     half = len(tried) // 2
     port, store_port = free_port(tried), free_port([*tried[half:], *tried[:half]])
     wanted = _wanted_gpus(given)
-    gpus, of_gpus = _of_gpus(wanted)
+    gpus, of_gpus = _of_gpus(wanted, given.ranks_per_node)
     if gpus is not None and not wanted:  # a node with fewer than others would have fewer ranks
         software["GPUs"] = str(min(gpus, given.ranks_per_node or gpus))
     problems = [*_of_system(folder, launch, port), *of_gpus]
@@ -147,8 +147,11 @@ def _wanted_gpus(given: argparse.Namespace) -> int:
     return given.gpus or (int(allotted) if allotted.isdecimal() else 0)
 
 
-def _of_gpus(wanted: int) -> tuple[int | None, list[str]]:
-    """Return the number of GPUs, None where it is unknown, and their problems."""
+def _of_gpus(wanted: int, ranks: int | None) -> tuple[int | None, list[str]]:
+    """Return the number of GPUs, None where it is unknown, and the problems of those of the ranks.
+
+    ranks: None: as many as there are GPUs.
+    """
     if wanted and shutil.which("nvidia-smi") is None:
         return None, [f"has no nvidia-smi, and {counted(wanted, 'GPU')} per node must be checked"]
     found, problems = None, []
@@ -157,18 +160,25 @@ def _of_gpus(wanted: int) -> tuple[int | None, list[str]]:
         if found < wanted:
             problems.append(f"has {found} of {counted(wanted, 'GPU')}")
         if found:
-            problems += gpu_problems(_gpu_table())
+            problems += gpu_problems("\n".join(_gpu_table().splitlines()[:ranks]))
     except TrainingError as error:
         problems.append(str(error))
     return found, problems
 
 
 def _gpu_table() -> str:
-    """Return the answer about all fields that the driver knows; it refuses a query with others."""
+    """Return the answer about all fields that the driver knows; it refuses a query with others.
+
+    Of the GPUs that CUDA has, where its variable names some.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in HIDDEN_GPUS:
+        return ""
+    chosen = [] if visible is None else [f"--id={visible}"]
     table = ""
     for count in range(len(_GPU_FIELDS), 0, -1):
         query = f"--query-gpu={','.join(('index', *_GPU_FIELDS[:count]))}"
-        table = asked_of_gpus(query, "--format=csv,noheader,nounits")
+        table = asked_of_gpus(query, "--format=csv,noheader,nounits", *chosen)
         if table[:1].isdecimal():
             break
     return table

@@ -13,7 +13,13 @@ from typing import Final
 from megatron_distill.errors import counted
 from megatron_distill.launching.checks.node_health import Health, verdict
 from megatron_distill.launching.checks.node_view import node_differences
-from megatron_distill.launching.checks.pairs import NodeSums, bad_sums, sums_file, untold_pairs
+from megatron_distill.launching.checks.pairs import (
+    NodeSums,
+    bad_sums,
+    broken_pairs,
+    sums_file,
+    untried_pairs,
+)
 from megatron_distill.launching.policy import Policy
 from megatron_distill.launching.records import (
     BadNode,
@@ -30,6 +36,8 @@ _LOGGER = get_logger(__name__)
 _END_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.2
 _WRITE_SECONDS: Final = 3.0  # for a node to record a sum that it has ended
+# For sums on GPUs at least: imports, and in each sum the start of CUDA and NCCL.
+_GPU_SECONDS: Final = 75.0
 _SLOW: Final = 0.5  # of the median speed
 
 
@@ -73,7 +81,8 @@ def _by_health(
     if policy.ranks_per_node is not None:
         words += ["--ranks-per-node", str(policy.ranks_per_node)]
     silence = "has written no answer: its own message is above"
-    if not _has_ended(job, policy, launch.nodes, "node_health", words, is_stopped):
+    seconds = policy.health_seconds
+    if not _has_ended(job, policy, launch.nodes, "node_health", words, seconds, is_stopped):
         silence = f"has not answered within {policy.health_seconds:.0f} s"
     took = time.time() - launch.started
     _LOGGER.info("%s checked in %.0f s", counted(len(launch.nodes), "node"), took)
@@ -98,13 +107,14 @@ def _has_ended(
     nodes: Sequence[str],
     module: str,
     words: Sequence[str],
+    seconds: float,
     is_stopped: Callable[[], bool],
 ) -> bool:
-    """Run a module of this folder on nodes; after the policy's time end it, and return False."""
+    """Run a module of this folder on nodes; end it, and return False, after so many seconds."""
     start = [*job.on_nodes(nodes, waits=0), policy.python, "-m"]
     command = [*start, f"megatron_distill.launching.checks.{module}", *words]
     step = subprocess.Popen(command, start_new_session=True)
-    deadline = time.monotonic() + policy.health_seconds
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not is_stopped():
         with suppress(subprocess.TimeoutExpired):
             step.wait(timeout=_POLL_SECONDS)
@@ -139,7 +149,10 @@ def _by_sums(
 ) -> list[BadNode]:
     """Let the nodes sum; return the bad ones, and log what was seen."""
     began, nodes = time.time(), list(sound)
-    seconds = max(0.0, policy.health_seconds - _WRITE_SECONDS)
+    limit = policy.health_seconds
+    if any(health.gpus for health in sound.values()):
+        limit = max(limit, _GPU_SECONDS)
+    seconds = max(0.0, limit - _WRITE_SECONDS)
     addresses = dict(zip(launch.nodes, launch.addresses, strict=True))
     words = ["--launch", str(folder.resolve()), "--nodes", ",".join(nodes)]
     words += ["--stores", ",".join(f"{addresses[node]}:{sound[node].store_port}" for node in nodes)]
@@ -149,7 +162,7 @@ def _by_sums(
         words.append("--always")
     if policy.ranks_per_node is not None:
         words += ["--ranks-per-node", str(policy.ranks_per_node)]
-    has_ended = _has_ended(job, policy, nodes, "all_reduce", words, is_stopped)
+    has_ended = _has_ended(job, policy, nodes, "all_reduce", words, limit, is_stopped)
     read = {node: read_record(sums_file(folder, node), NodeSums) for node in nodes}
     found = {node: one for node, one in read.items() if one is not None}
     late = [node for node in nodes if node not in found]
@@ -157,8 +170,12 @@ def _by_sums(
         text = "has begun no all-reduce, and is taken as it is: it came late, or says why above"
         _LOGGER.warning("node %s: %s", ", ".join(late), text)
     bad = bad_sums(nodes, found)
-    for text in untold_pairs(nodes, found, bad):
+    for text in broken_pairs(nodes, found, bad):
         _LOGGER.warning("%s; both go on, as they succeed with other nodes", text)
+    untried = untried_pairs(nodes, found, bad)
+    if found and untried:
+        pairs = ", ".join(" and ".join(pair) for pair in untried)
+        _LOGGER.warning("no all-reduce of %s: one of them came too late", pairs)
     if found:
         took = time.time() - began
         _LOGGER.info("all-reduces took %.0f s%s", took, "".join(_speeds(found)))

@@ -10,10 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["BadSum", "NodeSums", "bad_sums", "is_wait", "rounds", "sums_file", "untold_pairs"]
+__all__ = [
+    "BadSum",
+    "NodeSums",
+    "bad_sums",
+    "broken_pairs",
+    "is_wait",
+    "round_ends",
+    "rounds",
+    "sums_file",
+    "untried_pairs",
+]
 
 # How a sum ends whose other side is late or has left: this side is not to blame for it.
 _WAIT: Final = re.compile(
@@ -21,6 +32,9 @@ _WAIT: Final = re.compile(
     re.IGNORECASE,
 )
 _TOGETHER_SECONDS: Final = 8.0  # that both sides wait for each other at least before a pair fails
+_ALONE_SECONDS: Final = 20.0  # that a node's own sum takes at least before it fails
+# Of the time for all sums, parts for the nodes' own, imports included; each round of pairs has one.
+_OWN_PARTS: Final = 2
 
 
 class BadSum(NamedTuple):
@@ -76,6 +90,15 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [one for one in (even, odd, *last) if one]
 
 
+def round_ends(count: int, *, seconds: float, until: float) -> list[float]:
+    """Return the end of the nodes' own sums, and that of each of so many rounds of pairs.
+
+    The same for all nodes, so that one that waits in vain comes to the next round in time.
+    """
+    part = seconds / (_OWN_PARTS + count)
+    return [until - part * left for left in reversed(range(count + 1))]
+
+
 def bad_sums(nodes: Sequence[str], found: Mapping[str, NodeSums]) -> dict[str, BadSum]:
     """Return the bad ones of these nodes, whose order is that of the pairs.
 
@@ -86,7 +109,7 @@ def bad_sums(nodes: Sequence[str], found: Mapping[str, NodeSums]) -> dict[str, B
     bad = {}
     for node, sums in found.items():
         own = sums.failure(node)
-        if own is not None:
+        if own is not None and not (own.is_wait and _seconds(sums, node) < _ALONE_SECONDS):
             bad[node] = BadSum(f"the sum of its ranks: {own.reason}", own.is_wait)
     proven = {name for pair in _pairs(nodes) if _succeeds(found, *pair) for name in pair}
     failed = dict(_failures(nodes, found, without=bad))
@@ -95,19 +118,32 @@ def bad_sums(nodes: Sequence[str], found: Mapping[str, NodeSums]) -> dict[str, B
         if node not in proven and any(proven.intersection(pair) for pair, _ in own_pairs):
             texts = (f"its sum with {_other(pair, node)}: {one.reason}" for pair, one in own_pairs)
             bad[node] = BadSum("; ".join(texts), all(one.is_wait for _, one in own_pairs))
+    explained = {*bad}
     for pair, one in failed.items():
-        if not proven.intersection(pair) and not bad.keys() & {*pair}:
+        if not proven.intersection(pair) and not explained.intersection(pair):
             unknown = {node: f"its sum with {_other(pair, node)}: {one.reason}" for node in pair}
             bad |= {node: BadSum(text, is_wait=True) for node, text in unknown.items()}
     return bad
 
 
-def untold_pairs(
+def broken_pairs(
     nodes: Sequence[str], found: Mapping[str, NodeSums], bad: Mapping[str, BadSum]
 ) -> Iterator[str]:
     """Return the failed sums of pairs in which neither node is bad."""
     for (node, other), one in _failures(nodes, found, without=bad):
         yield f"node {node}: its sum with {other}: {one.reason}"
+
+
+def untried_pairs(
+    nodes: Sequence[str], found: Mapping[str, NodeSums], bad: Mapping[str, BadSum]
+) -> list[tuple[str, str]]:
+    """Return the pairs of nodes that are not bad which have neither succeeded nor failed."""
+    failed = dict(_failures(nodes, found, without=bad))
+    return [
+        pair
+        for pair in _pairs(nodes)
+        if not bad.keys() & {*pair} and pair not in failed and not _succeeds(found, *pair)
+    ]
 
 
 def _pairs(nodes: Sequence[str]) -> list[tuple[str, str]]:
@@ -119,9 +155,16 @@ def _other(pair: tuple[str, str], node: str) -> str:
     return pair[1] if node == pair[0] else pair[0]
 
 
+def _seconds(sums: NodeSums, name: str) -> float:
+    return sums.ended.get(name, inf) - sums.begun[name]
+
+
 def _succeeds(found: Mapping[str, NodeSums], node: str, other: str) -> bool:
-    sides = ((node, other), (other, node))
-    return any(mine in found and theirs in found[mine].speeds for mine, theirs in sides)
+    """Return whether a side of a pair has the sum, and the other one tells of no error."""
+    sides = [(found[one], name) for one, name in ((node, other), (other, node)) if one in found]
+    failures = [one.failure(name) for one, name in sides]
+    told = any(one is not None and not one.is_wait for one in failures)
+    return not told and any(name in one.speeds for one, name in sides)
 
 
 def _failures(
@@ -148,6 +191,7 @@ def _failure_of_pair(one: NodeSums | None, other: NodeSums | None) -> BadSum | N
     told = next((failure for failure in failures if not failure.is_wait), None)
     if told is not None or len(failures) < len(sides):
         return told
-    ended = [mine.ended[name] for mine, name in sides if name in mine.ended]
+    # One without an end was killed with its node's check, at the end of all sums.
+    end = min(mine.ended.get(name, inf) for mine, name in sides)
     began = max(mine.begun[name] for mine, name in sides)
-    return failures[0] if ended and min(ended) - began >= _TOGETHER_SECONDS else None
+    return failures[0] if end - began >= _TOGETHER_SECONDS else None

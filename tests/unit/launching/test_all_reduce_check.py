@@ -149,7 +149,7 @@ def test_a_host_that_fails_its_own_check_is_excluded_though_all_others_fail_thei
     write_program(machines.folder / "programs" / "nvidia-smi", listed)
     few = "test \"$1\" = --list-gpus && echo 'GPU 0: H100' || echo '0, 7'"
     write_program(machines.folder / "b" / "nvidia-smi", few)
-    hidden = "export CUDA_VISIBLE_DEVICES=\n"
+    hidden = 'test "$1" = a && export CUDA_VISIBLE_DEVICES=\n'
     launched(machines, "a", "b", wanted=2, check="always", special=hidden)
     launches = machines.launches
     assert [one.node for one in bad_nodes(launches.folder)] == ["b"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distill.launching.forked_ranks import ForkedRanks
+from megatron_distill.launching.forked_ranks import TIME_LIMIT, ForkedRanks
 
 
 def prepare() -> None:
@@ -125,4 +125,4 @@ def test_a_failed_rank_ends_the_others_at_once(forked: ForkedRanks, tmp_path: Pa
 
 def test_ranks_that_hang_are_killed_at_the_limit(forked: ForkedRanks, tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
-    assert forked.run(sleep_long, ranks=2, threads=1, output=output, seconds=0.5) != 0
+    assert forked.run(sleep_long, ranks=2, threads=1, output=output, seconds=0.5) == TIME_LIMIT

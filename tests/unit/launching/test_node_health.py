@@ -205,6 +205,22 @@ def test_an_older_driver_is_asked_for_what_it_knows(
     ]
 
 
+def test_gpus_that_no_rank_has_are_not_looked_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 'case "$*" in *--list-gpus*) echo "GPU 0: V100"; echo "GPU 1: V100" ;;'
+    write_nvidia_smi(
+        folder, f'{asked} *--id=0*) echo "0, 0" ;; *) echo "0, 0"; echo "1, 3" ;; esac'
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    bad = ["GPU 1 has 3 uncorrected memory errors"]
+    assert problems(folder, monkeypatch) == problems(folder, monkeypatch, "--gpus", "2") == bad
+    assert problems(folder, monkeypatch, "--ranks-per-node", "1") == []
+    for visible in ("0", "", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert problems(folder, monkeypatch) == []
+
+
 def test_gpus_that_hang_are_a_problem_and_no_further_check_hangs_on_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
-from megatron_distill.launching.checks.pairs import NodeSums, bad_sums, rounds, untold_pairs
+from megatron_distill.launching.checks.pairs import (
+    NodeSums,
+    bad_sums,
+    broken_pairs,
+    round_ends,
+    rounds,
+    untried_pairs,
+)
 
 LONG = 30.0
 
@@ -76,7 +83,7 @@ def test_a_node_that_no_neighbour_reaches_is_the_only_bad_one(
         reason = bad[nodes[place]].reason
         assert reason.count(problem or "has not ended") == len(failed)
         assert bad[nodes[place]].is_wait == (problem != "No route to host")
-        assert list(untold_pairs(nodes, found, bad)) == []
+        assert list(broken_pairs(nodes, found, bad)) == []
 
 
 @pytest.mark.parametrize("count", range(6, 10))
@@ -116,7 +123,7 @@ def test_a_broken_pair_of_sound_nodes_is_named_and_neither_is_bad() -> None:
     found = sums_of(6, [frozenset({2, 3})], "No route to host")
     bad = bad_sums(names_of(6), found)
     assert bad == {}
-    assert list(untold_pairs(names_of(6), found, bad)) == [
+    assert list(broken_pairs(names_of(6), found, bad)) == [
         "node n2: its sum with n3: No route to host"
     ]
 
@@ -137,8 +144,9 @@ def test_nodes_that_come_too_late_for_each_other_have_not_failed() -> None:
         found["n1"] = replace(late, begun=begun, problems=problems)
         assert bad_sums(names_of(4), found) == {}
     # One that has not begun a sum at all, either.
-    found["n1"] = replace(late, begun={"n1": 100.0}, ended={"n1": 101.0})
+    found["n1"] = NodeSums("n1", {"n1": 100.0}, {"n1": 101.0}, {"n1": 1.0})
     assert bad_sums(names_of(4), found) == {}
+    assert untried_pairs(names_of(4), found, {}) == [("n0", "n1"), ("n1", "n2")]
 
 
 @pytest.mark.parametrize(
@@ -159,3 +167,43 @@ def test_a_sum_that_has_not_ended_is_told_from_one_that_failed(
     bad = bad_sums(["n0"], {"n0": sums})["n0"]
     assert bad.is_wait is is_wait
     assert bad.reason == f"the sum of its ranks: {problem or 'has not ended'}"
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_where_all_pairs_fail_all_nodes_are_bad_and_none_is_recorded(count: int) -> None:
+    """As with the name of an interface that no node has."""
+    found = sums_of(count, pairs_of(count), "Unable to find address for: eth9")
+    bad = bad_sums(names_of(count), found)
+    assert {node: one.is_wait for node, one in bad.items()} == dict.fromkeys(found, True)
+
+
+def test_one_side_of_a_pair_that_has_a_wrong_sum_is_a_failure() -> None:
+    found = sums_of(4, [])
+    for other in ("n0", "n2"):
+        del found["n1"].speeds[other]
+        found["n1"].problems[other] = "7 numbers of 16 are not 16"
+    assert list(bad_sums(names_of(4), found)) == ["n1"]
+
+
+def test_sums_that_were_killed_with_the_check_have_failed() -> None:
+    found = sums_of(2, [frozenset({0, 1})])
+    for sums in found.values():
+        sums.ended.clear()
+    assert set(bad_sums(names_of(2), found)) == {"n0", "n1"}
+
+
+def test_a_node_that_began_its_own_sum_late_has_not_failed() -> None:
+    sums = NodeSums("n0", {"n0": 100.0}, {"n0": 112.0})
+    assert bad_sums(["n0"], {"n0": sums}) == {}
+    sums.ended["n0"] = 121.0
+    assert bad_sums(["n0"], {"n0": sums})["n0"].is_wait
+
+
+@pytest.mark.parametrize(("count", "least"), [(2, 20.0), (3, 14.0), (4, 18.0), (9, 18.0)])
+def test_a_round_begins_when_that_before_has_ended_for_all_nodes(count: int, least: float) -> None:
+    """On GPUs a sum needs ten seconds, and one that hangs takes all of its round."""
+    own, *ends = round_ends(len(rounds(count)), seconds=72.0, until=1000.0)
+    assert ends[-1] == 1000.0
+    assert own - (1000.0 - 72.0) >= 2 * least
+    for before, after in pairwise([own, *ends]):
+        assert after - before >= least
