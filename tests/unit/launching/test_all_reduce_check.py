@@ -86,7 +86,7 @@ def test_a_host_that_no_other_one_reaches_is_bad_and_a_spare_one_takes_its_place
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = f'test "$1" = b && export GLOO_SOCKET_IFNAME={UNKNOWN}\n'
-    assert launched(machines, "a", "b", "c", wanted=2, special=wrong) == ["a", "c"]
+    assert launched(machines, "a", "b", "c", wanted=2, special=wrong, seconds=40.0) == ["a", "c"]
     text = capsys.readouterr().err
     (bad,) = bad_nodes(machines.launches.folder)
     assert bad.node == "b"
@@ -101,7 +101,7 @@ def test_two_hosts_that_do_not_reach_each_other_start_no_ranks_and_none_is_exclu
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = f'test "$1" = b && export GLOO_SOCKET_IFNAME={UNKNOWN}\n'
-    launched(machines, "a", "b", wanted=2, special=wrong)
+    launched(machines, "a", "b", wanted=2, special=wrong, seconds=30.0)
     launches = machines.launches
     outcome = launches.outcome(launches.all()[-1])
     assert outcome is not None
