@@ -173,7 +173,7 @@ def alone(pool: Pool) -> OfModel:
 
 
 # By the cache, and by the passes of models with sharded weights, on models without.
-WAYS: list[Any] = [(CASES[0], 200, False)]
+WAYS: list[Any] = [pytest.param(CASES[0], 200, False, marks=pytest.mark.slow)]
 WAYS += [(case, (1, 200)[number % 2], False) for number, case in enumerate(CASES)]
 WAYS += [
     pytest.param(case, 200, True, marks=() if case == CASES[1] else pytest.mark.slow)

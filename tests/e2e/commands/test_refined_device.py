@@ -29,6 +29,7 @@ CORE = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_with_several_teachers_refines_a_device(
     pool: Pool, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -446,6 +446,7 @@ def _refusals(
         }
 
 
+@pytest.mark.slow
 def test_a_wrong_task_is_named_before_any_model_is_built(
     pool: Pool, dense: Path, tmp_path: Path
 ) -> None:

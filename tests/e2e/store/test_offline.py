@@ -77,6 +77,7 @@ def assert_same_course(found: Course, expected: Course, *, first: float, last: f
             assert ours[name] == pytest.approx(value, rel=tolerance, abs=1e-7), (ours["step"], name)
 
 
+@pytest.mark.slow
 def test_in_the_same_layout_every_figure_has_the_same_bits(
     capture: Callable[..., Path], train: Callable[..., Course]
 ) -> None:

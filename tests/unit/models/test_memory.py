@@ -54,7 +54,7 @@ def test_a_gpu_gives_half_of_what_is_free_on_the_fullest(
         {"temperature": 0.0},
         pytest.param({"temperature": 1.0}, marks=pytest.mark.slow),
         pytest.param({"temperature": 0.7}, marks=pytest.mark.slow),
-        {"min_p": 0.1},
+        pytest.param({"min_p": 0.1}, marks=pytest.mark.slow),
         pytest.param({"top_k": 40}, marks=pytest.mark.slow),
         pytest.param({"top_p": 0.9}, marks=pytest.mark.slow),
         {"top_k": 40, "top_p": 0.9, "min_p": 0.02},

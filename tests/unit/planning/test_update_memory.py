@@ -55,7 +55,7 @@ def test_whole_tensors_have_a_root_and_a_quotient_beside_that_of_the_one_before(
     assert planned == 2 * widest + queries
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parts_of_a_buffer_have_them_in_its_order(ranks: int) -> None:
     planned = adam_numbers(SHAPE, NUMBERS, LAYOUT, ranks=ranks, is_distributed=True)
     made = [made_by_adam(sizes) for sizes in parts(NUMBERS, ranks)]
