@@ -39,7 +39,7 @@ class Scheduler(Protocol):
 
     @property
     def node_options(self) -> Sequence[str]:
-        """Further options of `launching.node`."""
+        """Further options of `launching.node` and `launching.checks.all_reduce`."""
         ...
 
     def on_nodes(self, nodes: Sequence[str], *, waits: int = 60) -> list[str]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_distill.errors import TrainingError, counted
 from megatron_distill.launching.checks.pairs import (
     NodeSums,
+    is_timeout,
     is_wait,
     round_ends,
     rounds,
@@ -42,11 +43,14 @@ _BYTES: Final = {"cuda": 2**26, "cpu": 2**22}
 _REPEATS: Final = 3
 _LEAST_SECONDS: Final = {"cuda": 10.0, "cpu": 4.0}  # with less, a sum is not tried
 _LEAVE_SECONDS: Final = 1.0  # for a rank to tell of its own timeout before it is killed
-# The cause at the end of a message of NCCL, or the text of an exception.
+# The cause at the end of a message of NCCL, whose other lines are of its kind alone, or the text of
+# an exception.
 _ERROR: Final = re.compile(
-    r"Last error:[ \t]*\n?[ \t]*(?!Process |Traceback)(\S.*)|^[\w.]*(?:Error|Exception): *(\S.*)",
+    r"Last error:[ \t]*\n?[ \t]*(?!Process |Traceback)(\S.*)"
+    r"|^(?!nccl)[\w.]*(?:Error|Exception): *(?!NCCL error)(\S.*)",
     re.MULTILINE,
 )
+_OF_NCCL: Final = re.compile(r"^nccl\w*Error: *(\S.*)", re.MULTILINE)
 _SPEED: Final = re.compile(r"^(\S+) GB/s$", re.MULTILINE)
 
 
@@ -187,10 +191,11 @@ def _cause(text: str, status: int) -> str | None:
     The first to fail makes the others fail, whose errors may come before its own.
     """
     found = [(one or other).strip() for one, other in _ERROR.findall(text)]
+    found = found or _OF_NCCL.findall(text)
     told = next((one for one in found if not is_wait(one)), None)
     if found:
         return found[-1] if told is None else told
-    if status == TIME_LIMIT or is_wait(text):  # or killed by the watchdog of NCCL
+    if status == TIME_LIMIT or is_timeout(text):  # or killed by the watchdog of NCCL
         return None
     return f"a rank ended with status {status}"
 

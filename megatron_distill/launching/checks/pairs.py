@@ -19,6 +19,7 @@ __all__ = [
     "NodeSums",
     "bad_sums",
     "broken_pairs",
+    "is_timeout",
     "is_wait",
     "round_ends",
     "rounds",
@@ -26,10 +27,10 @@ __all__ = [
     "untried_pairs",
 ]
 
-# How a sum ends whose other side is late or has left: this side is not to blame for it.
-_WAIT: Final = re.compile(
-    r"tim(?:ed?|ing) ?out|clos(?:ed|ing)|reset by|refused|broken pipe|premature|exited|retry",
-    re.IGNORECASE,
+# How a sum ends that takes too long, and one whose other side has left.
+_TIMEOUT: Final = re.compile(r"tim(?:ed?|ing) ?out", re.IGNORECASE)
+_LEFT: Final = re.compile(
+    r"clos(?:ed|ing)|reset by|refused|broken pipe|premature|exited|retry", re.IGNORECASE
 )
 _TOGETHER_SECONDS: Final = 8.0  # that both sides wait for each other at least before a pair fails
 _ALONE_SECONDS: Final = 20.0  # that a node's own sum takes at least before it fails
@@ -63,12 +64,19 @@ class NodeSums:
         if name not in self.begun or name in self.speeds:
             return None
         reason = self.problems.get(name, "has not ended")
-        return BadSum(reason, name not in self.problems or is_wait(reason))
+        # Alone there is no other side: a rank that has left is the node's own.
+        waits = is_timeout(reason) if name == self.node else is_wait(reason)
+        return BadSum(reason, name not in self.problems or waits)
+
+
+def is_timeout(text: str) -> bool:
+    """Return whether a sum with such an output has taken too long."""
+    return _TIMEOUT.search(text) is not None
 
 
 def is_wait(reason: str) -> bool:
     """Return whether a sum with such an error waited for its other side, or was left by it."""
-    return _WAIT.search(reason) is not None
+    return is_timeout(reason) or _LEFT.search(reason) is not None
 
 
 def sums_file(folder: Path, node: str) -> Path:

@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from megatron_distill import log
+from megatron_distill.launching.checks.all_reduce import _cause
 from megatron_distill.launching.checks.pairs import NodeSums, sums_file
+from megatron_distill.launching.forked_ranks import TIME_LIMIT
 from megatron_distill.launching.policy import AllReduceCheck, Policy
 from megatron_distill.launching.records import bad_nodes, read_record
 from megatron_distill.launching.supervisor import supervise
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("handlers")
 # The ranks of a run are not what is tested: they end at once.
 WITHOUT_RANKS = 'case "$*" in *--endpoint*) exit 1 ;; esac\n'
 UNKNOWN = "no-such-interface"
+NCCL = "DistBackendError: NCCL error in: a.cpp, system error\nncclSystemError: System call failed\n"
 
 
 def write_program(file: Path, text: str) -> None:
@@ -191,6 +194,31 @@ def test_a_job_that_is_told_to_stop_ends_its_sums_and_starts_no_ranks(machines: 
     while all_reduces(machines):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "cause"),
+    [
+        (
+            f"{NCCL}Last error:\nConnection closed by peer\n"
+            "torch.AcceleratorError: CUDA error: uncorrectable ECC error\n",
+            1,
+            "CUDA error: uncorrectable ECC error",
+        ),
+        (f"{NCCL}Last error:\nsocketPoll: No route to host\n", 1, "socketPoll: No route to host"),
+        (NCCL, 1, "System call failed"),
+        ("Last error:\nProcess ForkProcess-1:3:\nRuntimeError: no route\n", 1, "no route"),
+        ("RuntimeError: Connection reset by peer\n", 1, "Connection reset by peer"),
+        ("a connection was closed\n", 11, "a rank ended with status 11"),
+        ("a warning\n", 1, "a rank ended with status 1"),
+        ("a warning\n", TIME_LIMIT, None),
+        ("Watchdog caught collective operation timeout\n", 6, None),
+    ],
+)
+def test_the_cause_is_the_error_that_no_other_rank_has_brought_about(
+    text: str, status: int, cause: str | None
+) -> None:
+    assert _cause(text, status) == cause
 
 
 def test_hosts_without_gpus_sum_only_if_asked(
