@@ -152,7 +152,11 @@ class _Sharing(NamedTuple):
 
 def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Path) -> DeviceProfile:
     """Return a CPU with the factors of small runs' steps, and its rates of logits."""
-    from megatron_distill.planning.refine import refined_by_sizes, refined_by_steps, with_logit_rate
+    from megatron_distill.planning.refine import (
+        refined_by_steps,
+        with_layer_seconds,
+        with_logit_rate,
+    )
 
     sharings = _sharings(device, folder)
     logs: dict[_Run, list[Path]] = {run: [] for one in sharings for run in one if run is not None}
@@ -163,10 +167,11 @@ def _refined_by_steps(device: DeviceProfile, *, forked: ForkedRanks, folder: Pat
     samples = {run: _sample(run, own, folder) for run, own in logs.items()}
     for large, small, bf16 in sharings:
         of_sharing = {"shared_by": large.ranks, "threads": large.threads}
+        device = with_layer_seconds(device, samples[large], samples[small], **of_sharing)
         if large is sharings[0].large:
             for run in (large, small):
                 device = with_logit_rate(device, samples[run], **of_sharing)
-        device = refined_by_sizes(device, samples[large], samples[small], **of_sharing)
+        device = refined_by_steps(device, samples[large], **of_sharing)
         if bf16 is not None:
             if "bf16" not in device.logit_ns:
                 device = with_logit_rate(device, samples[bf16], **of_sharing)

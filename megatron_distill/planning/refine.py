@@ -25,9 +25,9 @@ __all__ = [
     "measured_like",
     "read_steps",
     "refined",
-    "refined_by_sizes",
     "refined_by_steps",
     "refined_for",
+    "with_layer_seconds",
     "with_logit_rate",
 ]
 
@@ -198,7 +198,8 @@ def with_logit_rate(
     """Return a CPU with the time of a logit by which a sample's losses take their time.
 
     Of its precision, and of rows as long as its own: aliased or not. The sample is of one stage,
-    and its loss is between whole logits. shared_by, threads: as of `refined`.
+    and its loss is between whole logits. The device has the `layer_us` of calls in its losses.
+    shared_by, threads: as of `refined`.
     """
     run = sample.run
     split = sample.choice.layout.tensor
@@ -217,10 +218,10 @@ def with_logit_rate(
     return with_rate(_LEAST_NS + max(0.0, (measured - without) / (more - without)))
 
 
-def refined_by_sizes(
+def with_layer_seconds(
     device: DeviceProfile, large: Sample, small: Sample, *, shared_by: int, threads: int
 ) -> DeviceProfile:
-    """Return a CPU with `step_factors` and `layer_us` by which both samples take their time.
+    """Return a CPU with the `layer_us` by which both samples take their time.
 
     Of each phase with layers: factor * work + passes of layers * seconds. On a CPU whose caches
     hold little, each operation of a layer finds its code evicted by the data of those before it,
@@ -242,9 +243,7 @@ def refined_by_sizes(
         # The factor is of all of a layer's time.
         if factor > 0 and (own := round(1e6 * added / factor, 1)) > 0:
             more[phase] = own
-    others = {**device.layer_us, shared.sharing: more}
-    changed = device.model_copy(update={"layer_us": others})
-    return refined_by_steps(changed, large, shared_by=shared_by, threads=threads)
+    return device.model_copy(update={"layer_us": {**device.layer_us, shared.sharing: more}})
 
 
 def refined_by_steps(

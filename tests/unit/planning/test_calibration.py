@@ -42,9 +42,11 @@ def test_the_measured_machine_plans_a_run(
     assert device.layer_us.keys() == device.step_factors.keys()
     for factors in device.step_factors.values():
         assert {"teacher", "forward", "loss", "backward"} <= set(factors["fp32"])
-    # The first steps' losses have the rates of logits, so that their factor is one.
+    # The first steps' losses have the rates of logits, so that their factor is one; it is less
+    # where the products alone were measured in a slower minute than the steps.
     first = "one rank" if available_cores() == 1 else "idle cores"
-    assert device.step_factors[first]["fp32"]["loss"] == pytest.approx(1.0, abs=0.01)
+    factor, each = device.step_factors[first]["fp32"]["loss"], device.logit_ns["fp32"]
+    assert factor == pytest.approx(1.0, abs=5e-4) or (factor < 1.0 and each < 0.02)
     config.write_text(RUN)
     capsys.readouterr()
     assert main(["plan", str(config), "--devices", "2", "--device", str(file)]) == 0

@@ -18,9 +18,9 @@ from megatron_distill.planning.refine import (
     lower_quartile,
     read_steps,
     refined,
-    refined_by_sizes,
     refined_by_steps,
     refined_for,
+    with_layer_seconds,
     with_logit_rate,
 )
 from megatron_distill.planning.run import Choice, ChunkLoss, PlannedRun
@@ -160,7 +160,12 @@ def test_steps_of_two_sizes_tell_a_layer_s_own_time_from_its_work(
         Sample(run, choice, MeasuredSteps(phases, sum(phases.values()), 1, 1.0, 1.0))
         for run, choice, phases in (seconds(truth, hidden) for hidden in (512, 256))
     )
-    found = refined_by_sizes(cpu, large, small, shared_by=ranks, threads=threads)
+
+    def refined_again(device: DeviceProfile) -> DeviceProfile:
+        device = with_layer_seconds(device, large, small, shared_by=ranks, threads=threads)
+        return refined_by_steps(device, large, shared_by=ranks, threads=threads)
+
+    found = refined_again(cpu)
     for phase, us in more.items():
         assert found.layer_us[sharing].get(phase, 0.0) == pytest.approx(us, rel=1e-2, abs=1), phase  # type: ignore[call-overload]
     *_, expected = seconds(truth, 128)
@@ -168,7 +173,7 @@ def test_steps_of_two_sizes_tell_a_layer_s_own_time_from_its_work(
     for phase in ("teacher", "forward", "backward", "loss"):
         assert planned[phase] == pytest.approx(expected[phase], rel=1e-2), phase
     # Measured again, nothing of the first time is left in it.
-    again = refined_by_sizes(found, large, small, shared_by=ranks, threads=threads)
+    again = refined_again(found)
     assert (again.layer_us, again.step_factors) == (found.layer_us, found.step_factors)
 
 
@@ -191,10 +196,18 @@ def test_a_small_layer_takes_its_share_of_the_time_of_any_layer(hidden: int, par
         assert added == pytest.approx(4 * us * 1e-6 * part, rel=1e-6), phase
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (1, 2), (2, 1)])
-def test_the_losses_of_steps_have_the_rate_of_a_logit(ranks: int, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "threads", "sharing"),
+    [(1, 1, "idle cores"), (1, 2, "one rank"), (2, 1, "several ranks")],
+)
+@pytest.mark.parametrize("layer_us", [0.0, 900.0], ids=["calls alone", "evicted calls"])
+def test_the_losses_of_steps_have_the_rate_of_a_logit(
+    layer_us: float, ranks: int, threads: int, sharing: str
+) -> None:
     """In rows that are aliased and others, whatever rates and factors were known before."""
     fields = DEVICE.model_dump() | {"kind": "cpu", "cores": 2, "kernel_us": 2.0}
+    if layer_us:
+        fields["layer_us"] = {sharing: {"forward": layer_us}}
     rates = {"logit_ns": {"fp32": 4.0, "bf16": 6.0}, "aliased_logit_ns": {"fp32": 5.0}}
     truth = DeviceProfile.model_validate(fields | rates)
     before = {"logit_ns": {"bf16": 6.0}, "step_factors": {"one rank": {"fp32": {"loss": 3.0}}}}
@@ -217,6 +230,9 @@ def test_the_losses_of_steps_have_the_rate_of_a_logit(ranks: int, threads: int) 
         device = with_logit_rate(device, sample(vocabulary), shared_by=ranks, threads=threads)
     assert device.logit_ns == pytest.approx(rates["logit_ns"], rel=1e-6)
     assert device.aliased_logit_ns == pytest.approx(rates["aliased_logit_ns"], rel=1e-6)
+    refined = refined_by_steps(device, sample(20_480), shared_by=ranks, threads=threads)
+    loss = refined.step_factors[sharing]["fp32"]["loss"]  # type: ignore[index]
+    assert loss == pytest.approx(1.0, abs=1e-4)
     # Losses shorter than their products have a rate too.
     fast = with_logit_rate(device, sample(20_480, 0.01), shared_by=ranks, threads=threads)
     assert 0 < fast.logit_ns["fp32"] < 0.1
