@@ -18,6 +18,7 @@ from megatron_distill.commands.submitted_layout import (
     add_command,
     add_variables,
     check_submission,
+    empty_health,
     missing_words,
     own_name,
     too_many_ranks,
@@ -28,8 +29,9 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.kubernetes import PodDemand, job_set
 from megatron_distill.launching.option_numbers import number, whole_number
+from megatron_distill.launching.policy import HEALTH_SECONDS
 from megatron_distill.launching.program import Program
-from megatron_distill.launching.records import Launches
+from megatron_distill.launching.records import Launches, bad_nodes
 
 # Of Kubernetes: numbers of cores or bytes.
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|k|[MGTPE]|[KMGTPE]i)?")
@@ -76,6 +78,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="default: --gpus-per-node, else 1",
     )
+    parser.add_argument(
+        "--health-command", metavar="COMMAND", help="shell command; a node is bad if it fails"
+    )
+    parser.add_argument(
+        "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
+        help="time limit of a node's check; the command has four fifths (default: %(default)g)",
+    )  # fmt: skip
     parser.add_argument("--max-starts", type=whole_number("3"), default=3, metavar="N")
     parser.add_argument("--grace-seconds", type=number("600"), metavar="S")
     add_variables(parser)
@@ -90,9 +99,11 @@ def _objection(given: argparse.Namespace) -> str | None:
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
-    seconds = given.grace_seconds
-    if seconds is not None and not 0 < seconds < math.inf:
-        return f"--grace-seconds {seconds:g}: must be a finite number of seconds above 0"
+    for name in ("grace_seconds", "health_seconds"):
+        seconds = getattr(given, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            option = f"--{name.replace('_', '-')} {seconds:g}"
+            return f"{option}: must be a finite number of seconds above 0"
     for name in ("cpus_per_node", "memory_per_node"):
         amount = getattr(given, name)
         if amount is not None and _QUANTITY.fullmatch(amount) is None:
@@ -106,6 +117,7 @@ def _objection(given: argparse.Namespace) -> str | None:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
     return (
         wrong_variable(given)
+        or empty_health(given)
         or too_many_ranks(given.ranks_per_node, given.gpus_per_node)
         or missing_words(given)
     )
@@ -117,6 +129,9 @@ def _run(given: argparse.Namespace) -> int:
     ranks = given.ranks_per_node or given.gpus_per_node or 1
     rules = ["--max-starts", str(given.max_starts), "--ranks-per-node", str(ranks)]
     rules += [] if given.folder is None else ["--folder", given.folder]
+    rules += [] if given.gpus_per_node is None else ["--gpus", str(given.gpus_per_node)]
+    rules += ["--health-seconds", f"{given.health_seconds:g}"]
+    rules += [] if given.health_command is None else ["--health-command", given.health_command]
     # Models and data are on the claims of the pods.
     check_submission(program, nodes=given.nodes, ranks=ranks, run=None, device=given.device)
     work_folder = given.work_folder or str(Path.cwd())
@@ -135,6 +150,7 @@ def _run(given: argparse.Namespace) -> int:
         memory_per_node=given.memory_per_node,
         python=given.image_python,
         stop_seconds=given.grace_seconds or grace_seconds(launches.measured) or USUAL_SECONDS,
+        bad_nodes=sorted({one.node for one in bad_nodes(launches.folder)}),
         rules=rules,
         variables=variables_of(given),
     )

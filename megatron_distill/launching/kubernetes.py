@@ -18,7 +18,7 @@ from megatron_distill.errors import ConfigError
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import EXIT_STATUS, Status
 
-__all__ = ["PodDemand", "job_set"]
+__all__ = ["NODE_VARIABLE", "PodDemand", "job_set"]
 
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_LABEL: Final = 63
@@ -29,6 +29,7 @@ _SHARED_MEMORY: Final = "/dev/shm"
 _GROUP: Final = "nodes"  # of the pods in the JobSet
 _CONTAINER: Final = "ranks"
 _ATTEMPT: Final = "ATTEMPT"  # the variable of the number of restarts
+NODE_VARIABLE: Final = "KUBERNETES_NODE"  # the variable of the name of the pod's node
 _ATTEMPT_LABEL: Final = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 # Restarts by the JobSet; the pods themselves end the job once launches bring no new checkpoint.
 _RESTARTS: Final = 1000
@@ -44,6 +45,7 @@ class PodDemand:
         claims: names of persistent volume claims, and the folders that they are mounted on.
         python: the interpreter in the image. folder: that the job works in.
         stop_seconds: for the ranks to save when the pod is told to end.
+        bad_nodes: on which no pod is to run.
         rules: options of `launching.pod`.
         variables: of the environment of the ranks.
     """
@@ -59,6 +61,7 @@ class PodDemand:
     memory_per_node: str | None = None
     python: str = "python3"
     stop_seconds: float = 300.0
+    bad_nodes: Sequence[str] = ()
     rules: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -130,11 +133,12 @@ def _check_names(demand: PodDemand) -> None:
             f"--namespace {shlex.quote(space)}: write small letters, digits and hyphens, the first "
             f"and the last no hyphen, at most {_LONGEST_LABEL} characters"
         )
-    if _ATTEMPT in demand.variables:
-        raise ConfigError(
-            f"--variable {_ATTEMPT}={demand.variables[_ATTEMPT]}: the manifest sets {_ATTEMPT}, to "
-            "count restarts; give the variable another name"
-        )
+    for own, reason in ((_ATTEMPT, "to count restarts"), (NODE_VARIABLE, "to name the pod's node")):
+        if own in demand.variables:
+            raise ConfigError(
+                f"--variable {own}={demand.variables[own]}: the manifest sets {own}, {reason}; "
+                "give the variable another name"
+            )
     for option, text in (("--image", demand.image), ("--image-python", demand.python)):
         if not text or any(map(str.isspace, text)):
             raise ConfigError(f"{option} {shlex.quote(text)}: give a name without spaces")
@@ -180,6 +184,7 @@ def _pod(demand: PodDemand, program: Program) -> dict[str, Any]:
     mounts.append({"name": "shared-memory", "mountPath": _SHARED_MEMORY})
     return {
         "restartPolicy": "Never",
+        **_affinity(demand.bad_nodes),
         "terminationGracePeriodSeconds": math.ceil(demand.stop_seconds) + _END_SECONDS,
         "containers": [
             {
@@ -196,20 +201,34 @@ def _pod(demand: PodDemand, program: Program) -> dict[str, Any]:
     }
 
 
+def _affinity(bad_nodes: Sequence[str]) -> dict[str, Any]:
+    """Return the rule that keeps pods from these nodes: one name in each part, which all hold."""
+    if not bad_nodes:
+        return {}
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in bad_nodes]
+    required = {"nodeSelectorTerms": [{"matchFields": fields}]}
+    rule = {"requiredDuringSchedulingIgnoredDuringExecution": required}
+    return {"affinity": {"nodeAffinity": rule}}
+
+
 def _command(demand: PodDemand, program: Program) -> list[str]:
     return [
         *(demand.python, "-m", "megatron_distill.launching.pod"),
         *("--job", demand.name, "--attempt", f"$({_ATTEMPT})"),
         *("--pods", ",".join(demand.pods)),
-        *("--stop-seconds", str(demand.stop_seconds), *demand.rules, "--"),
-        *map(_literal, program.spelled),
+        *("--stop-seconds", str(demand.stop_seconds)),
+        *map(_literal, (*demand.rules, "--", *program.spelled)),
     ]
 
 
 def _environment(demand: PodDemand) -> list[dict[str, Any]]:
-    attempt = {"fieldRef": {"fieldPath": _ATTEMPT_LABEL}}
+    fields = {_ATTEMPT: _ATTEMPT_LABEL, NODE_VARIABLE: "spec.nodeName"}
+    own = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
     given = [{"name": name, "value": _literal(text)} for name, text in demand.variables.items()]
-    return [{"name": _ATTEMPT, "valueFrom": attempt}, *given]
+    return [*own, *given]
 
 
 def _literal(text: str) -> str:

@@ -28,7 +28,7 @@ from megatron_distill.launching.node import HIDDEN_GPUS, asked_of_gpus, gpus_lis
 from megatron_distill.launching.ports import TRIED_PORTS, free_port
 from megatron_distill.launching.records import LaunchRecord, read_record, write_record
 
-__all__ = ["Health", "gpu_problems", "main", "verdict"]
+__all__ = ["Health", "command_problems", "gpu_problems", "main", "own_problems", "verdict"]
 
 _LEAST_OPEN_FILES: Final = 4096  # sockets and files of a rank's peers
 _LEAST_BYTES: Final = 100_000_000  # in the folder of temporary files
@@ -87,12 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     half = len(tried) // 2
     port, store_port = free_port(tried), free_port([*tried[half:], *tried[:half]])
     wanted = _wanted_gpus(given)
-    gpus, of_gpus = _of_gpus(wanted, given.ranks_per_node)
+    gpus, own = own_problems(wanted, given.ranks_per_node)
     if gpus is not None and not wanted:  # a node with fewer than others would have fewer ranks
         software["GPUs"] = str(min(gpus, given.ranks_per_node or gpus))
-    problems = [*_of_system(folder, launch, port), *of_gpus]
+    problems = [*_of_launch(folder, launch, port), *own]
     if given.command is not None and not problems:  # a bad node may let it hang
-        problems += _of_command(given.command, given.command_seconds)
+        problems += command_problems(given.command, given.command_seconds)
     try:
         files = {} if launch is None else seen_files(launch.paths)
         health = Health(node, problems, software, files, port, store_port, gpus)
@@ -112,7 +112,17 @@ def _tried_ports(launch: LaunchRecord, node: str) -> list[int]:
     return [*launch.ports[place % TRIED_PORTS :], *launch.ports[: place % TRIED_PORTS]]
 
 
-def _of_system(folder: Path, launch: LaunchRecord | None, port: int | None) -> Iterator[str]:
+def own_problems(wanted: int, ranks: int | None) -> tuple[int | None, list[str]]:
+    """Return the number of this node's GPUs, None where it is unknown, and what is wrong with it.
+
+    Looked at are its limits, its folder of temporary files, and the GPUs of the ranks. wanted: GPUs
+    that it must have. ranks: None: as many as there are GPUs.
+    """
+    gpus, problems = _of_gpus(wanted, ranks)
+    return gpus, [*_of_limits(), *problems]
+
+
+def _of_launch(folder: Path, launch: LaunchRecord | None, port: int | None) -> Iterator[str]:
     if launch is None:
         yield f"does not see {folder / 'launch.json'}: the run's folder must be shared"
     else:
@@ -120,6 +130,9 @@ def _of_system(folder: Path, launch: LaunchRecord | None, port: int | None) -> I
         if launch.ports and port is None:
             ports = ", ".join(map(str, launch.ports))
             yield f"has no free port for the rendezvous: others use {ports}"
+
+
+def _of_limits() -> Iterator[str]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _LEAST_OPEN_FILES:
         yield f"allows {most} open files, fewer than {_LEAST_OPEN_FILES} (ulimit -H -n)"
@@ -148,10 +161,7 @@ def _wanted_gpus(given: argparse.Namespace) -> int:
 
 
 def _of_gpus(wanted: int, ranks: int | None) -> tuple[int | None, list[str]]:
-    """Return the number of GPUs, None where it is unknown, and the problems of those of the ranks.
-
-    ranks: None: as many as there are GPUs.
-    """
+    """Return the number of GPUs and the problems of those of the ranks, as of `own_problems`."""
     if wanted and shutil.which("nvidia-smi") is None:
         return None, [f"has no nvidia-smi, and {counted(wanted, 'GPU')} per node must be checked"]
     found, problems = None, []
@@ -202,7 +212,8 @@ def gpu_problems(table: str) -> Iterator[str]:
             yield f"GPU {index} is not to be used before the driver's {asked!r} (nvidia-smi -q)"
 
 
-def _of_command(command: str, seconds: float) -> Iterator[str]:
+def command_problems(command: str, seconds: float) -> Iterator[str]:
+    """Run a shell command and yield that it has failed, or has not ended in the time."""
     # In a session of its own, so that its own children end with it.
     shell = subprocess.Popen(
         command,

@@ -121,6 +121,7 @@ def test_a_name_that_kubernetes_refuses_is_named() -> None:
         ({"image": " i"}, "--image ' i': "),
         ({"python": ""}, "--image-python '': "),
         ({"variables": {"ATTEMPT": "1"}}, "--variable ATTEMPT=1: the manifest sets ATTEMPT, to "),
+        ({"variables": {"KUBERNETES_NODE": "1"}}, "sets KUBERNETES_NODE, to name the pod's node"),
         ({"claims": [("Data_1", "/data")]}, "--claim Data_1:/data: "),
         ({"claims": [("-a", "/data")]}, "--claim -a:/data: "),
         ({"claims": [("a..b", "/data")]}, "--claim a..b:/data: "),
@@ -164,8 +165,9 @@ def test_variables_and_words_are_literal_in_the_pods(
     assert list(violations(manifest, SCHEMA)) == []
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    attempt, *given = container["env"]
-    assert attempt["name"] == "ATTEMPT"
+    attempt, node, *given = container["env"]
+    assert (attempt["name"], node["name"]) == ("ATTEMPT", "KUBERNETES_NODE")
+    assert node["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert {one["name"]: expanded(one["value"]) for one in given} == values
     assert [expanded(word) for word in container["command"][-2:]] == ["x", "$$(ATTEMPT)"]
 
@@ -204,6 +206,8 @@ def test_the_command_writes_the_manifest(
             "--ranks-per-node 8: is more than --gpus-per-node 4, and each rank needs a GPU of its",
         ),
         (["--grace-seconds", "inf"], "--grace-seconds inf: must be a finite number"),
+        (["--health-seconds", "0", "--dry-run"], "--health-seconds 0: must be a finite number"),
+        (["--health-command", " ", "--dry-run"], "--health-command ' ': is empty; give a shell"),
     ):
         wrong = [*words, *more]
         with pytest.raises(SystemExit):
@@ -216,6 +220,34 @@ def test_the_command_writes_the_manifest(
         assert main([*words, *more, "--dry-run"]) == 1
         found = capsys.readouterr()
         assert (found.out, found.err.startswith(f"error: {more[0]} ")) == ("", True)
+
+
+def test_pods_check_their_nodes_and_keep_away_from_those_that_were_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = tmp_path / "a" / "launches"
+    launches.mkdir(parents=True)
+    lines = [f"2026-11-30T12:00:0{second}\tgpu-{second % 2}\tbroken\n" for second in range(3)]
+    (launches / "bad_nodes").write_text("".join(lines))
+    command = "test $(nvidia-smi -L | wc -l) = 8 || echo $$"
+    words = ["submit", "kubernetes", str(ROOT / "configs" / "tiny.yaml"), f"output={tmp_path}/a",
+             "--nodes", "1", "--image", "i", "--claim", f"data:{tmp_path}", "--gpus-per-node", "8",
+             "--health-command", command, "--health-seconds", "90", "--dry-run"]  # fmt: skip
+    assert main(words) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert list(violations(manifest, SCHEMA)) == []
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    rule = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    # Parts of one term all hold, and each takes one name.
+    (term,) = rule["nodeSelectorTerms"]
+    assert term["matchFields"] == [
+        {"key": "metadata.name", "operator": "NotIn", "values": [node]}
+        for node in ("gpu-0", "gpu-1")
+    ]
+    started = [expanded(word) for word in pod["containers"][0]["command"]]
+    wanted = {"--gpus": "8", "--health-command": command, "--health-seconds": "90"}
+    assert {option: started[started.index(option) + 1] for option in wanted} == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""A pod: its status after its ranks, and without them."""
+"""A pod: its status after its ranks, and without them; the check of its node."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import pytest
 
 from megatron_distill.launching import pod
 from megatron_distill.launching.pod import _record, main
-from megatron_distill.launching.records import Launches, LaunchRecord, NodeOutcome, Status
+from megatron_distill.launching.records import (
+    Launches,
+    LaunchRecord,
+    NodeOutcome,
+    Status,
+    bad_nodes,
+)
 
 
 @pytest.fixture
@@ -20,9 +27,9 @@ def program(tmp_path: Path) -> str:
     return str(script)
 
 
-def start(program: str, attempt: int = 0) -> int:
-    pods = ["--pods", "localhost", "--ranks-per-node", "1"]
-    return main(["--job", "distill", "--attempt", f"{attempt}", *pods, "--", program])
+def start(program: str, attempt: int = 0, *more: str, pods: str = "localhost") -> int:
+    words = ["--pods", pods, "--ranks-per-node", "1", *more]
+    return main(["--job", "distill", "--attempt", f"{attempt}", *words, "--", program])
 
 
 class Ranks:
@@ -105,3 +112,55 @@ def test_a_user_s_file_ends_the_launches_of_pods(
         assert outcome.next.startswith(text)
         if is_stopped:
             launches.stop_file.unlink()
+
+
+@pytest.mark.parametrize("other", ["healthy", "bad", "late", "alone"])
+def test_a_pod_on_a_bad_node_starts_no_rank_and_names_the_node(
+    other: str,
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The next submission leaves it out, unless every node fails: then the check may be wrong."""
+    monkeypatch.setenv("KUBERNETES_NODE", "gpu-17")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    ranks = Ranks(monkeypatch)
+    launches = Launches(tmp_path / "run" / "launches", tmp_path / "run", "")
+    health = launches.folder / "distill-0" / "health"
+    health.mkdir(parents=True)
+    # That of a JobSet of the same name before counts for no pod of this one but the others.
+    (health / "a.json").write_text(json.dumps({"node": "a", "problems": []}))
+    if other in ("healthy", "bad"):
+        problems = [] if other == "healthy" else ["broken too"]
+        (health / "b.json").write_text(json.dumps({"node": "b", "problems": problems}))
+    pods = "a" if other == "alone" else "a,b.distill"
+    check = ["--health-command", "echo GPU 3 is hot; exit 3", "--health-seconds", "2"]
+    assert start(program, 0, *check, pods=pods) == 1
+    text = capsys.readouterr().err
+    assert "error: node gpu-17: 'echo GPU 3 is hot; exit 3' failed with status 3: GPU 3 is" in text
+    assert "`kubectl cordon` keeps pods away from it" in text
+    assert "Traceback" not in text
+    recorded = [one.node for one in bad_nodes(launches.folder)]
+    assert recorded == (["gpu-17"] if other == "healthy" else [])
+    (launch,) = launches.all()
+    outcome = launches.outcome(launch)
+    assert outcome is not None
+    assert outcome.status is Status.FAILED
+    assert "gpu-17" in outcome.reason
+    assert ranks.left == []
+
+    # A healthy one runs them.
+    ranks.left.append(NodeOutcome("a", 0, Status.DONE, time.time()))
+    assert start(program, 1, "--health-command", "true", pods=pods) == 0
+    assert "node gpu-17: healthy: " in capsys.readouterr().err
+
+
+def test_a_pod_without_the_gpus_of_its_manifest_names_them(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("KUBERNETES_NODE", raising=False)
+    assert start(program, 0, "--gpus", "8") == 1
+    lacks = "error: node localhost: has no nvidia-smi, and 8 GPUs per node must be checked"
+    assert lacks in capsys.readouterr().err
