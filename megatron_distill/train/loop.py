@@ -121,16 +121,19 @@ def train(
     """Train from the state's step to the plan's last; return whether it got there.
 
     A validation and an evaluation that an earlier start owes come first, the latter also where no
-    step is left.
+    step is left. Before them the disk must have room for a checkpoint, which steps would be lost
+    without.
     A termination signal on any rank ends the loop after the current step, which is saved.
-    Raises TrainingError when more than `max_bad_steps` steps were not finite, and ConfigError when
-    the log can no longer be written.
+    Raises TrainingError when more than `max_bad_steps` steps were not finite, ConfigError when the
+    log can no longer be written, and CheckpointError when there is no room or a save fails.
 
     Collective: those of the parts, and per step one all-reduce in the world. It has 16 bytes and 8
     for each route from teachers on ranks of their own.
     """
     log = _Log(parts.metrics)
     try:
+        if plan.save and parts.state.step < plan.steps:
+            parts.state.require_room()
         with StepGarbage() as garbage:
             stopped = _train(parts, plan, termination, log, garbage, clock)
         agree(log.failure)

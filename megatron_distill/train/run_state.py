@@ -77,6 +77,10 @@ class RunState:
         self.best = found or self.best
         return found is not None
 
+    def require_room(self) -> None:
+        """Raise CheckpointError where the disk is too full: see `CheckpointFolder.require_room`."""
+        self.checkpoints.require_room(model_shards(self.student.chunks, self.student.groups))
+
     def save(self, loader: StepSource) -> None:
         """Write a checkpoint of this step; see `CheckpointFolder.save`."""
         with evaluating(self.student):

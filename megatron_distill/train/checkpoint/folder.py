@@ -16,10 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_distill.errors import CheckpointError
 from megatron_distill.log import get_logger
@@ -32,7 +33,6 @@ from megatron_distill.train.checkpoint.description import Description, complete_
 from megatron_distill.train.checkpoint.shards import Shard, Staging
 from megatron_distill.train.checkpoint.writer import (
     IndexEntry,
-    Snapshot,
     failure_of,
     take_snapshot,
     write_common,
@@ -42,6 +42,7 @@ from megatron_distill.train.checkpoint.writer import (
 from megatron_distill.train.run_folder import SETTINGS_FILE
 
 _LOGGER = get_logger(__name__)
+_FP32_BYTES: Final = 4
 
 
 def _name_of(step: int) -> str:
@@ -107,6 +108,17 @@ class CheckpointFolder:
                 except OSError as error:
                     raise self._unwritable(error) from error
 
+    def require_room(self, weights: Sequence[Shard]) -> None:
+        """Raise CheckpointError on all ranks if the disk has no room for the next checkpoint.
+
+        Counted are the weights and what Adam keeps for them, which may not exist yet: moments, and
+        fp32 copies of narrower weights.
+
+        Collective: world, one all-gather of an integer, and of a short object per rank.
+        """
+        windows = [window.data for window in take_snapshot(weights, {}, None).windows]
+        self._check_space(sum(one.nbytes + one.numel() * _adam_bytes(one) for one in windows))
+
     def save(
         self,
         shards: Sequence[Shard],
@@ -130,7 +142,7 @@ class CheckpointFolder:
         with together():
             snapshot = take_snapshot(shards, objects or {}, self._staging)
         self._begin(attempt)
-        self._check_space(snapshot, attempt)
+        self._check_space(snapshot.nbytes, attempt.partial)
         with together():
             if dist.get_rank() == 0:
                 try:
@@ -202,15 +214,16 @@ class CheckpointFolder:
             "change `output`"
         )
 
-    def _check_space(self, snapshot: Snapshot, attempt: _Attempt) -> None:
-        """Raise before a save if the disk has too little space for it."""
+    def _check_space(self, own: int, partial: Path | None = None) -> None:
+        """Raise if the disk has too little space for the bytes of all ranks; removes `partial`."""
         sizes: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(sizes, snapshot.nbytes)
+        dist.all_gather_object(sizes, own)
         with together():
             if dist.get_rank() == 0:
                 free = shutil.disk_usage(self._root).free
                 if free < sum(sizes):
-                    shutil.rmtree(attempt.partial, ignore_errors=True)
+                    if partial is not None:
+                        shutil.rmtree(partial, ignore_errors=True)
                     needed, left = _sizes(sum(sizes), free)
                     raise CheckpointError(
                         f"no space left for a checkpoint in {self._root}: it needs {needed} and "
@@ -274,6 +287,12 @@ class CheckpointFolder:
             f"saving {attempt.final} failed: {reason}; earlier checkpoints are untouched; free "
             "disk space or change `output`, and start again"
         )
+
+
+def _adam_bytes(weight: Tensor) -> int:
+    """Return the bytes of Adam's state for one number of a weight in a checkpoint."""
+    copies = 3 if weight.itemsize < _FP32_BYTES else 2
+    return copies * _FP32_BYTES
 
 
 def _sizes(needed: int, free: int) -> tuple[str, str]:

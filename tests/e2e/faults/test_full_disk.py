@@ -16,6 +16,7 @@ from tests.e2e.runs import (
     SAVE,
     TENSOR,
     Inputs,
+    assembled,
     checkpoints,
     configure,
     failure_here,
@@ -26,7 +27,7 @@ from tests.e2e.runs import (
 SHORT = ("train.steps=4", "schedule.warmup_steps=1")
 
 
-def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(
+def test_a_disk_too_small_for_a_checkpoint_is_found_before_the_first_step(
     pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path]
 ) -> None:
     output = small_disk("512k") / "run"
@@ -37,9 +38,49 @@ def test_a_disk_too_small_for_a_checkpoint_is_found_before_writing(
     assert str(output / "checkpoints") in text
     assert "checkpoint.keep" in text
     assert checkpoints(output) == []
+    assert step_records(output) == []
+    assert "finished" not in endings[0].stderr
+
+
+@pytest.mark.slow
+def test_a_disk_that_has_become_too_small_is_found_before_writing(
+    pool: Pool, inputs: Inputs, small_disk: Callable[[str], Path]
+) -> None:
+    output = small_disk("1400k") / "run"
+    shown = ("logging.progress=true", "checkpoint.interval=2", "checkpoint.keep=9")
+    endings = call(pool, inputs.folder / "dense.yaml", output, *SHORT, SAVE, *shown)
+    assert "no space left for a checkpoint" in message(endings)
+    assert checkpoints(output) == ["step_0000002"]
     assert len(step_records(output)) == 4
     assert "stopped at step 4 of 4" in endings[0].stderr
     assert "finished" not in endings[0].stderr
+
+
+def room_and_snapshot(rank: int, world: int, config: Path, overrides: list[str]) -> tuple[int, int]:
+    """Bytes of this rank that the start wants room for, and those of tensors that a save has."""
+    with assembled(rank, world, config, overrides) as (_, parts):
+        from megatron_distill.train.checkpoint import folder
+
+        wanted: list[int] = []
+        with patch.object(
+            folder.CheckpointFolder, "_check_space", lambda _, own: wanted.append(own)
+        ):
+            parts.state.require_room()
+        windows = folder.take_snapshot(parts.state._shards(), {}, None).windows
+        return wanted[0], sum(window.data.nbytes for window in windows)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [(), pytest.param((TENSOR,), marks=pytest.mark.slow)], ids=["data", "tensor"]
+)
+def test_the_start_wants_room_for_what_a_save_writes(
+    pool: Pool, inputs: Inputs, tmp_path: Path, precision: str, layout: tuple[str, ...]
+) -> None:
+    overrides = [f"output={tmp_path}", f"train.precision={precision}", *layout]
+    found = pool.run(2, room_and_snapshot, inputs.folder / "dense.yaml", overrides)
+    wanted, written = (sum(values) for values in zip(*found, strict=True))
+    assert wanted == written > 0
 
 
 FULL = "free disk space or change `output`"
