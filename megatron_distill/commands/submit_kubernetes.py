@@ -128,10 +128,10 @@ def _run(given: argparse.Namespace) -> int:
     launches = program.launches([sys.executable], sees_results=False)
     ranks = given.ranks_per_node or given.gpus_per_node or 1
     rules = ["--max-starts", str(given.max_starts), "--ranks-per-node", str(ranks)]
-    rules += [] if given.folder is None else ["--folder", given.folder]
     rules += [] if given.gpus_per_node is None else ["--gpus", str(given.gpus_per_node)]
     rules += ["--health-seconds", f"{given.health_seconds:g}"]
     rules += [] if given.health_command is None else ["--health-command", given.health_command]
+    rules += [] if given.folder is None else ["--folder", given.folder]
     # Models and data are on the claims of the pods.
     check_submission(program, nodes=given.nodes, ranks=ranks, run=None, device=given.device)
     work_folder = given.work_folder or str(Path.cwd())

@@ -193,13 +193,17 @@ def ranks_here(*, announce: bool) -> int:
 
 
 def gpus_listed() -> int:
-    """Return the number of GPUs that nvidia-smi lists; 0 where there is no such program.
+    """Return the number of GPUs that nvidia-smi lists, or fewer that CUDA's variable leaves.
 
-    Raises TrainingError: it hangs.
+    0 where there is no such program. Raises TrainingError: it hangs.
     """
     if shutil.which("nvidia-smi") is None:
         return 0
-    return sum(line.startswith("GPU ") for line in asked_of_gpus("--list-gpus").splitlines())
+    listed = sum(line.startswith("GPU ") for line in asked_of_gpus("--list-gpus").splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or visible in HIDDEN_GPUS:
+        return listed  # where none is visible, as many ranks compute on the CPU
+    return min(listed, len(visible.split(",")))
 
 
 def asked_of_gpus(*options: str) -> str:

@@ -70,9 +70,11 @@ class Groups:
 def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
     """Build every process group of the layout, in Megatron-Core's rank order tp-cp-ep-dp-pp.
 
-    Raises ConfigError if the world size does not divide into the layout.
+    Raises ConfigError if the world size does not divide into the layout, or if stages on GPUs
+    would send by gloo.
     Collective: the whole world, group creation.
     """
+    _check_messages(layout)
     world_size = dist.get_world_size()
     if world_size % layout.model_ranks:
         raise ConfigError(
@@ -106,6 +108,15 @@ def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
         megatron=collection,
         state=_state(),
     )
+
+
+def _check_messages(layout: Layout) -> None:
+    """Raise ConfigError for stages on GPUs with gloo, which sends no memory of a GPU."""
+    if layout.pipeline > 1 and torch.cuda.is_initialized() and dist.get_backend() == "gloo":
+        raise ConfigError(
+            f"parallel.pipeline = {layout.pipeline}: with runtime.backend = 'gloo' stages on GPUs "
+            "cannot send to each other; set runtime.backend=nccl, or runtime.device=cpu"
+        )
 
 
 def _again(group: dist.ProcessGroup, *, timeout_minutes: float) -> dist.ProcessGroup:

@@ -42,6 +42,8 @@ _COLLECTIVES: Final = {
     # gloo, beside NCCL, connects the threads that exchange batches: when they use a connection, as
     # those of all ranks with all would be a million at 1,000 ranks.
     "TORCH_GLOO_LAZY_INIT": "1",
+    # The order of pipeline messages on one stream is meant; torch would warn of it in every run.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 _QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _COPY_QUEUES: Final = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"

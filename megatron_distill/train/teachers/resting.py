@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from megatron_distill.runtime.batch import Batch
 from megatron_distill.signals import Signals
 from megatron_distill.train.teachers.live import OnlineTeacher
 
-__all__ = ["HostWeights", "RestingTeacher"]
+__all__ = ["HostWeights", "RestingTeacher", "pinned_copies"]
 
 _LOGGER = get_logger(__name__)
+# torch's pinned memory has the next power of two in bytes, which for tensors of their own would be
+# almost twice the weights of some models.
+_BLOCK_BYTES: Final = 2**28
 
 
 @dataclass
@@ -30,17 +34,16 @@ class HostWeights:
 
     resting: Sequence[torch.nn.Parameter]
     device: torch.device
-    _host: list[Tensor] = field(default_factory=list)
+    _shapes: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    _host: list[list[Tensor]] = field(default_factory=list)  # bytes of each, in pieces
     _stream: torch.cuda.Stream | None = None
     _copies: list[Tensor] | None = None
     _arrived: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         self._stream = torch.cuda.Stream(self.device)
-        for parameter in self.resting:
-            host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=True)
-            host.copy_(parameter.data)  # at the start of the run; the host waits here
-            self._host.append(host)
+        self._shapes = [(one.shape, one.dtype) for one in self.resting]
+        self._host = pinned_copies([one.data for one in self.resting])
         self.release()
 
     def begin(self) -> None:
@@ -52,11 +55,15 @@ class HostWeights:
             return
         assert self._stream is not None
         current = torch.cuda.current_stream(self.device)
-        self._copies = [torch.empty_like(host, device=self.device) for host in self._host]
+        self._copies = [
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes
+        ]
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for copy, host in zip(self._copies, self._host, strict=True):
-                copy.copy_(host, non_blocking=True)
+            for copy, pieces in zip(self._copies, self._host, strict=True):
+                rooms = _bytes_of(copy).split([piece.numel() for piece in pieces])
+                for room, piece in zip(rooms, pieces, strict=True):
+                    room.copy_(piece, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(self._stream)
 
@@ -74,6 +81,34 @@ class HostWeights:
         """Free the weights on the GPU; work that was enqueued before still finds them."""
         for parameter in self.resting:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+
+
+def pinned_copies(
+    values: Sequence[Tensor], *, block_bytes: int = _BLOCK_BYTES
+) -> list[list[Tensor]]:
+    """Return the bytes of tensors in pinned memory, the pieces of each in their order.
+
+    All share blocks of this size, of which the last is as long as the rest. The host waits.
+    """
+    left, block, at = sum(one.nbytes for one in values), torch.empty(0, dtype=torch.uint8), 0
+    copies = []
+    for value in values:
+        source, pieces = _bytes_of(value), list[Tensor]()
+        while source.numel():
+            if at == block.numel():
+                size = min(block_bytes, left)
+                block, at = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
+            piece = block[at : at + source.numel()]
+            piece.copy_(source[: piece.numel()])
+            source = source[piece.numel() :]
+            at, left = at + piece.numel(), left - piece.numel()
+            pieces.append(piece)
+        copies.append(pieces)
+    return copies
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    return value.reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

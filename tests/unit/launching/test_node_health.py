@@ -288,3 +288,20 @@ def test_a_node_is_compared_with_most_nodes_and_of_two_with_the_first() -> None:
     two = {"n1": view("2.13", a="nothing"), "n2": view("2.13", a="a folder")}
     assert node_differences(two) == {"n2": ["sees under a: a folder, but n1: nothing"]}
     assert node_differences({"n1": view("2.13")}) == node_differences({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("0,1", 2), ("3", 1), ("GPU-a,GPU-b,GPU-c", 3), ("0,1,2,3,4,5", 4), ("", 4)],
+)
+def test_ranks_are_for_the_gpus_that_cuda_s_variable_leaves(
+    visible: str | None, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = "".join(f"GPU {number}: H100\n  MIG 1g.10gb\n" for number in range(4))
+    write_nvidia_smi(folder, f"printf '{listed}'")
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert node.ranks_here(announce=False) == count

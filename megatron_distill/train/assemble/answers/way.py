@@ -124,7 +124,7 @@ def student_way(
         return _offered_slots(transfer, plan, device, resources)
     slots = private_slots(plan, bridge.rank, _places(transfer, plan, device.torch_device))
     if backend == "nccl" and transfer.what == "hidden":
-        return NcclWay(bridge.nccl(plan.role), device.torch_device), slots, None
+        return _nccl_way(plan, device, resources), slots, None
     return HostWay(bridge), slots, None
 
 
@@ -142,8 +142,19 @@ def teacher_way(
     if backend == "ipc":
         return _mapped_slots(transfer, plan, device, resources)
     if backend == "nccl" and transfer.what == "hidden":
-        return NcclWay(bridge.nccl(plan.role), device.torch_device)
+        return _nccl_way(plan, device, resources)
     return HostWay(bridge)
+
+
+def _nccl_way(plan: AnswerPlan, device: Device, resources: ExitStack) -> NcclWay:
+    """Return messages by a group of NCCL, which ends with `resources`: torch knows no such group.
+
+    Whoever sends or receives is entered later, and ends before it.
+    """
+    assert device.bridge is not None
+    group = device.bridge.nccl(plan.role)
+    resources.callback(group.abort)
+    return NcclWay(group, device.torch_device)
 
 
 def _key(plan: AnswerPlan) -> str:
