@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -60,7 +61,8 @@ def _run(given: argparse.Namespace) -> int:
         device = _refined(given.run, given.device, given.document_length)
     path = given.output or Path(f"{device.name}.yaml")
     keep_result(path, device_text(device))
-    sys.stdout.write(f"{path}: use it as `{PROGRAM} plan CONFIG --device {path}`\n")
+    use = f"{PROGRAM} plan CONFIG --device {shlex.quote(str(path))}"
+    sys.stdout.write(f"{path}: use it as `{use}`\n")
     return 0
 
 

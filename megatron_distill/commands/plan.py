@@ -229,6 +229,7 @@ def _chosen(plan: PrintedPlan, row: int) -> Planned:
 
 def _simulated(plan: PrintedPlan, chosen: Planned, folder: Path) -> str:
     """Simulate a layout, write its picture and trace, and return the comparison in words."""
+    from megatron_distill.planning.cost import in_seconds
     from megatron_distill.planning.report import choice_name
     from megatron_distill.planning.schedule import chrome_trace, simulate
     from megatron_distill.planning.timeline import draw_timeline
@@ -238,7 +239,7 @@ def _simulated(plan: PrintedPlan, chosen: Planned, folder: Path) -> str:
     name = f"{choice_name(chosen.choice)}, {chosen.choice.devices:,} x {plan.device.title}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        draw_timeline(timeline, picture, title=f"{name}: {timeline.seconds:.3f} s per step")
+        draw_timeline(timeline, picture, title=f"{name}: {in_seconds(timeline.seconds)} s per step")
         trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -246,10 +247,11 @@ def _simulated(plan: PrintedPlan, chosen: Planned, folder: Path) -> str:
         ) from error
     # Without the lane that reads, where there is one: it stands for no ranks.
     idle = [timeline.idle_share(lane) for lane, ranks in enumerate(timeline.ranks) if ranks]
-    difference = timeline.seconds / chosen.time.total - 1
+    difference = round(timeline.seconds / chosen.time.total - 1, 3) + 0.0  # not -0.0
     return (
-        f"\nSimulated: {name}: {timeline.seconds:.3f} s, {difference:+.1%} of the prediction; "
-        f"stages wait {min(idle):.0%} to {max(idle):.0%} of it\n  {picture}\n  {trace}\n"
+        f"\nSimulated: {name}: {in_seconds(timeline.seconds)} s, {difference:+.1%} of the "
+        f"prediction; stages wait {min(idle):.0%} to {max(idle):.0%} of it\n"
+        f"  {picture}\n  {trace}\n"
     )
 
 

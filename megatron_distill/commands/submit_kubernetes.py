@@ -85,8 +85,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
         help="time limit of a node's check; the command has four fifths (default: %(default)g)",
     )  # fmt: skip
-    parser.add_argument("--max-starts", type=whole_number("3"), default=3, metavar="N")
-    parser.add_argument("--grace-seconds", type=number("600"), metavar="S")
+    parser.add_argument(
+        "--max-starts", type=whole_number("3"), default=3, metavar="N",
+        help="launches without a new checkpoint before the job gives up (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grace-seconds", type=number("600"), metavar="S",
+        help="time for a save before a pod is killed (default: from measured steps and saves)",
+    )  # fmt: skip
     add_variables(parser)
     add_command(parser)
 
@@ -109,10 +115,15 @@ def _objection(given: argparse.Namespace) -> str | None:
         if amount is not None and _QUANTITY.fullmatch(amount) is None:
             example = "64" if name == "cpus_per_node" else "512Gi"
             return f"--{name.replace('_', '-')} {amount}: not a quantity; write it as {example}"
-    folders = [claim.partition(":")[2] for claim in given.claim] + [given.work_folder or "/"]
-    relative = [folder for folder in folders if not folder.startswith("/")]
-    if relative:
-        return f"{relative[0]}: a folder in the pods has a path from the root, as /data"
+    options = [f"--claim {claim}" for claim in given.claim]
+    options += [] if given.work_folder is None else [f"--work-folder {given.work_folder}"]
+    folders = [claim.partition(":")[2] for claim in given.claim]
+    folders += [] if given.work_folder is None else [given.work_folder]
+    for option, folder in zip(options, folders, strict=True):
+        if not folder.startswith("/"):
+            return f"{option}: a folder in the pods has a path from the root, as /data"
+        if ":" in folder:
+            return f"{option}: write NAME:FOLDER, without a further colon"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
     return (

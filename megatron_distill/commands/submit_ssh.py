@@ -111,8 +111,8 @@ def _objection(given: argparse.Namespace) -> str | None:
         count = getattr(given, name)
         if count is not None and count < 1:
             return f"--{name.replace('_', '-')} {count}: must be 1 or more"
-    if given.pause is not None and given.pause < 0:
-        return f"--pause {given.pause:g}: must be 0 or more"
+    if given.pause is not None and not 0 <= given.pause < math.inf:
+        return f"--pause {given.pause:g}: must be a finite number of seconds, 0 or more"
     if not 0 < given.health_seconds < math.inf:
         seconds = f"{given.health_seconds:g}"
         return f"--health-seconds {seconds}: must be a finite number of seconds above 0"

@@ -99,8 +99,19 @@ def too_many_ranks(ranks: int | None, gpus: int | None) -> str | None:
 
 
 def missing_words(given: argparse.Namespace) -> str | None:
-    """Return the objection to a submission without words; a script may have none."""
-    if given.words or given.command.endswith(".py"):
+    """Return the objection to a submission without words, or with options for one machine.
+
+    A script may have none, and any.
+    """
+    if given.command.endswith(".py"):
+        return None
+    for word in given.words:
+        name = word.partition("=")[0]
+        if name == "--processes":
+            return f"{word}: starts ranks on one machine; give --ranks-per-node to the submission"
+        if name in ("--print-config", "--print-layout", "--plan", "--help", "-h"):
+            return f"{word}: prints and stops; call `{PROGRAM} {given.command}` with it here"
+    if given.words:
         return None
     if given.command in ("train", "capture"):
         return f"{given.command}: give a configuration, such as configs/tiny.yaml"

@@ -131,9 +131,19 @@ def _fork_ranks(connection: Connection, theirs: Connection, prepare: Callable[[]
 
 
 def _leave_at_signals() -> None:
-    """Leave at a signal, through the end of the ranks: they have sessions of their own."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    """Leave at a signal, through the end of the ranks: they have sessions of their own.
+
+    A second one, as that of the other process's end, changes nothing.
+    """
+    numbers = signal.SIGTERM, signal.SIGHUP
+
+    def leave(number: int, _: object) -> None:
+        for one in numbers:
+            signal.signal(one, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, leave)
 
 
 def _status_of(call: _Call) -> int:

@@ -157,6 +157,8 @@ def _check_claims(claims: Sequence[tuple[str, str]]) -> None:
         if not folder.startswith("/") or ":" in folder:
             raise ConfigError(f"{option}: give a path from the root without a colon, as /data")
         place = posixpath.normpath(f"/{folder.lstrip('/')}")
+        if place == "/":
+            raise ConfigError(f"{option}: the image's own files are there; give a folder, as /data")
         if place == _SHARED_MEMORY:
             raise ConfigError(f"{option}: the pods' shared memory is there; give another folder")
         if place in mounted:

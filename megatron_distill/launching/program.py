@@ -19,6 +19,7 @@ from megatron_distill.launching.records import (
     LAUNCHES,
     Launches,
     job_folder,
+    launches_beside,
     other_content,
     progress_of,
 )
@@ -152,7 +153,7 @@ class Program:
             known = ", ".join((*_JOBS, _WRITER, *_READERS[:2], *_OTHERS))
             hint = _PRUNING if name == "prune" else ""
             raise ConfigError(
-                f"{name}: not a command for a cluster; {known} are, and scripts{hint}"
+                f"{name or repr(name)}: not a command for a cluster; {known} are, and scripts{hint}"
             )
         if name.endswith(".py") and sees_results and not Path(self.command).is_file():
             raise ConfigError(f"{self.command}: there is no such script in {Path.cwd()}")
@@ -235,7 +236,7 @@ class Program:
         store = settings.get("store")
         if isinstance(store, Mapping) and "path" in store:
             folder = Path(str(store["path"]))
-            beside = folder.with_name(f"{folder.name}.{LAUNCHES}")
+            beside = launches_beside(folder)
             job, jobs = store.get("job", 0), store.get("jobs", 1)
             beside = beside if jobs == 1 else job_folder(beside, job, jobs)
             named = f"store.path={folder}"

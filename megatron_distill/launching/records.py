@@ -19,6 +19,7 @@ A capture has them in <store>.launches, and each of four jobs that write one sto
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "CANCELLED",
     "EXIT_STATUS",
     "LAUNCHES",
+    "launches_beside",
     "LOST_PEER",
     "LOST_RENDEZVOUS",
     "ROLLOUTS",
@@ -337,6 +339,13 @@ class Launches:
         """Record nodes that failed a check; raises OSError."""
         with (self.folder / "bad_nodes").open("a", encoding="utf-8") as stream:
             stream.writelines(f"{one.when}\t{one.node}\t{one.reason}\n" for one in found)
+
+
+def launches_beside(store: Path) -> Path:
+    """Return the folder of the launches that write a store, next to it."""
+    if store.name in ("", ".."):
+        store = Path(os.path.abspath(store))  # noqa: PTH100 - resolve() would follow links
+    return store.parent / f"{store.name}.{LAUNCHES}"
 
 
 @contextmanager

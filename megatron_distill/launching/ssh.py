@@ -127,6 +127,8 @@ def ranks_on(run: Sequence[str], *, given: int | None = None) -> int:
         raise NoAnswerError(command, f"has not ended within {_COUNT_SECONDS:.0f} s") from None
     except (subprocess.CalledProcessError, ValueError, IndexError) as error:
         reason = str(getattr(error, "stderr", None) or "").strip() or str(error)
+        if isinstance(error, subprocess.CalledProcessError) and not error.stderr.strip():
+            reason = f"ended with status {error.returncode} and no message"
         reason = _ERROR_CLASS.sub("", reason.splitlines()[-1])
         raise NoAnswerError(command, reason) from None
 

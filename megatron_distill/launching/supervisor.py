@@ -107,6 +107,9 @@ def supervise(job: Scheduler, program: Program, policy: Policy) -> int:
                 with _held(launches, job):
                     return _launch(job, program, policy, launches, stop, unanswered=unanswered)
         except ConfigError as error:
+            if stop.received and isinstance(error, NoAnswerError):  # a terminal's, to all processes
+                _LOGGER.info("stopped before the settings were read")
+                return EXIT_STATUS[Status.UNFINISHED]
             _LOGGER.error("error: %s", error)
             return EXIT_STATUS[Status.MISCONFIGURED]
 
@@ -187,7 +190,7 @@ def _launch(
         ports=list(job.ports),
     )
     folder = launches.begin(launch)
-    if unanswered is not None:
+    if unanswered is not None and not stop.received:  # a terminal's signal ends readers, too
         outcome = Outcome(Status.FAILED, unanswered, launch.progress, time.time())
         first = launch.nodes[:1]
         return _decide(job, policy, launches, launch, outcome, stop, without=(), silent=first)

@@ -350,7 +350,7 @@ def load_device(name: str, *, option: str | None = None) -> DeviceProfile:
     """
     shipped, own = _FOLDER / f"{name}.yaml", Path(name)
     path = shipped if shipped.is_file() else own
-    if not path.is_file() and own.suffix != ".yaml":
+    if not path.is_file() and own.name and own.suffix != ".yaml":
         path = own.with_name(f"{own.name}.yaml")
     if not path.is_file():
         hint = ", or run `megatron-distill calibrate`, which writes one"
@@ -365,8 +365,10 @@ def read_device(path: Path) -> DeviceProfile:
     """Read a device's file. Raises ConfigError: it is not valid YAML, or a key is wrong."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(tree, dict):
-            problem = "is empty" if tree is None else f"has no keys, but {str(tree)[:_SHOWN]!r}"
+        if not isinstance(tree, dict) or not tree.keys() & DeviceProfile.model_fields.keys():
+            problem = f"has no key of a device, but {', '.join(map(str, tree or ()))[:_SHOWN]}"
+            if not isinstance(tree, dict):
+                problem = "is empty" if tree is None else f"has no keys, but {str(tree)[:_SHOWN]!r}"
             raise ConfigError(
                 f"{path}: {problem}; a device has the keys of those in {_FOLDER}: copy one of "
                 "them, or write the file with `megatron-distill calibrate`"

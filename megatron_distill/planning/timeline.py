@@ -32,6 +32,8 @@ _WORDS: Final = {
     "update": "gradients and optimizer",
 }
 _EDGE: Final = "#FFFFFF"
+_EDGE_POINTS: Final = 0.4
+_INCHES, _LEFT, _WIDTH = 12.0, 0.11, 0.8  # of the picture, and shares of it that the lanes take
 _MOST_NUMBERS: Final = 500  # operations whose micro-batch is written on them
 _DOTS_PER_INCH: Final = 150
 
@@ -43,11 +45,14 @@ def draw_timeline(timeline: Timeline, path: Path, *, title: str) -> Path:
     """
     rows = len(timeline.names)
     height = min(20.0, 1.8 + 0.42 * rows)
-    figure = Figure(figsize=(12.0, height), dpi=_DOTS_PER_INCH, facecolor="white")
+    figure = Figure(figsize=(_INCHES, height), dpi=_DOTS_PER_INCH, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.11, 0.62 / height, 0.8, 1 - 1.42 / height))
+    axes = figure.add_axes((_LEFT, 0.62 / height, _WIDTH, 1 - 1.42 / height))
     scale, unit = (1e3, "ms") if timeline.seconds < 2 else (1.0, "s")
     shown = timeline.done
+    # An edge would hide much of a bar that is narrower.
+    points = 72 * _INCHES * _WIDTH / ((timeline.end - timeline.start) * scale)
+    least = 24 * _EDGE_POINTS / points
     for kind, colour in _COLOURS.items():
         for lane in range(rows):
             bars = [
@@ -55,9 +60,9 @@ def draw_timeline(timeline: Timeline, path: Path, *, title: str) -> Path:
                 for one in shown
                 if one.lane == lane and one.operation.kind == kind
             ]
-            edge = 0.4 if len(shown) < 4 * _MOST_NUMBERS else 0.0
+            edges = [_EDGE_POINTS if long > least else 0.0 for _, long in bars]
             axes.broken_barh(
-                bars, (lane - 0.42, 0.84), facecolors=colour, edgecolors=_EDGE, linewidth=edge
+                bars, (lane - 0.42, 0.84), facecolors=colour, edgecolors=_EDGE, linewidths=edges
             )
     if len(shown) <= _MOST_NUMBERS:
         _number(axes, timeline, scale)

@@ -17,6 +17,7 @@ from megatron_distill.launching.records import (
     complete_parts,
     complete_shards,
     job_folders,
+    launches_beside,
     progress_of,
 )
 from megatron_distill.launching.status.job_state import changed, job_state, submitted_at
@@ -34,6 +35,8 @@ FOLDERS: Final = (
 
 def nothing_here(folder: Path) -> ConfigError:
     """Return the error of a folder in which no job has begun."""
+    if not folder.exists() and not launches_beside(folder).exists():
+        return ConfigError(f"{folder}: there is no such folder; {FOLDERS}")
     return ConfigError(
         f"{folder}: no run has started here (no config.yaml, no launch, no job that Slurm has "
         f"accepted); {FOLDERS}"
@@ -42,17 +45,12 @@ def nothing_here(folder: Path) -> ConfigError:
 
 def is_store(folder: Path) -> bool:
     """Return whether a capture has written a folder, or been launched to."""
-    return (folder / "shards").is_dir() or _beside(folder).is_dir()
-
-
-def _beside(store: Path) -> Path:
-    """Return the folder of the launches that write a store."""
-    return store.with_name(f"{store.name}.{LAUNCHES}")
+    return (folder / "shards").is_dir() or launches_beside(folder).is_dir()
 
 
 def _jobs_of(store: Path) -> list[Launches]:
     """Return the launches of a capture, those of each job where the newest one is of several."""
-    beside, named = _beside(store), f"store.path={store}"
+    beside, named = launches_beside(store), f"store.path={store}"
     groups = {1: [Launches(beside, store, named)]}
     for folder, job, jobs in job_folders(beside):
         groups.setdefault(jobs, []).append(Launches(folder, store, named, job=job, jobs=jobs))

@@ -174,6 +174,9 @@ def test_wrong_words_are_named_before_any_work(
     ("words", "message"),
     [
         (["--devices", "8", "--device", "none"], "--device none: there is no device none"),
+        (["--devices", "8", "--device", ""], "--device : there is no device ; the shipped ones"),
+        (["--devices", "8", "--device", "."], "--device .: there is no device .; the shipped ones"),
+        (["--devices", "8", "--device", "/"], "--device /: there is no device /; the shipped ones"),
         (
             ["--devices", "8", "--device", "l40s", "--simulate", "x", "--row", "99"],
             "--row 99: the table has 10 rows; give one of them\n",

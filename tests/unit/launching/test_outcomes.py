@@ -183,7 +183,10 @@ def test_the_pause_grows_with_launches_without_a_new_checkpoint() -> None:
         (["--hosts", "a,b", "--variable", "=1"], "--variable =1: write NAME=VALUE, as NCCL_SOCKET"),
         (["--hosts", "a,b", "--max-starts", "0"], "--max-starts 0: must be 1 or more"),
         (["--hosts", "a,b", "--health-seconds", "0"], "--health-seconds 0: must be a finite"),
-        (["--hosts", "a,b", "--pause", "-1"], "--pause -1: must be 0 or more"),
+        (
+            ["--hosts", "a,b", "--pause", "-1"],
+            "--pause -1: must be a finite number of seconds, 0 or more",
+        ),
     ],
 )
 def test_wrong_words_are_named(

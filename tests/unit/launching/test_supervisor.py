@@ -50,6 +50,26 @@ def test_a_signal_to_the_ranks_may_come_before_that_to_the_supervisor() -> None:
 
 
 @pytest.mark.parametrize(
+    ("restart", "said"),
+    [(0, "stopped before the settings were read"), (1, "cancelled after step 0")],
+)
+def test_a_signal_that_ends_the_reading_of_the_settings_is_no_error_in_them(
+    restart: int, said: str, machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal sends it to the program that reads them, too, which then has no answer."""
+    log.configure(0)
+    reading = f'case "$*" in *print-config*) kill -INT {os.getpid()}; sleep 0.2; exit 241 ;; esac\n'
+    shell = machines.folder / "shell"
+    shell.write_text(reading + SHELL.format(folder=machines.folder))
+    hosts = machines.hosts("a", wanted=1)
+    hosts.restart = restart
+    assert supervise(hosts, machines.program, Policy(sys.executable, "s")) == 75
+    text = capsys.readouterr().err
+    assert said in text
+    assert "error" not in text
+
+
+@pytest.mark.parametrize(
     ("without", "begins"),
     [([], "goes on from step 0"), (["b"], "no further launch: 1 of 2 hosts are left")],
 )

@@ -328,7 +328,7 @@ def test_the_command_prints_lines_or_json_and_refuses_other_folders(
     text = capsys.readouterr()
     assert "no run has started here" in text.err
     assert text.out.count("state       stopped: at step 25") == 2
-    with pytest.raises(ConfigError, match="no run has started here"):
+    with pytest.raises(ConfigError, match="nowhere: there is no such folder; name the folder"):
         read_status(tmp_path / "nowhere")
 
 
