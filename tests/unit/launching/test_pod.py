@@ -114,7 +114,9 @@ def test_a_user_s_file_ends_the_launches_of_pods(
             launches.stop_file.unlink()
 
 
-@pytest.mark.parametrize("other", ["healthy", "bad", "late", "alone"])
+@pytest.mark.parametrize(
+    "other", ["healthy", "bad", pytest.param("late", marks=pytest.mark.slow), "alone"]
+)
 def test_a_pod_on_a_bad_node_starts_no_rank_and_names_the_node(
     other: str,
     program: str,

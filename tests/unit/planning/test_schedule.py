@@ -338,7 +338,7 @@ def test_stages_on_several_nodes_send_over_the_network() -> None:
 
 @pytest.mark.parametrize("slow", [1.0, 1.3])
 @pytest.mark.parametrize("layout", [Layout(8, 4), Layout(8, 4, 2)], ids=str)
-@pytest.mark.parametrize("samples", [16, 320])
+@pytest.mark.parametrize("samples", [16, pytest.param(320, marks=pytest.mark.slow)])
 def test_a_row_is_white_for_the_share_in_which_its_stage_waits(
     samples: int, layout: Layout, slow: float, tmp_path: Path
 ) -> None:
