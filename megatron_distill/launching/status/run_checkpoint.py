@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ class Saved:
 
     Attributes:
         name: the folder of the newest checkpoint; None: there is none. step: its step, or 0.
-        age: in seconds; None: none, or its folder has no description.
+        age: in seconds; None: none, or its folder has no description that is JSON.
         seconds: of its save, where the description has them.
         is_begun: a save was begun and not completed.
         is_wanted: the run writes checkpoints at all.
@@ -86,8 +87,10 @@ def read_saved(run: Path, settings: Mapping[str, Any]) -> Saved:
     """Return what a run has saved; as in training, a complete checkpoint has its final name."""
     root, step = run / "checkpoints", progress_of(run)
     folder, age = root / f"step_{step:07d}", None
-    with suppress(FileNotFoundError, NotADirectoryError):
-        changed = (folder / "description.json").stat().st_mtime
+    with suppress(OSError, ValueError):
+        description = folder / "description.json"
+        json.loads(description.read_text(encoding="utf-8"))
+        changed = description.stat().st_mtime
         age = max(0.0, time.time() - changed)  # the clock of a file server may be ahead
     section = settings.get("checkpoint")
     return Saved(
@@ -105,6 +108,6 @@ def checkpoint_text(name: str | None, age: float | None, seconds: float | None) 
     if name is None:
         return "none"
     if age is None:
-        return f"{name}, without description.json: no start can read it"
+        return f"{name}, without a sound description.json: no start can read it"
     text = f"{name}, {duration(age)} ago"
     return text + ("" if seconds is None else f", saved in {seconds:.1f} s")

@@ -31,6 +31,7 @@ def line_of(run: Path, name: str) -> str:
     return next(line.split(maxsplit=1)[1] for line in lines if line.startswith(f"{name} "))
 
 
+@pytest.mark.parametrize("content", [None, '{"step": 2', "\0\xff"])
 @pytest.mark.parametrize(
     ("steps", "state"),
     [
@@ -38,15 +39,18 @@ def line_of(run: Path, name: str) -> str:
         (40, "stopped: at step 20; step_0000020 is damaged: remove it before the next start"),
     ],
 )
-def test_a_checkpoint_without_description_has_no_age(
-    tmp_path: Path, steps: int, state: str
+def test_a_checkpoint_without_a_sound_description_has_no_age(
+    tmp_path: Path, steps: int, state: str, content: str | None
 ) -> None:
     """A start takes the folder by its name, and refuses it."""
     run = ends_at(begin(tmp_path / "run", steps_done=20), steps)
-    (run / "checkpoints" / "step_0000020" / "description.json").unlink()
+    description = run / "checkpoints" / "step_0000020" / "description.json"
+    description.unlink()
+    if content is not None:
+        description.write_bytes(content.encode("latin-1"))
     assert read_status(run).checkpoint_age is None
     assert line_of(run, "checkpoint") == (
-        "step_0000020, without description.json: no start can read it"
+        "step_0000020, without a sound description.json: no start can read it"
     )
     assert line_of(run, "state") == state
 
