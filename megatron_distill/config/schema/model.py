@@ -390,9 +390,10 @@ class ModelConfig(Section):
     )
     offload: bool = Field(
         default=False,
-        description="Teacher only: keep the weights of its layers in pinned host memory and copy "
-        "them to the GPU once in each step that needs them. The teacher runs before the student; "
-        "its hidden states of the step then wait on the GPU.",
+        description="Teacher only: keep the weights of its layers in pinned host memory, as many "
+        "bytes for each rank as they have, and copy them to the GPU once in each step that needs "
+        "them. The teacher runs before the student; its hidden states of the step then wait on the "
+        "GPU.",
     )
     shard_weights: bool = Field(
         default=False,
