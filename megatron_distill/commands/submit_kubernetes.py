@@ -19,17 +19,17 @@ from megatron_distill.commands.submitted_layout import (
     add_variables,
     check_submission,
     empty_health,
-    missing_words,
     own_name,
     too_many_ranks,
     variables_of,
     wrong_variable,
+    wrong_words,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.kubernetes import PodDemand, job_set
 from megatron_distill.launching.option_numbers import number, whole_number
-from megatron_distill.launching.policy import HEALTH_SECONDS
+from megatron_distill.launching.policy import add_health_check
 from megatron_distill.launching.program import Program
 from megatron_distill.launching.records import Launches, bad_nodes
 
@@ -78,13 +78,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="default: --gpus-per-node, else 1",
     )
-    parser.add_argument(
-        "--health-command", metavar="COMMAND", help="shell command; a node is bad if it fails"
-    )
-    parser.add_argument(
-        "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
-        help="time limit of a node's check; the command has four fifths (default: %(default)g)",
-    )  # fmt: skip
+    add_health_check(parser, "node")
     parser.add_argument(
         "--max-starts", type=whole_number("3"), default=3, metavar="N",
         help="launches without a new checkpoint before the job gives up (default: %(default)s)",
@@ -115,22 +109,21 @@ def _objection(given: argparse.Namespace) -> str | None:
         if amount is not None and _QUANTITY.fullmatch(amount) is None:
             example = "64" if name == "cpus_per_node" else "512Gi"
             return f"--{name.replace('_', '-')} {amount}: not a quantity; write it as {example}"
-    options = [f"--claim {claim}" for claim in given.claim]
-    options += [] if given.work_folder is None else [f"--work-folder {given.work_folder}"]
-    folders = [claim.partition(":")[2] for claim in given.claim]
-    folders += [] if given.work_folder is None else [given.work_folder]
-    for option, folder in zip(options, folders, strict=True):
+    folders = {f"--claim {claim}": claim.partition(":")[2] for claim in given.claim}
+    if given.work_folder is not None:
+        folders[f"--work-folder {given.work_folder}"] = given.work_folder
+    for option, folder in folders.items():
         if not folder.startswith("/"):
             return f"{option}: a folder in the pods has a path from the root, as /data"
-        if ":" in folder:
-            return f"{option}: write NAME:FOLDER, without a further colon"
+    if further := next((claim for claim in given.claim if claim.count(":") > 1), None):
+        return f"--claim {further}: write NAME:FOLDER, without a further colon"
     if not given.dry_run:
         return "give --dry-run, and apply the manifest: ... --dry-run | kubectl apply -f -"
     return (
         wrong_variable(given)
         or empty_health(given)
         or too_many_ranks(given.ranks_per_node, given.gpus_per_node)
-        or missing_words(given)
+        or wrong_words(given)
     )
 
 

@@ -18,11 +18,11 @@ from megatron_distill.commands.submitted_layout import (
     add_variables,
     check_submission,
     empty_health,
-    missing_words,
     own_name,
     too_many_ranks,
     variables_of,
     wrong_variable,
+    wrong_words,
 )
 from megatron_distill.errors import ConfigError
 from megatron_distill.launching.batch_script import (
@@ -156,7 +156,7 @@ def _objection(given: argparse.Namespace) -> str | None:
         or empty_health(given)
         or _container_objection(given)
         or too_many_ranks(given.ranks_per_node, _gpus(given))
-        or missing_words(given)
+        or wrong_words(given)
     )
 
 

@@ -16,19 +16,19 @@ from megatron_distill.commands.submitted_layout import (
     add_variables,
     check_submission,
     empty_health,
-    missing_words,
     variables_of,
     wrong_variable,
+    wrong_words,
 )
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.launching.batch_script import python_path
 from megatron_distill.launching.grace import USUAL_SECONDS, grace_seconds
 from megatron_distill.launching.option_numbers import number, whole_number
 from megatron_distill.launching.policy import (
-    HEALTH_SECONDS,
     AllReduceCheck,
     Policy,
     add_all_reduce_check,
+    add_health_check,
 )
 from megatron_distill.launching.ports import PORTS
 from megatron_distill.launching.program import NoAnswerError, Program
@@ -82,13 +82,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="hosts kept to replace bad ones: the last of --hosts",
     )
-    parser.add_argument(
-        "--health-command", metavar="COMMAND", help="shell command; a host is bad if it fails"
-    )
-    parser.add_argument(
-        "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
-        help="time limit of the host checks (default: %(default)g)",
-    )  # fmt: skip
+    add_health_check(parser, "host")
     add_all_reduce_check(parser)
     add_variables(parser)
     parser.add_argument(
@@ -116,7 +110,7 @@ def _objection(given: argparse.Namespace) -> str | None:
     if not 0 < given.health_seconds < math.inf:
         seconds = f"{given.health_seconds:g}"
         return f"--health-seconds {seconds}: must be a finite number of seconds above 0"
-    return wrong_variable(given) or empty_health(given) or missing_words(given)
+    return wrong_variable(given) or empty_health(given) or wrong_words(given)
 
 
 def _hosts_objection(text: str) -> str | None:

@@ -21,7 +21,7 @@ __all__ = [
     "add_variables",
     "check_submission",
     "empty_health",
-    "missing_words",
+    "wrong_words",
     "own_name",
     "too_many_ranks",
     "variables_of",
@@ -98,7 +98,7 @@ def too_many_ranks(ranks: int | None, gpus: int | None) -> str | None:
     )
 
 
-def missing_words(given: argparse.Namespace) -> str | None:
+def wrong_words(given: argparse.Namespace) -> str | None:
     """Return the objection to a submission without words, or with options for one machine.
 
     A script may have none, and any.

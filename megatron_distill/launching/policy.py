@@ -6,7 +6,15 @@ import argparse
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-__all__ = ["HEALTH_SECONDS", "AllReduceCheck", "Policy", "add_all_reduce_check"]
+from megatron_distill.launching.option_numbers import number
+
+__all__ = [
+    "HEALTH_SECONDS",
+    "AllReduceCheck",
+    "Policy",
+    "add_all_reduce_check",
+    "add_health_check",
+]
 
 HEALTH_SECONDS: Final = 50.0  # a minute with what begins and ends the step
 AllReduceCheck = Literal["gpus", "always", "never"]
@@ -39,6 +47,17 @@ class Policy:
     health_seconds: float = HEALTH_SECONDS
     all_reduce_check: AllReduceCheck = "gpus"
     grace_seconds: float | None = None
+
+
+def add_health_check(parser: argparse.ArgumentParser, machine: str) -> None:
+    """Add the options of each machine's own check; `machine`: a host or a node."""
+    parser.add_argument(
+        "--health-command", metavar="COMMAND", help=f"shell command; a {machine} is bad if it fails"
+    )
+    parser.add_argument(
+        "--health-seconds", type=number("120"), default=HEALTH_SECONDS, metavar="S",
+        help=f"time limit of the {machine} checks (default: %(default)g)",
+    )  # fmt: skip
 
 
 def add_all_reduce_check(parser: argparse.ArgumentParser) -> None:

@@ -365,10 +365,11 @@ def read_device(path: Path) -> DeviceProfile:
     """Read a device's file. Raises ConfigError: it is not valid YAML, or a key is wrong."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(tree, dict) or not tree.keys() & DeviceProfile.model_fields.keys():
-            problem = f"has no key of a device, but {', '.join(map(str, tree or ()))[:_SHOWN]}"
-            if not isinstance(tree, dict):
-                problem = "is empty" if tree is None else f"has no keys, but {str(tree)[:_SHOWN]!r}"
+        is_table = isinstance(tree, dict)
+        if not is_table or not tree.keys() & DeviceProfile.model_fields.keys():
+            shown = ", ".join(map(str, tree)) if is_table else str(tree)
+            wanted = "key of a device" if is_table else "keys"
+            problem = f"has no {wanted}, but {shown[:_SHOWN]!r}" if tree else "is empty"
             raise ConfigError(
                 f"{path}: {problem}; a device has the keys of those in {_FOLDER}: copy one of "
                 "them, or write the file with `megatron-distill calibrate`"

@@ -74,7 +74,8 @@ def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
     would send by gloo.
     Collective: the whole world, group creation.
     """
-    _check_messages(layout)
+    if layout.pipeline > 1:
+        _require_messages(f"parallel.pipeline = {layout.pipeline}")
     world_size = dist.get_world_size()
     if world_size % layout.model_ranks:
         raise ConfigError(
@@ -110,12 +111,12 @@ def create_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
     )
 
 
-def _check_messages(layout: Layout) -> None:
-    """Raise ConfigError for stages on GPUs with gloo, which sends no memory of a GPU."""
-    if layout.pipeline > 1 and torch.cuda.is_initialized() and dist.get_backend() == "gloo":
+def _require_messages(cause: str) -> None:
+    """Raise ConfigError for ranks on GPUs with gloo, which sends no memory of a GPU."""
+    if torch.cuda.is_initialized() and dist.get_backend() == "gloo":
         raise ConfigError(
-            f"parallel.pipeline = {layout.pipeline}: with runtime.backend = 'gloo' stages on GPUs "
-            "cannot send to each other; set runtime.backend=nccl, or runtime.device=cpu"
+            f"{cause}: with runtime.backend = 'gloo' ranks on GPUs cannot send to each other; set "
+            "runtime.backend=nccl, or runtime.device=cpu"
         )
 
 
@@ -148,6 +149,8 @@ def create_second_groups(layout: Layout, *, timeout_minutes: float) -> Groups:
 
     Collective: the whole world, group creation.
     """
+    if dist.get_world_size() > 1:
+        _require_messages("a teacher's `parallel`")
     outside = _state()
     vars(parallel_state).update({name: _unused(value) for name, value in outside.items()})
     try:

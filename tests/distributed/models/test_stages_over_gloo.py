@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from megatron_distill.errors import ConfigError
+from megatron_distill.runtime.mcore_patches import prepare_megatron_core
 from tests.distributed.megatron_world import megatron_groups
 from tests.distributed.pool import Pool
 
 
 def refused(rank: int, world: int) -> bool:
+    prepare_megatron_core(on_cuda=False)
+    from megatron_distill.runtime.groups import Layout, create_second_groups
+
     with patch.object(torch.cuda, "is_initialized", lambda: True):
         with megatron_groups(tensor=2) as groups:
             assert groups.tensor.size() == 2  # sums are copied to the host
@@ -21,6 +25,8 @@ def refused(rank: int, world: int) -> bool:
             megatron_groups(pipeline=2),
         ):
             pass
+        with pytest.raises(ConfigError, match="a teacher's `parallel`: with runtime"):
+            create_second_groups(Layout(), timeout_minutes=5)
     return True
 
 
