@@ -45,6 +45,7 @@ from benchmarks.steps.cases import (
 from benchmarks.steps.planned import planned_case, planned_peaks, refined_by_case
 from megatron_distill.errors import ConfigError, counted
 from megatron_distill.planning.device import DeviceProfile, load_device
+from megatron_distill.planning.refine import lower_quartile
 from megatron_distill.runtime.torchrun import available_cores
 
 _CHILD_SECONDS = 1800
@@ -52,10 +53,11 @@ _MIB = 2**20
 _HEADING = "# The planner beside measured steps"
 _DISTINCT = 0.05  # equal steps differ by as much between two hours of a virtual machine
 _OF_TIMES = """\
-`measured` is the median of all timed steps of all rounds, `others` the median of the cores that
-other processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device:
-the median over the calibrations before each round and at the end. `refined` is the same with
-factors that make the phases of the first row the measured ones, for the rows like it: one rank, its
+`measured` is the lower quartile of all timed steps of all rounds, which `calibrate` takes of its
+own steps too: other work only adds to them. `others` is the median of the cores that other
+processes used meanwhile. `calibrated` is the planner's prediction for the calibrated device: the
+median over the calibrations before each round and at the end. `refined` is the same with factors
+that make the phases of the first row the measured ones, for the rows like it: one rank, its
 precision, and layers and heads whose FLOPs per token differ by a quarter at most.
 """
 _OF_PEAKS = """\
@@ -246,7 +248,9 @@ def _rows(
     cases: Sequence[Case], measured: dict[str, list[Any]], devices: Sequence[DeviceProfile]
 ) -> list[Row]:
     seconds = {
-        case.name: median(time for result in measured[case.name] for time in result["seconds"])
+        case.name: lower_quartile(
+            [time for result in measured[case.name] for time in result["seconds"]]
+        )
         for case in cases
     }
     first = cases[0]
@@ -290,9 +294,9 @@ def _predicted(case: Case, devices: Sequence[DeviceProfile]) -> float:
 
 
 def _phases(results: Sequence[Any]) -> dict[str, float]:
-    """Return the median seconds of the first rank's phases."""
+    """Return the seconds of the first rank's phases, the lower quartile of each."""
     steps = [phases for result in results for phases in result["ranks"][0]["phases"]]
-    return {name: median(phases[name] for phases in steps) for name in steps[0]}
+    return {name: lower_quartile([phases[name] for phases in steps]) for name in steps[0]}
 
 
 def _markdown(

@@ -77,7 +77,7 @@ def embedding_passes(shape: Architecture, rank: Rank, *, trains: bool = True) ->
         return Passes(ahead_calls, forward_messages=ahead, tensor=ahead)
     back = link.gathered(message, ranks=split) if sequence else 0.0
     numbers = shape.padded_vocab_size(split) / split * shape.hidden_size
-    gradient = rank.passes(numbers * (2 * rank.width + 2 * 4), kernels=2)
+    gradient = rank.streamed(numbers * (2 * rank.element_width + 2 * 4), kernels=2)
     return Passes(ahead_calls, back_calls + gradient, ahead, back, ahead + back)
 
 

@@ -28,12 +28,15 @@ __all__ = [
     "element_seconds",
     "layer_kinds",
     "slice_of",
+    "streamed_seconds",
 ]
 
 Recomputed = Literal["none", "selective", "full"]
 # Calls of torch in one pass of a layer on a CPU, views and new tensors included. They run one after
 # the other on one thread, however small the work is.
 CALLS_OF_LAYER: Final = 340
+# That the optimizer moves per parameter in `update_ns`, on a CPU.
+_UPDATE_BYTES: Final = 60
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ class Rank:
         """Return the time of element-wise work that reads and writes `byte_count` in all."""
         return element_seconds(self.device, byte_count, kernels=kernels)
 
+    def streamed(self, byte_count: float, *, kernels: int = 1) -> float:
+        """Return the time of such work on a whole matrix of weights."""
+        return streamed_seconds(self.device, byte_count, kernels=kernels)
+
     @property
     def attention_peak(self) -> float:
         """The highest FLOP/s of attention's products.
@@ -128,6 +135,17 @@ def element_seconds(device: DeviceProfile, byte_count: float, *, kernels: int = 
         return 0.0
     reached = share(device.memory_efficiency, byte_count / kernels / 1e6)
     return byte_count / (device.memory_gb_per_s * 1e9 * reached) + kernels * device.kernel_us * 1e-6
+
+
+def streamed_seconds(device: DeviceProfile, byte_count: float, *, kernels: int = 1) -> float:
+    """Return the time of element-wise work on whole matrices, as an embedding's gradients.
+
+    Where the optimizer was measured, at its rate: a layer's element-wise work on a CPU has more
+    arithmetic, and memory that is allocated for its results.
+    """
+    if device.update_ns:
+        return byte_count / _UPDATE_BYTES * device.update_ns * 1e-9
+    return element_seconds(device, byte_count, kernels=kernels)
 
 
 @dataclass(frozen=True)

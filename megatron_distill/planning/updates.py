@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from megatron_distill.planning.losses.layer_passes import projector_seconds
-from megatron_distill.planning.operations import element_seconds
+from megatron_distill.planning.operations import element_seconds, streamed_seconds
 from megatron_distill.planning.parameters import adam_numbers, bucket_ranks
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def step_updates(
         reduced = max(reduced * last, reduced - backward * (1 - last))
     if run.overlaps_parameters:
         gathered = max(gathered * last, gathered - forward * (1 - last))
-    # Gradients are divided by the tokens: 8 bytes of the 60 that `update_ns` moves per parameter.
-    reduced += parameters * device.update_ns * 1e-9 * 8 / 60
+    if device.update_ns:  # gradients are divided by the tokens
+        reduced += streamed_seconds(device, 8.0 * parameters)
     state = parameters / (replicas if run.is_distributed else 1)
     # Gradient, fp32 weight, both moments; the latter three written too, and the run's weight.
     touched = 4 + 3 * 8 + (run.width if run.precision != "fp32" else 0)

@@ -113,10 +113,7 @@ def test_the_record_of_peaks_has_every_case_and_rank_as_planned() -> None:
 
 
 # Pairs whose times differ by more than 5 %.
-TIMED = {"planning": 25, "planning_repeated": 23, "planning_intel": 27}
-# Planned in the other order, 1 % apart: that calibration's messages took longer than a run's, since
-# its ranks had one session and one group. No other pair may join.
-MISORDERED = {"planning_intel": [("layouts/CP2/fp32", "layouts/TP1/fp32")]}
+TIMED = {"planning": 25, "planning_repeated": 22, "planning_intel": 26}
 
 
 def of_plans(name: str, calibrated: Sequence[DeviceProfile]) -> float:
@@ -151,7 +148,7 @@ def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_time
         if times[0] >= times[1]:
             wrong.append((fast, slow))
     assert compared == TIMED[name]
-    assert wrong == MISORDERED.get(name, [])
+    assert not wrong
 
 
 class AttentionRow(NamedTuple):
