@@ -37,6 +37,7 @@ class PairGroups:
         self._rank = rank
         self._store = store
         self._groups: dict[tuple[int, int], Any] = {}
+        self.aborted = 0
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -54,6 +55,10 @@ class PairGroups:
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         """See `dist.ProcessGroup`."""
         return cast(dist.Work, self._with(source).recv(tensors, int(source > self._rank), tag))
+
+    def abort(self) -> None:
+        """See `dist.ProcessGroup`."""
+        self.aborted += 1
 
     def _with(self, peer: int) -> Any:
         low, high = pair = (min(self._rank, peer), max(self._rank, peer))

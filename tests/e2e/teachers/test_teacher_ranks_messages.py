@@ -127,7 +127,9 @@ def pairs_in_roles(
         patch.object(TeacherServer, "serve", noting(TeacherServer.serve)),
     ):
         train_in_roles(rank, world, config, overrides, None)
-    return begun[0], made[0].pairs
+    (group,) = made
+    assert group.aborted == 1
+    return begun[0], group.pairs
 
 
 @pytest.mark.slow
