@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
 TEST_PROCESSES ?= 2
-# Each of them computes with one thread: together they are as many as the cores. In the order of
-# collection whole runs come before unit tests, which are short enough for an even end. Compiled
-# modules are kept, also where the environment forbids it: each rank would compile them anew.
+# Each of them computes with one thread: together they are as many as the cores. The long tests, which
+# wait for a third of their time, have one more. In the order of collection whole runs come before
+# unit tests, which are short enough for an even end. Compiled modules are kept, also where the
+# environment forbids it: each rank would compile them anew.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests \
 	--numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
@@ -61,6 +62,7 @@ test: $(STAMP)
 	$(PYTEST)
 
 # Status 5 of pytest says that no test is marked slow, which is no failure.
+slow: TEST_PROCESSES := 3
 slow: $(STAMP)
 	$(PYTEST) -m 'slow and not gpu' || [ $$? -eq 5 ]
 

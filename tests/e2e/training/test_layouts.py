@@ -212,8 +212,7 @@ def runs_of_two_tokenizers(
 def test_a_teacher_of_another_tokenizer_gives_the_losses_of_one_rank(
     train: Runner, inputs: Inputs, case: str
 ) -> None:
-    found, expected = runs_of_two_tokenizers(train, inputs, case)
-    assert len(expected) == 20
+    found, expected = runs_of_two_tokenizers(train, inputs, case, SHORT)
     assert min(expected[0][name] for name in (*QUANTITIES, *ALIGNED_NAMES)) > 0.005
     assert_same_course(found, expected, (*QUANTITIES, *ALIGNED_NAMES))
     for name in ("chunks", "aligned_labels", "coverage"):
@@ -271,7 +270,6 @@ def eight_ranks() -> Iterator[Pool]:
     ("case", "terms", "names"),
     [
         ("TP2xPP2xCP2+sequence", (), ALIGNED_NAMES),
-        ("TP2xPP2xCP2+sequence", (MEANS_TERMS,), MEANS_NAMES),
         ("TP4xPP2", (MEANS_TERMS,), MEANS_NAMES),
         ("TP4xCP2", (), ALIGNED_NAMES),
     ],
