@@ -164,9 +164,10 @@ STARTS = {
     "student.0": start_hook(0, "publish"),
     "student.1": start_hook(1, "publish", "slots/teacher/1"),
     "teacher.0": start_hook(1, "published"),
+    "teacher.1": start_hook(3, "published"),
 }
 # The numbers of these ranks, and how many each role has.
-PLACES = {"student.0": (0, 1), "student.1": (1, 2), "teacher.0": (1, 1)}
+PLACES = {"student.0": (0, 1), "student.1": (1, 2), "teacher.0": (1, 1), "teacher.1": (3, 2)}
 
 
 def words(inputs: Inputs, output: Path, *overrides: str, ranks: int = 1) -> list[str]:
@@ -421,7 +422,7 @@ def test_killed_while_it_loads_it_starts_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["student.1", "teacher.0"])
+@pytest.mark.parametrize("name", PLACES)
 def test_killed_during_a_save_it_goes_on_from_the_checkpoint_before(
     pool: Pool, inputs: Inputs, tmp_path: Path, name: str
 ) -> None:
