@@ -9,6 +9,7 @@ nodes at the first failure would hide the cause.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import shutil
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_record(folder / "nodes" / f"{index}.json", outcome)
         return 0
     part = NodePart(folder, launch, index, given.endpoint, given.program)
-    part.run(ranks=ranks, stop_seconds=given.stop_seconds)
+    part.run(ranks=ranks, stop_seconds=given.stop_seconds, end=given.end)
     return 0
 
 
@@ -88,10 +89,11 @@ class NodePart:
     endpoint: str
     program: Sequence[str]
 
-    def run(self, *, ranks: int, stop_seconds: float) -> NodeOutcome:
+    def run(self, *, ranks: int, stop_seconds: float, end: float = math.inf) -> NodeOutcome:
         """Run so many ranks to their end, record the outcome, and return it; raises OSError.
 
-        stop_seconds: for ranks to save after a signal. Call it from the main thread.
+        stop_seconds: for ranks to save after a signal, which `end`, seconds since the epoch, cuts
+        short. Call it from the main thread.
         """
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -101,9 +103,13 @@ class NodePart:
             self._command(ranks),
             environment={"OMP_NUM_THREADS": str(threads_per_process(ranks)), **os.environ},
             grace_seconds=stop_seconds,
+            latest=end,
             signals=_STOPPING,
             second_kills=False,
         )
+        if ended.is_late:
+            name = self.launch.nodes[self.index]
+            sys.stderr.write(f"{name}: its ranks were killed, since they had not saved in time\n")
         found = read_record(file, NodeOutcome)
         if found is None:
             found = self._outcome_of(ended)
@@ -171,6 +177,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stop-seconds", type=float, default=300.0, help="time for ranks to save after a signal"
     )
+    parser.add_argument(
+        "--end", type=float, default=math.inf,
+        help="when ranks that were told to save are killed, seconds since the epoch",
+    )  # fmt: skip
     parser.add_argument("--stops-with-input", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- SCRIPT or -m MODULE, words")
     given = parser.parse_args(arguments)

@@ -47,6 +47,7 @@ __all__ = ["supervise"]
 _LOGGER = get_logger(__name__)
 _POLL_SECONDS: Final = 0.5
 _MEASURE_SECONDS: Final = 30.0  # between looks at the times of steps and saves
+_LEAVE_SECONDS: Final = 30.0  # of a job whose ranks had to be killed, to ask for the next launch
 _LATE_SIGNAL_SECONDS: Final = 10.0  # from a scheduler's signal to the ranks to that to this process
 
 
@@ -239,7 +240,7 @@ def _run_ranks(
         folder.resolve(),
         endpoint=f"{launch.addresses[0]}:{first.port}",
         stop_seconds=_stop_seconds(job, policy, launches.measured),
-        options=job.node_options,
+        options=[*job.node_options, *_end_option(job)],
         ranks_per_node=policy.ranks_per_node,
     )
     command = [*job.on_nodes(launch.nodes), policy.python, *words]
@@ -276,6 +277,14 @@ def _stop_seconds(job: Scheduler, policy: Policy, measured: Path) -> float:
     known = policy.grace_seconds or grace_seconds(measured) or 0.0
     half = 0.0 if job.end is None else (job.end - time.time()) / 2
     return max(USUAL_SECONDS, known, half)
+
+
+def _end_option(job: Scheduler) -> list[str]:
+    """Return when nodes kill ranks that do not end: a job that is timed out is never requeued."""
+    if job.end is None:
+        return []
+    left = job.end - time.time()
+    return ["--end", f"{job.end - min(_LEAVE_SECONDS, left / 4):.0f}"]
 
 
 def _wait(

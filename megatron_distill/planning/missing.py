@@ -151,11 +151,12 @@ def _lower_needs(
             found.append((total, key))
     if not found:
         return (
-            f"The least need below, {need.total / 2**30:.1f} GiB, is with full recomputation and "
-            "the smallest micro-batch, and no key of teacher or optimizer lowers it."
+            f"The least need of a layout here, {need.total / 2**30:.1f} GiB, is with full "
+            "recomputation and the smallest micro-batch, and no key of teacher or optimizer lowers "
+            "it."
         )
     keys = ", ".join(f"{key} to {total / 2**30:.1f} GiB" for total, key in sorted(found))
-    return f"Keys that lower the least need below, {need.total / 2**30:.1f} GiB: {keys}."
+    return f"Keys that lower the least need of a layout here, {need.total / 2**30:.1f} GiB: {keys}."
 
 
 def _popular(run: PlannedRun) -> tuple[Sizes, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import signal
@@ -48,14 +49,19 @@ _FLAGS = (
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 120.0
 _KILL_WAIT_SECONDS = 10.0
+_LEAST_SECONDS = 5.0  # to save in; ranks that are asked later are left to the scheduler
 
 
 @dataclass(frozen=True)
 class ChildOutcome:
-    """Outcome of a child: its exit status, and the signal that asked this process to stop."""
+    """Outcome of a child: its exit status, and the signal that asked this process to stop.
+
+    is_late: it was killed, since it had not ended in time after the signal.
+    """
 
     status: int
     interrupted_by: int | None
+    is_late: bool = False
 
 
 def torchrun_command(script: str, arguments: Sequence[str], *, processes: int) -> list[str]:
@@ -127,6 +133,7 @@ def run_child(
     *,
     environment: Mapping[str, str],
     grace_seconds: float = _GRACE_SECONDS,
+    latest: float = math.inf,
     signals: Sequence[signal.Signals] | None = None,
     second_kills: bool = True,
 ) -> ChildOutcome:
@@ -135,7 +142,8 @@ def run_child(
     The first of the signals, None: `stop_signals`, is sent to the command's direct children as
     SIGTERM. These are the ranks of torchrun, which finish their step, save and exit. A second one,
     unless a scheduler may repeat it (`second_kills`), or `grace_seconds` after the first, kills
-    them. Call it from the main thread.
+    them. So does the time `latest`, seconds since the epoch, after a first one that comes some
+    seconds before. Call it from the main thread.
     """
     # In a new session, so that Ctrl-C reaches the child only through this process: torchrun
     # would react by ending its ranks in the middle of a step.
@@ -144,12 +152,12 @@ def run_child(
     handled = stop_signals() if signals is None else signals
     previous = {number: signal.signal(number, family.on_signal) for number in handled}
     try:
-        status = family.wait(grace_seconds)
+        status = family.wait(grace_seconds, latest)
     finally:
         family.kill()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return ChildOutcome(status, family.interrupted_by)
+    return ChildOutcome(status, family.interrupted_by, is_late=family.is_late)
 
 
 def run_ranks(module: str, arguments: Sequence[str], *, processes: int) -> int:
@@ -191,6 +199,7 @@ class _Family:
         self._kill_at: float | None = None
         self._signals = 0
         self.interrupted_by: int | None = None
+        self.is_late = False
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP and self._signals:
@@ -199,7 +208,7 @@ class _Family:
         if self.interrupted_by is None:
             self.interrupted_by = number
 
-    def wait(self, grace_seconds: float) -> int:
+    def wait(self, grace_seconds: float, latest: float) -> int:
         answered = 0
         while True:
             try:
@@ -212,10 +221,13 @@ class _Family:
                 answered = self._signals
                 if is_first:
                     self._ask_to_stop()
-                    self._kill_at = time.monotonic() + grace_seconds
+                    left = latest - time.time()
+                    cut = min(grace_seconds, left) if left > _LEAST_SECONDS else grace_seconds
+                    self._kill_at = time.monotonic() + cut
                 elif self._second_kills:
                     self.kill()
             elif self._kill_at is not None and time.monotonic() > self._kill_at:
+                self.is_late = True
                 self.kill()
 
     def kill(self) -> None:

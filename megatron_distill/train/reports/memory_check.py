@@ -111,8 +111,10 @@ def memory_warning(config: RunConfig, memory: RankMemory, *, ranks: int) -> str 
         return None
     rule = shape_rule(config, shapes)
     search = Search(run, device, choice.devices, rule, (choice.place,))
-    found = search.ranking(shown=_WAYS).fitting
-    text = _in_words(wanted, nearest(found, choice, count=_WAYS), device)
+    ways = nearest(search.ranking(shown=_WAYS).fitting, choice, count=_WAYS)
+    text = _in_words(wanted, ways, device)
+    if not ways:
+        text = f"{text}. {search.way_out()}".removesuffix(". ")
     least = _least_need(config, wanted, memory, teachers)
     if memory.is_limit and max(least.lasting, least.total / _CERTAIN) > device.memory_bytes:
         raise ConfigError(text)

@@ -1,8 +1,8 @@
 """Jobs of a real Slurm that the tests start: two of four nodes, one rank on each.
 
-Regimes: to the end without a node that fails its check, near the time limit, a rank killed, a node
-lost, cancelled, an error in the configuration, too little memory, two jobs side by side, a killed
-batch script.
+Regimes: to the end without a node that fails its check, near the time limit, ranks that hang there,
+a rank killed, a node lost, cancelled, an error in the configuration, too little memory, two jobs
+side by side, a killed batch script.
 """
 
 from __future__ import annotations
@@ -143,6 +143,26 @@ def test_a_job_goes_on_bit_for_bit_after_its_time_limit_a_killed_rank_and_a_lost
     newest = max(int(path.name[5:]) for path in (output / "checkpoints").glob("step_*[0-9]"))
     assert newest == len(found)
     assert "cancelled after step" in job.log
+
+
+def test_ranks_that_hang_near_the_time_limit_are_killed_and_their_job_goes_on(
+    cluster: Cluster, dense: Path, tmp_path: Path
+) -> None:
+    """Slurm would end the job with TIMEOUT, and never start it again."""
+    output = tmp_path / "run"
+    words = ("--max-starts", "9", "--", "train", str(dense), f"output={output}", *ENDLESS)
+    job = cluster.submit(words, options=("--time=1",))
+    job.wait_for(lambda: steps_done(output) >= 2)
+    limited = len(launches_of(output).all())
+    with held_up(job):
+        job.wait_for(lambda: outcomes(output)[limited - 1] is not None)
+    assert outcomes(output)[limited - 1] is Status.UNFINISHED
+    assert NEAR_END in job.log
+    assert "its ranks were killed, since they had not saved in time" in job.log
+    assert "stopped before the end of the job's time: goes on from step" in job.log
+    job.wait_for(lambda: len(launches_of(output).all()) > limited)
+    assert int(job.fields["Restarts"]) == limited
+    job.cancel()
 
 
 def test_an_error_in_the_configuration_is_not_tried_again(

@@ -17,6 +17,7 @@ import pytest
 from megatron_distill import log
 from megatron_distill.cli import main
 from megatron_distill.errors import ConfigError
+from megatron_distill.launching import supervisor
 from megatron_distill.launching.policy import Policy
 from megatron_distill.launching.records import (
     Launches,
@@ -29,6 +30,7 @@ from megatron_distill.launching.records import (
 from megatron_distill.launching.ssh import SSH, Hosts
 from megatron_distill.launching.supervisor import (
     _decide,
+    _end_option,
     _held,
     _Stop,
     _stop_seconds,
@@ -153,6 +155,35 @@ def test_the_log_tells_the_warning_of_the_scheduler_from_the_job_s_own_clock(
         os.kill(os.getpid(), signal.SIGUSR1)
         assert _wait(hosts, ["sleep", "60"], policy, tmp_path, stop) == (-signal.SIGUSR1, True)
     assert f"{near} (signal): saving" in capsys.readouterr().err
+
+
+def test_the_job_s_own_clock_leaves_the_measured_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 200 s: 460 s, which is more than the usual five minutes."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 200.0}\n')
+    hosts, policy = Hosts(["a"], 1, {"a": "a"}, SSH, {}), Policy("python3", "s")
+    hosts.end = 10_000.0
+    for left, told in ((455.0, True), (465.0, False)):
+        now = iter([5000.0])  # the ranks begin
+        monkeypatch.setattr(
+            supervisor.time, "time", lambda now=now, left=left: next(now, 10_000.0 - left)
+        )
+        seconds = "60" if told else "2"
+        with _Stop() as stop:
+            status, was_told = _wait(hosts, ["sleep", seconds], policy, tmp_path, stop)
+        assert was_told is told
+        assert status == (-signal.SIGUSR1 if told else 0)
+
+
+def test_nodes_kill_ranks_that_do_not_end_half_a_minute_before_the_job_does() -> None:
+    hosts = Hosts(["a"], 1, {"a": "a"}, SSH, {})
+    assert _end_option(hosts) == []
+    for left, least in ((3600.0, 30.0), (60.0, 15.0)):
+        hosts.end = time.time() + left
+        name, end = _end_option(hosts)
+        assert name == "--end"
+        assert float(end) == pytest.approx(hosts.end - least, abs=2.0)
 
 
 def test_a_first_host_without_an_answer_costs_a_launch_and_the_next_begins_on_another(

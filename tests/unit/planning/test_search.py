@@ -405,7 +405,7 @@ def test_where_nothing_fits_more_devices_and_keys_are_named() -> None:
     run = replace(one.run, precision="fp32")
     wide = Search(run, tiny, 2, one.shape_rule, one.places)
     assert not wide.ranking(shown=1).fitting
-    assert "lower the least need below, " in (text := wide.way_out())
+    assert "lower the least need of a layout here, " in (text := wide.way_out())
     assert "train.precision=bf16 to " in text
     assert " ".join(words.split()) in " ".join(report_of(one, ranking, way_out=words).split())
 

@@ -64,7 +64,7 @@ PARENT = textwrap.dedent(
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     outcome = run_child([sys.executable, "-c", *sys.argv[2:]], environment=os.environ,
                         grace_seconds=float(sys.argv[1]))
-    print(outcome.status, outcome.interrupted_by)
+    print(outcome.status, outcome.interrupted_by, outcome.is_late)
     """
 )
 
@@ -124,7 +124,7 @@ def test_a_signal_lets_every_rank_save_and_leave(tmp_path: Path, number: int) ->
     # As a terminal does: to the whole group of the foreground.
     os.killpg(parent.pid, number)
     printed, _ = parent.communicate(timeout=PATIENCE)
-    assert printed.split() == ["0", str(int(number))]
+    assert printed.split() == ["0", str(int(number)), "False"]
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
     assert not (tmp_path / "launcher_hit").exists()
@@ -155,13 +155,22 @@ def test_several_signals_of_a_scheduler_are_one_request(tmp_path: Path) -> None:
     assert_gone(ranks)
 
 
+# Its job ends in 30 s.
+LIMITED = PARENT.replace("grace_seconds=", "latest=time.time() + 30.0, grace_seconds=").replace(
+    "import os", "import time, os"
+)
+
+
 @pytest.mark.slow
-def test_ranks_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path) -> None:
-    parent = start(tmp_path, "ignoring", grace_seconds=0.5)
+@pytest.mark.parametrize(("grace", "parent"), [(0.5, PARENT), (3600.0, LIMITED)])
+def test_ranks_that_do_not_listen_are_killed_after_the_grace_or_before_the_end(
+    tmp_path: Path, grace: float, parent: str
+) -> None:
+    process = start(tmp_path, "ignoring", grace_seconds=grace, parent=parent)
     ranks = rank_processes(tmp_path)
-    parent.send_signal(signal.SIGTERM)
-    printed, _ = parent.communicate(timeout=PATIENCE)
-    assert printed.split()[1] == str(int(signal.SIGTERM))
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert printed.split()[1:] == [str(int(signal.SIGTERM)), "True"]
     assert_gone(ranks)
 
 
@@ -170,7 +179,7 @@ def test_ranks_abandoned_by_their_launcher_are_ended(tmp_path: Path) -> None:
     parent = start(tmp_path, "abandon", parent=LOOKING + PARENT)
     ranks = rank_processes(tmp_path)
     printed, _ = parent.communicate(timeout=PATIENCE)
-    assert printed.split() == ["7", "None"]
+    assert printed.split() == ["7", "None", "False"]
     assert_gone(ranks)
 
 

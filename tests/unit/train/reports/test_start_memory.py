@@ -67,6 +67,18 @@ def test_a_run_that_does_not_fit_gets_the_three_nearest_layouts(
     assert all("; set " in way and "GiB" in way for way in ways)
 
 
+def test_a_run_of_which_no_layout_fits_is_told_how_many_devices_would_do(tmp_path: Path) -> None:
+    small = machine(1.0)
+    with pytest.raises(ConfigError) as refused:
+        memory_warning(run_config(tmp_path), small, ranks=1)
+    text = str(refused.value)
+    assert "no layout of 1 device fits: use more devices, or give each more memory. " in text
+    (found,) = re.findall(r"memory\. (\d+) devices are the first power of two on which", text)
+    with pytest.raises(ConfigError, match="; set "):
+        memory_warning(run_config(tmp_path), small, ranks=int(found))
+    assert "The least need of a layout here, 1.7 GiB, is with full recomputation" in text
+
+
 def test_states_above_the_memory_of_a_gpu_or_a_limit_are_an_error_and_on_a_cpu_a_warning(
     tmp_path: Path,
 ) -> None:
