@@ -113,7 +113,7 @@ def memory_warning(config: RunConfig, memory: RankMemory, *, ranks: int) -> str 
     search = Search(run, device, choice.devices, rule, (choice.place,))
     ways = nearest(search.ranking(shown=_WAYS).fitting, choice, count=_WAYS)
     text = _in_words(wanted, ways, device)
-    if not ways:
+    if not ways and choice.place != "own ranks":  # whose ranks may be fewer or more
         text = f"{text}. {search.way_out()}".removesuffix(". ")
     least = _least_need(config, wanted, memory, teachers)
     if memory.is_limit and max(least.lasting, least.total / _CERTAIN) > device.memory_bytes:

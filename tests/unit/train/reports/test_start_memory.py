@@ -77,6 +77,9 @@ def test_a_run_of_which_no_layout_fits_is_told_how_many_devices_would_do(tmp_pat
     with pytest.raises(ConfigError, match="; set "):
         memory_warning(run_config(tmp_path), small, ranks=int(found))
     assert "The least need of a layout here, 1.7 GiB, is with full recomputation" in text
+    # Of a teacher on ranks of its own only the given number is tried.
+    with pytest.raises(ConfigError, match="or give each more memory$"):
+        memory_warning(run_config(tmp_path, ["teacher.ranks=1"]), machine(0.2), ranks=1)
 
 
 def test_states_above_the_memory_of_a_gpu_or_a_limit_are_an_error_and_on_a_cpu_a_warning(
