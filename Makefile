@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := megatron_distill launch tools benchmarks tests
 TEST_PROCESSES ?= 2
+SLOW_PROCESSES ?= 3
 # Each of them computes with one thread: together they are as many as the cores. The long tests, which
 # wait for a third of their time, have one more. In the order of collection whole runs come before
 # unit tests, which are short enough for an even end. Compiled modules are kept, also where the
@@ -62,7 +63,7 @@ test: $(STAMP)
 	$(PYTEST)
 
 # Status 5 of pytest says that no test is marked slow, which is no failure.
-slow: TEST_PROCESSES := 3
+slow: TEST_PROCESSES = $(SLOW_PROCESSES)
 slow: $(STAMP)
 	$(PYTEST) -m 'slow and not gpu' || [ $$? -eq 5 ]
 

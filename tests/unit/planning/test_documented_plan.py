@@ -26,6 +26,7 @@ from tests.unit.planning.test_recorded_steps import (
     CPU,
     RECORDS,
     TIMED,
+    compared_pairs,
     peaks_of_ranks,
     record,
 )
@@ -236,6 +237,18 @@ def test_the_errors_of_layouts_are_those_of_the_page(name: str) -> None:
     assert average == round(100 * mean(map(abs, errors)), 1)
     assert [-short, long] == [round(100 * one) for one in (min(errors), max(errors))]
     assert re.search(rf"{SENTENCES[name]}[^[]*?\ball {TIMED[name]} pairs", WHOLE, re.IGNORECASE)
+
+
+def test_the_errors_of_one_round_and_its_pairs_are_those_of_the_page() -> None:
+    errors = errors_of("planning_one_round")
+    average, short, long, right, pairs = span(
+        r"a less steady AMD CPU\]\S+ times are (\S+) % off, from (\S+) % too short to (\S+) % "
+        r"too long, with (\S+) of (\S+) pairs in order"
+    )
+    assert average == round(100 * mean(map(abs, errors)), 1)
+    assert [-short, long] == [round(100 * one) for one in (min(errors), max(errors))]
+    compared, wrong = compared_pairs("planning_one_round")
+    assert (right, pairs) == (compared - len(wrong), compared)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_amd"])

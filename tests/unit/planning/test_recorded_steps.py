@@ -121,7 +121,7 @@ def of_plans(name: str, calibrated: Sequence[DeviceProfile]) -> float:
     return median(planned_case(CASES[name], device).time.total for device in calibrated)
 
 
-@pytest.mark.parametrize("name", TIMED)
+@pytest.mark.parametrize("name", [*TIMED, "planning_one_round"])
 def test_step_times_of_the_calibrated_device_are_within_fifteen_per_cent(name: str) -> None:
     recorded = record(name)
     calibrated = loaded(recorded["devices"])
@@ -131,10 +131,8 @@ def test_step_times_of_the_calibrated_device_are_within_fifteen_per_cent(name: s
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), ratios
 
 
-@pytest.mark.parametrize("name", TIMED)
-def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_times(
-    name: str,
-) -> None:
+def compared_pairs(name: str) -> tuple[int, list[tuple[str, str]]]:
+    """How many pairs of layouts differ by more than 5 %, and those planned in the other order."""
     recorded = record(name)
     calibrated = loaded(recorded["devices"])
     rows = [(*row["case"].split("/"), row["case"], row["seconds"]) for row in recorded["rows"]]
@@ -147,8 +145,14 @@ def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_time
         times = [of_plans(name, calibrated) for name in (fast, slow)]
         if times[0] >= times[1]:
             wrong.append((fast, slow))
-    assert compared == TIMED[name]
-    assert not wrong
+    return compared, wrong
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_layouts_of_one_workload_are_planned_in_the_order_of_their_measured_times(
+    name: str,
+) -> None:
+    assert compared_pairs(name) == (TIMED[name], [])
 
 
 class AttentionRow(NamedTuple):
